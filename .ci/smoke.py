@@ -1,0 +1,22 @@
+"""The installed wheel: its top-level names, and a write and a decode."""
+
+from importlib.metadata import distribution
+
+import jax.numpy as jnp
+
+import jaxkv
+
+files = distribution("jaxkv").files or []
+names = {file.parts[0] for file in files if not file.parts[0].startswith("..") and "dist-info" not in file.parts[0]}
+assert names == {"jaxkv", "jaxkv_kernels"}, names
+assert any(file.name == "py.typed" for file in files)
+
+layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
+cache = jaxkv.KVCache.zeros(layout)
+cache = jaxkv.write_mla(cache, jnp.ones((1, 512)), jnp.ones((1, 64)), jnp.asarray([130]), layer=1)
+out = jaxkv.decode_mla(
+    jnp.ones((1, 16, 512)), jnp.ones((1, 16, 64)), cache, jnp.asarray([[2]]), jnp.asarray([3]), layer=1, scale=0.01
+)
+assert out.shape == (1, 16, 512)
+assert float(out.min()) > 0
+print("wheel ok:", jaxkv.__version__, sorted(names))

@@ -1,0 +1,37 @@
+"""A cache: one flat buffer and its layout."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.layout import CacheLayout
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """A pytree of one flat array and its static layout; goes through `jit`, `scan` and `shard_map`.
+
+    Operations return a new cache.  Donated to the outermost `jit`, the buffer is updated in place.
+    """
+
+    buffer: jax.Array
+    """`layout.dtype` [layout.size]."""
+    layout: CacheLayout = field(metadata={"static": True})
+
+    @classmethod
+    def zeros(cls, layout: CacheLayout, *, device=None) -> "KVCache":
+        """A cache of zeros, on `device` (or with that sharding)."""
+        return cls(jnp.zeros((layout.size,), layout.dtype, device=device), layout)
+
+    def view(self, layout: CacheLayout) -> "KVCache":
+        """The same buffer read through another layout: another group of a packed block, say."""
+        if not isinstance(layout, CacheLayout):
+            raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout")
+        if (layout.size, layout.dtype) != (self.layout.size, self.layout.dtype):
+            raise ValueError(
+                f"`layout` describes a buffer of {layout.size} elements of {layout.dtype}; this cache has "
+                f"{self.layout.size} of {self.layout.dtype}"
+            )
+        return KVCache(self.buffer, layout)

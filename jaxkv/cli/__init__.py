@@ -1,0 +1,21 @@
+"""The command line: `jaxkv demo`, `verify`, `bench`, `doctor`, `layout`, `matrix`."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+COMMANDS = ("demo", "verify", "bench", "doctor", "layout", "matrix")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; its exit status."""
+    parser = argparse.ArgumentParser(prog="jaxkv", description="Paged KV caches for JAX, with strides.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"jaxkv.cli.{name}")
+        told = (module.__doc__ or "").splitlines()[0]
+        command = commands.add_parser(name, help=told, description=told)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    return args.run(args)

@@ -1,0 +1,144 @@
+"""Report versions, devices, and which implementations are usable here, and why not: please attach it to bug reports."""
+
+import argparse
+import os
+import platform
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import jax
+
+import jaxkv
+from jaxkv.cli.timing import device_memory
+from jaxkv.support import Sample, sample_calls
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "numpy",
+    "jaxkv",
+    "jax-triton",
+    "triton",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
+VARIABLES = ("JAX_", "XLA_", "CUDA_", "NVIDIA_", "TRITON_", "MOSAIC_", "LD_LIBRARY_PATH")
+"""Environment variables that begin like this change what JAX and its compilers do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report."""
+    del args
+    print(report())
+    return 0
+
+
+def report() -> str:
+    """What a maintainer asks first.  A probe that fails says so in its place; none fails the report."""
+    sections = {
+        "versions": _versions,
+        "conflicts": lambda: conflicts({name: _version(name) for name in PACKAGES}) or ["none known"],
+        "environment": _environment,
+        "devices": _devices,
+        "implementations": _implementations,
+    }
+    return "\n\n".join(
+        "\n".join([name, *(f"  {line}" for line in _guarded(probe))]) for name, probe in sections.items()
+    )
+
+
+def conflicts(versions: Mapping[str, str | None]) -> list[str]:
+    """Installed packages that are known not to work together; None is a package that is not installed."""
+    found = []
+    jax_, jax_triton, triton = (_release(versions.get(name)) for name in ("jax", "jax-triton", "triton"))
+    if jax_ and jax_triton and jax_ >= (0, 12) and jax_triton <= (0, 4):
+        found.append(
+            f"jax-triton {versions['jax-triton']} does not work with jax {versions['jax']}: install 'jax<0.12'"
+        )
+    if jax_triton and triton and jax_triton >= (0, 4) and triton < (3, 7):
+        found.append(
+            f"jax-triton {versions['jax-triton']} does not compile with triton {versions['triton']}: "
+            "install 'triton>=3.7', or 'jax-triton<0.4'"
+        )
+    plugins = {name: told for name, told in versions.items() if name.endswith("plugin") and told}
+    if len(plugins) > 1:
+        found.append(f"{' and '.join(plugins)} are both installed: keep the one of your CUDA version")
+    for name, plugin in plugins.items():
+        if _release(plugin) != _release(versions.get("jaxlib")):
+            found.append(f"{name} {plugin} is not of jaxlib's version, {versions.get('jaxlib')}: install both together")
+    return found
+
+
+def _release(text: str | None) -> tuple[int, ...] | None:
+    """The first two numbers of a version."""
+    return tuple(int(part) for part in text.split(".")[:2]) if text else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _guarded(probe: Callable[[], list[str]]) -> list[str]:
+    try:
+        return probe()
+    except Exception as error:  # the report is for machines on which things fail
+        return [f"unknown ({type(error).__name__}: {' '.join(str(error).split())})"]
+
+
+def _versions() -> list[str]:
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    found |= {name: _version(name) or "not installed" for name in PACKAGES}
+    return [f"{name:18} {told}" for name, told in found.items()]
+
+
+def _environment() -> list[str]:
+    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    return found or [f"nothing that begins with {', '.join(VARIABLES)}"]
+
+
+def _devices() -> list[str]:
+    lines = [f"default backend {jax.default_backend()}: {' '.join(jax.devices()[0].client.platform_version.split())}"]
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.exists():
+        lines += _guarded(lambda: [" ".join(driver.read_text().splitlines()[0].split())])
+    return lines + [_told(device) for device in jax.local_devices()]
+
+
+def _told(device: jax.Device) -> str:
+    memory = _guarded(lambda: [f"{device_memory(device) / 1e9:.1f} GB for arrays"])
+    capability = getattr(device, "compute_capability", None)
+    known = [device.device_kind, *memory, *([f"compute capability {capability}"] if capability else [])]
+    return f"{device.platform}:{device.id} is {', '.join(known)}"
+
+
+def _implementations() -> list[str]:
+    """For each implementation, which sample calls it takes, and its reasons against the others."""
+    samples = list(sample_calls())
+    lines = []
+    for name, devices in jaxkv.implementations().items():
+        taken, refused = [], {}
+        for operation, entry, call in samples:
+            reasons = _guarded(partial(_why_not, call, name))
+            told = f"{operation} {entry}".rstrip()
+            taken += [] if reasons else [told]
+            for reason in reasons:
+                refused.setdefault(reason, []).append(told)
+        usable = f"usable, takes {len(taken)}" if taken else "not usable, takes none"
+        lines.append(f"{name} ({devices}): {usable} of {len(samples)} sample calls")
+        lines += [f"  takes {', '.join(taken)}"] if taken and refused else []
+        lines += [f"  refuses {', '.join(told)}: {reason}" for reason, told in refused.items()]
+    return lines
+
+
+def _why_not(call: Sample, name: str) -> list[str]:
+    function, args, options = call
+    return list(jaxkv.explain(function, *args, **options).reasons[name])

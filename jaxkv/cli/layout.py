@@ -1,0 +1,36 @@
+"""Print the layout of a cache, or draw which bytes belong to which block, layer, head and token."""
+
+import argparse
+
+import jaxkv
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The layout, and where to save its picture."""
+    parser.add_argument("--layers", type=int, default=27)
+    parser.add_argument("--blocks", type=int, default=1024)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC")
+    parser.add_argument("--format", choices=jaxkv.MLAEntry.formats, default="bf16", help="format of the MLA entries")
+    parser.add_argument("--indexer", action="store_true", help="pack indexer keys into the same blocks")
+    parser.add_argument("--save", metavar="FILE", help="save the memory map (.svg or .png; needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; saves the picture where asked."""
+    entry = jaxkv.MLAEntry(args.format)
+    sizes = {"num_blocks": args.blocks, "block_size": args.block_size, "order": args.order}
+    try:
+        if args.indexer:
+            entries = {"latent": entry, "indexer": jaxkv.IndexerEntry()}
+            groups = {name: jaxkv.Group(args.layers, entry) for name, entry in entries.items()}
+            layout = jaxkv.PackedLayout(groups=groups, **sizes)
+        else:
+            layout = jaxkv.CacheLayout(num_layers=args.layers, entry=entry, **sizes)
+        print(layout)
+        if args.save:
+            layout.draw(args.save)
+            print(f"saved {args.save}")
+    except (ValueError, ImportError) as error:
+        raise SystemExit(f"jaxkv layout: {error}") from None
+    return 0

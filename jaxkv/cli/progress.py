@@ -1,0 +1,20 @@
+"""A progress bar on a terminal; nothing elsewhere."""
+
+import sys
+from collections.abc import Iterable, Iterator, Sized
+
+WIDTH = 30
+
+
+def progress[T](items: Iterable[T], what: str) -> Iterator[T]:
+    """The items, with a bar on standard error that shows how many have been taken."""
+    items = items if isinstance(items, Sized) else list(items)
+    total = len(items)
+    shown = sys.stderr.isatty()
+    for done, item in enumerate(items):
+        if shown:
+            filled = WIDTH * done // total
+            print(f"\r{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total}", end="", file=sys.stderr)
+        yield item
+    if shown:
+        print("\r" + " " * (len(what) + WIDTH + 20) + "\r", end="", file=sys.stderr)

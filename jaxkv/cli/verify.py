@@ -1,0 +1,154 @@
+"""Check on this machine that every operation gives the same bits on every layout.
+
+Each operation runs on a cache of every order, with the neighbours full of random bytes, and on a packed cache of one
+layer: results must be equal bit for bit, and a write must leave every other byte as it was.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv.cli.progress import progress
+
+LENGTHS = (0, 1, 63, 64, 65, 190)
+BLOCKS, BLOCK_SIZE, LAYERS, LAYER = 12, 64, 3, 1
+
+ENTRIES = (
+    *(jaxkv.MLAEntry(name) for name in jaxkv.MLAEntry.formats),
+    *(jaxkv.KVEntry(name) for name in jaxkv.KVEntry.formats),
+    jaxkv.IndexerEntry(),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which implementation to check."""
+    parser.add_argument("--implementation", choices=jaxkv.implementations(), default="xla")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a line an operation and format; 1 if any result differs."""
+    start, failures, cases = time.perf_counter(), 0, 0
+    for entry in progress(ENTRIES, "verifying"):
+        found: dict[str, list[str]] = {}
+        for operation, order, verdict in _verify(entry, args.implementation):
+            found.setdefault(operation, [])
+            cases += 1
+            if verdict:
+                found[operation].append(f"{order}: {verdict}")
+        for operation, problems in found.items():
+            failures += len(problems)
+            told = "; ".join(problems) or f"ok on {len(jaxkv.ORDERS)} orders"
+            print(f"{operation:18} {entry.format:12} {told}")
+    told = f"{cases} cases on {jax.devices()[0].device_kind} in {time.perf_counter() - start:.0f} s"
+    print(f"{failures} of {told} differ" if failures else f"all of {told}: equal bit for bit")
+    return 1 if failures else 0
+
+
+def _verify(entry, implementation: str) -> Iterator[tuple[str, str, str]]:
+    """(operation, order, what is wrong, if anything) for each order of caches of `entry`."""
+    heads = 1 if entry.one_head else 2
+    sizes = {"num_blocks": BLOCKS, "block_size": BLOCK_SIZE, "num_heads": heads, "entry": entry}
+    packed = jaxkv.CacheLayout(num_layers=1, order="LBNHC", **sizes)
+    calls = _calls(entry, heads, implementation)
+    expected = {}
+    for order in jaxkv.ORDERS:
+        layout = jaxkv.CacheLayout(num_layers=LAYERS, order=order, **sizes)
+        noise = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
+        quiet = np.zeros(packed.nbytes, np.uint8)
+        _entries(packed, quiet, 0)[...] = _entries(layout, noise, LAYER)
+        cache, twin = _cache(layout, noise), _cache(packed, quiet)
+        for operation, call in calls.items():
+            try:
+                result = call(cache, LAYER)
+                if isinstance(result, jaxkv.KVCache):
+                    cache, twin = result, call(twin, 0)
+                    yield operation, order, _bleed(noise, cache, twin)
+                else:
+                    if operation not in expected:
+                        expected[operation] = call(twin, 0)
+                    equal = jax.tree.map(lambda a, b: np.array_equal(_bytes(a), _bytes(b)), result, expected[operation])
+                    yield operation, order, "" if all(jax.tree.leaves(equal)) else "differs from the packed cache"
+            except NotImplementedError as error:
+                yield operation, order, f"refused: {error}"
+
+
+def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.KVCache, int], Any]]:
+    """operation name -> f(cache, layer): the write first, then what reads it."""
+    rng = np.random.default_rng(1)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32 if entry.format == "f32" else jnp.bfloat16)
+
+    needed = [-(-length // BLOCK_SIZE) for length in LENGTHS]
+    tables = np.full((len(LENGTHS), max(needed)), -1, np.int32)
+    free = iter(rng.permutation(BLOCKS))
+    for request, count in enumerate(needed):
+        tables[request, :count] = [next(free) for _ in range(count)]
+    tables, lengths = jnp.asarray(tables), jnp.asarray(LENGTHS, jnp.int32)
+    total, batch = sum(LENGTHS), len(LENGTHS)
+    cu_seq_lens = jnp.asarray([0, *np.cumsum(LENGTHS)], jnp.int32)
+    slots = jaxkv.ragged_slots(tables, cu_seq_lens, total=total, block_size=BLOCK_SIZE)
+    ragged: dict[str, Any] = {"total": total, "dtype": jnp.float32, "implementation": implementation}
+    one: dict[str, Any] = {"implementation": implementation}
+    if isinstance(entry, jaxkv.MLAEntry):
+        scale: dict[str, Any] = {"kv_scale": 0.03} if entry.format == "fp8" else {}
+        (kv_c, k_pe), (q, q_pe) = ([normal(*shape, n) for n in entry.sizes] for shape in ((total,), (batch, 2, 16)))
+        chosen = jnp.asarray(rng.integers(-1, BLOCKS * BLOCK_SIZE, (batch, 2, 48)), jnp.int32)
+        attend: dict[str, Any] = {"scale": 0.07, "return_lse": True, **scale, **one}
+        return {
+            "write_mla": lambda c, i: jaxkv.write_mla(c, kv_c, k_pe, slots, layer=i, **scale, **one),
+            "gather_mla": lambda c, i: jaxkv.gather_mla(c, tables, cu_seq_lens, layer=i, **scale, **ragged),
+            "decode_mla": lambda c, i: jaxkv.decode_mla(q, q_pe, c, tables, lengths, layer=i, **attend),
+            "decode_mla_sparse": lambda c, i: jaxkv.decode_mla_sparse(
+                q, q_pe, c, jnp.where(jnp.isin(chosen, slots), chosen, -1), layer=i, **attend
+            ),
+        }
+    if isinstance(entry, jaxkv.KVEntry):
+        scale: dict[str, Any] = {"k_scale": 0.03, "v_scale": 0.02} if entry.format == "fp8" else {}
+        (k, v), q = [normal(total, heads, n) for n in entry.sizes], normal(batch, 2, 4 * heads, entry.head_dim)
+        attend: dict[str, Any] = {"scale": 0.09, "return_lse": True, **scale, **one}
+        return {
+            "write_kv": lambda c, i: jaxkv.write_kv(c, k, v, slots, layer=i, **scale, **one),
+            "gather_kv": lambda c, i: jaxkv.gather_kv(c, tables, cu_seq_lens, layer=i, **scale, **ragged),
+            "decode_kv": lambda c, i: jaxkv.decode_kv(q, c, tables, lengths, layer=i, **attend),
+        }
+    key, q, weights = normal(total, entry.head_dim), normal(batch, 2, 4, entry.head_dim), normal(batch, 2, 4)
+    return {
+        "write_indexer_k": lambda c, i: jaxkv.write_indexer_k(c, key, slots, layer=i, **one),
+        "gather_indexer_k": lambda c, i: jaxkv.gather_indexer_k(c, tables, cu_seq_lens, layer=i, **ragged),
+        "indexer_logits": lambda c, i: jaxkv.indexer_logits(
+            q, weights, c, tables, lengths, layer=i, max_len=256, **one
+        ),
+    }
+
+
+def _bleed(noise: np.ndarray, cache: jaxkv.KVCache, twin: jaxkv.KVCache) -> str:
+    """What is wrong with a written cache: its layer must hold the twin's entries, all else the old noise."""
+    after = _bytes(cache.buffer)
+    if not np.array_equal(_entries(cache.layout, after, LAYER), _entries(twin.layout, _bytes(twin.buffer), 0)):
+        return "stored other bytes than the packed cache"
+    restored = after.copy()
+    _entries(cache.layout, restored, LAYER)[...] = _entries(cache.layout, noise, LAYER)
+    return "" if np.array_equal(restored, noise) else "touched bytes that are not its own"
+
+
+def _entries(layout: jaxkv.CacheLayout, buffer: np.ndarray, layer: int) -> np.ndarray:
+    """The bytes [B, H, N, nbytes] of a layer, as a view of the buffer, by the layout's strides."""
+    strides, item = layout.strides, layout.itemsize
+    shape = (layout.num_blocks, layout.num_heads, layout.block_size, layout.entry.nbytes)
+    steps = (strides.block * item, strides.head * item, strides.token * item, 1)
+    return np.lib.stride_tricks.as_strided(buffer[(layout.offset + layer * strides.layer) * item :], shape, steps)
+
+
+def _cache(layout: jaxkv.CacheLayout, buffer: np.ndarray) -> jaxkv.KVCache:
+    return jaxkv.KVCache(jnp.asarray(buffer.view(layout.dtype)), layout)
+
+
+def _bytes(array) -> np.ndarray:
+    return np.asarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,115 @@
+"""Choosing who computes a call: implementations, best first, each asked whether it would run, and why not."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jaxkv_kernels import xla
+
+_log = logging.getLogger("jaxkv")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call: the arrays that the kernels get by name, and what is static."""
+
+    operation: str
+    arrays: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A package of kernels, and its word on which calls it takes."""
+
+    name: str
+    devices: str
+    """What it runs on, in words."""
+    kernels: Mapping[str, Callable[..., Any]]
+    refuses: Callable[[str, Mapping[str, Any], Mapping[str, Any]], list[str]]
+
+    def why_not(self, call: Call) -> list[str]:
+        """Reasons against running `call`; none means that it runs."""
+        if call.operation not in self.kernels:
+            return [f"has no kernel for {call.operation}"]
+        return self.refuses(call.operation, call.arrays, call.options)
+
+    def run(self, call: Call):
+        """The kernel's result."""
+        return self.kernels[call.operation](**call.arrays, **call.options)
+
+
+_LADDER = (Implementation("xla", "any device", xla.OPERATIONS, xla.why_not),)
+
+
+def implementations() -> dict[str, str]:
+    """Names for `implementation=`, best first, and what each runs on; the last takes every call."""
+    return {candidate.name: candidate.devices for candidate in _LADDER}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """For one call: every implementation, best first, with its reasons against (none: it would run)."""
+
+    operation: str
+    reasons: Mapping[str, tuple[str, ...]]
+
+    @property
+    def chosen(self) -> str | None:
+        """The implementation that would run."""
+        return next((name for name, reasons in self.reasons.items() if not reasons), None)
+
+    def __str__(self):
+        lines = [f"{self.operation}: {self.chosen or 'nothing'} would run"]
+        for name, reasons in self.reasons.items():
+            lines += [f"  {name}: {reason}" for reason in reasons or ("yes",)]
+        return "\n".join(lines)
+
+
+class _Explained(Exception):
+    """Carries the explanation out of an operation that is asked, not run."""
+
+
+_EXPLAIN: Any = object()  # no name that a caller could give
+
+
+def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
+    """Which implementation `operation(*args, **kwargs)` would use, and why not the others; nothing is computed.
+
+    Arrays may be `jax.ShapeDtypeStruct`s.  Arguments are checked as in a real call: ValueError for misuse.
+    `implementation=` is ignored: every one is asked.
+    """
+    try:
+        operation(*args, **{**kwargs, "implementation": _EXPLAIN})
+    except _Explained as explained:
+        return explained.args[0]
+    raise TypeError(f"{operation!r} is not an operation of jaxkv that chooses an implementation")
+
+
+def run(call: Call, implementation: str | Sequence[str] | None):
+    """The call's result from the first implementation asked for that takes it; NotImplementedError if none does."""
+    if implementation is _EXPLAIN:
+        raise _Explained(Explanation(call.operation, {c.name: tuple(c.why_not(call)) for c in _LADDER}))
+    names = tuple(implementations()) if implementation is None else implementation
+    names = (names,) if isinstance(names, str) else names
+    known = {candidate.name: candidate for candidate in _LADDER}
+    expected = f"expected None, a name or a sequence of names among {', '.join(known)}"
+    if not isinstance(names, Sequence) or not names:
+        raise ValueError(f"`implementation` is {implementation!r}: {expected}")
+    if unknown := [name for name in names if not isinstance(name, str) or name not in known]:
+        raise ValueError(f"`implementation` {unknown[0]!r} is unknown: {expected}")
+    reasons = {}
+    for name in names:
+        reasons[name] = known[name].why_not(call)
+        if not reasons[name]:
+            _report(call.operation, name)
+            return known[name].run(call)
+    told = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())
+    raise NotImplementedError(f"{call.operation}: no implementation asked for takes this call ({told})")
+
+
+@cache
+def _report(operation, name):
+    _log.info("%s runs on %s", operation, name)

@@ -1,0 +1,129 @@
+"""What is supported: every operation asked, with a sample call an entry format, which implementations take it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv import blocks, decode, gathers, indexer, merge, writes
+from jaxkv.cache import KVCache
+from jaxkv.dispatch import Explanation, explain, implementations
+from jaxkv.layout import CacheLayout
+from jaxkv_kernels.entries import Entry, IndexerEntry, KVEntry, MLAEntry
+
+BATCH, HEADS, TABLE, TOKENS, CHOSEN = 2, 16, 4, 8, 32
+
+Sample = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def sample_calls() -> Iterator[tuple[str, str, Sample]]:
+    """(operation, entry format, call): every operation with every format it takes, on the default layout."""
+    for name in MLAEntry.formats:
+        yield from _mla(MLAEntry(name))
+    for name in KVEntry.formats:
+        yield from _kv(KVEntry(name))
+    yield from _indexer(IndexerEntry())
+    yield "select_topk", "", (indexer.select_topk, (_array("float32", BATCH, 1, 512), 64), {})
+    parts = _array("bfloat16", 2, BATCH, HEADS, 512), _array("float32", 2, BATCH, HEADS)
+    yield "merge_states", "", (merge.merge_states, parts, {})
+
+
+def explanations() -> Iterator[tuple[str, str, Explanation]]:
+    """(operation, entry format, who would take the sample call)."""
+    for operation, name, (function, args, kwargs) in sample_calls():
+        yield operation, name, explain(function, *args, **kwargs)
+
+
+def support_matrix() -> str:
+    """A Markdown table: operations down, implementations across, the entry formats that each takes within."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for operation, name, explanation in explanations():
+        row = found.setdefault(operation, {implementation: [] for implementation in implementations()})
+        for implementation, reasons in explanation.reasons.items():
+            if not reasons and (name or "any") not in row[implementation]:
+                row[implementation].append(name or "any")
+    names = [f"`{name}` ({devices})" for name, devices in implementations().items()]
+    lines = [f"| operation | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for operation, row in found.items():
+        cells = (", ".join(formats) if formats else "-" for formats in row.values())
+        lines.append(f"| `{operation}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _array(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _cache(entry: Entry) -> KVCache:
+    heads = 1 if entry.one_head else 4
+    layout = CacheLayout(num_layers=4, num_blocks=16, block_size=64, num_heads=heads, entry=entry)
+    return KVCache(_array(layout.dtype, layout.size), layout)  # type: ignore[arg-type]
+
+
+def _values(entry: Entry):
+    """The dtype of queries and new tokens for a cache of `entry`."""
+    return entry.dtype if entry.format in ("bf16", "f16", "f32") else "bfloat16"
+
+
+def _requests():
+    tables = _array("int32", BATCH, TABLE)
+    return (tables, _array("int32", BATCH)), (tables, _array("int32", BATCH + 1))
+
+
+def _mla(entry: MLAEntry) -> Iterator[tuple[str, str, Sample]]:
+    cache, dtype, (paged, ragged) = _cache(entry), _values(entry), _requests()
+    scale: dict[str, Any] = {"layer": 0, **({"kv_scale": 1.0} if entry.codec.scaled else {})}
+    new = [_array(dtype, TOKENS, n) for n in entry.sizes]
+    q = [_array(dtype, BATCH, 1, HEADS, n) for n in entry.sizes]
+    chosen = _array("int32", BATCH, 1, CHOSEN)
+    calls: dict[str, Sample] = {
+        "write_mla": (writes.write_mla, (cache, *new, _array("int32", TOKENS)), scale),
+        "gather_mla": (gathers.gather_mla, (cache, *ragged), {"total": TOKENS, **scale}),
+        "decode_mla": (decode.decode_mla, (*q, cache, *paged), {"scale": 1.0, **scale}),
+        "decode_mla_sparse": (decode.decode_mla_sparse, (*q, cache, chosen), {"scale": 1.0, **scale}),
+        **_blocks(cache),
+    }
+    for operation, call in calls.items():
+        yield operation, entry.format, call
+
+
+def _kv(entry: KVEntry) -> Iterator[tuple[str, str, Sample]]:
+    cache, dtype, (paged, ragged) = _cache(entry), _values(entry), _requests()
+    scale: dict[str, Any] = {"layer": 0, **({"k_scale": 1.0, "v_scale": 1.0} if entry.codec.scaled else {})}
+    new = [_array(dtype, TOKENS, cache.layout.num_heads, n) for n in entry.sizes]
+    q = _array(dtype, BATCH, 1, HEADS, entry.head_dim)
+    calls: dict[str, Sample] = {
+        "write_kv": (writes.write_kv, (cache, *new, _array("int32", TOKENS)), scale),
+        "gather_kv": (gathers.gather_kv, (cache, *ragged), {"total": TOKENS, **scale}),
+        "decode_kv": (decode.decode_kv, (q, cache, *paged), {"scale": 1.0, **scale}),
+        **_blocks(cache),
+    }
+    for operation, call in calls.items():
+        yield operation, entry.format, call
+
+
+def _indexer(entry: IndexerEntry) -> Iterator[tuple[str, str, Sample]]:
+    cache, (paged, ragged) = _cache(entry), _requests()
+    q, weights = _array("bfloat16", BATCH, 1, 64, entry.head_dim), _array("float32", BATCH, 1, 64)
+    calls: dict[str, Sample] = {
+        "write_indexer_k": (
+            writes.write_indexer_k,
+            (cache, _array("bfloat16", TOKENS, entry.head_dim), _array("int32", TOKENS)),
+            {"layer": 0},
+        ),
+        "gather_indexer_k": (gathers.gather_indexer_k, (cache, *ragged), {"layer": 0, "total": TOKENS}),
+        "indexer_logits": (indexer.indexer_logits, (q, weights, cache, *paged), {"layer": 0, "max_len": 256}),
+        **_blocks(cache),
+    }
+    for operation, call in calls.items():
+        yield operation, entry.format, call
+
+
+def _blocks(cache: KVCache) -> dict[str, Sample]:
+    ids, data = _array("int32", 3), _array(cache.layout.dtype, 3, cache.layout.pages.block_elements)
+    return {
+        "copy_blocks": (blocks.copy_blocks, (cache, ids, ids), {}),
+        "read_blocks": (blocks.read_blocks, (cache, ids), {}),
+        "write_blocks": (blocks.write_blocks, (cache, ids, data), {}),
+    }

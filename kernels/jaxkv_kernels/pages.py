@@ -1,0 +1,56 @@
+"""Where the entries of a paged cache lie in its flat buffer."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Static addresses: all counts and strides are Python ints, strides in elements of the buffer.
+
+    Entry (layer, block, head, token) is the `width` elements from
+    offset + layer * layer_stride + block * block_stride + head * head_stride + token * token_stride.
+    """
+
+    num_layers: int
+    num_blocks: int
+    num_heads: int
+    block_size: int
+    layer_stride: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    offset: int
+    width: int
+    size: int
+    """Elements of the whole buffer."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of one layer: blocks times tokens a block."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def inner_axes(self) -> tuple[tuple[str, int, int], ...]:
+        """(axis, count, stride) of the axes within a block, outermost in memory first."""
+        axes = (
+            ("layer", self.num_layers, self.layer_stride),
+            ("token", self.block_size, self.token_stride),
+            ("head", self.num_heads, self.head_stride),
+        )
+        return tuple(sorted(axes, key=lambda axis: -axis[2]))
+
+    @property
+    def blocks_are_runs(self) -> bool:
+        """Whether block b is all of [b * block_stride, (b + 1) * block_stride), and the buffer nothing but blocks.
+
+        Padding and the other groups of a packed block belong to the run.
+        """
+        end = self.offset + sum((count - 1) * stride for _, count, stride in self.inner_axes) + self.width
+        return end <= self.block_stride and self.block_stride * self.num_blocks == self.size
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of a block that travels: its run, or else its entries alone."""
+        if self.blocks_are_runs:
+            return self.block_stride
+        return self.num_layers * self.num_heads * self.block_size * self.width

@@ -1,0 +1,42 @@
+"""Index arithmetic on block tables.  A slot is `block * block_size + offset`; negative means "none"."""
+
+import jax
+import jax.numpy as jnp
+
+MAX_SLOTS = 2**31 - 1
+"""Slots are int32."""
+
+
+def slots_for(block_tables: jax.Array, positions: jax.Array, *, block_size: int) -> jax.Array:
+    """Slots of `positions` [B, ...] by the tables [B, M]; -1 where there is none."""
+    batch = jnp.arange(block_tables.shape[0], dtype=jnp.int32)
+    request = jnp.broadcast_to(batch.reshape(-1, *[1] * (positions.ndim - 1)), positions.shape)
+    return _lookup(block_tables, request, positions, block_size)
+
+
+def ragged_slots(
+    block_tables: jax.Array,
+    cu_seq_lens: jax.Array,
+    *,
+    total: int,
+    block_size: int,
+    seq_starts: jax.Array | None = None,
+) -> jax.Array:
+    """Slots [total] of runs of tokens, a run a request, one after the other; -1 where there is none."""
+    row = jnp.arange(total, dtype=jnp.int32)
+    request = jnp.searchsorted(cu_seq_lens[1:], row, side="right").astype(jnp.int32)
+    live = request < block_tables.shape[0]
+    request = jnp.where(live, request, 0)
+    position = row - cu_seq_lens[request]
+    if seq_starts is not None:
+        position = position + seq_starts[request]
+    return _lookup(block_tables, request, jnp.where(live, position, -1), block_size)
+
+
+def _lookup(block_tables, request, positions, block_size):
+    columns = block_tables.shape[1]
+    block = block_tables[request, jnp.clip(positions // block_size, 0, columns - 1)]
+    inside = (positions >= 0) & (positions < columns * block_size)
+    # A poisoned entry must not wrap round into somebody's slot.
+    inside &= (block >= 0) & (block < MAX_SLOTS // block_size)
+    return jnp.where(inside, block * block_size + positions % block_size, -1)

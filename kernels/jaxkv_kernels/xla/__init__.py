@@ -1,0 +1,50 @@
+"""Every operation in plain JAX: right on every device and every layout, and the last rung of the dispatch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxkv_kernels.xla.copy_blocks import copy_blocks
+from jaxkv_kernels.xla.decode_kv import decode_kv
+from jaxkv_kernels.xla.decode_mla import decode_mla
+from jaxkv_kernels.xla.decode_mla_sparse import decode_mla_sparse
+from jaxkv_kernels.xla.gather_indexer_k import gather_indexer_k
+from jaxkv_kernels.xla.gather_kv import gather_kv
+from jaxkv_kernels.xla.gather_mla import gather_mla
+from jaxkv_kernels.xla.indexer_logits import indexer_logits
+from jaxkv_kernels.xla.merge_states import merge_states
+from jaxkv_kernels.xla.read_blocks import read_blocks
+from jaxkv_kernels.xla.rows import row_view
+from jaxkv_kernels.xla.select_topk import select_topk
+from jaxkv_kernels.xla.write_blocks import write_blocks
+from jaxkv_kernels.xla.write_indexer_k import write_indexer_k
+from jaxkv_kernels.xla.write_kv import write_kv
+from jaxkv_kernels.xla.write_mla import write_mla
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "write_mla": write_mla,
+    "write_kv": write_kv,
+    "write_indexer_k": write_indexer_k,
+    "gather_mla": gather_mla,
+    "gather_kv": gather_kv,
+    "gather_indexer_k": gather_indexer_k,
+    "decode_mla": decode_mla,
+    "decode_kv": decode_kv,
+    "decode_mla_sparse": decode_mla_sparse,
+    "indexer_logits": indexer_logits,
+    "select_topk": select_topk,
+    "merge_states": merge_states,
+    "copy_blocks": copy_blocks,
+    "read_blocks": read_blocks,
+    "write_blocks": write_blocks,
+}
+
+
+def why_not(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Reasons against running this call here; none means that it runs."""
+    del operation, arrays
+    try:
+        if "pages" in options:
+            row_view(options["pages"])
+    except ValueError as error:
+        return [str(error)]
+    return []

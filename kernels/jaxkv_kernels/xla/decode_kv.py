@@ -1,0 +1,43 @@
+"""Grouped-query and multi-head attention over paged keys and values."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.bits import view_as
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths
+from jaxkv_kernels.xla.rows import read_slots
+from jaxkv_kernels.xla.softmax import attend
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window"))
+def decode_kv(q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, *, pages, entry, logit_cap, window):
+    """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
+    chunk = chunk_tokens(pages.block_size, block_tables)
+    lengths = live_lengths(block_tables, seq_lens, pages.block_size)
+    batch, tokens, query_heads, head_dim = q.shape
+    grouped = q.reshape(batch, tokens, pages.num_heads, query_heads // pages.num_heads, head_dim)
+    ends = lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)
+    begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
+
+    def load(i):
+        positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
+        rows, valid = read_slots(buffer, pages, slots, layer)
+        k, v = entry.decode(view_as(rows, entry.dtype), q.dtype)
+        seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
+        return k, v, seen
+
+    first, last = begins.min() // chunk, -(-lengths.max() // chunk)
+    out, lse = attend(
+        grouped,
+        load,
+        first,
+        last,
+        value_dim=entry.value_dim,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        logit_cap=logit_cap,
+    )
+    return out.reshape(*q.shape[:-1], entry.value_dim).astype(q.dtype), lse.reshape(q.shape[:-1])

@@ -1,0 +1,34 @@
+"""Absorbed attention over paged latents: one KV head whose keys are (latent, rope) and whose values are the latents."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.bits import view_as
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths
+from jaxkv_kernels.xla.rows import read_slots
+from jaxkv_kernels.xla.softmax import attend
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
+def decode_mla(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, *, pages, entry, logit_cap):
+    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    chunk = chunk_tokens(pages.block_size, block_tables)
+    lengths = live_lengths(block_tables, seq_lens, pages.block_size)
+    q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
+    tokens = q.shape[1]
+    ends = lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)  # keys that each query token sees
+
+    def load(i):
+        positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
+        rows, valid = read_slots(buffer, pages, slots, layer)
+        latent, rope = entry.decode(view_as(rows, entry.dtype), q.dtype)
+        seen = valid[:, None] & (positions < ends[..., None])
+        return jnp.concatenate([latent, rope], axis=-1), latent, seen
+
+    last = -(-lengths.max() // chunk)
+    out, lse = attend(
+        q, load, 0, last, value_dim=entry.latent, scale=scale, k_scale=kv_scale, v_scale=kv_scale, logit_cap=logit_cap
+    )
+    return out[:, :, 0].astype(q_latent.dtype), lse[:, :, 0]

@@ -1,0 +1,41 @@
+"""Absorbed attention over chosen slots of paged latents."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.bits import view_as
+from jaxkv_kernels.xla.paged import CHUNK_TOKENS
+from jaxkv_kernels.xla.rows import read_slots
+from jaxkv_kernels.xla.softmax import attend
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
+def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap):
+    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P], slots [B, Q, K] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    batch, tokens, heads, _ = q_latent.shape
+    # Every query token has keys of its own: it becomes a request.
+    q = jnp.concatenate([q_latent, q_pe], axis=-1).reshape(batch * tokens, 1, 1, heads, -1)
+    size = slots.shape[-1]
+    if counts is not None:
+        slots = jnp.where(jnp.arange(size, dtype=jnp.int32) < counts[..., None], slots, -1)
+    chunk = min(size, CHUNK_TOKENS)
+    chunks = -(-size // chunk)
+    slots = jnp.pad(slots.reshape(-1, size), ((0, 0), (0, chunks * chunk - size)), constant_values=-1)
+
+    def load(i):
+        some = jax.lax.dynamic_slice_in_dim(slots, i * chunk, chunk, axis=1)
+        rows, valid = read_slots(buffer, pages, some, layer)
+        latent, rope = entry.decode(view_as(rows, entry.dtype), q.dtype)
+        return jnp.concatenate([latent, rope], axis=-1), latent, valid[:, None]
+
+    out, lse = attend(
+        q, load, 0, chunks, value_dim=entry.latent, scale=scale, k_scale=kv_scale, v_scale=kv_scale, logit_cap=logit_cap
+    )
+    out, lse = out.reshape(q_latent.shape), lse.reshape(batch, tokens, heads)
+    if sinks is not None:
+        # exp(lse) / (exp(lse) + exp(sink)), written so that an empty row meets no inf - inf.
+        share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0, lse) - sinks)
+        out = out * share[..., None]
+    return out.astype(q_latent.dtype), lse

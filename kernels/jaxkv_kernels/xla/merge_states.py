@@ -1,0 +1,18 @@
+"""Combines partial attentions of the same queries over disjoint keys."""
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.jit
+def merge_states(outs, lses):
+    """Outs [N, ..., D], lses [N, ...] to out [..., D] and float32 lse [...]."""
+    # Some kernels say "no keys" with +inf or NaN; here it is -inf, and such a part weighs nothing, whatever it holds.
+    lses = jnp.where(lses < jnp.inf, lses.astype(jnp.float32), -jnp.inf)
+    top = lses.max(axis=0)
+    empty = top == -jnp.inf
+    weights = jnp.exp(lses - jnp.where(empty, 0, top))
+    total = weights.sum(axis=0)
+    parts = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32) * weights[..., None], 0)
+    out = parts.sum(axis=0) / jnp.where(empty, 1, total)[..., None]
+    return out.astype(outs.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))

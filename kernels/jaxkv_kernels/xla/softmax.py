@@ -1,0 +1,72 @@
+"""Attention over chunks of keys with a running softmax: what the decode operations share."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MASKED = -1e33
+"""Score of a masked key: finite, and so far below `EMPTY` that its exponential is 0 even in a row of masked keys."""
+EMPTY = -1e30
+"""Running maximum of a row that has seen no key."""
+
+Chunk = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def attend(
+    q: jax.Array,
+    load: Callable[[jax.Array], Chunk],
+    first,
+    last,
+    *,
+    value_dim: int,
+    scale: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    logit_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax attention of `q` [B, Q, H, G, D] (G query heads a KV head) over chunks first <= i < last.
+
+    `load(i)` gives K [B, S, H, D], V [B, S, H, value_dim] and which keys each query token sees [B, Q, S].
+    K and V may hold anything (NaN included) in rows that no query token sees.  K and V of a scaled format come as
+    stored, exact in a narrow dtype; their scales, scalars or [H], multiply scores and results in float32.
+
+    Returns:
+      out float32 [B, Q, H, G, value_dim] and lse float32 [B, Q, H, G]; 0 and -inf for a query that saw no key.
+    """
+    # Products of float32 entries must not be rounded to tf32 on the way.
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    if k_scale is not None:
+        scale = scale * jnp.reshape(k_scale, (-1, 1, 1))
+
+    def step(i, state):
+        m, total, acc = state
+        k, v, seen = load(i)
+        v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
+        seen = seen[:, :, None, None, :]
+        s = jnp.einsum("bqhgd,bshd->bqhgs", q, k, precision=precision, preferred_element_type=jnp.float32) * scale
+        if logit_cap is not None:
+            s = logit_cap * jnp.tanh(s / logit_cap)
+        s = jnp.where(seen, s, MASKED)
+        m_new = jnp.maximum(m, s.max(axis=-1))
+        p = jnp.exp(s - m_new[..., None])
+        shrink = jnp.exp(m - m_new)
+        pv = jnp.einsum(
+            "bqhgs,bshv->bqhgv", p.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+        )
+        return m_new, total * shrink + p.sum(axis=-1), acc * shrink[..., None] + pv
+
+    rows = q.shape[:-1]
+    state = (
+        jnp.full(rows, EMPTY, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((*rows, value_dim), jnp.float32),
+    )
+    m, total, acc = lax.fori_loop(first, last, step, state)
+    empty = total == 0
+    out = acc / jnp.where(empty, 1, total)[..., None]
+    if v_scale is not None:
+        out = out * jnp.reshape(v_scale, (-1, 1, 1))
+    return out, jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, total)))

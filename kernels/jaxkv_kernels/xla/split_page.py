@@ -1,0 +1,28 @@
+"""The two halves of an indexer page: all its values, then all its scales."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jaxkv_kernels.bits import view_as
+from jaxkv_kernels.formats.indexer_fp8 import SCALE_BYTES
+from jaxkv_kernels.pages import Pages
+from jaxkv_kernels.xla.rows import read_slots
+
+
+def split_page(pages: Pages, entry, itemsize: int) -> tuple[Pages, Pages]:
+    """Where the values lie and where the scales lie, for a buffer of elements of `itemsize` bytes."""
+    values, scale = entry.head_dim // itemsize, SCALE_BYTES // itemsize
+    return (
+        replace(pages, token_stride=values, width=values),
+        replace(pages, token_stride=scale, width=scale, offset=pages.offset + pages.block_size * values),
+    )
+
+
+def read_split(buffer, pages: Pages, entry, slots, layer):
+    """Bytes [..., head_dim + 4] of the keys at `slots` [...], and which slots lie in the cache [...]."""
+    values, scales = split_page(pages, entry, buffer.dtype.itemsize)
+    value_rows, valid = read_slots(buffer, values, slots, layer)
+    scale_rows, _ = read_slots(buffer, scales, slots, layer)
+    rows = jnp.concatenate([value_rows, scale_rows], axis=-1)[..., 0, :]
+    return view_as(rows, entry.dtype), valid

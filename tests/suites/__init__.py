@@ -1,0 +1,14 @@
+"""One abstract suite an operation.  An implementation subclasses them and says its name and its gaps.
+
+class TestWriteMLA(suites.WriteMLA):
+    implementation = "xla"
+"""
+
+from suites.blocks import Blocks as Blocks
+from suites.decode_kv import DecodeKV as DecodeKV
+from suites.decode_mla import DecodeMLA as DecodeMLA
+from suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
+from suites.gathers import Gathers as Gathers
+from suites.indexer import Indexer as Indexer
+from suites.merge import Merge as Merge
+from suites.writes import Writes as Writes

@@ -1,0 +1,195 @@
+"""Dense MLA decode: bit-equal to the packed cache, right against the oracle, deaf to poison."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import oracle
+import scenes
+from compare import assert_close, assert_same_bits
+from suites.base import Suite, dtype_of, every_layout, formats, layout_of
+
+SCALE = 0.11
+
+
+def queries(entry, batch, tokens, heads, dtype=None, seed=7):
+    """q_latent, q_pe [B, Q, Hq, n_i]."""
+    rng = np.random.default_rng(seed)
+    dtype = dtype or dtype_of(entry)
+    return [jnp.asarray(rng.standard_normal((batch, tokens, heads, n)), dtype) for n in entry.sizes]
+
+
+class DecodeMLA(Suite):
+    """`decode_mla`."""
+
+    tokens = 2
+    heads = 3
+
+    def decode(self, q, cache, scene, layer, **keywords):
+        """out and lse."""
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
+        return self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=layer, **keywords)
+
+    def truth(self, q, scene, **keywords):
+        """out and lse in float64."""
+        q_latent, q_pe = (np.asarray(x.astype(jnp.float32), np.float64) for x in q)
+        found = []
+        for request, length in enumerate(scene.lengths):
+            latent, rope = scene.parts(request)
+            ends = length - q_latent.shape[1] + 1 + np.arange(q_latent.shape[1])
+            joined = np.concatenate([q_latent[request], q_pe[request]], axis=-1)
+            k = np.concatenate([latent, rope], axis=-1)
+            found.append(oracle.attention(joined, k, latent, SCALE, ends=ends, **keywords))
+        return tuple(np.stack(x) for x in zip(*found, strict=True))
+
+    def check(self, q, cache, scene, layer, roundings=None, **keywords):
+        """Compares with the truth; returns the result."""
+        out, lse = self.decode(q, cache, scene, layer, **keywords)
+        right_out, right_lse = self.truth(q, scene, **keywords)
+        dtype = str(q[0].dtype)
+        assert out.dtype == q[0].dtype
+        # Scores round to float32 only; P and V round to the queries' dtype, and so does the result.
+        roundings = roundings or (64 if dtype == "float32" else 4)
+        assert_close(out, right_out, dtype=dtype, roundings=roundings, magnitude=1, what="out")
+        assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
+        return out, lse
+
+    @every_layout
+    @formats(scenes.MLA_ENTRIES)
+    def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
+        scene = scenes.scene(entry)
+        layout = layout_of(name, entry)
+        q = queries(entry, len(scene.lengths), self.tokens, self.heads)
+        out, lse = self.check(q, scene.cache(layout, 1), scene, 1)
+        packed_out, packed_lse = self.decode(q, scene.twin(layout), scene, 0)
+        assert_same_bits(out, packed_out)
+        assert_same_bits(lse, packed_lse)
+
+    @formats(scenes.MLA_ENTRIES)
+    def test_random_bytes_round_about(self, entry):
+        quiet, noisy = scenes.scene(entry), scenes.scene(entry, kind="random")
+        layout = layout_of("BLNHC", entry)
+        q = queries(entry, len(quiet.lengths), 1, 16)
+        for a, b in zip(
+            self.decode(q, quiet.cache(layout, 1), quiet, 1),
+            self.decode(q, noisy.cache(layout, 1), noisy, 1),
+            strict=True,
+        ):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize("block_size", [1, 3, 16, 61])
+    def test_odd_block_sizes(self, block_size):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry, block_size=block_size)
+        layout = layout_of("packed, uint8", entry, block_size=block_size)
+        self.check(queries(entry, len(scene.lengths), self.tokens, self.heads), scene.cache(layout, 1), scene, 1)
+
+    @pytest.mark.parametrize("heads", [1, 9, 128])
+    def test_head_counts(self, heads):
+        entry = scenes.MLA_ENTRIES[0]
+        scene = scenes.scene(entry)
+        self.check(queries(entry, len(scene.lengths), 1, heads), scene.cache(layout_of("BLNHC", entry), 0), scene, 0)
+
+    @pytest.mark.parametrize("tokens", [1, 4, 70])
+    def test_several_query_tokens_are_causal_at_the_end(self, tokens):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry)
+        self.check(queries(entry, len(scene.lengths), tokens, 2), scene.cache(layout_of("BLNHC", entry), 2), scene, 2)
+
+    def test_without_a_token_axis(self):
+        entry = scenes.MLA_ENTRIES[0]
+        scene = scenes.scene(entry)
+        cache = scene.twin(layout_of("BLNHC", entry))
+        q = queries(entry, len(scene.lengths), 1, 4)
+        with_axis = self.decode(q, cache, scene, 0)
+        without = self.decode([x[:, 0] for x in q], cache, scene, 0)
+        for a, b in zip(with_axis, without, strict=True):
+            assert_same_bits(a[:, 0], b)
+        assert_same_bits(self.decode(q, cache, scene, 0, return_lse=False), with_axis[0])
+
+    def test_logit_cap(self):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry)
+        cache = scene.cache(layout_of("LBNHC", entry), 1)
+        self.check(queries(entry, len(scene.lengths), 2, 3), cache, scene, 1, logit_cap=2.0)
+
+    def test_queries_of_float32_on_quantised_entries(self):
+        for entry in scenes.MLA_ENTRIES[3:]:
+            scene = scenes.scene(entry)
+            cache = scene.cache(layout_of("BLNHC", entry), 1)
+            self.check(queries(entry, len(scene.lengths), 1, 3, jnp.float32), cache, scene, 1)
+
+    def test_lengths_far_apart_in_one_batch(self):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry, block_size=16, lengths=(1, 0, 2500, 3, 17), num_blocks=170)
+        layout = layout_of("BLNHC", entry, block_size=16, num_blocks=170)
+        self.check(queries(entry, 5, 1, 2), scene.cache(layout, 0), scene, 0)
+
+    def test_large_scores(self):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry)
+        q = [x * 300 for x in queries(entry, len(scene.lengths), 1, 3)]
+        out, lse = self.decode(q, scene.twin(layout_of("BLNHC", entry)), scene, 0)
+        assert np.isfinite(np.asarray(out)).all()
+        right_out, right_lse = self.truth(q, scene)
+        assert_close(out, right_out, roundings=2**14, magnitude=1)  # scores of 3e3 carry errors of 3e-4
+        assert_close(lse, right_lse, roundings=64)
+
+    def test_blocks_outside_the_cache_are_masked(self):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry, block_size=16, lengths=(48, 16, 32))
+        layout = layout_of("BLNHC", entry, block_size=16)
+        cache = scene.cache(layout, 0)
+        q = queries(entry, 3, 1, 2)
+        tables = scene.tables.copy()
+        tables[0, 1], tables[1, 0], tables[2, 0] = scenes.BLOCKS, -7, 2**31 - 1
+        out, lse = self.run(
+            jaxkv.decode_mla, *q, cache, jnp.asarray(tables), jnp.asarray(scene.lengths), layer=0, scale=SCALE,
+            return_lse=True,
+        )  # fmt: skip
+        keep = [np.r_[0:16, 32:48], np.r_[0:0], np.r_[16:32]]
+        for request, kept in enumerate(keep):
+            latent, rope = (part[kept] for part in scene.parts(request))
+            joined = np.concatenate([np.asarray(x[request]) for x in q], axis=-1)
+            right = oracle.attention(joined, np.concatenate([latent, rope], axis=-1), latent, SCALE)
+            assert_close(out[request], right[0], roundings=64, magnitude=1)
+            assert_close(lse[request], right[1], roundings=64, magnitude=4)
+
+    def test_traced_layer_outside_the_cache_is_empty(self):
+        entry = scenes.MLA_ENTRIES[0]
+        scene = scenes.scene(entry)
+        cache = scene.cache(layout_of("BLNHC", entry), 1)
+        out, lse = self.decode(queries(entry, 6, 1, 2), cache, scene, jnp.int32(3))
+        assert not np.asarray(out).any()
+        assert (np.asarray(lse) == -np.inf).all()
+
+    def test_halves_merged_are_the_whole(self):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry)
+        cache = scene.cache(layout_of("BLNHC", entry), 1)
+        q = queries(entry, len(scene.lengths), 1, 3)
+        lengths = np.asarray(scene.lengths)
+        first = np.minimum(lengths // 64 // 2 * 64 + 64, lengths)  # a block boundary, or all of it
+        shifted = np.stack([np.roll(row, -(cut // 64)) for row, cut in zip(scene.tables, first, strict=True)])
+        parts = [
+            self.run(
+                jaxkv.decode_mla, *q, cache, jnp.asarray(tables), jnp.asarray(n), layer=1, scale=SCALE, return_lse=True
+            )
+            for tables, n in ((scene.tables, first), (shifted, lengths - first))
+        ]
+        out, lse = self.run(jaxkv.merge_states, *zip(*parts, strict=True))
+        right_out, right_lse = self.truth(q, scene)
+        assert_close(out, right_out, roundings=64, magnitude=1)
+        assert_close(lse, right_lse, roundings=64, magnitude=4)
+
+    def test_real_dimensions(self):
+        for entry in (jaxkv.MLAEntry("bf16"), jaxkv.MLAEntry("fp8_ds_mla")):
+            scene = scenes.scene(entry)
+            layout = layout_of("BLNHC", entry)
+            assert layout.entry.nbytes == {"bf16": 1152, "fp8_ds_mla": 656}[entry.format]
+            q = queries(entry, len(scene.lengths), 1, 16)
+            out, _ = self.decode(q, scene.cache(layout, 2), scene, 2)
+            right, _ = self.truth(q, scene)
+            assert_close(out, right, roundings=4, magnitude=1)

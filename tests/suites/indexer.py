@@ -1,0 +1,111 @@
+"""The indexer: logits over split pages, exact selection."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxkv
+import scenes
+from compare import assert_close, assert_same_bits
+from suites.base import Suite, every_layout, layout_of
+
+
+class Indexer(Suite):
+    """`indexer_logits`, `select_topk`."""
+
+    def logits(self, q, weights, cache, scene, layer, max_len):
+        """float32 [B, Q, max_len]."""
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        return self.run(jaxkv.indexer_logits, q, weights, cache, tables, lengths, layer=layer, max_len=max_len)
+
+    def arguments(self, scene, tokens, dtype, heads=4):
+        """q [B, Q, Hi, D], weights [B, Q, Hi]."""
+        rng = np.random.default_rng(13)
+        shape = (len(scene.lengths), tokens, heads)
+        q = jnp.asarray(rng.standard_normal((*shape, scene.entry.head_dim))).astype(dtype)
+        return q, jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    def truth(self, q, weights, scene, max_len):
+        """The formula in float64."""
+        q, weights = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, weights))
+        found = np.full((*q.shape[:2], max_len), -np.inf)
+        for b, length in enumerate(scene.lengths):
+            k = scene.parts(b)[0][:, 0]
+            for t in range(q.shape[1]):
+                end = min(max(length - q.shape[1] + 1 + t, 0), max_len)
+                scores = np.maximum(q[b, t] @ k[:end].T, 0)
+                found[b, t, :end] = weights[b, t] @ scores
+        return found
+
+    @every_layout
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+    def test_equals_the_packed_cache_and_the_oracle(self, name, dtype):
+        entry = scenes.INDEXER_ENTRY
+        scene = scenes.scene(entry)
+        layout = layout_of(name, entry)
+        q, weights = self.arguments(scene, 2, dtype)
+        found = self.logits(q, weights, scene.cache(layout, 1), scene, 1, 200)
+        # Products of such narrow values are exact in float32: only the sums round.
+        assert_close(found, self.truth(q, weights, scene, 200), roundings=128, what="logits")
+        assert_same_bits(found, self.logits(q, weights, scene.twin(layout), scene, 0, 200))
+
+    @pytest.mark.parametrize("max_len", [1, 64, 100, 1000])
+    def test_lengths_of_the_result(self, max_len):
+        entry = scenes.INDEXER_ENTRY
+        scene = scenes.scene(entry, block_size=16, lengths=(700, 3, 0, 90), num_blocks=60)
+        layout = layout_of("BLNHC", entry, block_size=16, num_blocks=60)
+        q, weights = self.arguments(scene, 1, "float32")
+        found = self.logits(q, weights, scene.cache(layout, 2), scene, 2, max_len)
+        assert_close(found, self.truth(q, weights, scene, max_len), roundings=128)
+
+    @pytest.mark.parametrize("block_size", [1, 3, 61])
+    def test_odd_block_sizes(self, block_size):
+        entry = scenes.INDEXER_ENTRY
+        scene = scenes.scene(entry, block_size=block_size)
+        layout = layout_of("BLNHC padded", entry, block_size=block_size)
+        q, weights = self.arguments(scene, 1, "float32")
+        found = self.logits(q, weights, scene.cache(layout, 0), scene, 0, 200)
+        assert_close(found, self.truth(q, weights, scene, 200), roundings=128)
+
+    @pytest.mark.parametrize("k", [1, 7, 64, 300])
+    @pytest.mark.parametrize("kind", ["random", "ties", "constant", "last bits"])
+    def test_select_topk_is_exact(self, k, kind):
+        rng = np.random.default_rng(0)
+        logits = {
+            "random": rng.standard_normal((4, 3, 250)),
+            "ties": rng.integers(0, 4, (4, 3, 250)),
+            "constant": np.ones((4, 3, 250)),
+            "last bits": 1 + rng.integers(0, 1024, (4, 3, 250)) * 2.0**-23,
+        }[kind].astype(np.float32)
+        for row, valid in enumerate((250, 64, 3, 0)):
+            logits[row, :, valid:] = -np.inf
+        found = self.run(jaxkv.select_topk, jnp.asarray(logits), k)
+        assert found.dtype == jnp.int32
+        order = np.argsort(-logits.astype(np.float64), axis=-1, kind="stable")[..., :k]
+        order = np.where(np.take_along_axis(logits, order, -1) == -np.inf, -1, order)
+        order = np.pad(order, [(0, 0), (0, 0), (0, k - order.shape[-1])], constant_values=-1)
+        assert_same_bits(found, order.astype(np.int32))
+
+    def test_the_whole_path_attends_to_the_best_positions(self):
+        entry, main = scenes.INDEXER_ENTRY, scenes.MLA_ENTRIES[4]
+        groups = {"main": jaxkv.Group(2, main), "indexer": jaxkv.Group(2, entry)}
+        packed = jaxkv.PackedLayout(num_blocks=8, block_size=64, groups=groups)
+        rng = np.random.default_rng(0)
+        tables, length, k = jnp.asarray([[5, 0, 3]], jnp.int32), 150, 16
+        slots = jaxkv.slots_for(tables, jnp.arange(length)[None], block_size=64)[0]
+        latent, rope, key = (
+            jnp.asarray(rng.standard_normal((length, n)), ml_dtypes.bfloat16) for n in (*main.sizes, *entry.sizes)
+        )
+        cache = self.run(jaxkv.write_mla, jaxkv.KVCache.zeros(packed["main"]), latent, rope, slots, layer=1)
+        cache = self.run(jaxkv.write_indexer_k, cache.view(packed["indexer"]), key, slots, layer=1)
+        q = jnp.asarray(rng.standard_normal((1, 1, 2, 128)), jnp.float32)
+        logits = self.run(
+            jaxkv.indexer_logits, q, jnp.ones((1, 1, 2)), cache, tables, jnp.asarray([length]), layer=1, max_len=192
+        )
+        positions = self.run(jaxkv.select_topk, logits, k)
+        chosen = jaxkv.positions_to_slots(positions, tables, block_size=64)
+        assert np.array_equal(np.sort(chosen[0, 0]), np.sort(slots[np.argsort(-logits[0, 0])[:k]]))
+        q_latent, q_pe = (jnp.asarray(rng.standard_normal((1, 1, 4, n)), jnp.float32) for n in main.sizes)
+        out = self.run(jaxkv.decode_mla_sparse, q_latent, q_pe, cache.view(packed["main"]), chosen, layer=1, scale=0.1)
+        assert np.isfinite(np.asarray(out)).all()

@@ -1,0 +1,80 @@
+import argparse
+
+import jax
+import pytest
+
+import jaxkv
+from jaxkv.cli import doctor
+from jaxkv.support import sample_calls
+
+FINE = {"jax": "0.11.2", "jaxlib": "0.11.2", "jax-triton": "0.4.1", "triton": "3.9.0", "jax-cuda13-plugin": "0.11.2"}
+
+
+def test_the_report_is_complete(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    told = doctor.report()
+    for section in ("versions", "conflicts", "environment", "devices", "implementations"):
+        assert f"{section}\n  " in told
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5" in told
+    assert jaxkv.__version__ in told
+    assert jax.__version__ in told
+    assert jax.devices()[0].device_kind in told
+    for name, devices in jaxkv.implementations().items():
+        assert f"{name} ({devices}): " in told
+    count = len(list(sample_calls()))
+    assert f"takes {count} of {count} sample calls" in told
+    assert "unknown (" not in told
+
+
+def test_the_command_prints_the_report(capsys):
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    assert doctor.run(parser.parse_args([])) == 0
+    assert "implementations\n  " in capsys.readouterr().out
+
+
+def test_an_implementation_tells_what_it_refuses(monkeypatch):
+    def explain(operation, *args, **kwargs):
+        if operation is jaxkv.write_kv:
+            raise RuntimeError("no\ndriver")
+        reasons = {"xla": () if operation is jaxkv.decode_kv else ("needs a GPU",)}
+        return jaxkv.Explanation(operation.__name__, reasons)
+
+    monkeypatch.setattr(jaxkv, "explain", explain)
+    monkeypatch.setattr(jaxkv, "implementations", lambda: {"xla": "any device"})
+    headline, taken, *refused = doctor._implementations()
+    assert headline.startswith("xla (any device): usable, takes 4 of ")
+    assert taken == "  takes decode_kv bf16, decode_kv f16, decode_kv f32, decode_kv fp8"
+    assert any(line.startswith("  refuses write_mla bf16, ") and line.endswith(": needs a GPU") for line in refused)
+    assert any(line.endswith("write_kv fp8: unknown (RuntimeError: no driver)") for line in refused)
+
+
+@pytest.mark.parametrize("probe", ["_version", "_environment", "jax.local_devices", "sample_calls"])
+def test_a_failing_probe_says_so_and_the_others_go_on(monkeypatch, probe):
+    def fail(*args):
+        raise RuntimeError(f"{probe} is broken")
+
+    monkeypatch.setattr(f"jaxkv.cli.doctor.{probe}", fail)
+    told = doctor.report()
+    assert f"unknown (RuntimeError: {probe} is broken)" in told
+    assert told.count("\n\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, []),
+        ({"jax-triton": None, "triton": None, "jax-cuda13-plugin": None}, []),
+        ({"jax": "0.12.0.1", "jax-triton": None, "jaxlib": "0.12.0", "jax-cuda13-plugin": "0.12.0"}, []),
+        ({"jax": "0.12.0.1"}, ["jax-triton 0.4.1 does not work with jax 0.12.0.1: install 'jax<0.12'"]),
+        ({"triton": "3.6.0"}, ["does not compile with triton 3.6.0"]),
+        ({"triton": "3.6.0", "jax-triton": "0.3.1"}, []),
+        ({"jax-cuda12-plugin": "0.11.2"}, ["are both installed"]),
+        ({"jax-cuda13-plugin": "0.10.1"}, ["jax-cuda13-plugin 0.10.1 is not of jaxlib's version, 0.11.2"]),
+    ],
+)
+def test_conflicts(changed, told):
+    found = doctor.conflicts({**FINE, **changed})
+    assert len(found) == len(told)
+    for line, part in zip(found, told, strict=True):
+        assert part in line

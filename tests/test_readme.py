@@ -1,0 +1,47 @@
+"""The README's code runs, its matrix is the code's, and its commands are the ones that exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxkv.cli import COMMANDS
+from jaxkv.support import support_matrix
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_ten_lines_run():
+    code = re.search(r"## Ten lines\n\n```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    scope = {}
+    exec(code[1], scope)
+    assert scope["out"].shape == (1, 16, 512)
+    assert scope["lse"].shape == (1, 16)
+
+
+def test_the_support_matrix_is_that_of_the_code():
+    shown = re.search(r"<!-- matrix -->\n(.*?)\n?<!-- /matrix -->", README, re.DOTALL)
+    assert shown
+    assert shown[1] == support_matrix(), "run `jaxkv matrix` and paste its output between the marks"
+
+
+def test_every_command_is_told_of():
+    for command in COMMANDS:
+        assert f"`jaxkv {command}`" in README, command
+    told = subprocess.run([sys.executable, "-m", "jaxkv", "--help"], capture_output=True, text=True, check=True).stdout
+    for command in COMMANDS:
+        assert command in told
+
+
+def test_kernels_is_a_source_root_and_no_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_import_costs_little_and_brings_no_triton():
+    code = "import jax, sys, time; t = time.time(); import jaxkv; print(time.time() - t); print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    seconds, modules = printed.split("\n")[:2]
+    assert not {"triton", "jax_triton", "matplotlib", "torch"} & set(modules.split())
+    assert float(seconds) < 5, "importing jaxkv after jax"
