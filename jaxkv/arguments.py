@@ -133,9 +133,17 @@ def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool =
         raise ValueError(f"`{name}` is {told(value)}: expected a number, or a float scalar array")
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
-    if positive and isinstance(value, int | float | np.generic | np.ndarray) and not np.all(np.asarray(value) > 0):
-        raise ValueError(f"`{name}` is {value}: expected a positive number")
+    if isinstance(value, int | float | np.generic | np.ndarray):
+        known = in_float32(value)
+        if not np.all(np.isfinite(known)) or (positive and not np.all(known > 0)):
+            raise ValueError(f"`{name}` is {value}: expected a {'positive ' * positive}number, finite in float32")
     return jnp.asarray(value, jnp.float32)
+
+
+def in_float32(value) -> np.ndarray:
+    """What float32 makes of a number: inf or 0 where it cannot hold it."""
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(value).astype(np.float32)
 
 
 def float_dtype(name: str, dtype):
@@ -150,10 +158,10 @@ def float_dtype(name: str, dtype):
 
 
 def positive_int(name: str, value) -> int:
-    """`value`; ValueError unless it is a positive Python int."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """`value` as a Python int; ValueError unless it is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"`{name}` is {value!r}: expected a positive int (it is static)")
-    return value
+    return int(value)
 
 
 def told(value) -> str:

@@ -9,7 +9,7 @@ from jaxkv.layout import CacheLayout
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVCache:
     """A pytree of one flat array and its static layout; goes through `jit`, `scan` and `shard_map`.
 

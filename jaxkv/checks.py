@@ -21,7 +21,11 @@ def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     Without checks, bad data never touches memory that is not its own, but nobody hears of it: bad slots are skipped and
     bad blocks masked.  With them, the first misuse raises ValueError with the argument's name, the position and the
     value: slots and block ids out of range, a slot written twice in one call, lengths beyond the table, traced layers
-    out of range, NaN in entries that a decode reads.  Works through `jit` and `scan`; costs time and memory.
+    out of range, NaN in entries that a decode reads.  Works through `jit` and `scan`, not `vmap`; costs time and
+    memory.
+
+    All arguments of `function` are traced, and nothing is donated; close over what is static:
+    `jaxkv.checked(lambda cache: jaxkv.decode_mla(q_latent, q_pe, cache, ..., return_lse=True))(cache)`.
     """
 
     compiled = jax.jit(checkify.checkify(function, errors=checkify.user_checks))

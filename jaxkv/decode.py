@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import checks
-from jaxkv.arguments import Dims, check_cache, entry_scale, int32, layer_index, positive_int, softmax_scale
+from jaxkv.arguments import Dims, check_cache, entry_scale, in_float32, int32, layer_index, positive_int, softmax_scale
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import Call, run
 from jaxkv_kernels.entries import KVEntry, MLAEntry
@@ -228,8 +228,8 @@ def _with_tokens(q):
 
 def _positive(name, value):
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and value > 0):
-        raise ValueError(f"`{name}` is {value!r}: expected a positive number (it is static) or None")
+    if value is not None and not (number and 0 < in_float32(value) < float("inf")):
+        raise ValueError(f"`{name}` is {value!r}: expected None, or a positive number (static) that float32 holds")
     return value
 
 
@@ -241,7 +241,7 @@ def _decode(operation, cache, dims, arrays, options, block_tables, seq_lens, lay
     if checks.checking():
         first = jnp.zeros_like(seq_lens)
         if options.get("window"):
-            first = seq_lens - (next(iter(arrays.values())).shape[1] - 1) - options["window"]
+            first = seq_lens - (arrays["q"].shape[1] - 1) - options["window"]
         checks.check_layer(layer, pages)
         checks.check_tables(block_tables, first, seq_lens, pages)
         positions = jnp.arange(block_tables.shape[1] * pages.block_size, dtype=jnp.int32)

@@ -1,12 +1,15 @@
 """Choosing who computes a call: implementations, best first, each asked whether it would run, and why not."""
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jaxkv_kernels import xla
+import jax
+
+from jaxkv_kernels import mosaic_gpu, xla
 
 _log = logging.getLogger("jaxkv")
 
@@ -27,26 +30,35 @@ class Implementation:
     name: str
     devices: str
     """What it runs on, in words."""
-    kernels: Mapping[str, Callable[..., Any]]
-    refuses: Callable[[str, Mapping[str, Any], Mapping[str, Any]], list[str]]
+    package: Any
+    """A module of kernels by operation (`OPERATIONS`), with `unavailable` and `refuses`."""
+
+    def refuses(self, call: Call) -> list[str]:
+        """Reasons against `call` on any machine."""
+        if call.operation not in self.package.OPERATIONS:
+            return [f"has no kernel for {call.operation}"]
+        return self.package.refuses(call.operation, call.arrays, call.options)
 
     def why_not(self, call: Call) -> list[str]:
-        """Reasons against running `call`; none means that it runs."""
-        if call.operation not in self.kernels:
-            return [f"has no kernel for {call.operation}"]
-        return self.refuses(call.operation, call.arrays, call.options)
+        """Reasons against running `call` here; none means that it runs."""
+        return [*self.package.unavailable(), *self.refuses(call)]
 
     def run(self, call: Call):
         """The kernel's result."""
-        return self.kernels[call.operation](**call.arrays, **call.options)
+        # Kernels are written for JAX's defaults, whatever strictness a program asks for its own arrays.
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return self.package.OPERATIONS[call.operation](**call.arrays, **call.options)
 
 
-_LADDER = (Implementation("xla", "any device", xla.OPERATIONS, xla.why_not),)
+LADDER = (
+    Implementation("mosaic_gpu", "NVIDIA Hopper", mosaic_gpu),
+    Implementation("xla", "any device", xla),
+)
 
 
 def implementations() -> dict[str, str]:
     """Names for `implementation=`, best first, and what each runs on; the last takes every call."""
-    return {candidate.name: candidate.devices for candidate in _LADDER}
+    return {candidate.name: candidate.devices for candidate in LADDER}
 
 
 @dataclass(frozen=True)
@@ -68,11 +80,11 @@ class Explanation:
         return "\n".join(lines)
 
 
-class _Explained(Exception):
-    """Carries the explanation out of an operation that is asked, not run."""
+class _Bound(Exception):
+    """Carries the checked call out of an operation that is asked, not run."""
 
 
-_EXPLAIN: Any = object()  # no name that a caller could give
+_BIND: Any = object()  # no name that a caller could give
 
 
 def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
@@ -81,20 +93,28 @@ def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
     Arrays may be `jax.ShapeDtypeStruct`s.  Arguments are checked as in a real call: ValueError for misuse.
     `implementation=` is ignored: every one is asked.
     """
+    call = call_of(operation, *args, **kwargs)
+    return Explanation(call.operation, {candidate.name: tuple(candidate.why_not(call)) for candidate in LADDER})
+
+
+def call_of(operation: Callable[..., Any], *args, **kwargs) -> Call:
+    """The checked call that `operation(*args, **kwargs)` would make."""
+    if "implementation" not in inspect.signature(operation).parameters:
+        raise TypeError(f"{operation!r} is not an operation of jaxkv that chooses an implementation")
     try:
-        operation(*args, **{**kwargs, "implementation": _EXPLAIN})
-    except _Explained as explained:
-        return explained.args[0]
+        operation(*args, **{**kwargs, "implementation": _BIND})
+    except _Bound as bound:
+        return bound.args[0]
     raise TypeError(f"{operation!r} is not an operation of jaxkv that chooses an implementation")
 
 
 def run(call: Call, implementation: str | Sequence[str] | None):
     """The call's result from the first implementation asked for that takes it; NotImplementedError if none does."""
-    if implementation is _EXPLAIN:
-        raise _Explained(Explanation(call.operation, {c.name: tuple(c.why_not(call)) for c in _LADDER}))
+    if implementation is _BIND:
+        raise _Bound(call)
     names = tuple(implementations()) if implementation is None else implementation
     names = (names,) if isinstance(names, str) else names
-    known = {candidate.name: candidate for candidate in _LADDER}
+    known = {candidate.name: candidate for candidate in LADDER}
     expected = f"expected None, a name or a sequence of names among {', '.join(known)}"
     if not isinstance(names, Sequence) or not names:
         raise ValueError(f"`implementation` is {implementation!r}: {expected}")

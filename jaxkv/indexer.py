@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import checks
-from jaxkv.arguments import FLOATS, Dims, check_cache, int32, layer_index, positive_int
+from jaxkv.arguments import FLOATS, Dims, check_cache, int32, layer_index, positive_int, told
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import Call, run
 from jaxkv.slots import slots_for
@@ -73,7 +73,7 @@ def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
       ValueError: `logits` is no float32 array with a last axis, or `k` no positive int.
     """
     if not hasattr(logits, "dtype") or logits.dtype != jnp.float32 or not logits.shape:
-        raise ValueError(f"`logits` is {_told(logits)}: expected float32 [..., N]")
+        raise ValueError(f"`logits` is {told(logits)}: expected float32 [..., N]")
     return run(Call("select_topk", {"logits": logits}, {"k": positive_int("k", k)}), implementation)
 
 
@@ -94,7 +94,3 @@ def positions_to_slots(positions, block_tables, *, block_size: int) -> jax.Array
     dims = Dims()
     dims.check_ints("positions", positions, "B Q K")
     return slots_for(block_tables, positions, block_size=block_size)
-
-
-def _told(array) -> str:
-    return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__

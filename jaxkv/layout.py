@@ -17,6 +17,9 @@ from jaxkv_kernels.slots import MAX_SLOTS
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 """Physical orders of the axes, outermost first."""
 
+BUFFER_DTYPES = ("bfloat16", "float16", "float32", "uint8", "int8", "uint16", "int16", "uint32", "int32")
+"""Dtypes of a buffer.  No float8: XLA widens such a buffer as a whole where a device lacks an operation on it."""
+
 AXES = {"L": "layer", "B": "block", "H": "head", "N": "token"}
 
 
@@ -212,7 +215,7 @@ class CacheLayout:
 
     @property
     def alignment(self) -> int:
-        """The largest power of two that divides the address of every entry, in bytes from the buffer's start."""
+        """The largest power of two, up to 2**20, that divides the address of every entry, in bytes from the start."""
         counts, strides = self._counts(), vars(self.strides)
         steps = [self.offset, *(strides[axis] for axis in counts if counts[axis] > 1), 1 << 20]
         return min((step * self.itemsize) & -(step * self.itemsize) for step in steps if step)
@@ -291,7 +294,7 @@ class CacheLayout:
         }
 
     def __str__(self):
-        from jaxkv.memory_map import table
+        from jaxkv.layout_table import table
 
         return table({"": self})
 
@@ -333,10 +336,8 @@ def checked_dtype(dtype):
         found = jnp.dtype(dtype)
     except TypeError:
         raise ValueError(f"`dtype` is {dtype!r}: expected a dtype, or the name of one") from None
-    if jnp.issubdtype(found, jnp.floating) and found.itemsize == 1:
-        raise ValueError(
-            f"`dtype` is {found}: XLA widens such buffers as a whole; expected uint8, which holds the same bytes"
-        )
+    if str(found) not in BUFFER_DTYPES:
+        raise ValueError(f"`dtype` is {found}: expected one of {', '.join(BUFFER_DTYPES)}")
     return found
 
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxkv.layout import CacheLayout
-from jaxkv.layout_table import Band, Piece, bands, headline, table
+from jaxkv.layout_table import Band, Piece, bands, headline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["bands", "draw", "svg", "table"]
 
 # Inches.
 WIDTH, COLUMN, MARGIN = 12.0, 6.6, 0.3  # the least width of a picture, and of a group's column in it
@@ -45,7 +44,7 @@ def draw(groups: Mapping[str, CacheLayout], path: str | os.PathLike[str] | None 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing a memory map takes matplotlib: pip install jaxkv[notebooks]") from error
+        raise ImportError("drawing a memory map needs matplotlib: pip install matplotlib") from error
     rows, names = bands(groups), list(groups)
     width, height = max(WIDTH, COLUMN * len(names)), TOP + ROW * max(band.row for band in rows) + HEIGHT + 0.4
     figure = Figure((width, height), facecolor="white")

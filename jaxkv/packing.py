@@ -98,7 +98,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
         return fingerprint({name: layout.fingerprint for name, layout in self.items()})
 
     def __str__(self):
-        from jaxkv.memory_map import table
+        from jaxkv.layout_table import table
 
         return table(self)
 

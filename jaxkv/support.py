@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxkv import blocks, decode, gathers, indexer, merge, writes
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import Explanation, explain, implementations
+from jaxkv.dispatch import LADDER, call_of, implementations
 from jaxkv.layout import CacheLayout
 from jaxkv_kernels.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 
@@ -29,20 +29,18 @@ def sample_calls() -> Iterator[tuple[str, str, Sample]]:
     yield "merge_states", "", (merge.merge_states, parts, {})
 
 
-def explanations() -> Iterator[tuple[str, str, Explanation]]:
-    """(operation, entry format, who would take the sample call)."""
-    for operation, name, (function, args, kwargs) in sample_calls():
-        yield operation, name, explain(function, *args, **kwargs)
-
-
 def support_matrix() -> str:
-    """A Markdown table: operations down, implementations across, the entry formats that each takes within."""
+    """A Markdown table: operations down, implementations across, the entry formats that each takes within.
+
+    The same on every machine: what an implementation takes where its device is.
+    """
     found: dict[str, dict[str, list[str]]] = {}
-    for operation, name, explanation in explanations():
-        row = found.setdefault(operation, {implementation: [] for implementation in implementations()})
-        for implementation, reasons in explanation.reasons.items():
-            if not reasons and (name or "any") not in row[implementation]:
-                row[implementation].append(name or "any")
+    for operation, name, (function, args, kwargs) in sample_calls():
+        row = found.setdefault(operation, {candidate.name: [] for candidate in LADDER})
+        call = call_of(function, *args, **kwargs)
+        for candidate in LADDER:
+            if not candidate.refuses(call) and (name or "any") not in row[candidate.name]:
+                row[candidate.name].append(name or "any")
     names = [f"`{name}` ({devices})" for name, devices in implementations().items()]
     lines = [f"| operation | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for operation, row in found.items():

@@ -11,7 +11,8 @@ from matplotlib import rcParams
 from matplotlib.patches import Rectangle
 
 from jaxkv.layout import AXES, ORDERS, CacheLayout
-from jaxkv.memory_map import bands, draw, svg, table
+from jaxkv.layout_table import bands, table
+from jaxkv.memory_map import draw, svg
 from jaxkv.packing import Group, PackedLayout
 from jaxkv_kernels.entries import IndexerEntry, KVEntry, MLAEntry
 
@@ -251,7 +252,7 @@ def test_other_suffixes_are_refused(tmp_path):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install jaxkv\[notebooks\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         draw({"": CacheLayout(**BIG)})
     assert svg({"": CacheLayout(**BIG)}) is None
 

@@ -10,7 +10,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--blocks", type=int, default=1024)
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC")
+    order = "physical order; MLA entries have one head, so orders that differ in H only are one layout"
+    parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help=order)
     parser.add_argument("--format", choices=jaxkv.MLAEntry.formats, default="bf16", help="format of the MLA entries")
     parser.add_argument("--indexer", action="store_true", help="pack indexer keys into the same blocks")
     parser.add_argument("--save", metavar="FILE", help="save the memory map (.svg or .png; needs matplotlib)")
@@ -31,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
         if args.save:
             layout.draw(args.save)
             print(f"saved {args.save}")
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         raise SystemExit(f"jaxkv layout: {error}") from None
     return 0

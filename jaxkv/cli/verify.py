@@ -76,6 +76,22 @@ def _verify(entry, implementation: str) -> Iterator[tuple[str, str, str]]:
                     yield operation, order, "" if all(jax.tree.leaves(equal)) else "differs from the packed cache"
             except NotImplementedError as error:
                 yield operation, order, f"refused: {error}"
+        yield from ((operation, order, verdict) for operation, verdict in _verify_blocks(layout, noise, implementation))
+
+
+def _verify_blocks(layout: jaxkv.CacheLayout, noise: np.ndarray, implementation: str) -> Iterator[tuple[str, str]]:
+    """(operation, what is wrong): a block moved within the cache, and one sent to an empty cache."""
+    one: dict[str, Any] = {"implementation": implementation}
+    source, target = 5, 2
+    cache, ids = _cache(layout, noise), (jnp.asarray([source], jnp.int32), jnp.asarray([target], jnp.int32))
+    copied = jaxkv.copy_blocks(cache, *ids, **one)
+    rows = jaxkv.read_blocks(cache, ids[0], **one)
+    sent = jaxkv.write_blocks(jaxkv.KVCache.zeros(layout), ids[1], rows, **one)
+    for operation, after, before in (("copy_blocks", copied, noise), ("read/write_blocks", sent, np.zeros_like(noise))):
+        expected = before.copy()
+        for layer in range(layout.num_layers):
+            _entries(layout, expected, layer)[target] = _entries(layout, noise, layer)[source]
+        yield operation, "" if np.array_equal(_bytes(after.buffer), expected) else "moved other bytes"
 
 
 def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.KVCache, int], Any]]:

@@ -14,7 +14,7 @@ def view_as(x: jax.Array, dtype) -> jax.Array:
     if x.dtype == dtype:
         return x
     if new > old:
-        return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, new // old), dtype)
+        return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] * old // new, new // old), dtype)
     return lax.bitcast_convert_type(x, dtype).reshape(*x.shape[:-1], x.shape[-1] * old // new)
 
 
@@ -31,7 +31,7 @@ def power_of_two_scale(amax: jax.Array, smallest_exponent: int) -> tuple[jax.Arr
     NaN gives NaN, so that a broken row stays visible.
     """
     bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
-    exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000)
+    exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
     exponent = jnp.maximum(exponent, smallest_exponent)
     nan = jnp.isnan(amax)
     scale = lax.bitcast_convert_type((127 + exponent) << 23, jnp.float32)

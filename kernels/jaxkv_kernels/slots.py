@@ -36,7 +36,7 @@ def ragged_slots(
 def _lookup(block_tables, request, positions, block_size):
     columns = block_tables.shape[1]
     block = block_tables[request, jnp.clip(positions // block_size, 0, columns - 1)]
-    inside = (positions >= 0) & (positions < columns * block_size)
+    inside = (positions >= 0) & (positions < min(columns * block_size, MAX_SLOTS))
     # A poisoned entry must not wrap round into somebody's slot.
     inside &= (block >= 0) & (block < MAX_SLOTS // block_size)
     return jnp.where(inside, block * block_size + positions % block_size, -1)

@@ -4,9 +4,13 @@ class TestWriteMLA(suites.WriteMLA):
     implementation = "xla"
 """
 
+import scenes as scenes
+from suites.base import layout_of as layout_of
 from suites.blocks import Blocks as Blocks
 from suites.decode_kv import DecodeKV as DecodeKV
 from suites.decode_mla import DecodeMLA as DecodeMLA
+from suites.decode_mla import DecodeMLAChecks as DecodeMLAChecks
+from suites.decode_mla import queries as queries
 from suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
 from suites.gathers import Gathers as Gathers
 from suites.indexer import Indexer as Indexer

@@ -41,7 +41,7 @@ class Fp8DsMla:
     def encode(self, parts, scales):
         """(latent, rope) to bytes."""
         latent, rope = parts
-        tiles = latent.astype(jnp.float32).reshape(*latent.shape[:-1], -1, TILE)
+        tiles = latent.astype(jnp.float32).reshape(*latent.shape[:-1], latent.shape[-1] // TILE, TILE)
         scale, inverse = power_of_two_scale(jnp.abs(tiles).max(axis=-1), SMALLEST_EXPONENT)
         values = to_fp8(tiles * inverse[..., None]).reshape(latent.shape)
         pieces = (values, scale, rope.astype(jnp.bfloat16))
@@ -51,7 +51,7 @@ class Fp8DsMla:
         """Latent multiplied in float32, then rounded to `dtype`; rope converted."""
         latent = sizes[0]
         first_rope = latent + 4 * (latent // TILE)
-        tiles = view_as(row[..., :latent], FP8).astype(jnp.float32).reshape(*row.shape[:-1], -1, TILE)
+        tiles = view_as(row[..., :latent], FP8).astype(jnp.float32).reshape(*row.shape[:-1], latent // TILE, TILE)
         scale = view_as(row[..., latent:first_rope], jnp.float32)
         values = (tiles * scale[..., None]).reshape(*row.shape[:-1], latent)
         return [values.astype(dtype), view_as(row[..., first_rope:], jnp.bfloat16).astype(dtype)]

@@ -39,8 +39,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def why_not(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Reasons against running this call here; none means that it runs."""
+def unavailable() -> list[str]:
+    """None: JAX brings it."""
+    return []
+
+
+def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Reasons against this call on any machine; none means that it is taken."""
     del operation, arrays
     try:
         if "pages" in options:

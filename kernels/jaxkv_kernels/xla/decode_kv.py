@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.bits import view_as
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends
 from jaxkv_kernels.xla.rows import read_slots
 from jaxkv_kernels.xla.softmax import attend
 
@@ -18,7 +18,7 @@ def decode_kv(q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale,
     lengths = live_lengths(block_tables, seq_lens, pages.block_size)
     batch, tokens, query_heads, head_dim = q.shape
     grouped = q.reshape(batch, tokens, pages.num_heads, query_heads // pages.num_heads, head_dim)
-    ends = lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)
+    ends = query_ends(seq_lens, tokens)
     begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
 
     def load(i):
@@ -28,7 +28,9 @@ def decode_kv(q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale,
         seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
         return k, v, seen
 
-    first, last = begins.min() // chunk, -(-lengths.max() // chunk)
+    # Requests without tokens must not pull the walk to the start.
+    first = jnp.where(ends > 0, begins, jnp.iinfo(jnp.int32).max).min() // chunk
+    last = -(-lengths.max() // chunk)
     out, lse = attend(
         grouped,
         load,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.bits import view_as
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends
 from jaxkv_kernels.xla.rows import read_slots
 from jaxkv_kernels.xla.softmax import attend
 
@@ -17,8 +17,7 @@ def decode_mla(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = live_lengths(block_tables, seq_lens, pages.block_size)
     q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
-    tokens = q.shape[1]
-    ends = lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)  # keys that each query token sees
+    ends = query_ends(seq_lens, q.shape[1])
 
     def load(i):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)

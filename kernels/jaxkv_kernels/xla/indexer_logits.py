@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths
+from jaxkv_kernels.bits import FP8
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends, walk
 from jaxkv_kernels.xla.split_page import read_split
 
 
@@ -16,18 +17,20 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 
     The sum over heads of relu(q . k) * w, times k's scale; -inf where a query token sees no key.
     """
-    # e4m3 values are exact in bf16, so narrow products lose nothing.
-    dtype = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
+    # Keys are e4m3, exact in every wider dtype: the product is of the queries' own.
+    dtype = jnp.bfloat16 if q.dtype == FP8 else q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     q = q.astype(dtype)
     batch, tokens = q.shape[:2]
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = jnp.minimum(live_lengths(block_tables, seq_lens, pages.block_size), max_len)
-    ends = seq_lens[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)
+    ends = query_ends(seq_lens, tokens)
 
     def step(i, logits):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
         rows, valid = read_split(buffer, pages, entry, slots, layer)
+        # A gather fused into the product would make the product's order of sums depend on the layout.
+        rows = lax.optimization_barrier(rows)
         k, k_scale = entry.codec.split(rows, entry.sizes)
         s = jnp.einsum("bqhd,bsd->bqhs", q, k.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
         s = (jax.nn.relu(s) * weights.astype(jnp.float32)[..., None]).sum(axis=2) * k_scale[:, None, :, 0]
@@ -36,4 +39,4 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 
     width = -(-max_len // chunk) * chunk
     logits = jnp.full((batch, tokens, width), -jnp.inf, jnp.float32)
-    return lax.fori_loop(0, -(-lengths.max() // chunk), step, logits)[..., :max_len]
+    return walk(0, -(-lengths.max() // chunk), step, logits)[..., :max_len]

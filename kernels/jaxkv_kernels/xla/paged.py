@@ -1,9 +1,13 @@
 """Walking the pages of requests in chunks of a bounded number of tokens."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxkv_kernels.slots import slots_for
+from jaxkv_kernels.slots import MAX_SLOTS, slots_for
 
 CHUNK_TOKENS = 512
 """Keys a step, at least: what bounds the temporaries of a decode."""
@@ -16,7 +20,12 @@ def chunk_tokens(block_size: int, block_tables: jax.Array) -> int:
 
 def live_lengths(block_tables: jax.Array, seq_lens: jax.Array, block_size: int) -> jax.Array:
     """`seq_lens` within 0 and what the table can hold."""
-    return jnp.clip(seq_lens, 0, block_tables.shape[1] * block_size)
+    return jnp.clip(seq_lens, 0, min(block_tables.shape[1] * block_size, MAX_SLOTS))
+
+
+def query_ends(seq_lens: jax.Array, tokens: int) -> jax.Array:
+    """How many keys each of the last `tokens` tokens of a request sees [B, tokens]: causal, aligned to the end."""
+    return jnp.maximum(seq_lens, 0)[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
 
 
 def chunk_slots(block_tables: jax.Array, i, *, chunk: int, block_size: int) -> tuple[jax.Array, jax.Array]:
@@ -24,3 +33,9 @@ def chunk_slots(block_tables: jax.Array, i, *, chunk: int, block_size: int) -> t
     positions = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
     wide = jnp.broadcast_to(positions, (block_tables.shape[0], chunk))
     return positions, slots_for(block_tables, wide, block_size=block_size)
+
+
+def walk(first, last, step: Callable[[Any, Any], Any], state):
+    """`lax.fori_loop`, also under `shard_map`, where what a step makes vary over the mesh must vary from the start."""
+    typed = jax.tree.map(lambda s, made: jnp.where(False, made, s), state, step(jnp.int32(0), state))
+    return lax.fori_loop(first, last, step, typed)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.xla.paged import walk
+
 MASKED = -1e33
 """Score of a masked key: finite, and so far below `EMPTY` that its exponential is 0 even in a row of masked keys."""
 EMPTY = -1e30
@@ -64,7 +66,7 @@ def attend(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, value_dim), jnp.float32),
     )
-    m, total, acc = lax.fori_loop(first, last, step, state)
+    m, total, acc = walk(first, last, step, state)
     empty = total == 0
     out = acc / jnp.where(empty, 1, total)[..., None]
     if v_scale is not None:

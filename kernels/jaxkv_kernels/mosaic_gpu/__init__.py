@@ -1,0 +1,43 @@
+"""Kernels in Pallas Mosaic GPU for Hopper (sm_90): wgmma, TMA, clusters.
+
+Importing this costs nothing: Pallas comes in with the first kernel that is traced.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxkv_kernels.mosaic_gpu import limits
+from jaxkv_kernels.mosaic_gpu.interpreting import interpreting as interpreting
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """The function `name` of the module of that name, imported when it is called."""
+
+    def run(*args, **kwargs):
+        module = importlib.import_module(f"jaxkv_kernels.mosaic_gpu.{name}")
+        return getattr(module, name)(*args, **kwargs)
+
+    return run
+
+
+OPERATIONS = {name: _kernel(name) for name in ("decode_mla",)}
+
+
+def unavailable() -> list[str]:
+    """Reasons for which nothing here runs on this machine; none means that it is a Hopper GPU, or interpreted."""
+    if interpreting.value:
+        return []
+    if jax.default_backend() != "gpu":
+        return [f"needs an NVIDIA Hopper GPU; the default backend is {jax.default_backend()}"]
+    found = getattr(jax.devices()[0], "compute_capability", "unknown")
+    return (
+        [] if found == "9.0" else [f"needs compute capability 9.0 (Hopper); {jax.devices()[0].device_kind} has {found}"]
+    )
+
+
+def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Reasons against this call on any machine; none means that it is taken."""
+    return list(getattr(limits, operation)(arrays, options))

@@ -1,0 +1,65 @@
+"""How the kernels are built, and the words that they share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WGMMA = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+"""Layout of one value a row of a WGMMA tile."""
+
+
+def kernel(body, *, interpret: bool, **spec) -> Any:
+    """`plgpu.kernel` with what all kernels here share."""
+    params: Any = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+    return plgpu.kernel(
+        body,
+        interpret=params,
+        # Row reductions stay inside a quad of lanes: no scratch.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        **spec,
+    )
+
+
+def swizzled(*shape: int, dtype) -> Any:
+    """Shared memory that TMA fills and wgmma reads."""
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def zeros(*shape: int) -> jax.Array:
+    """A float32 tile of zeros in registers."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+
+
+def row_of(rows: int, value: float) -> jax.Array:
+    """One value a row, in registers."""
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROW)
+
+
+def across(row: jax.Array, columns: int) -> jax.Array:
+    """A row vector broadcast over the columns of a tile."""
+    return jax.lax.broadcast_in_dim(row, (row.shape[0], columns), [0])
+
+
+def multiply_add(onto: jax.Array, a, b, *, scratch=None) -> Any:
+    """`onto + a @ b` in registers; drained on return.
+
+    `a` is a register tile or shared memory, `b` shared memory.  The interpreter knows neither accumulators that start
+    from registers nor a register operand: with a `scratch` tile in shared memory it is told in other words.
+    """
+    if scratch is None:
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(onto))
+    if isinstance(a, jax.Array):
+        scratch[...] = a
+        plgpu.commit_smem()
+        a = scratch
+
+    def product(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return onto + pl.run_scoped(product, plgpu.ACC((onto.shape[0], onto.shape[1]), jnp.float32))

@@ -1,0 +1,393 @@
+"""Dense MLA decode for latents of 512 and rotary parts of 64 values, in bf16 or f16, on sm_90.
+
+Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its part of the
+plan: requests, and of each the pairs of key tiles from its begin to its end.  With more than 64 rows a request, two
+CTAs form a cluster, and each key tile is fetched once for both by TMA multicast.
+
+Who does what: two computing warpgroups and one that copies.  With K0 and K1 the two key tiles of a pair:
+
+    copier       Q of the request; for each pair the halves of K0 and K1 and their rotary parts
+    warpgroup 0  S0 = Q K0'; softmax; O[:, :256] += P0 K0[:, :256] + P1 K1[:, :256]
+    warpgroup 1  S1 = Q K1'; softmax; O[:, 256:] += P1 K1[:, 256:] + P0 K0[:, 256:]
+
+Each holds half of O (64 x 256 float32, 128 registers a lane) and hands its P to the other through shared memory.
+
+Barriers.  q_full/q_free: Q has landed / both warpgroups have done with Q's memory, which also stages the result.
+k_full[tile, half], r_full[tile]: keys have landed.  k_free[tile, half]: the warpgroup that multiplies that half last
+has done, in every CTA of the cluster.  m_ready: the running maximum after K0, after K1, is in `stats`.  p_ready: P0, P1
+is in `p`.  done: the sums of both warpgroups are in `stats`.  Between them they order every reuse: warpgroup 0
+overwrites stats[0:2] only after m_ready[1], warpgroup 1 stats[2:4] only after the next m_ready[0], and P0 and P1
+likewise.
+
+Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB (P0's tile brings Q's rotary part in) +
+stats 2 KiB = 226 KiB of 227.  Registers: 240 a lane to compute, 24 to copy: the 504 that a kernel of three warpgroups
+starts with (were they more, it would wait for ever).  The slot index of shared-memory operands comes from the loop
+variable so that the compiler cannot know it: constant ones have their 64-bit wgmma descriptors hoisted out of the loop
+and spilled, which costs half the speed.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.build import ROW, WGMMA, across, kernel, multiply_add, row_of, swizzled, zeros
+from jaxkv_kernels.mosaic_gpu.combine import combine
+from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
+from jaxkv_kernels.mosaic_gpu.plan import PAIR, Plan, make_plan
+from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
+
+HALF, TILE = 256, 64
+LOG2E = math.log2(math.e)
+MASKED, EMPTY = -1e33, -1e30
+"""Score of a masked key, and maximum of a row without keys: far enough apart that exp2 of the difference is 0."""
+MULTIPROCESSORS = 132
+
+
+def decode_mla(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, *, pages, entry, logit_cap):
+    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    del kv_scale, entry
+    return _decode(
+        q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale,
+        pages=pages, logit_cap=logit_cap, interpret=bool(interpreting.value),
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("pages", "logit_cap", "interpret"))
+def _decode(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, *, pages, logit_cap, interpret):
+    batch, tokens, heads, _ = q_latent.shape
+    rows = tokens * heads
+    tiles = -(-rows // TILE)
+    cluster = 2 if tiles % 2 == 0 else 1
+    groups = tiles // cluster
+    parts = 4 if interpret else max(MULTIPROCESSORS // (cluster * groups), 1)
+    plan = make_plan(
+        seq_lens, block_tables, parts=parts, tokens=tokens, block_size=pages.block_size, num_blocks=pages.num_blocks
+    )
+    # TMA tiles are of 8 rows; whole tiles past the last row it fills with zeros and clips by itself.
+    pad = ((0, 0), (0, -rows % 8), (0, 0))
+    q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
+    out, lse, part_out, part_lse = _attend(
+        q_latent, q_pe, buffer, block_tables, layer, scale, plan,
+        tokens=tokens, heads=heads, cluster=cluster, groups=groups, pages=pages, logit_cap=logit_cap,
+        interpret=interpret,
+    )  # fmt: skip
+    out, lse = combine(out, lse, part_out, part_lse, plan, interpret=interpret)
+    return out[:, :rows].reshape(batch, tokens, heads, LATENT), lse[:, :rows].reshape(batch, tokens, heads)
+
+
+def _attend(
+    q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
+    *, tokens, heads, cluster, groups, pages, logit_cap, interpret
+):  # fmt: skip
+    """Results of whole requests, and of the pieces of those that were cut."""
+    batch, rows, _ = q_latent.shape
+    parts = plan.bounds.shape[0] - 1
+    view = token_rows(pages)
+    dtype = q_latent.dtype
+    copy_rows = min(pages.block_size, TILE)
+    copies = TILE // copy_rows
+    shared: Any = {"collective_axes": "cta"} if cluster > 1 else {}
+
+    def body(
+        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, bound_ref, request_ref,
+        out_ref, lse_ref, part_out_ref, part_lse_ref,
+        q, k, r, p, stats, q_full, q_free, k_full, r_full, k_free, m_ready, p_ready, done, operands: Any = None
+    ):  # fmt: skip
+        part, group, cta, wg = (lax.axis_index(axis) for axis in ("part", "group", "cta", "wg"))
+        tile = group * cluster + cta
+        row0 = tile * TILE
+        in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
+        first, first_pair = bound_ref[part, 0], bound_ref[part, 1]
+        last, last_pair = bound_ref[part + 1, 0], bound_ref[part + 1, 1]
+        end = last + (last_pair > 0).astype(jnp.int32)
+
+        def range_of(b):
+            """Pairs [begin, stop) of request b in this part, its length, and whether it lies in this part alone."""
+            length = request_ref[b, 0]
+            pairs = divided(length + (PAIR - 1), PAIR)
+            begin = jnp.where(b == first, first_pair, 0)
+            stop = jnp.where(b == last, last_pair, pairs)
+            whole = (begin == 0) & (stop == pairs)
+            return begin, jnp.where(in_cache, stop, begin), length, whole
+
+        def block_of(b, token):
+            """The block of a token, and whether it is one of the cache."""
+            column = jnp.minimum(divided(token, pages.block_size), block_tables.shape[1] - 1)
+            block = table_ref[b, column]
+            return block, (block >= 0) & (block < pages.num_blocks)
+
+        def without_unknown_blocks(b, token, first_token, x, fill):
+            """`x`, with `fill` at tokens of blocks that are not the cache's."""
+            fill = jnp.asarray(fill, x.dtype)
+            for c in range(copies):
+                low = first_token + c * copy_rows
+                high = low + jnp.where(block_of(b, low)[1], 0, copy_rows)
+                x = jnp.where(token < low, x, jnp.where(token < high, fill, x))
+            return x
+
+        @pl.when(wg == 2)
+        def _copier():
+            plgpu.set_max_registers(24, action="decrease")
+            safe_layer = jnp.where(in_cache, layer_ref[0], 0)
+
+            def blocks_of(b, pair):
+                """The blocks of a pair's tiles, copy by copy: block 0 where there is none."""
+                found = []
+                for c in range(2 * copies):
+                    block, known = block_of(b, pair * PAIR + c * copy_rows)
+                    found.append(jnp.where(known, block, 0))
+                return tuple(found)
+
+            def fetch(blocks, pair, slot, half, with_rope, used):
+                @pl.when(used > 0)
+                def _():
+                    plgpu.barrier_wait(k_free.at[2 * slot + half])
+
+                for c in range(copies):
+                    token = (2 * pair + slot) * TILE + c * copy_rows
+                    in_block = lax.rem(token, jnp.int32(pages.block_size))
+                    index, row = view.index(safe_layer, blocks[slot * copies + c], in_block)
+                    source, into = kv_ref.at[index, pl.ds(row, copy_rows)], pl.ds(c * copy_rows, copy_rows)
+                    column = view.first_column + half * HALF
+                    plgpu.copy_gmem_to_smem(
+                        source.at[:, pl.ds(column, HALF)], k.at[slot, half, into], k_full.at[2 * slot + half], **shared
+                    )
+                    if with_rope:
+                        column = view.first_column + LATENT
+                        plgpu.copy_gmem_to_smem(
+                            source.at[:, pl.ds(column, ROPE)], r.at[slot, into], r_full.at[slot], **shared
+                        )
+
+            def request(b, used):
+                begin, stop, _, _ = range_of(b)
+
+                def pair(i, carry):
+                    used, blocks = carry
+                    ahead = blocks_of(b, i + 1)  # on its way while this pair's memory comes free
+                    fetch(blocks, i, 0, 0, True, used)
+                    fetch(blocks, i, 1, 1, True, used)
+                    fetch(blocks, i, 0, 1, False, used)
+                    fetch(blocks, i, 1, 0, False, used)
+                    return used + 1, ahead
+
+                # The first keys may come while the last request's result still leaves Q's memory.
+                second = jnp.minimum(begin + 1, stop)
+                carry = lax.fori_loop(begin, second, pair, (used, blocks_of(b, begin)))
+
+                @pl.when(b > first)
+                def _():
+                    plgpu.barrier_wait(q_free)
+
+                for half in range(2):
+                    plgpu.copy_gmem_to_smem(
+                        q_ref.at[b, pl.ds(row0, TILE), pl.ds(half * HALF, HALF)], q.at[half], q_full
+                    )
+                plgpu.copy_gmem_to_smem(qr_ref.at[b, pl.ds(row0, TILE)], p.at[0], q_full)
+                return lax.fori_loop(second, stop, pair, carry)[0]
+
+            used = lax.fori_loop(first, end, request, jnp.int32(0))
+
+            # Wait for the last use of everything: a peer may still arrive on these barriers.
+            @pl.when(end > first)
+            def _():
+                plgpu.barrier_wait(q_free)
+
+            @pl.when(used > 0)
+            def _():
+                for slot in range(4):
+                    plgpu.barrier_wait(k_free.at[slot])
+
+        def consumer(side):
+            scratch = operands.at[side] if interpret else None
+            plgpu.set_max_registers(240, action="increase")
+            scale = scale_ref[0]
+
+            def scores(q_rope, i, b, length, masked):
+                z = divided(i, 1 << 20)  # 0, but the compiler does not know
+                slot = z + side
+                near, far = (0, 1) if side == 0 else (1, 0)
+
+                def product(acc):
+                    plgpu.barrier_wait(k_full.at[2 * side + near])
+                    plgpu.barrier_wait(r_full.at[side])
+                    plgpu.wgmma(acc, q.at[z + near], k.at[slot, near].transpose((1, 0)))
+                    if scratch is None:
+                        plgpu.wgmma(acc, q_rope, r.at[slot].transpose((1, 0)))
+                    else:
+                        plgpu.wgmma(acc, operands.at[2 + side], r.at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(k_full.at[2 * side + far])
+                    plgpu.wgmma(acc, q.at[z + far], k.at[slot, far].transpose((1, 0)))
+                    return acc[...]
+
+                s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
+                if logit_cap is not None:
+                    # tanh by way of exp2: the hardware's own is good to 11 bits only.
+                    s = (1 - 2 / (1 + jnp.exp2(s * (2 / logit_cap)))) * (logit_cap * LOG2E)
+                if masked:
+                    first_token = (2 * i + side) * TILE
+                    token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=WGMMA) + first_token
+                    row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + row0
+                    s = jnp.where(token <= length - tokens + row // heads, s, MASKED)
+                    s = without_unknown_blocks(b, token, first_token, s, MASKED)
+                return s
+
+            def clear_values(i, tile_in_pair, b, length):
+                """Zeroes the value rows of tokens that are not there: 0 x NaN is NaN."""
+                first_token = (2 * i + tile_in_pair) * TILE
+                z = divided(i, 1 << 20)
+                token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + first_token
+                for c in range(HALF // TILE):
+                    piece = k.at[z + tile_in_pair, side, :, pl.ds(c * TILE, TILE)]
+                    values = jnp.where(token < length, plgpu.load(piece, layout=WGMMA), jnp.zeros((), dtype))
+                    piece[...] = without_unknown_blocks(b, token, first_token, values, 0)
+                plgpu.commit_smem()
+
+            def times_values(weights, i, tile_in_pair, b, length, masked, acc):
+                """acc + weights @ (this side's half of a tile's values); frees the half."""
+                z = divided(i, 1 << 20)
+                if masked:
+                    clear_values(i, tile_in_pair, b, length)
+                acc = multiply_add(acc, weights, k.at[z + tile_in_pair, z + side], scratch=scratch)
+                plgpu.barrier_arrive(k_free.at[2 * tile_in_pair + side])
+                return acc
+
+            def pair0(q_rope, b, length, masked, i, carry):
+                acc, m, total = carry
+                s = scores(q_rope, i, b, length, masked)
+                m0 = jnp.maximum(m, s.max(axis=1))
+                shrink0 = jnp.exp2(m - m0)
+                w = jnp.exp2(s - across(m0, TILE))
+                stats[0], stats[1] = m0, shrink0
+                plgpu.barrier_arrive(m_ready.at[0])
+                acc = acc * across(shrink0, HALF)
+                total = total * shrink0 + w.sum(axis=1)
+                acc = times_values(w.astype(dtype), i, 0, b, length, masked, acc)
+                plgpu.barrier_wait(m_ready.at[1])
+                m1, shrink1 = plgpu.load(stats.at[2], layout=ROW), plgpu.load(stats.at[3], layout=ROW)
+                p[0] = (w * across(shrink1, TILE)).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready.at[0])
+                acc = acc * across(shrink1, HALF)
+                plgpu.barrier_wait(p_ready.at[1])
+                z = divided(i, 1 << 20)
+                acc = times_values(p.at[z + 1], i, 1, b, length, masked, acc)
+                return acc, m1, total * shrink1
+
+            def pair1(q_rope, b, length, masked, i, carry):
+                acc, _, total = carry
+                s = scores(q_rope, i, b, length, masked)
+                top = s.max(axis=1)
+                plgpu.barrier_wait(m_ready.at[0])
+                m0, shrink0 = plgpu.load(stats.at[0], layout=ROW), plgpu.load(stats.at[1], layout=ROW)
+                m1 = jnp.maximum(m0, top)
+                shrink1 = jnp.exp2(m0 - m1)
+                w = jnp.exp2(s - across(m1, TILE))
+                stats[2], stats[3] = m1, shrink1
+                plgpu.barrier_arrive(m_ready.at[1])
+                w16 = w.astype(dtype)
+                p[1] = w16
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready.at[1])
+                shrink = shrink0 * shrink1
+                total = total * shrink + w.sum(axis=1)
+                acc = acc * across(shrink, HALF)
+                acc = times_values(w16, i, 1, b, length, masked, acc)
+                plgpu.barrier_wait(p_ready.at[0])
+                z = divided(i, 1 << 20)
+                acc = times_values(p.at[z], i, 0, b, length, masked, acc)
+                return acc, m1, total
+
+            step = (pair0, pair1)[side]
+
+            def request(b, _):
+                begin, stop, length, whole = range_of(b)
+                plgpu.barrier_wait(q_full)
+                q_rope = plgpu.load(p.at[0], layout=WGMMA)
+                if scratch is not None:
+                    operands[2 + side] = q_rope
+                    plgpu.commit_smem()
+                clear = jnp.clip(request_ref[b, 1], begin, stop)
+                carry = zeros(TILE, HALF), row_of(TILE, EMPTY), row_of(TILE, 0.0)
+                carry = lax.fori_loop(begin, clear, partial(step, q_rope, b, length, False), carry)
+                acc, m, total = lax.fori_loop(clear, stop, partial(step, q_rope, b, length, True), carry)
+                stats[4 + side] = total
+                plgpu.barrier_arrive(done)
+                plgpu.barrier_wait(done)
+                total = plgpu.load(stats.at[4], layout=ROW) + plgpu.load(stats.at[5], layout=ROW)
+                empty = total == 0
+                acc = acc * across(jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total)), HALF)
+                lse = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, total)))
+                columns = pl.ds(side * HALF, HALF)
+
+                @pl.when(whole)
+                def _():
+                    q[side] = acc.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(q.at[side], out_ref.at[b, pl.ds(row0, TILE), columns])
+                    if side == 0:
+                        lse_ref[b, pl.ds(row0, TILE)] = lse * (1 / LOG2E)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                @pl.when(~whole)
+                def _():
+                    piece = 2 * part + (b > first).astype(jnp.int32)
+                    part_out_ref[piece, pl.ds(row0, TILE), columns] = acc
+                    if side == 0:
+                        part_lse_ref[piece, pl.ds(row0, TILE)] = lse
+
+                plgpu.barrier_arrive(q_free)
+                return ()
+
+            lax.fori_loop(first, end, request, ())
+
+        pl.when(wg == 0)(partial(consumer, 0))
+        pl.when(wg == 1)(partial(consumer, 1))
+
+    padded = groups * cluster * TILE
+    free = (
+        plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4) if cluster > 1 else plgpu.Barrier(num_barriers=4)
+    )
+    float32 = jnp.float32
+    return kernel(
+        body,
+        interpret=interpret,
+        out_type=(
+            jax.ShapeDtypeStruct((batch, rows, LATENT), dtype),
+            jax.ShapeDtypeStruct((batch, padded), float32),
+            jax.ShapeDtypeStruct((2 * parts, padded, LATENT), float32),
+            jax.ShapeDtypeStruct((2 * parts, padded), float32),
+        ),
+        grid=(groups, parts),
+        grid_names=("group", "part"),
+        cluster=(cluster,),
+        cluster_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types={
+            "q": swizzled(2, TILE, HALF, dtype=dtype),
+            "k": swizzled(2, 2, TILE, HALF, dtype=dtype),
+            "r": swizzled(2, TILE, ROPE, dtype=dtype),
+            "p": swizzled(2, TILE, TILE, dtype=dtype),
+            "stats": plgpu.SMEM((6, TILE), float32),
+            "q_full": plgpu.Barrier(num_arrivals=3),
+            "q_free": plgpu.Barrier(num_arrivals=2),
+            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=4),
+            "r_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
+            "k_free": free,
+            "m_ready": plgpu.Barrier(num_barriers=2),
+            "p_ready": plgpu.Barrier(num_barriers=2),
+            "done": plgpu.Barrier(num_arrivals=2),
+            # Register operands of wgmma where the interpreter wants them: in shared memory.
+            **({"operands": swizzled(4, TILE, TILE, dtype=dtype)} if interpret else {}),
+        },
+    )(
+        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale * LOG2E, (1,)),
+        plan.bounds, plan.requests,
+    )  # fmt: skip

@@ -1,0 +1,27 @@
+"""Which calls the kernels take, and the reasons against the others."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
+
+LATENT, ROPE = 512, 64
+
+
+def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `decode_mla` call."""
+    entry, pages = options["entry"], options["pages"]
+    if entry.format not in ("bf16", "f16"):
+        yield f"entries of format {entry.format!r}: takes bf16 and f16"
+        return
+    if entry.sizes != (LATENT, ROPE):
+        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: takes {LATENT} + {ROPE}"
+    for name in ("buffer", "q_latent"):
+        if arrays[name].dtype != entry.dtype:
+            yield f"`{name}` of {arrays[name].dtype}: takes that of the entries, {entry.dtype}"
+    if pages.block_size not in (16, 32, 64, 128, 256):
+        yield f"blocks of {pages.block_size} tokens: takes 16, 32, 64, 128 and 256"
+    try:
+        token_rows(pages)
+    except ValueError as error:
+        yield str(error)

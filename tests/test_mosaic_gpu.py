@@ -1,0 +1,127 @@
+"""Mosaic GPU kernels: lowered for CUDA and interpreted on any machine; the whole suites on a Hopper GPU (`-m gpu`)."""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+import jaxkv
+import suites
+from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu import interpreting
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
+
+on_hopper = pytest.mark.skipif(bool(mosaic_gpu.unavailable()), reason="; ".join(mosaic_gpu.unavailable()))
+
+
+class Mosaic:
+    """What every suite of these kernels says of itself."""
+
+    implementation = "mosaic_gpu"
+    latent, rope = 512, 64
+    exact = "bf16"
+    gaps = (
+        "entries of format",  # float32 has no wgmma; quantised entries are to come
+        "blocks of",  # TMA tiles are of whole 16-token pages
+        "block stride",  # padding that is no multiple of the token stride: pages are no rows
+        "`buffer` of",  # a buffer of another dtype, shared with other groups
+        "`q_latent` of",  # queries of another dtype than the entries
+    )
+
+
+@pytest.mark.gpu
+@on_hopper
+class TestDecodeMLA(Mosaic, suites.DecodeMLA):
+    """The whole suite, on the GPU."""
+
+
+class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
+    """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
+
+    @pytest.fixture(autouse=True)
+    def interpret(self):
+        with interpreting(True):
+            yield
+
+    def case(self, lengths, heads, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
+        entry = self.entry(form)
+        scene = suites.scenes.scene(entry, lengths=lengths, block_size=block_size)
+        found = suites.layout_of(layout, entry, block_size=block_size)
+        q = suites.queries(entry, len(lengths), tokens, heads)
+        return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
+
+    def test_one_tile_of_rows_and_lengths_round_the_edges(self):
+        self.case((0, 1, 64, 65, 130), 16)
+
+    def test_a_cluster_shares_the_keys(self):
+        self.case((200, 129), 128, form="f16")
+
+    def test_several_tokens_and_odd_heads_on_a_layer_major_cache(self):
+        self.case((3, 140), 20, 2, layout="LBNHC", layer=2)
+
+    def test_small_pages_and_a_cap(self):
+        self.case((77,), 16, block_size=16, logit_cap=2.0)
+
+    test_blocks_outside_the_cache_are_masked = suites.DecodeMLA.test_blocks_outside_the_cache_are_masked
+    test_traced_layer_outside_the_cache_is_empty = suites.DecodeMLA.test_traced_layer_outside_the_cache_is_empty
+
+
+@pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "block_size", "cap"),
+    [(1, 16, 64, None), (1, 128, 64, 30.0), (2, 128, 16, None), (3, 20, 128, None)],
+)
+def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
+    entry = jaxkv.MLAEntry("bf16")
+    layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=block_size, entry=entry, order=order)
+    shape = jax.ShapeDtypeStruct
+    arrays = (
+        shape((4, tokens, heads, 512), jnp.bfloat16),
+        shape((4, tokens, heads, 64), jnp.bfloat16),
+        shape((layout.size,), jnp.bfloat16),
+        shape((4, 9), jnp.int32),
+        shape((4,), jnp.int32),
+        shape((), jnp.int32),
+        shape((), jnp.float32),
+    )
+
+    def decode(*arrays):
+        return mosaic_gpu.OPERATIONS["decode_mla"](*arrays, None, pages=layout.pages, entry=entry, logit_cap=cap)
+
+    text = jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall("custom_call @mosaic_gpu", text)) == 2  # attention, and the pieces of cut requests
+    for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
+        assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
+
+
+REFUSED = {
+    "entries of format 'f32'": dict(entry=jaxkv.MLAEntry("f32")),
+    "entries of 256 + 64 values": dict(entry=jaxkv.MLAEntry("bf16", latent=256)),
+    "blocks of 61 tokens": dict(block_size=61),
+    "block stride": dict(block_padding=8),
+    "`buffer` of uint8": dict(dtype="uint8"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_explain_tells_the_reason_for_a_layout(reason):
+    sizes = dict(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
+    layout = jaxkv.CacheLayout(**{**sizes, **REFUSED[reason]})
+    q = [jax.ShapeDtypeStruct((1, 16, n), layout.entry.dtype) for n in layout.entry.sizes]
+    tables, lengths = jax.ShapeDtypeStruct((1, 4), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    with interpreting(True):
+        found = jaxkv.explain(jaxkv.decode_mla, *q, cache, tables, lengths, layer=0, scale=1.0)
+        assert found.chosen == "xla"
+        assert any(told.startswith(reason) for told in found.reasons["mosaic_gpu"]), found
+
+
+def test_without_a_hopper_gpu_the_reason_is_the_device():
+    if not mosaic_gpu.unavailable():
+        pytest.skip("this is a Hopper GPU")
+    assert mosaic_gpu.unavailable()[0].startswith("needs ")
+    assert "NPROC" in os.environ  # the interpreter's threads wait for each other: see conftest.py
