@@ -10,6 +10,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 import suites
+from compare import assert_same_bits
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 
@@ -37,6 +38,20 @@ class Mosaic:
 @on_hopper
 class TestDecodeMLA(Mosaic, suites.DecodeMLA):
     """The whole suite, on the GPU."""
+
+    def test_a_scan_over_layers_stacks_the_results(self):
+        scene = suites.scenes.scene(self.entry())
+        layout = suites.layout_of("BLNHC", self.entry())
+        cache, q = scene.cache(layout, 1), suites.queries(self.entry(), len(scene.lengths), 1, 16)
+
+        @jax.jit
+        def stacked(cache, layers):
+            return jax.lax.scan(lambda carry, layer: (carry, self.decode(q, cache, scene, layer)), 0, layers)[1]
+
+        expected = self.decode(q, cache, scene, 1)
+        for found, one in zip(stacked(cache, jnp.asarray([1, 1, 1])), expected, strict=True):
+            for i in range(3):
+                assert_same_bits(found[i], one)
 
 
 class TestInterpreted(Mosaic, suites.DecodeMLAChecks):

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     compiled = step.lower(cross, requests).compile()
     memory = compiled.memory_analysis()
     assert memory is not None  # CPUs and GPUs answer
-    in_place = memory.alias_size_in_bytes >= layout.nbytes and memory.temp_size_in_bytes < layout.nbytes / 100
+    in_place = memory.alias_size_in_bytes >= layout.nbytes and memory.temp_size_in_bytes < layout.nbytes / 4
     print(f"one step of {LAYERS} layers: {memory.alias_size_in_bytes / 1e6:.1f} MB updated in place,")
     print(f"  {memory.temp_size_in_bytes / 1e6:.2f} MB of temporaries, cache of {layout.nbytes / 1e6:.1f} MB")
 

@@ -78,7 +78,9 @@ def _decode(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, *, pag
         tokens=tokens, heads=heads, cluster=cluster, groups=groups, pages=pages, logit_cap=logit_cap,
         interpret=interpret,
     )  # fmt: skip
-    out, lse = combine(out, lse, part_out, part_lse, plan, interpret=interpret)
+    # The combining kernel fills in rows of its operand.  Without the barrier, where a scan stacks its result, the rows
+    # that it leaves alone came back as zeros (H200, jax 0.11.2).
+    out, lse = lax.optimization_barrier(combine(out, lse, part_out, part_lse, plan, interpret=interpret))
     return out[:, :rows].reshape(batch, tokens, heads, LATENT), lse[:, :rows].reshape(batch, tokens, heads)
 
 
