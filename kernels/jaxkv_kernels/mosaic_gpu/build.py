@@ -1,5 +1,6 @@
 """How the kernels are built, and the words that they share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,21 +46,37 @@ def across(row: jax.Array, columns: int) -> jax.Array:
     return jax.lax.broadcast_in_dim(row, (row.shape[0], columns), [0])
 
 
-def multiply_add(onto: jax.Array, a, b, *, scratch=None) -> Any:
-    """`onto + a @ b` in registers; drained on return.
+def multiply_add(onto: jax.Array, a, b, meanwhile: Callable[[], Any] | None = None, *, scratch=None) -> Any:
+    """`onto + a @ b` in registers, drained on return, and the result of `meanwhile`, which runs beside the product.
 
     `a` is a register tile or shared memory, `b` shared memory.  The interpreter knows neither accumulators that start
     from registers nor a register operand: with a `scratch` tile in shared memory it is told in other words.
     """
+    shape = onto.shape[0], onto.shape[1]
     if scratch is None:
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(onto))
+
+        def product(acc):
+            acc[...] = onto
+            plgpu.wgmma(acc, a, b)
+            beside = meanwhile() if meanwhile else None
+            return acc[...], beside
+
+        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
     if isinstance(a, jax.Array):
         scratch[...] = a
         plgpu.commit_smem()
         a = scratch
 
-    def product(acc):
+    def added(acc):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return onto + pl.run_scoped(product, plgpu.ACC((onto.shape[0], onto.shape[1]), jnp.float32))
+    return onto + pl.run_scoped(added, plgpu.ACC(shape, jnp.float32)), meanwhile() if meanwhile else None
+
+
+def store(ref, value: jax.Array) -> None:
+    """`ref[...] = value` for values that reach memory in pieces of less than a sector, which jax 0.12 wants told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

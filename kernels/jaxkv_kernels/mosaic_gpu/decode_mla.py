@@ -80,7 +80,7 @@ def _decode(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, *, pag
     )  # fmt: skip
     # The combining kernel fills in rows of its operand.  Without the barrier, where a scan stacks its result, the rows
     # that it leaves alone came back as zeros (H200, jax 0.11.2).
-    out, lse = lax.optimization_barrier(combine(out, lse, part_out, part_lse, plan, interpret=interpret))
+    out, lse = lax.optimization_barrier(combine(out, lse, part_out, part_lse, plan, rows=rows, interpret=interpret))
     return out[:, :rows].reshape(batch, tokens, heads, LATENT), lse[:, :rows].reshape(batch, tokens, heads)
 
 
@@ -90,7 +90,6 @@ def _attend(
 ):  # fmt: skip
     """Results of whole requests, and of the pieces of those that were cut."""
     batch, rows, _ = q_latent.shape
-    parts = plan.bounds.shape[0] - 1
     view = token_rows(pages)
     dtype = q_latent.dtype
     copy_rows = min(pages.block_size, TILE)
@@ -98,26 +97,20 @@ def _attend(
     shared: Any = {"collective_axes": "cta"} if cluster > 1 else {}
 
     def body(
-        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, bound_ref, request_ref,
+        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref,
         out_ref, lse_ref, part_out_ref, part_lse_ref,
-        q, k, r, p, stats, q_full, q_free, k_full, r_full, k_free, m_ready, p_ready, done, operands: Any = None
+        q, k, r, p, stats, q_full, qr_full, q_free, p_free, k_full, r_full, k_free, p_ready, met, operands: Any = None
     ):  # fmt: skip
         part, group, cta, wg = (lax.axis_index(axis) for axis in ("part", "group", "cta", "wg"))
         tile = group * cluster + cta
         row0 = tile * TILE
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
-        first, first_pair = bound_ref[part, 0], bound_ref[part, 1]
-        last, last_pair = bound_ref[part + 1, 0], bound_ref[part + 1, 1]
-        end = last + (last_pair > 0).astype(jnp.int32)
+        first, end = start_ref[part], start_ref[part + 1]
 
-        def range_of(b):
-            """Pairs [begin, stop) of request b in this part, its length, and whether it lies in this part alone."""
-            length = request_ref[b, 0]
-            pairs = divided(length + (PAIR - 1), PAIR)
-            begin = jnp.where(b == first, first_pair, 0)
-            stop = jnp.where(b == last, last_pair, pairs)
-            whole = (begin == 0) & (stop == pairs)
-            return begin, jnp.where(in_cache, stop, begin), length, whole
+        def about(item):
+            """An item of the plan."""
+            item = jnp.minimum(item, plan.items.shape[0] - 1)
+            return tuple(item_ref[item, column] for column in range(plan.items.shape[1]))
 
         def block_of(b, token):
             """The block of a token, and whether it is one of the cache."""
@@ -167,23 +160,10 @@ def _attend(
                             source.at[:, pl.ds(column, ROPE)], r.at[slot, into], r_full.at[slot], **shared
                         )
 
-            def request(b, used):
-                begin, stop, _, _ = range_of(b)
+            def fetch_queries(b, again):
+                """The queries of a request, once the last one's are no longer needed."""
 
-                def pair(i, carry):
-                    used, blocks = carry
-                    ahead = blocks_of(b, i + 1)  # on its way while this pair's memory comes free
-                    fetch(blocks, i, 0, 0, True, used)
-                    fetch(blocks, i, 1, 1, True, used)
-                    fetch(blocks, i, 0, 1, False, used)
-                    fetch(blocks, i, 1, 0, False, used)
-                    return used + 1, ahead
-
-                # The first keys may come while the last request's result still leaves Q's memory.
-                second = jnp.minimum(begin + 1, stop)
-                carry = lax.fori_loop(begin, second, pair, (used, blocks_of(b, begin)))
-
-                @pl.when(b > first)
+                @pl.when(again)
                 def _():
                     plgpu.barrier_wait(q_free)
 
@@ -191,27 +171,55 @@ def _attend(
                     plgpu.copy_gmem_to_smem(
                         q_ref.at[b, pl.ds(row0, TILE), pl.ds(half * HALF, HALF)], q.at[half], q_full
                     )
-                plgpu.copy_gmem_to_smem(qr_ref.at[b, pl.ds(row0, TILE)], p.at[0], q_full)
-                return lax.fori_loop(second, stop, pair, carry)[0]
 
-            used = lax.fori_loop(first, end, request, jnp.int32(0))
+                @pl.when(again)
+                def _():
+                    plgpu.barrier_wait(p_free)
+
+                plgpu.copy_gmem_to_smem(qr_ref.at[b, pl.ds(row0, TILE)], p.at[0], qr_full)
+
+            def run(item, carry):
+                used, (b, begin, stop, *_) = carry
+                ahead = about(item + 1)
+
+                def pair(i, carry):
+                    used, blocks = carry
+                    ahead = blocks_of(b, i + 1)  # on its way while this pair's memory comes free
+                    fetch(blocks, i, 0, 0, True, used)
+                    fetch(blocks, i, 0, 1, False, used)
+
+                    @pl.when(i == begin)
+                    def _():
+                        fetch_queries(b, item > first)
+
+                    fetch(blocks, i, 1, 1, True, used)
+                    fetch(blocks, i, 1, 0, False, used)
+                    return used + 1, ahead
+
+                used, _ = lax.fori_loop(begin, stop, pair, (used, blocks_of(b, begin)))
+                return used, ahead
+
+            lax.fori_loop(first, end, run, (jnp.int32(0), about(first)))
 
             # Wait for the last use of everything: a peer may still arrive on these barriers.
             @pl.when(end > first)
             def _():
                 plgpu.barrier_wait(q_free)
-
-            @pl.when(used > 0)
-            def _():
+                plgpu.barrier_wait(p_free)
                 for slot in range(4):
                     plgpu.barrier_wait(k_free.at[slot])
 
         def consumer(side):
             scratch = operands.at[side] if interpret else None
+
+            def meet():
+                plgpu.barrier_arrive(met)
+                plgpu.barrier_wait(met)
+
             plgpu.set_max_registers(240, action="increase")
             scale = scale_ref[0]
 
-            def scores(q_rope, i, b, length, masked):
+            def scores(q_rope, i, b, length, masked, last):
                 z = divided(i, 1 << 20)  # 0, but the compiler does not know
                 slot = z + side
                 near, far = (0, 1) if side == 0 else (1, 0)
@@ -229,16 +237,23 @@ def _attend(
                     return acc[...]
 
                 s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
+
+                @pl.when(i == last)
+                def _():
+                    plgpu.barrier_arrive(q_free)  # the next request's queries may come
+
                 if logit_cap is not None:
                     # tanh by way of exp2: the hardware's own is good to 11 bits only.
                     s = (1 - 2 / (1 + jnp.exp2(s * (2 / logit_cap)))) * (logit_cap * LOG2E)
-                if masked:
+
+                def mask(s):
                     first_token = (2 * i + side) * TILE
                     token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=WGMMA) + first_token
                     row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + row0
                     s = jnp.where(token <= length - tokens + row // heads, s, MASKED)
-                    s = without_unknown_blocks(b, token, first_token, s, MASKED)
-                return s
+                    return without_unknown_blocks(b, token, first_token, s, MASKED)
+
+                return lax.cond(masked, mask, lambda s: s, s)
 
             def clear_values(i, tile_in_pair, b, length):
                 """Zeroes the value rows of tokens that are not there: 0 x NaN is NaN."""
@@ -251,103 +266,119 @@ def _attend(
                     piece[...] = without_unknown_blocks(b, token, first_token, values, 0)
                 plgpu.commit_smem()
 
-            def times_values(weights, i, tile_in_pair, b, length, masked, acc):
-                """acc + weights @ (this side's half of a tile's values); frees the half."""
+            def times_values(weights, i, tile, b, length, masked, acc, meanwhile=None):
+                """acc + weights @ (this side's half of a tile's values), and what `meanwhile` returned."""
                 z = divided(i, 1 << 20)
-                if masked:
-                    clear_values(i, tile_in_pair, b, length)
-                acc = multiply_add(acc, weights, k.at[z + tile_in_pair, z + side], scratch=scratch)
-                plgpu.barrier_arrive(k_free.at[2 * tile_in_pair + side])
-                return acc
+                pl.when(masked)(partial(clear_values, i, tile, b, length))
+                return multiply_add(acc, weights, k.at[z + tile, z + side], meanwhile, scratch=scratch)
 
-            def pair0(q_rope, b, length, masked, i, carry):
+            def pair0(q_rope, b, length, clear, last, i, carry):
                 acc, m, total = carry
-                s = scores(q_rope, i, b, length, masked)
+                masked = i >= clear
+                s = scores(q_rope, i, b, length, masked, last)
                 m0 = jnp.maximum(m, s.max(axis=1))
                 shrink0 = jnp.exp2(m - m0)
                 w = jnp.exp2(s - across(m0, TILE))
+                w16 = w.astype(dtype)
+                p[0] = w16
                 stats[0], stats[1] = m0, shrink0
-                plgpu.barrier_arrive(m_ready.at[0])
-                acc = acc * across(shrink0, HALF)
-                total = total * shrink0 + w.sum(axis=1)
-                acc = times_values(w.astype(dtype), i, 0, b, length, masked, acc)
-                plgpu.barrier_wait(m_ready.at[1])
-                m1, shrink1 = plgpu.load(stats.at[2], layout=ROW), plgpu.load(stats.at[3], layout=ROW)
-                p[0] = (w * across(shrink1, TILE)).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[0])
-                acc = acc * across(shrink1, HALF)
+                total = total * shrink0 + w.sum(axis=1)
+                acc, _ = times_values(w16, i, 0, b, length, masked, acc * across(shrink0, HALF))
+                plgpu.barrier_arrive(k_free.at[0])
                 plgpu.barrier_wait(p_ready.at[1])
+                m1, shrink1 = plgpu.load(stats.at[2], layout=ROW), plgpu.load(stats.at[3], layout=ROW)
                 z = divided(i, 1 << 20)
-                acc = times_values(p.at[z + 1], i, 1, b, length, masked, acc)
+                acc, _ = times_values(p.at[z + 1], i, 1, b, length, masked, acc * across(shrink1, HALF))
+
+                @pl.when(i != last)
+                def _():
+                    plgpu.barrier_arrive(k_free.at[2])
+
                 return acc, m1, total * shrink1
 
-            def pair1(q_rope, b, length, masked, i, carry):
+            def pair1(q_rope, b, length, clear, last, i, carry):
                 acc, _, total = carry
-                s = scores(q_rope, i, b, length, masked)
+                masked = i >= clear
+                s = scores(q_rope, i, b, length, masked, last)
                 top = s.max(axis=1)
-                plgpu.barrier_wait(m_ready.at[0])
-                m0, shrink0 = plgpu.load(stats.at[0], layout=ROW), plgpu.load(stats.at[1], layout=ROW)
-                m1 = jnp.maximum(m0, top)
-                shrink1 = jnp.exp2(m0 - m1)
-                w = jnp.exp2(s - across(m1, TILE))
-                stats[2], stats[3] = m1, shrink1
-                plgpu.barrier_arrive(m_ready.at[1])
-                w16 = w.astype(dtype)
-                p[1] = w16
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(p_ready.at[1])
-                shrink = shrink0 * shrink1
-                total = total * shrink + w.sum(axis=1)
-                acc = acc * across(shrink, HALF)
-                acc = times_values(w16, i, 1, b, length, masked, acc)
                 plgpu.barrier_wait(p_ready.at[0])
+                m0, shrink0 = plgpu.load(stats.at[0], layout=ROW), plgpu.load(stats.at[1], layout=ROW)
+
+                def softmax():
+                    m1 = jnp.maximum(m0, top)
+                    shrink1 = jnp.exp2(m0 - m1)
+                    w = jnp.exp2(s - across(m1, TILE))
+                    w16 = w.astype(dtype)
+                    p[1] = w16
+                    stats[2], stats[3] = m1, shrink1
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(p_ready.at[1])
+                    return m1, shrink1, w16, w.sum(axis=1)
+
                 z = divided(i, 1 << 20)
-                acc = times_values(p.at[z], i, 0, b, length, masked, acc)
-                return acc, m1, total
+                acc, (m1, shrink1, w16, added) = times_values(
+                    p.at[z], i, 0, b, length, masked, acc * across(shrink0, HALF), softmax
+                )
+                plgpu.barrier_arrive(k_free.at[1])
+
+                @pl.when(i == last)
+                def _():
+                    plgpu.barrier_arrive(p_free)
+
+                acc, _ = times_values(w16, i, 1, b, length, masked, acc * across(shrink1, HALF))
+
+                @pl.when(i != last)
+                def _():
+                    plgpu.barrier_arrive(k_free.at[3])
+
+                return acc, m1, total * (shrink0 * shrink1) + added
 
             step = (pair0, pair1)[side]
 
-            def request(b, _):
-                begin, stop, length, whole = range_of(b)
-                plgpu.barrier_wait(q_full)
+            def run(item, told):
+                ahead = about(item + 1)  # on its way while this item is computed
+                b, begin, stop, length, clear, piece = told
+                length, clear = (jnp.where(in_cache, x, 0) for x in (length, clear))
+                plgpu.barrier_wait(qr_full)
                 q_rope = plgpu.load(p.at[0], layout=WGMMA)
                 if scratch is not None:
                     operands[2 + side] = q_rope
                     plgpu.commit_smem()
-                clear = jnp.clip(request_ref[b, 1], begin, stop)
+                meet()  # both have read p[0], which P0 overwrites
+                plgpu.barrier_wait(q_full)
+                last = stop - 1
                 carry = zeros(TILE, HALF), row_of(TILE, EMPTY), row_of(TILE, 0.0)
-                carry = lax.fori_loop(begin, clear, partial(step, q_rope, b, length, False), carry)
-                acc, m, total = lax.fori_loop(clear, stop, partial(step, q_rope, b, length, True), carry)
+                acc, m, total = lax.fori_loop(begin, stop, partial(step, q_rope, b, length, clear, last), carry)
                 stats[4 + side] = total
-                plgpu.barrier_arrive(done)
-                plgpu.barrier_wait(done)
+                meet()
                 total = plgpu.load(stats.at[4], layout=ROW) + plgpu.load(stats.at[5], layout=ROW)
                 empty = total == 0
                 acc = acc * across(jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total)), HALF)
                 lse = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, total)))
                 columns = pl.ds(side * HALF, HALF)
 
-                @pl.when(whole)
+                @pl.when(piece < 0)
                 def _():
-                    q[side] = acc.astype(dtype)
+                    stage = k.at[divided(last, 1 << 20) + 1, side]
+                    stage[...] = acc.astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(q.at[side], out_ref.at[b, pl.ds(row0, TILE), columns])
+                    plgpu.copy_smem_to_gmem(stage, out_ref.at[b, pl.ds(row0, TILE), columns])
                     if side == 0:
                         lse_ref[b, pl.ds(row0, TILE)] = lse * (1 / LOG2E)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-                @pl.when(~whole)
+                @pl.when(piece >= 0)
                 def _():
-                    piece = 2 * part + (b > first).astype(jnp.int32)
                     part_out_ref[piece, pl.ds(row0, TILE), columns] = acc
                     if side == 0:
                         part_lse_ref[piece, pl.ds(row0, TILE)] = lse
 
-                plgpu.barrier_arrive(q_free)
-                return ()
+                plgpu.barrier_arrive(k_free.at[2 + side])
+                return ahead
 
-            lax.fori_loop(first, end, request, ())
+            lax.fori_loop(first, end, run, about(first))
 
         pl.when(wg == 0)(partial(consumer, 0))
         pl.when(wg == 1)(partial(consumer, 1))
@@ -363,33 +394,35 @@ def _attend(
         out_type=(
             jax.ShapeDtypeStruct((batch, rows, LATENT), dtype),
             jax.ShapeDtypeStruct((batch, padded), float32),
-            jax.ShapeDtypeStruct((2 * parts, padded, LATENT), float32),
-            jax.ShapeDtypeStruct((2 * parts, padded), float32),
+            jax.ShapeDtypeStruct((plan.pieces, padded, LATENT), float32),
+            jax.ShapeDtypeStruct((plan.pieces, padded), float32),
         ),
-        grid=(groups, parts),
+        grid=(groups, plan.parts),
         grid_names=("group", "part"),
         cluster=(cluster,),
         cluster_names=("cta",),
         num_threads=3,
         thread_name="wg",
+        kernel_name="decode_mla",
         scratch_types={
             "q": swizzled(2, TILE, HALF, dtype=dtype),
             "k": swizzled(2, 2, TILE, HALF, dtype=dtype),
             "r": swizzled(2, TILE, ROPE, dtype=dtype),
             "p": swizzled(2, TILE, TILE, dtype=dtype),
             "stats": plgpu.SMEM((6, TILE), float32),
-            "q_full": plgpu.Barrier(num_arrivals=3),
+            "q_full": plgpu.Barrier(num_arrivals=2),
+            "qr_full": plgpu.Barrier(),
             "q_free": plgpu.Barrier(num_arrivals=2),
+            "p_free": plgpu.Barrier(),
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=4),
             "r_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
             "k_free": free,
-            "m_ready": plgpu.Barrier(num_barriers=2),
             "p_ready": plgpu.Barrier(num_barriers=2),
-            "done": plgpu.Barrier(num_arrivals=2),
+            "met": plgpu.Barrier(num_arrivals=2),
             # Register operands of wgmma where the interpreter wants them: in shared memory.
             **({"operands": swizzled(4, TILE, TILE, dtype=dtype)} if interpret else {}),
         },
     )(
         q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale * LOG2E, (1,)),
-        plan.bounds, plan.requests,
+        plan.starts, plan.items,
     )  # fmt: skip

@@ -1,11 +1,13 @@
 """Split-KV: which CTA attends to which tokens, computed on the device from the lengths.
 
-The tokens of all requests, in pairs of 64-token tiles, are laid end to end, each request followed by a fixed cost for
-its epilogue, and cut into as many equal parts as there are CTAs (or clusters).  A part begins somewhere in a request
-and ends somewhere in the same or a later one; a request that lies in several parts is combined afterwards.
+The tokens of a request come in pairs of 64-token tiles.  By default the pairs of all requests are laid end to end, each
+request followed by a fixed cost for its start and its end, and cut into equal parts: as many as there are CTAs (or
+clusters), or somewhat fewer where that cuts fewer requests and the work on the pieces would cost more than it gains.  A
+batch-invariant plan cuts a request by its own length alone.  What lies between two cuts is an item; the
+items of a request that was cut leave pieces, which are combined afterwards.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -14,39 +16,87 @@ PAIR = 128
 """Tokens a step: two tiles of 64."""
 OVERHEAD = 2
 """What starting and ending a request costs, in pairs."""
+COMBINING, PIECE = 32, 2
+"""What combining costs at all, and a piece, in 32nds of a pair."""
+SPLITS, LEAST = 8, 8
+"""Batch-invariant: most pieces of a request, and the least pairs of a piece."""
 
 
-class Plan(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Plan:
     """A schedule; arrays of int32."""
 
-    bounds: jax.Array
-    """[parts + 1, 2]: (request, pair) where each part begins; the last row is (requests, 0)."""
-    requests: jax.Array
-    """[requests, 4]: tokens, pairs that need no mask, first part, last part."""
+    starts: jax.Array
+    """[parts + 1]: the first item of each part."""
+    items: jax.Array
+    """[items, 6]: request, first pair, end of the pairs, tokens of the request, end of its pairs that need no mask, and
+    the piece that the item leaves (-1: it is the whole request)."""
+    cuts: jax.Array
+    """[cuts, 3]: a request that was cut (-1: none), its first piece, its number of pieces."""
+    pieces: int = field(metadata={"static": True})
+    """The most pieces that cut requests leave."""
+
+    @property
+    def parts(self) -> int:
+        """CTAs or clusters that it is made for."""
+        return self.starts.shape[0] - 1
 
 
-def make_plan(seq_lens, block_tables, *, parts: int, tokens: int, block_size: int, num_blocks: int) -> Plan:
-    """The schedule of `parts` parts for requests of `seq_lens` [B] with `tokens` query tokens each."""
+def make_plan(
+    seq_lens, block_tables, *, parts: int, tokens: int, block_size: int, num_blocks: int, batch_invariant: bool = False
+) -> Plan:
+    """The schedule of `parts` parts for requests of `seq_lens` [B] with `tokens` query tokens each.
+
+    A request without tokens has one pair too, all of it masked.
+    """
+    batch = seq_lens.size
     lengths = jnp.clip(seq_lens, 0, block_tables.shape[1] * block_size)
-    pairs = -(-lengths // PAIR)
+    pairs = jnp.maximum(-(-lengths // PAIR), 1)
     ends = jnp.cumsum(pairs + OVERHEAD)
     begins = ends - pairs - OVERHEAD
     payload = -(-ends[-1] // parts)
-    cut = jnp.arange(parts + 1, dtype=jnp.int32) * payload
-    request = jnp.minimum((ends[None] <= cut[:, None]).sum(axis=1, dtype=jnp.int32), lengths.size - 1)
-    pair = cut - begins[request]
-    done = (pair > 0) & (pair >= pairs[request])  # in the fixed cost: the next request begins the part
-    bounds = jnp.stack([request + done, jnp.where(done, 0, pair)], axis=1)
-    bounds = jnp.where((cut >= ends[-1])[:, None], jnp.asarray([lengths.size, 0], jnp.int32), bounds)
+    if batch_invariant:
+        counts = jnp.clip(pairs // LEAST, 1, SPLITS)
+    else:
+        # The parts that are left over stay empty.
+        tried = -(-ends[-1] // jnp.arange(parts - parts // 8, parts + 1, dtype=jnp.int32))[:, None]
+        cuts = ((begins + pairs - 1) // tried - begins // tried).sum(axis=1)
+        cost = 32 * tried[:, 0] + jnp.where(cuts > 0, COMBINING, 0) + PIECE * cuts
+        payload = tried[cost.argmin(), 0]
+        first = begins // payload
+        counts = (begins + pairs - 1) // payload - first + 1
+    after = jnp.cumsum(counts)
+    cut = counts > 1
+    piece = jnp.cumsum(jnp.where(cut, counts, 0)) - counts
 
-    def part_of(pair):
-        """The part that holds `pair` [B] of each request."""
-        b = jnp.arange(lengths.size, dtype=jnp.int32)[:, None]
-        before = (bounds[:, 0] < b) | ((bounds[:, 0] == b) & (bounds[:, 1] <= pair[:, None]))
-        return before.sum(axis=1, dtype=jnp.int32) - 1
+    item = jnp.arange(batch * SPLITS if batch_invariant else batch + parts, dtype=jnp.int32)
+    request = jnp.minimum(
+        jnp.searchsorted(after, item, side="right", method="compare_all").astype(jnp.int32), batch - 1
+    )
+    nth = item - (after - counts)[request]
+    live = item < after[-1]
+    size = pairs[request]
+    if batch_invariant:
+        begin, end = (n * size // counts[request] for n in (nth, nth + 1))
+        part = (begins[request] + begin) // payload
+    else:
+        part = first[request] + nth
+        begin, end = (jnp.clip(p * payload - begins[request], 0, size) for p in (part, part + 1))
+    ordered = jnp.where(live, part, parts)
+    starts = jnp.searchsorted(ordered, jnp.arange(parts + 1, dtype=jnp.int32), method="compare_all").astype(jnp.int32)
 
     columns = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
     bad = ((block_tables < 0) | (block_tables >= num_blocks)) & (columns < lengths[:, None])
     clear = jnp.where(bad.any(axis=1), 0, jnp.maximum(lengths - tokens + 1, 0) // PAIR)
-    requests = jnp.stack([lengths, clear, part_of(jnp.zeros_like(pairs)), part_of(jnp.maximum(pairs - 1, 0))], axis=1)
-    return Plan(bounds, requests)
+    left = jnp.where(cut[request], piece[request] + nth, -1)
+    items = jnp.stack([request, begin, end, lengths[request], clear[request], left], axis=1)
+
+    if batch <= parts or batch_invariant:
+        ending, whole = jnp.arange(batch, dtype=jnp.int32), ~cut
+    else:  # a cut request ends with the first item of a part
+        starting = jnp.minimum(starts[:-1], item.size - 1)
+        ending = request[starting]
+        whole = ~cut[ending] | ~live[starting] | (nth[starting] != counts[ending] - 1)
+    cuts = jnp.stack([jnp.where(whole, -1, ending), piece[ending], counts[ending]], axis=1)
+    return Plan(starts, items, cuts, pieces=item.size if batch_invariant else min(item.size, 2 * parts))
