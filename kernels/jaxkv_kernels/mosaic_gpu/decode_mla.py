@@ -26,7 +26,6 @@ variable so that the compiler cannot know it: constant ones have their 64-bit wg
 and spilled, which costs half the speed.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.build import ROW, WGMMA, across, kernel, multiply_add, row_of, swizzled, zeros
+from jaxkv_kernels.mosaic_gpu.build import (
+    EMPTY,
+    LOG2E,
+    MASKED,
+    MULTIPROCESSORS,
+    ROW,
+    WGMMA,
+    across,
+    kernel,
+    multiply_add,
+    row_of,
+    swizzled,
+    zeros,
+)
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
@@ -44,10 +56,6 @@ from jaxkv_kernels.mosaic_gpu.plan import PAIR, Plan, make_plan
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 HALF, TILE = 256, 64
-LOG2E = math.log2(math.e)
-MASKED, EMPTY = -1e33, -1e30
-"""Score of a masked key, and maximum of a row without keys: far enough apart that exp2 of the difference is 0."""
-MULTIPROCESSORS = 132
 
 
 def decode_mla(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, *, pages, entry, logit_cap):
@@ -157,12 +165,12 @@ def _attend(
                     in_block = lax.rem(token, jnp.int32(pages.block_size))
                     index, row = view.index(safe_layer, blocks[slot * copies + c], in_block)
                     source, into = kv_ref.at[index, pl.ds(row, copy_rows)], pl.ds(c * copy_rows, copy_rows)
-                    column = view.first_column + half * HALF
+                    column = view.column(safe_layer) + half * HALF
                     plgpu.copy_gmem_to_smem(
                         source.at[:, pl.ds(column, HALF)], k.at[slot, half, into], k_full.at[2 * slot + half], **shared
                     )
                     if with_rope:
-                        column = view.first_column + LATENT
+                        column = view.column(safe_layer) + LATENT
                         plgpu.copy_gmem_to_smem(
                             source.at[:, pl.ds(column, ROPE)], r.at[slot, into], r_full.at[slot], **shared
                         )
