@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of `decode_kv`: lowered for CUDA, interpreted, and the whole suite on a Hopper GPU (`-m gpu`)."""
+"""The Mosaic GPU kernel of `decode_kv`: lowered, interpreted, and the whole suite on a Hopper GPU (`-m gpu`)."""
 
 import itertools
 import re

@@ -1,28 +1,29 @@
 """Grouped-query and multi-head decode in bf16 or f16, on sm_90.
 
 Work.  A tile is 64 rows by 64 keys; the rows of one KV head of a request are its query tokens x query heads.  A CTA
-owns one KV head and 64 rows (fewer where there are no more: reading keys and values is what takes the time, so the
-empty rows of the tensor cores' tiles cost nothing), and walks its part of the plan: requests, and of each the pairs of
-key tiles from its begin to its end.  CTAs of neighbouring heads are neighbours, so that where the heads of a token lie
-side by side their reads do too.
+owns one KV head and 64 rows, and walks its part of the plan: requests, and of each the pairs of key tiles from its
+begin to its end.  Where there are fewer rows the tile stays partly empty: reading keys and values takes three times as
+long as multiplying full tiles.  CTAs of neighbouring heads are neighbours: where the heads of a token lie side by side,
+so do their reads.
 
 Who does what: two computing warpgroups and one that copies.
 
-    copier       Q of the request; for each pair the keys and the values of its two tiles
+    copier       Q of the request; for each pair its two tiles of keys and values, one copy for both and for each page
     warpgroup w  tile w of each pair: S = Q K'; softmax; O += P V, with a running maximum, sum and O of its own
 
 At the end of a request, warpgroup 1 hands its maximum, sum and O over through shared memory; warpgroup 0 merges them
-with its own and stores the result.  Between tiles the two exchange nothing.
+with its own and stores the result.  Between tiles the two exchange nothing.  With a window, requests begin at the tile
+that holds the first key in sight.
 
 Barriers.  q_full/q_free[slot]: Q has landed / both warpgroups have multiplied with it for the last time.
-k_full/k_free and v_full/v_free[slot]: keys, values have landed / were used; each warpgroup has a ring of slots of its
-own.  handed/taken: warpgroup 1's share is in `merged` and `stats` / the result made from it has left them.
+kv_full/kv_free[slot]: a tile has landed / was used; each warpgroup has a ring of slots of its own.  handed/taken:
+warpgroup 1's share is in `merged` and `stats` / what was made of the one before has left them.
 
 Budget, for heads of 128 + 128 values.  Shared memory: rings 128 KiB (2 x 2 slots) + Q 32 KiB (2 slots) + `merged`
-32 KiB + stats 1 KiB = 193 KiB of 227.  Registers: O 64 + S 32 + P 16 of 240 a lane to compute, 24 to copy: the 504 that
-a kernel of three warpgroups starts with (were they more, it would wait for ever).  The slot index of shared-memory
-operands comes from the loop variable so that the compiler cannot know it: constant ones have their wgmma descriptors
-hoisted out of the loop and spilled.
+32 KiB + stats 1 KiB = 193 KiB of 227.  Registers: O 64 + S 32 + P 16 of 232 a lane to compute, 40 to copy (16 of them
+blocks, where pages are of 16 tokens): the 504 that a kernel of three warpgroups starts with (were they more, it would
+wait for ever).  The slot index of shared-memory operands comes from the loop variable so that the compiler cannot know
+it: constant ones have their wgmma descriptors hoisted out of the loop and spilled.
 """
 
 from functools import partial
@@ -51,7 +52,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
 )
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
-from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable
+from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
 from jaxkv_kernels.mosaic_gpu.plan import PAIR, Plan, make_plan
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
@@ -71,16 +72,19 @@ def _decode(q, buffer, block_tables, seq_lens, layer, scale, *, pages, entry, lo
     heads, group = pages.num_heads, query_heads // pages.num_heads
     rows = tokens * group
     tiles = -(-rows // TILE)
-    padded = rows + -rows % (8 if tiles == 1 else TILE)  # TMA tiles are of 8 rows
+    # TMA copies tiles of 8 rows, and clips them where an axis is shorter than one.
+    padded = rows if rows <= 8 else rows + -rows % (8 if tiles == 1 else TILE)
     parts = 4 if interpret else max(MULTIPROCESSORS // (heads * tiles), 1)
     first, plan = _plan(seq_lens, block_tables, pages, parts=parts, tokens=tokens, window=window)
     q = q.reshape(batch, tokens, heads, group, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0))).reshape(batch, heads * padded, -1)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     out, lse, part_out, part_lse = _attend(
         q, buffer, block_tables, layer, scale, first, plan,
         tokens=tokens, group=group, tiles=tiles, pages=pages, entry=entry, logit_cap=logit_cap, window=window,
         interpret=interpret,
     )  # fmt: skip
+    out, part_out = (x.reshape(x.shape[0], heads * padded, -1) for x in (out, part_out))
+    lse, part_lse = (x.reshape(x.shape[0], heads * padded) for x in (lse, part_lse))
     # The combining kernel fills in rows of its operand.  Without the barrier, where a scan stacks its result, the rows
     # that it leaves alone came back as zeros (H200, jax 0.11.2).
     out, lse = lax.optimization_barrier(combine(out, lse, part_out, part_lse, plan, interpret=interpret))
@@ -120,12 +124,11 @@ def _attend(
     q, buffer, block_tables, layer, scale, first, plan: Plan,
     *, tokens, group, tiles, pages, entry, logit_cap, window, interpret
 ):  # fmt: skip
-    """Results of whole requests, and of the pieces of those that were cut; float32 [..., KV head and row, Dv padded]."""
-    batch, all_rows, head_dim = q.shape
+    """Results of whole requests, and of the pieces of those that were cut: float32 [..., KV head and row, ...]."""
+    batch, heads, padded, head_dim = q.shape
     value_dim, dtype = entry.value_dim, q.dtype
     columns = value_dim + -value_dim % 128  # the combining kernel's lanes take a row in whole
-    padded = all_rows // pages.num_heads
-    tile_rows = min(padded, TILE)
+    stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, those that are clipped included
     parts = plan.bounds.shape[0] - 1
     view = token_rows(pages)
     ring, q_slots = _slots(head_dim, value_dim, dtype.itemsize)
@@ -133,7 +136,7 @@ def _attend(
     def body(
         q_ref, kv_ref, table_ref, layer_ref, scale_ref, first_ref, bound_ref, request_ref,
         out_ref, lse_ref, part_out_ref, part_lse_ref,
-        q, k, v, merged, stats, q_full, q_free, k_full, k_free, v_full, v_free, handed, taken, operands: Any = None
+        q, kv, merged, stats, q_full, q_free, kv_full, kv_free, handed, taken, operands: Any = None
     ):  # fmt: skip
         part, group_tile, wg = (lax.axis_index(axis) for axis in ("part", "tile", "wg"))
         head, row0 = divided(group_tile, tiles), lax.rem(group_tile, jnp.int32(tiles)) * TILE
@@ -142,16 +145,20 @@ def _attend(
         first_request, first_pair = bound_ref[part, 0], bound_ref[part, 1]
         last, last_pair = bound_ref[part + 1, 0], bound_ref[part + 1, 1]
         end = last + (last_pair > 0).astype(jnp.int32)
-        heads_rows = pl.multiple_of(head * padded + row0, 8)
+        rows = pl.ds(pl.multiple_of(row0, 8), TILE)
 
-        def range_of(b):
-            """Pairs [begin, stop) of request b in this part, the tokens in sight, and whether they all lie here."""
-            seen = request_ref[b, 0]
+        def numbers_of(b):
+            """Of request b, or the last: tokens in sight, pairs without a mask, the first token in sight."""
+            b = jnp.minimum(b, batch - 1)
+            return request_ref[b, 0], request_ref[b, 1], jnp.int32(0) if window is None else first_ref[b]
+
+        def range_of(b, seen):
+            """Pairs [begin, stop) of request b in this part, and whether it has no others."""
             pairs = divided(seen + (PAIR - 1), PAIR)
             begin = jnp.where(b == first_request, first_pair, 0)
             stop = jnp.where(b == last, last_pair, pairs)
             whole = (begin == 0) & (stop == pairs)
-            return begin, jnp.where(in_cache, stop, begin), seen, whole
+            return begin, jnp.where(in_cache, stop, begin), whole
 
         def stop_of(side, stop, seen):
             """Where this side's tiles stop: the last pair of a request may lack its second."""
@@ -159,31 +166,32 @@ def _attend(
 
         @pl.when(wg == 2)
         def _copier():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
             safe_layer = jnp.where(in_cache, layer_ref[0], 0)
             column = view.column(safe_layer, head)
 
             def fetch(blocks, first_token, side, n):
                 """Keys and values of a tile, this side's n-th."""
                 slot = 2 * lax.rem(n, jnp.int32(ring)) + side
-                rings = ((k, k_full, k_free, 0, head_dim), (v, v_full, v_free, head_dim, value_dim))
-                for memory, full, free, offset, width in rings:
 
-                    @pl.when(n >= ring)
-                    def _(free=free):
-                        plgpu.barrier_wait(free.at[slot])
+                @pl.when(n >= ring)
+                def _():
+                    plgpu.barrier_wait(kv_free.at[slot])
 
-                    for c in range(table.copies):
-                        in_block = lax.rem(first_token + c * table.copy_rows, jnp.int32(pages.block_size))
-                        index, row = view.index(safe_layer, blocks[c], in_block, head)
-                        plgpu.copy_gmem_to_smem(
-                            kv_ref.at[index, pl.ds(row, table.copy_rows), pl.ds(column + offset, width)],
-                            memory.at[slot, pl.ds(c * table.copy_rows, table.copy_rows)],
-                            full.at[slot],
-                        )
+                for c, block in enumerate(blocks):
+                    in_block = lax.rem(first_token + c * table.copy_rows, jnp.int32(pages.block_size))
+                    block = jnp.where(table.known(block), block, 0)
+                    index, row = view.index(safe_layer, block, in_block, head)
+                    plgpu.copy_gmem_to_smem(
+                        kv_ref.at[index, pl.ds(row, table.copy_rows), pl.ds(column, pages.width)],
+                        kv.at[slot, pl.ds(c * table.copy_rows, table.copy_rows)],
+                        kv_full.at[slot],
+                    )
 
-            def request(b, counts):
-                begin, stop, seen, _ = range_of(b)
+            def request(b, carry):
+                counts, (seen, _, origin) = carry
+                upcoming = numbers_of(b + 1)  # on their way
+                begin, stop, _ = range_of(b, seen)
                 n = b - first_request
                 slot = lax.rem(n, jnp.int32(q_slots))
 
@@ -191,15 +199,15 @@ def _attend(
                 def _():
                     plgpu.barrier_wait(q_free.at[slot])
 
-                plgpu.copy_gmem_to_smem(q_ref.at[b, pl.ds(heads_rows, TILE)], q.at[slot], q_full.at[slot])
+                plgpu.copy_gmem_to_smem(q_ref.at[b, head, rows], q.at[slot], q_full.at[slot])
                 stops = [stop_of(side, stop, seen) for side in range(2)]
 
                 def token_of(i, side):
-                    return first_ref[b] + i * PAIR + side * TILE
+                    return origin + i * PAIR + side * TILE
 
                 def pair(i, carry):
                     counts, blocks = carry
-                    ahead = tuple(table.safe_blocks(b, token_of(i + 1, side)) for side in range(2))
+                    ahead = tuple(table.blocks(b, token_of(i + 1, side)) for side in range(2))  # on their way
                     fetch(blocks[0], token_of(i, 0), 0, counts[0])
 
                     @pl.when(i < stops[1])
@@ -208,10 +216,11 @@ def _attend(
 
                     return (counts[0] + 1, counts[1] + (i < stops[1]).astype(jnp.int32)), ahead
 
-                blocks = tuple(table.safe_blocks(b, token_of(begin, side)) for side in range(2))
-                return lax.fori_loop(begin, stop, pair, (counts, blocks))[0]
+                blocks = tuple(table.blocks(b, token_of(begin, side)) for side in range(2))
+                return lax.fori_loop(begin, stop, pair, (counts, blocks))[0], upcoming
 
-            counts = lax.fori_loop(first_request, end, request, (jnp.int32(0), jnp.int32(0)))
+            start = (jnp.int32(0), jnp.int32(0)), numbers_of(first_request)
+            counts, _ = lax.fori_loop(first_request, end, request, start)
             # Wait for the last use of everything.
             for slot in range(q_slots):
 
@@ -224,30 +233,29 @@ def _attend(
 
                     @pl.when(counts[side] > slot)
                     def _(slot=2 * slot + side):
-                        plgpu.barrier_wait(k_free.at[slot])
-                        plgpu.barrier_wait(v_free.at[slot])
+                        plgpu.barrier_wait(kv_free.at[slot])
 
         def consumer(side):
             scratch = operands.at[side] if interpret else None
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(232, action="increase")
             scale = scale_ref[0]
 
-            def request(b, used):
-                begin, stop, seen, whole = range_of(b)
+            def request(b, carry):
+                used, (seen, clear, origin) = carry
+                upcoming = numbers_of(b + 1)
+                begin, stop, whole = range_of(b, seen)
                 stop = stop_of(side, stop, seen)
-                origin = first_ref[b]
                 length = origin + seen
                 n = b - first_request
                 q_slot = lax.rem(n, jnp.int32(q_slots))
 
                 def scores(i, slot, z, masked):
                     def product(acc):
-                        plgpu.barrier_wait(k_full.at[slot])
-                        plgpu.wgmma(acc, q.at[q_slot + z], k.at[slot].transpose((1, 0)))
+                        plgpu.barrier_wait(kv_full.at[slot])
+                        plgpu.wgmma(acc, q.at[q_slot + z], kv.at[slot, :, pl.ds(0, head_dim)].transpose((1, 0)))
                         return acc[...]
 
                     s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
-                    plgpu.barrier_arrive(k_free.at[slot])
                     if logit_cap is not None:
                         # tanh by way of exp2: the hardware's own is good to 11 bits only.
                         s = (1 - 2 / (1 + jnp.exp2(s * (2 / logit_cap)))) * (logit_cap * LOG2E)
@@ -267,7 +275,7 @@ def _attend(
                     first_token = origin + i * PAIR + side * TILE
                     token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + first_token
                     for c in range(value_dim // TILE):
-                        piece = v.at[slot, :, pl.ds(c * TILE, TILE)]
+                        piece = kv.at[slot, :, pl.ds(head_dim + c * TILE, TILE)]
                         values = jnp.where(token < length, plgpu.load(piece, layout=WGMMA), jnp.zeros((), dtype))
                         if window is not None:
                             values = jnp.where(token > length - tokens - window, values, jnp.zeros((), dtype))
@@ -284,18 +292,18 @@ def _attend(
                     w = jnp.exp2(s - across(new, TILE))
                     total = total * shrink + w.sum(axis=1)
                     acc = acc * across(shrink, value_dim)
-                    plgpu.barrier_wait(v_full.at[slot])
                     if masked:
                         clear_values(i, slot)
-                    acc = multiply_add(acc, w.astype(dtype), v.at[slot], scratch=scratch)
-                    plgpu.barrier_arrive(v_free.at[slot])
+                    values = kv.at[slot, :, pl.ds(head_dim, value_dim)]
+                    acc = multiply_add(acc, w.astype(dtype), values, scratch=scratch)
+                    plgpu.barrier_arrive(kv_free.at[slot])
                     return acc, new, total
 
-                clear = jnp.clip(request_ref[b, 1], begin, jnp.maximum(stop, begin))
+                clear = jnp.clip(clear, begin, jnp.maximum(stop, begin))
                 carry = zeros(TILE, value_dim), row_of(TILE, EMPTY), row_of(TILE, 0.0)
                 plgpu.barrier_wait(q_full.at[q_slot])
                 low = begin
-                if window is not None:  # the last row's window begins in the pair before `low`
+                if window is not None:  # up to `low` some row's window begins after the pair does
                     low = jnp.clip(divided(jnp.maximum(seen - window, 0) + (PAIR - 1), PAIR), begin, clear)
                     carry = lax.fori_loop(begin, low, partial(tile, True), carry)
                 carry = lax.fori_loop(low, clear, partial(tile, False), carry)
@@ -312,6 +320,12 @@ def _attend(
                     merged[...] = acc
                     plgpu.barrier_arrive(handed)
                 else:
+
+                    @pl.when(n > 0)
+                    def _():
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        plgpu.barrier_arrive(taken)
+
                     plgpu.barrier_wait(handed)
                     other, other_total = plgpu.load(stats.at[0], layout=ROW), plgpu.load(stats.at[1], layout=ROW)
                     top = jnp.maximum(m, other)
@@ -328,54 +342,50 @@ def _attend(
                     plgpu.commit_smem()
 
                     def store(to, lse_to, place):
-                        rows = pl.ds(heads_rows, tile_rows)
-                        plgpu.copy_smem_to_gmem(merged.at[pl.ds(0, tile_rows)], to.at[place, rows, pl.ds(0, value_dim)])
-                        plgpu.copy_smem_to_gmem(stats.at[2, pl.ds(0, tile_rows)], lse_to.at[place, rows])
+                        into = to.at[place, head, pl.ds(rows.start, stored), pl.ds(0, value_dim)]
+                        plgpu.copy_smem_to_gmem(merged.at[pl.ds(0, stored)], into)
+                        if padded % 8:  # too short for a copy of whole 16 bytes
+                            for row in range(padded):
+                                lse_to[place, head, row] = stats[2, row]
+                        else:
+                            into = lse_to.at[place, head, pl.ds(rows.start, stored)]
+                            plgpu.copy_smem_to_gmem(stats.at[2, pl.ds(0, stored)], into)
 
                     piece = 2 * part + (n > 0).astype(jnp.int32)
                     pl.when(whole)(lambda: store(out_ref, lse_ref, b))
                     pl.when(~whole)(lambda: store(part_out_ref, part_lse_ref, piece))
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(taken)
-                return used + jnp.maximum(stop - begin, 0)
+                return used + jnp.maximum(stop - begin, 0), upcoming
 
-            lax.fori_loop(first_request, end, request, jnp.int32(0))
-            if side == 1:
-                # The last share is taken before the kernel ends.
-                @pl.when(end > first_request)
-                def _():
-                    plgpu.barrier_wait(taken)
+            lax.fori_loop(first_request, end, request, (jnp.int32(0), numbers_of(first_request)))
+            if side == 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(wg == 0)(partial(consumer, 0))
         pl.when(wg == 1)(partial(consumer, 1))
 
-    copies = PageTable(None, pages).copies
     float32 = jnp.float32
     return kernel(
         body,
         interpret=interpret,
         out_type=(
-            jax.ShapeDtypeStruct((batch, all_rows, columns), float32),
-            jax.ShapeDtypeStruct((batch, all_rows), float32),
-            jax.ShapeDtypeStruct((2 * parts, all_rows, columns), float32),
-            jax.ShapeDtypeStruct((2 * parts, all_rows), float32),
+            jax.ShapeDtypeStruct((batch, heads, padded, columns), float32),
+            jax.ShapeDtypeStruct((batch, heads, padded), float32),
+            jax.ShapeDtypeStruct((2 * parts, heads, padded, columns), float32),
+            jax.ShapeDtypeStruct((2 * parts, heads, padded), float32),
         ),
-        grid=(parts, pages.num_heads * tiles),
+        grid=(parts, heads * tiles),
         grid_names=("part", "tile"),
         num_threads=3,
         thread_name="wg",
         scratch_types={
             "q": swizzled(q_slots, TILE, head_dim, dtype=dtype),
-            "k": swizzled(2 * ring, TILE, head_dim, dtype=dtype),
-            "v": swizzled(2 * ring, TILE, value_dim, dtype=dtype),
+            "kv": swizzled(2 * ring, TILE, pages.width, dtype=dtype),
             "merged": swizzled(TILE, value_dim, dtype=float32),
             "stats": plgpu.SMEM((3, TILE), float32),
             "q_full": plgpu.Barrier(num_barriers=q_slots),
             "q_free": plgpu.Barrier(num_arrivals=2, num_barriers=q_slots),
-            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2 * ring),
-            "k_free": plgpu.Barrier(num_barriers=2 * ring),
-            "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2 * ring),
-            "v_free": plgpu.Barrier(num_barriers=2 * ring),
+            "kv_full": plgpu.Barrier(num_arrivals=copies_of(pages), num_barriers=2 * ring),
+            "kv_free": plgpu.Barrier(num_barriers=2 * ring),
             "handed": plgpu.Barrier(),
             "taken": plgpu.Barrier(),
             # Register operands of wgmma where the interpreter wants them: in shared memory.

@@ -12,6 +12,11 @@ TILE = 64
 """Tokens of a tile of keys."""
 
 
+def copies_of(pages: Pages) -> int:
+    """How many copies fetch a tile: one a page that it lies in."""
+    return TILE // min(pages.block_size, TILE)
+
+
 @dataclass(frozen=True)
 class PageTable:
     """Where the tokens of requests are, by a table [B, M] in device memory."""
@@ -21,30 +26,30 @@ class PageTable:
 
     @property
     def copy_rows(self) -> int:
-        """Tokens of a tile that lie in one page."""
-        return min(self.pages.block_size, TILE)
-
-    @property
-    def copies(self) -> int:
-        """Copies that fetch a tile."""
-        return TILE // self.copy_rows
+        """Tokens a copy."""
+        return TILE // copies_of(self.pages)
 
     def block(self, b, token):
-        """The block of a token of request b, and whether it is one of the cache."""
+        """What the table holds for a token of request b."""
         column = jnp.minimum(divided(token, self.pages.block_size), self.ref.shape[1] - 1)
-        block = self.ref[b, column]
-        return block, (block >= 0) & (block < self.pages.num_blocks)
+        return self.ref[b, column]
 
-    def safe_blocks(self, b, first_token):
-        """The blocks of a tile, copy by copy; block 0 for those that are not the cache's."""
-        found = [self.block(b, first_token + c * self.copy_rows) for c in range(self.copies)]
-        return tuple(jnp.where(known, block, 0) for block, known in found)
+    def known(self, block):
+        """Whether it is a block of the cache."""
+        return (block >= 0) & (block < self.pages.num_blocks)
+
+    def blocks(self, b, first_token):
+        """The blocks of a tile, copy by copy, as the table has them.
+
+        Nothing is asked of them here: loads are on their way until their first use.
+        """
+        return tuple(self.block(b, first_token + c * self.copy_rows) for c in range(copies_of(self.pages)))
 
     def without_unknown(self, b, first_token, token, x, fill):
         """A tile `x`, with `fill` at tokens of blocks that are not the cache's; `token` [64, 64] are its tokens."""
         fill = jnp.asarray(fill, x.dtype)
-        for c in range(self.copies):
+        for c, block in enumerate(self.blocks(b, first_token)):
             low = first_token + c * self.copy_rows
-            high = low + jnp.where(self.block(b, low)[1], 0, self.copy_rows)
+            high = low + jnp.where(self.known(block), 0, self.copy_rows)
             x = jnp.where(token < low, x, jnp.where(token < high, fill, x))
         return x
