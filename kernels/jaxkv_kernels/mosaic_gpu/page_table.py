@@ -48,8 +48,8 @@ class PageTable:
     def without_unknown(self, b, first_token, token, x, fill):
         """A tile `x`, with `fill` at tokens of blocks that are not the cache's; `token` [64, 64] are its tokens."""
         fill = jnp.asarray(fill, x.dtype)
-        for c, block in enumerate(self.blocks(b, first_token)):
+        for c in range(copies_of(self.pages)):  # one at a time: registers are scarce where this is asked
             low = first_token + c * self.copy_rows
-            high = low + jnp.where(self.known(block), 0, self.copy_rows)
+            high = low + jnp.where(self.known(self.block(b, low)), 0, self.copy_rows)
             x = jnp.where(token < low, x, jnp.where(token < high, fill, x))
         return x
