@@ -8,6 +8,7 @@ import scenes as scenes
 from suites.base import layout_of as layout_of
 from suites.blocks import Blocks as Blocks
 from suites.decode_kv import DecodeKV as DecodeKV
+from suites.decode_kv import DecodeKVChecks as DecodeKVChecks
 from suites.decode_mla import DecodeMLA as DecodeMLA
 from suites.decode_mla import DecodeMLAChecks as DecodeMLAChecks
 from suites.decode_mla import queries as queries

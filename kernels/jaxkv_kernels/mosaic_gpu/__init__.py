@@ -23,7 +23,7 @@ def _kernel(name: str) -> Callable[..., Any]:
     return run
 
 
-OPERATIONS = {name: _kernel(name) for name in ("decode_mla",)}
+OPERATIONS = {name: _kernel(name) for name in ("decode_mla", "decode_kv")}
 
 
 def unavailable() -> list[str]:

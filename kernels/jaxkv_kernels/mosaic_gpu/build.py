@@ -1,5 +1,6 @@
 """How the kernels are built, and the words that they share."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 WGMMA = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one value a row of a WGMMA tile."""
+
+LOG2E = math.log2(math.e)
+MASKED, EMPTY = -1e33, -1e30
+"""Score of a masked key, and maximum of a row without keys: far enough apart that exp2 of the difference is 0."""
+
+MULTIPROCESSORS, SHARED_MEMORY = 132, 232_448
+"""Of an H100 or H200; bytes a CTA."""
 
 
 def kernel(body, *, interpret: bool, **spec) -> Any:
@@ -27,7 +35,7 @@ def kernel(body, *, interpret: bool, **spec) -> Any:
 
 def swizzled(*shape: int, dtype) -> Any:
     """Shared memory that TMA fills and wgmma reads."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    transforms = (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

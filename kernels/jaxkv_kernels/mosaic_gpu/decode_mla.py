@@ -26,7 +26,6 @@ variable so that the compiler cannot know it: constant ones have their 64-bit wg
 and spilled, which costs half the speed.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -36,18 +35,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.build import ROW, WGMMA, across, kernel, multiply_add, row_of, swizzled, zeros
+from jaxkv_kernels.mosaic_gpu.build import (
+    EMPTY,
+    LOG2E,
+    MASKED,
+    MULTIPROCESSORS,
+    ROW,
+    WGMMA,
+    across,
+    kernel,
+    multiply_add,
+    row_of,
+    swizzled,
+    zeros,
+)
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
+from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
 from jaxkv_kernels.mosaic_gpu.plan import PAIR, Plan, make_plan
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
-HALF, TILE = 256, 64
-LOG2E = math.log2(math.e)
-MASKED, EMPTY = -1e33, -1e30
-"""Score of a masked key, and maximum of a row without keys: far enough apart that exp2 of the difference is 0."""
-MULTIPROCESSORS = 132
+HALF = 256
 
 
 def decode_mla(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, *, pages, entry, logit_cap):
@@ -92,8 +101,7 @@ def _attend(
     batch, rows, _ = q_latent.shape
     view = token_rows(pages)
     dtype = q_latent.dtype
-    copy_rows = min(pages.block_size, TILE)
-    copies = TILE // copy_rows
+    copies = copies_of(pages)
     shared: Any = {"collective_axes": "cta"} if cluster > 1 else {}
 
     def body(
@@ -106,26 +114,12 @@ def _attend(
         row0 = tile * TILE
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         first, end = start_ref[part], start_ref[part + 1]
+        table = PageTable(table_ref, pages)
 
         def about(item):
             """An item of the plan."""
             item = jnp.minimum(item, plan.items.shape[0] - 1)
             return tuple(item_ref[item, column] for column in range(plan.items.shape[1]))
-
-        def block_of(b, token):
-            """The block of a token, and whether it is one of the cache."""
-            column = jnp.minimum(divided(token, pages.block_size), block_tables.shape[1] - 1)
-            block = table_ref[b, column]
-            return block, (block >= 0) & (block < pages.num_blocks)
-
-        def without_unknown_blocks(b, token, first_token, x, fill):
-            """`x`, with `fill` at tokens of blocks that are not the cache's."""
-            fill = jnp.asarray(fill, x.dtype)
-            for c in range(copies):
-                low = first_token + c * copy_rows
-                high = low + jnp.where(block_of(b, low)[1], 0, copy_rows)
-                x = jnp.where(token < low, x, jnp.where(token < high, fill, x))
-            return x
 
         @pl.when(wg == 2)
         def _copier():
@@ -133,29 +127,27 @@ def _attend(
             safe_layer = jnp.where(in_cache, layer_ref[0], 0)
 
             def blocks_of(b, pair):
-                """The blocks of a pair's tiles, copy by copy: block 0 where there is none."""
-                found = []
-                for c in range(2 * copies):
-                    block, known = block_of(b, pair * PAIR + c * copy_rows)
-                    found.append(jnp.where(known, block, 0))
-                return tuple(found)
+                """The blocks of a pair's tiles."""
+                return tuple(table.blocks(b, pair * PAIR + slot * TILE) for slot in range(2))
 
             def fetch(blocks, pair, slot, half, with_rope, used):
                 @pl.when(used > 0)
                 def _():
                     plgpu.barrier_wait(k_free.at[2 * slot + half])
 
-                for c in range(copies):
-                    token = (2 * pair + slot) * TILE + c * copy_rows
+                for c, block in enumerate(blocks[slot]):
+                    token = (2 * pair + slot) * TILE + c * table.copy_rows
                     in_block = lax.rem(token, jnp.int32(pages.block_size))
-                    index, row = view.index(safe_layer, blocks[slot * copies + c], in_block)
-                    source, into = kv_ref.at[index, pl.ds(row, copy_rows)], pl.ds(c * copy_rows, copy_rows)
-                    column = view.first_column + half * HALF
+                    block = jnp.where(table.known(block), block, 0)
+                    index, row = view.index(safe_layer, block, in_block)
+                    into = pl.ds(c * table.copy_rows, table.copy_rows)
+                    source = kv_ref.at[index, pl.ds(row, table.copy_rows)]
+                    column = view.column(safe_layer) + half * HALF
                     plgpu.copy_gmem_to_smem(
                         source.at[:, pl.ds(column, HALF)], k.at[slot, half, into], k_full.at[2 * slot + half], **shared
                     )
                     if with_rope:
-                        column = view.first_column + LATENT
+                        column = view.column(safe_layer) + LATENT
                         plgpu.copy_gmem_to_smem(
                             source.at[:, pl.ds(column, ROPE)], r.at[slot, into], r_full.at[slot], **shared
                         )
@@ -251,7 +243,7 @@ def _attend(
                     token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=WGMMA) + first_token
                     row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + row0
                     s = jnp.where(token <= length - tokens + row // heads, s, MASKED)
-                    return without_unknown_blocks(b, token, first_token, s, MASKED)
+                    return table.without_unknown(b, first_token, token, s, MASKED)
 
                 return lax.cond(masked, mask, lambda s: s, s)
 
@@ -263,7 +255,7 @@ def _attend(
                 for c in range(HALF // TILE):
                     piece = k.at[z + tile_in_pair, side, :, pl.ds(c * TILE, TILE)]
                     values = jnp.where(token < length, plgpu.load(piece, layout=WGMMA), jnp.zeros((), dtype))
-                    piece[...] = without_unknown_blocks(b, token, first_token, values, 0)
+                    piece[...] = table.without_unknown(b, first_token, token, values, 0)
                 plgpu.commit_smem()
 
             def times_values(weights, i, tile, b, length, masked, acc, meanwhile=None):

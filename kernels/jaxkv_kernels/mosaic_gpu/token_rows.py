@@ -7,25 +7,42 @@ from jax import lax
 
 from jaxkv_kernels.pages import Pages
 
+TILE_ROWS, TILE_COLUMNS = 8, 64
+"""TMA copies whole tiles of the swizzled memory that wgmma reads (16-bit elements)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far one step along an axis of the cache leads in the view; one of the three, or none."""
+
+    blocks: int = 0
+    rows: int = 0
+    columns: int = 0
+
 
 @dataclass(frozen=True)
 class TokenRows:
-    """A view [blocks, rows, token_stride]: token t of a page of a layer lies in row `first_row + t`."""
+    """A view [blocks, rows, token_stride]: token t of a page lies in the t-th row from the page's first."""
 
     shape: tuple[int, int, int]
-    layer_blocks: int
-    """Steps along the first axis a layer."""
-    layer_rows: int
-    """Steps along the second axis a layer."""
+    layer: Step
+    head: Step
     first_row: int
     first_column: int
 
-    def index(self, layer, block, token):
+    def index(self, layer, block, token, head=0):
         """Indices of the rows from `token` on, a multiple of 8, of a page."""
         from jax.experimental import pallas as pl
 
-        row = layer * self.layer_rows + self.first_row + token
-        return layer * self.layer_blocks + block, pl.multiple_of(row, 8)
+        row = layer * self.layer.rows + head * self.head.rows + self.first_row + token
+        return layer * self.layer.blocks + head * self.head.blocks + block, pl.multiple_of(row, TILE_ROWS)
+
+    def column(self, layer, head=0):
+        """The first column of a page's entries."""
+        from jax.experimental import pallas as pl
+
+        column = layer * self.layer.columns + head * self.head.columns + self.first_column
+        return pl.multiple_of(column, TILE_COLUMNS)
 
     def of(self, buffer: jax.Array) -> jax.Array:
         """The view; no copy."""
@@ -34,27 +51,41 @@ class TokenRows:
 
 def token_rows(pages: Pages) -> TokenRows:
     """The view; ValueError with the reason where the strides allow none."""
-    token, block, layer = pages.token_stride, pages.block_stride, pages.layer_stride
+    token, block = pages.token_stride, pages.block_stride
     if pages.block_size == 1:
         token = block if pages.num_blocks > 1 else pages.width
-    named = {"block stride": block, "layer stride": layer, "buffer size": pages.size}
-    for name, extent in named.items():
+    axes = {"layer": (pages.num_layers, pages.layer_stride), "head": (pages.num_heads, pages.head_stride)}
+    named = {f"{axis} stride": stride for axis, (count, stride) in axes.items() if count > 1 and stride > token}
+    for name, extent in {"block stride": block, **named, "buffer size": pages.size}.items():
         if extent % token:
             raise ValueError(f"{name} {extent} is no multiple of the token stride {token}: pages are no rows of tokens")
     if pages.size % block:
         raise ValueError(f"buffer size {pages.size} is no multiple of the block stride {block}")
-    outer = pages.num_layers > 1 and layer >= block
-    if outer and layer % block:
-        raise ValueError(f"layer stride {layer} is no multiple of the block stride {block}")
-    rows = layer // token if pages.num_layers > 1 and not outer else 0
+    steps, last_column = {}, pages.offset % token
+    for axis, (count, stride) in axes.items():
+        if count == 1:
+            steps[axis] = Step()
+        elif stride < token:
+            steps[axis] = Step(columns=stride)
+            last_column += (count - 1) * stride
+        elif stride < block:
+            steps[axis] = Step(rows=stride // token)
+        elif stride % block:
+            raise ValueError(f"{axis} stride {stride} is no multiple of the block stride {block}")
+        else:
+            steps[axis] = Step(blocks=stride // block)
     first_row, first_column = pages.offset // token, pages.offset % token
-    if rows % 8 or first_row % 8:
-        raise ValueError(f"a layer's page begins at row {rows} or {first_row}: TMA tiles begin at multiples of 8 rows")
-    if first_row >= block // token or first_column + pages.width > token:
+    if first_row >= block // token or last_column + pages.width > token:
         raise ValueError(f"offset {pages.offset} breaks entries across rows of {token} elements")
-    return TokenRows(
-        (pages.size // block, block // token, token), layer // block if outer else 0, rows, first_row, first_column
-    )
+    numbers = {"rows a block": (block // token, TILE_ROWS), "first row": (first_row, TILE_ROWS)}
+    numbers |= {"columns a row": (token, TILE_COLUMNS), "first column": (first_column, TILE_COLUMNS)}
+    for axis, step in steps.items():
+        numbers |= {f"rows a {axis}": (step.rows, TILE_ROWS), f"columns a {axis}": (step.columns, TILE_COLUMNS)}
+    for name, (number, tile) in numbers.items():
+        if number % tile:
+            raise ValueError(f"{name} {number} is no multiple of {tile}: TMA copies tiles of 8 rows by 64 columns")
+    shape = pages.size // block, block // token, token
+    return TokenRows(shape, steps["layer"], steps["head"], first_row, first_column)
 
 
 def divided(a, b: int):
