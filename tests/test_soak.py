@@ -160,18 +160,42 @@ def test_a_call_that_hangs_is_told(broken, monkeypatch, capsys):
     assert f"HANGS, no answer in 0.5 s: seed {seed}, call 0: read_blocks " in capsys.readouterr().err
 
 
+def test_a_case_that_does_not_compile_is_told_and_the_next_one_runs(broken, capsys):
+    def raises_once(kernel):
+        made = []
+
+        def run(**arguments):
+            made.append(1)
+            if len(made) == 1:
+                raise ValueError("dimension 1 must be a multiple of 8")
+            return kernel(**arguments)
+
+        return run
+
+    broken("read_blocks", raises_once)
+    seed = cases.OPERATIONS.index("read_blocks")
+    assert soak.soak(calls=12, seed=seed, implementation="broken") == 1
+    told = capsys.readouterr().out
+    assert f"seed {seed}: DOES NOT COMPILE, ValueError: dimension 1 must be a multiple of 8: read_blocks " in told
+    assert f"seed {seed + len(cases.OPERATIONS)}: 6 calls ok" in told
+
+
 def test_a_call_that_raises_is_told(broken):
     def raises(kernel):
         def run(**arguments):
-            raise FloatingPointError("no such kernel")
+            def fail(x):
+                raise FloatingPointError("illegal address")
+
+            rows = kernel(**arguments)
+            return jax.pure_callback(fail, jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows)
 
         return run
 
     broken("read_blocks", raises)
     seed = cases.OPERATIONS.index("read_blocks")
-    with pytest.raises(FloatingPointError) as raised:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address") as raised:
         soak.soak(calls=1, seed=seed, implementation="broken")
-    assert f"seed {seed}: read_blocks" in raised.value.__notes__[-1]
+    assert f"seed {seed}, call 0: read_blocks" in raised.value.__notes__[-1]
 
 
 def test_an_implementation_that_takes_nothing_ends_with_its_reasons(broken, capsys):

@@ -38,12 +38,19 @@ class Prepared:
 def soak(*, calls: int, seed: int, implementation: str) -> int:
     """Makes that many calls, `CALLS_A_CASE` each of the cases of successive seeds; a line a case; how many were wrong.
 
-    The case of a seed, and its calls, depend on nothing else: `calls=j + 1, seed=s` repeats call j of seed s.
+    The case of a seed, and its calls, depend on nothing else: `calls=j + 1, seed=s` repeats call j of seed s.  A case
+    that the implementation takes and then cannot compile is wrong as well.
     """
     begin, made, wrong, running = time.perf_counter(), 0, 0, 0.0
     for prepared in _prepared(-(-calls // CALLS_A_CASE), seed, implementation):
-        with _watched(f"compiling seed {prepared.seed}: {prepared.case}", COMPILE_SECONDS):
-            program = prepared.program.result()
+        try:
+            with _watched(f"compiling seed {prepared.seed}: {prepared.case}", COMPILE_SECONDS):
+                program = prepared.program.result()
+        except Exception as error:
+            wrong += 1
+            told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            print(f"seed {prepared.seed}: DOES NOT COMPILE, {told}: {prepared.case}", flush=True)
+            continue
         count = min(CALLS_A_CASE, calls - made)
         start = time.perf_counter()
         bad = list(_wrong_calls(prepared, program, count))
@@ -71,10 +78,10 @@ def _prepared(count: int, seed: int, implementation: str) -> Iterator[Prepared]:
             case = draw_case(seed, implementation)
             if isinstance(case, Case):
                 count -= 1
-                lowered = _lowered(seed, case, implementation)
+                program = _compiling(compiler, case, implementation)
                 if ahead:
                     yield ahead
-                ahead = Prepared(seed, case, compiler.submit(lowered.compile))
+                ahead = Prepared(seed, case, program)
             elif (operation := case.partition(":")[0]) not in refused:
                 refused.add(operation)
                 print(f"not called: {case}", flush=True)
@@ -83,10 +90,15 @@ def _prepared(count: int, seed: int, implementation: str) -> Iterator[Prepared]:
             yield ahead
 
 
-def _lowered(seed: int, case: Case, implementation: str):
+def _compiling(compiler: ThreadPoolExecutor, case: Case, implementation: str) -> Future[Any]:
+    """The case's program, lowered now and compiled in turn."""
     where, draw = address_map(case.layout), case.draw(np.random.default_rng(0))
-    with _watched(f"lowering seed {seed}: {case}", COMPILE_SECONDS):
-        return jax.jit(trial(case, implementation)).lower(where, draw)
+    try:
+        return compiler.submit(jax.jit(trial(case, implementation)).lower(where, draw).compile)
+    except Exception as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 def _wrong_calls(prepared: Prepared, program, count: int) -> Iterator[tuple[int, np.ndarray]]:
