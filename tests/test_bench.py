@@ -9,6 +9,8 @@ import pytest
 from jax import lax
 
 from jaxkv.cli import bench, timing
+from jaxkv.cli.inputs import PATTERN_BLOCKS, filled
+from jaxkv.cli.programs import Measured, Program
 from jaxkv.cli.workloads import OPERATIONS, WORKLOADS, Workload
 
 CPU = {workload.operation: workload for workload in WORKLOADS.values() if workload.suite == "cpu"}
@@ -90,19 +92,34 @@ def test_layers_that_do_not_fit_are_left_out():
 def test_every_operation_is_timed(operation):
     workload = CPU[operation]
     small = replace(workload, tokens=128, layers=2, chosen=min(workload.chosen, 64))
-    chosen, found = timing.time_workload(small, implementation="xla", repeats=2)
-    assert chosen == "xla"
-    assert 0 < found.least <= found.median <= found.most
+    found = Program(small, implementation="xla").compile().measure(repeats=2)
+    assert found.implementation == "xla"
+    assert 0 < found.timing.least <= found.timing.median <= found.timing.most
     assert found.compile > 0
+    assert found.kernels is None, "there is no CUPTI here"
 
 
-def test_caches_are_filled_where_calls_read():
-    workload = Workload(suite="", operation="decode_mla", requests=2, tokens=100, layers=3)
-    cache = timing._filled(workload, workload.layout)
-    layers = cache.buffer.reshape(4, 3, 64, 576).astype(jnp.float32)
-    assert (layers[:, 1] != 0).mean() > 0.99
-    assert layers.std() == pytest.approx(3**-0.5, rel=0.05)
-    assert not layers[:, [0, 2]].any()
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("tokens", [100, (PATTERN_BLOCKS + 3) * 64])
+def test_caches_are_full(layers, tokens):
+    workload = Workload(suite="", operation="decode_mla", requests=1, tokens=tokens, layers=layers)
+    cache = filled(workload)
+    assert cache.layout == workload.layout
+    entries = np.asarray(cache.buffer.reshape(-1, layers, 64, 576).astype(jnp.float32))
+    assert (entries != 0).mean() > 0.99
+    assert entries.std() == pytest.approx(1, rel=0.05)
+    first = entries[0]
+    assert len({part.tobytes() for part in first}) == layers
+    if len(entries) > PATTERN_BLOCKS:
+        assert np.array_equal(entries[PATTERN_BLOCKS], first)
+
+
+def test_quantised_entries_are_such_as_are_written():
+    cache = filled(replace(CPU["indexer_logits"], tokens=128))
+    keys = cache.layout.entry.head_dim * 64
+    scales = np.asarray(cache.buffer).reshape(-1, 4, 64 * 132)[..., keys:].copy().view(np.float32)
+    assert (scales > 0).all()
+    assert (scales < 1).all()
 
 
 def test_a_chain_makes_all_its_calls(monkeypatch):
@@ -117,51 +134,164 @@ def test_a_chain_makes_all_its_calls(monkeypatch):
         x, _ = carry
         return lax.optimization_barrier((x, jax.pure_callback(counted, jax.ShapeDtypeStruct((), jnp.float32), x)))
 
-    found = timing.time_calls(step, (jnp.float32(1), jnp.float32(0)), (), repeats=3)
+    carry = (jnp.float32(1), jnp.float32(0))
+    found = timing.Chain(step, carry, ()).compile().time(carry, (), repeats=3)
     assert found.calls > 1
     assert len(made) > 3 * found.calls
+
+
+@pytest.mark.parametrize("operation", ["write_mla", "copy_blocks"])
+def test_chains_write_in_place(operation):
+    workload = replace(CPU[operation], tokens=128, layers=40)
+    program = Program(workload, implementation="xla").compile()
+    memory = program._chain._compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= workload.layout.nbytes
+    assert memory.temp_size_in_bytes < 0.6 * workload.layout.nbytes  # half of the blocks are read before any is written
+
+
+def test_a_write_without_a_chain_is_in_place_too():
+    workload = replace(CPU["write_mla"], tokens=128, layers=40)
+    program = Program(workload, implementation="xla")
+    ref = jax.new_ref(filled(workload).buffer)
+    before = np.asarray(ref[...])
+    args = (ref, program._varying, program._shared, jnp.int32(7))
+    memory = jax.jit(program._write_once).lower(*args).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= workload.layout.nbytes
+    assert memory.temp_size_in_bytes < workload.layout.nbytes / 2
+    assert jax.jit(program._write_once)(*args) == 7
+    changed = (np.asarray(ref[...]) != before).reshape(-1, 40, 64 * 576).mean(axis=(0, 2))
+    assert changed[7] > 0.9
+    assert not changed[np.arange(40) != 7].any()
+
+
+def test_kernel_times_are_medians_a_kernel_and_of_their_sum(monkeypatch):
+    from jax.experimental.mosaic.gpu import profiler
+
+    def measure(function, *, aggregate, iterations):
+        assert not aggregate
+        spans = [[("attend", 2.0 + i), ("combine", 1.0 - i / 2)] for i in range(iterations)]
+        return lambda *args: (function(*args), spans)
+
+    class Device:
+        class client:
+            platform_version = "PJRT C API\ncuda 13000"
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    monkeypatch.setattr(timing.jax, "devices", lambda: [Device])
+    found = timing.time_kernels(lambda x: x + 1, jnp.ones(3), repeats=3)
+    assert found == timing.KernelTimes(3.5e-3, (("attend", 3e-3), ("combine", 0.5e-3)))
+
+
+def test_without_cupti_the_rest_is_timed(monkeypatch, capsys):
+    from jax.experimental.mosaic.gpu import profiler
+
+    def measure(function, **options):
+        raise RuntimeError("CUPTI has another subscriber")
+
+    class Device:
+        class client:
+            platform_version = "cuda"
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    monkeypatch.setattr(timing.jax, "devices", lambda: [Device])
+    assert timing.time_kernels(lambda x: x, jnp.ones(3), repeats=3) is None
+    assert "another subscriber" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs CUPTI, of an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["decode_mla-1x16x1x4096-1", "write_mla-128x1-61"])
+def test_kernels_take_less_than_the_call(name):
+    found = Program(WORKLOADS[name], implementation=None).compile().measure(repeats=20)
+    assert 0 < found.kernels.median <= 1.05 * found.timing.median
+    assert sum(seconds for _, seconds in found.kernels.kernels) == pytest.approx(found.kernels.median, rel=0.1)
+
+
+NAMES = ("write_indexer_k-2x4096-4", "indexer_logits-2x16x1x4096-4")
 
 
 @pytest.mark.usefixtures("quick")
 def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     file = tmp_path / "bench.json"
-    names = ["write_indexer_k-2x4096-4", "indexer_logits-2x16x1x4096-4"]
-    assert (
-        bench.run(bench_args("--shape", *names, "--implementation", "xla", "--repeats", "2", "--json", str(file))) == 0
-    )
-    out, err = capsys.readouterr()
-    header, ceilings, _, headings, *lines = out.splitlines()
+    options = ("--implementation", "xla", "--repeats", "2", "--json", str(file))
+    assert bench.run(bench_args("--shape", *NAMES, *options)) == 0
+    header, ceilings, _, headings, *lines = capsys.readouterr().out.splitlines()
     assert header.startswith(jax.devices()[0].device_kind)
     assert "4500.0 GB/s" in ceilings
-    assert "limit/ms" in headings
-    assert {line.split()[0] for line in lines} == set(names)
+    assert "kernel ms" in headings
+    assert [line.split()[0] for line in lines] == list(NAMES)
     assert {len(line) for line in lines} == {len(headings)}
-    assert len(err.splitlines()) == 2
     told = json.loads(file.read_text())
     assert told["ceilings"] == {"read": 4.5e12, "copy": 4e12, "matmul": 8e14}
-    row = next(row for row in told["rows"] if row["shape"] == names[1])
+    row = told["rows"][1]
     assert row["layers"] == 4
     assert row["implementation"] == "xla"
-    assert row["fraction"] == pytest.approx(row["limit_ms"] / row["ms"])
-    assert row["limit_ms"] == pytest.approx(WORKLOADS[names[1]].traffic / 4.5e12 * 1e3)
+    assert row["memory_fraction"] == pytest.approx(WORKLOADS[NAMES[1]].traffic / 4.5e9 / row["ms"])
+    assert row["matmul_fraction"] == pytest.approx(WORKLOADS[NAMES[1]].flops / 8e11 / row["ms"])
+
+
+class Stub:
+    """A program that is ready at once, `ms` a call."""
+
+    kernels = None
+
+    def __init__(self, workload, *, implementation):
+        self.ms = workload.layers
+
+    def compile(self):
+        return self
+
+    def measure(self, *, repeats):
+        seconds = 1e-3 * (2 + self.ms)
+        spans = timing.KernelTimes(seconds / 2, (("attend", seconds / 2),))
+        return Measured("mosaic_gpu", timing.Timing(seconds, seconds, 2 * seconds, 160), spans, 12.3)
+
+
+@pytest.mark.usefixtures("quick")
+def test_rows_are_out_before_the_next_shape_is_timed(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "bench.json"
+
+    class Interrupted(Stub):
+        def measure(self, *, repeats):
+            if self.ms == 4:
+                raise KeyboardInterrupt
+            return super().measure(repeats=repeats)
+
+    monkeypatch.setattr(bench, "Program", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(bench_args("decode_mla", "--suite", "cpu", "--json", str(file)))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("decode_mla-2x16x1x2048-1 ")
+    assert [row["shape"] for row in json.loads(file.read_text())["rows"]] == ["decode_mla-2x16x1x2048-1"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_price_of_the_layout_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "Program", Stub)
+    names = ["decode_mla-2x16x1x2048-1", "decode_mla-2x16x1x2048-4", "decode_mla-4x16x2x1024v-4"]
+    assert bench.run(bench_args("--shape", *names)) == 0
+    *_, heading, line = capsys.readouterr().out.splitlines()
+    assert "packed" in heading
+    assert line.split() == [names[1], "2.000,", "kernels", "2.000"]
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_refused_shape_shows_its_reason(monkeypatch, capsys):
-    def refuse(workload, *, implementation, repeats):
+    def refuse(workload, *, implementation):
         raise NotImplementedError("write_kv: no implementation asked for takes this call (other: 3 heads)")
 
-    monkeypatch.setattr(bench, "time_workload", refuse)
+    monkeypatch.setattr(bench, "Program", refuse)
     assert bench.run(bench_args("write_kv", "--suite", "cpu")) == 0
     assert "not run: write_kv: no implementation asked for takes this call (other: 3 heads)" in capsys.readouterr().out
 
 
-def test_the_table_is_at_most_140_columns(monkeypatch):
-    slow = timing.Timing(0.0123, 0.0122, 0.0257, 160, 12.3)
-    monkeypatch.setattr(bench, "time_workload", lambda *args, **options: ("mosaic_gpu", slow))
-    device, args = jax.devices()[0], bench_args()
-    table = bench._table([bench._row(workload, args, device, CEILINGS) for workload in WORKLOADS.values()])
-    assert max(map(len, table.splitlines())) <= 140
+@pytest.mark.usefixtures("quick")
+def test_the_table_is_aligned_and_at_most_140_columns(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "Program", Stub)
+    assert bench.run(bench_args("--shape", *WORKLOADS)) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert len(table) == len(WORKLOADS) + 1
+    assert len({len(line) for line in table}) == 1
+    assert len(table[0]) <= 140
 
 
 @pytest.mark.parametrize(
@@ -192,14 +322,15 @@ def test_no_shape_in_common_is_told(capsys):
 def test_ceilings_are_measured(monkeypatch):
     timed = []
 
-    def time_calls(step, carry, fixed, *, repeats):
-        jax.jit(step).lower(jnp.int32(0), carry, fixed)
-        timed.append(repeats)
-        return timing.Timing(0.5, 0.5, 0.5, 1, 1.0)
+    class Chain(timing.Chain):
+        def compile(self):
+            return self
 
-    monkeypatch.setattr(timing, "time_calls", time_calls)
+        def time(self, carry, fixed, *, repeats):
+            timed.append(repeats)
+            return timing.Timing(0.5, 0.5, 0.5, 1)
+
+    monkeypatch.setattr(timing, "Chain", Chain)
     ceilings = timing.measure_ceilings(jax.devices("cpu")[0], repeats=7)
     assert ceilings == timing.Ceilings(read=2.0**29, copy=2.0**30, matmul=2.0**32)
     assert timed == [7, 7, 7]
-    assert ceilings.seconds(traffic=2**29, flops=0, copies=True) == 0.5
-    assert ceilings.seconds(traffic=2**29, flops=2**33, copies=False) == 2

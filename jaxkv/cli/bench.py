@@ -1,42 +1,52 @@
 """Time operations on this device, beside the ceilings of memory and arithmetic measured in the same run.
 
 A row is one call on random data with shuffled blocks.  `ms` is device time: many dependent calls in one program, their
-time over their number, the median of several such chains.  `MB` and `GFLOP` count what the call must move (cache
-entries, queries, new values, results, each once) and multiply; `limit ms` is the larger of the two over its ceiling.
+time over their number, the median of several such chains.  `kernel ms` is what the kernels of one call run, without
+the gaps between them (CUPTI, on NVIDIA GPUs).  `MB` and `GFLOP` count what the call must move (cache entries, queries,
+new values, results, each once) and multiply; `/max` is the fraction of the measured ceiling.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 
 import jaxkv
-from jaxkv.cli.timing import Ceilings, device_memory, measure_ceilings, time_workload
+from jaxkv.cli.programs import Program
+from jaxkv.cli.progress import progress
+from jaxkv.cli.timing import Ceilings, device_memory, measure_ceilings
 from jaxkv.cli.workloads import OPERATIONS, SUITES, WORKLOADS, Workload
 
 MEMORY_FRACTION = 0.6
 """The part of the device's memory that a cache may take; where all layers do not fit, fewer are timed."""
 
+BATCH = 8
+"""Shapes that are made ready before they are timed: one is lowered while another compiles, none while one is timed."""
+
 COLUMNS = (
-    ("layers", "layers", "d"),
-    ("run by", "implementation", ""),
-    ("ms", "ms", ".4f"),
-    ("min ms", "min_ms", ".4f"),
-    ("spread", "spread", ".0%"),
-    ("MB", "megabytes", ".1f"),
-    ("GFLOP", "gflop", ".2f"),
-    ("GB/s", "gigabytes_per_s", ".1f"),
-    ("TFLOP/s", "tflop_per_s", ".3f"),
-    ("limit ms", "limit_ms", ".4f"),
-    ("limit/ms", "fraction", ".2f"),
-    ("compile s", "compile_s", ".1f"),
+    ("layers", "layers", 6, "d"),
+    ("run by", "implementation", 10, ""),
+    ("ms", "ms", 9, ".4f"),
+    ("spread", "spread", 6, ".0%"),
+    ("kernel ms", "kernel_ms", 9, ".4f"),
+    ("MB", "megabytes", 8, ".1f"),
+    ("GB/s", "gigabytes_per_s", 7, ".1f"),
+    ("/max", "memory_fraction", 4, ".2f"),
+    ("GFLOP", "gflop", 8, ".2f"),
+    ("TFLOP/s", "tflop_per_s", 7, ".3f"),
+    ("/max", "matmul_fraction", 4, ".2f"),
+    ("compile s", "compile_s", 9, ".1f"),
 )
-"""Heading, key of the row and format of what the table shows after the shape's name."""
+"""Heading, key of the row, width and format of what the table shows after the shape's name; `-` for what is None."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,24 +71,30 @@ def run(args: argparse.Namespace) -> int:
         print(f"jaxkv bench: no shape is all of {asked}; there are {names}", file=sys.stderr)
         return 2
     ceilings = measure_ceilings(device, repeats=args.repeats)
-    rows = []
-    for number, workload in enumerate(workloads, 1):
-        rows.append(_row(workload, args, device, ceilings))
-        told = rows[-1].get("reason") or f"{rows[-1]['ms']:.4f} ms"
-        print(f"[{number}/{len(workloads)}] {workload.name}: {told}", file=sys.stderr, flush=True)
     about = {
         "device": device.device_kind,
         "platform": device.client.platform_version,
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
         "ceilings": asdict(ceilings),
+        "repeats": args.repeats,
     }
     print("{device}, jax {versions[jax]}, jaxlib {versions[jaxlib]}, jaxkv {versions[jaxkv]}".format(**about))
     print(
         f"ceilings: read {ceilings.read / 1e9:.1f} GB/s, copy {ceilings.copy / 1e9:.1f} GB/s (read + written), ", end=""
     )
-    print(f"bf16 products {ceilings.matmul / 1e12:.2f} TFLOP/s\n\n{_table(rows)}")
-    if args.json:
-        args.json.write_text(json.dumps({**about, "repeats": args.repeats, "rows": rows}, indent=1) + "\n")
+    print(f"bf16 products {ceilings.matmul / 1e12:.2f} TFLOP/s\n")
+    width = max(len(workload.name) for workload in workloads)
+    print(_line("shape", width, [heading for heading, *_ in COLUMNS]), flush=True)
+    rows: list[dict[str, Any]] = []
+    for row in _rows(workloads, args, device, ceilings):
+        rows.append(row)
+        print(_told(row, width), flush=True)
+        if args.json:  # after every row: a run may be cut short
+            args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    if ratios := _ratios(rows):
+        print("\nmany layers in one buffer / one packed layer:")
+        for shape, ms, kernel_ms in ratios:
+            print(f"{shape.ljust(width)} {ms:.3f}" + (f", kernels {kernel_ms:.3f}" if kernel_ms else ""))
     return 0
 
 
@@ -108,38 +124,80 @@ def _selected(args: argparse.Namespace, device: jax.Device) -> list[Workload]:
     ]
 
 
-def _row(workload: Workload, args: argparse.Namespace, device: jax.Device, ceilings: Ceilings) -> dict[str, Any]:
-    """What the table and the JSON say of a shape; `reason` where it could not run."""
-    fitted = workload.fitted(int(MEMORY_FRACTION * device_memory(device)))
-    row = {"shape": workload.name, **asdict(fitted)}
+def _rows(workloads: list[Workload], args, device: jax.Device, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """A row a workload, as they are done."""
+    limit = int(MEMORY_FRACTION * device_memory(device))
+    if device.platform != "cpu":
+        # An allocator that grows by need keeps a region for each size: first, one that holds any of the caches.
+        jnp.zeros(max(workload.fitted(limit).layout.nbytes for workload in workloads), jnp.uint8).delete()
+    with ThreadPoolExecutor(max_workers=1) as compiler:
+        for batch in batched(workloads, BATCH):
+            fitted = [workload.fitted(limit) for workload in batch]
+            programs = [
+                _compiling(compiler, workload, args.implementation) for workload in progress(fitted, "lowering")
+            ]
+            wait(programs)
+            for workload, ready, program in zip(batch, fitted, programs, strict=True):
+                yield {"shape": workload.name, **asdict(ready), **_figures(ready, program, args.repeats, ceilings)}
+
+
+def _compiling(compiler: ThreadPoolExecutor, workload: Workload, implementation: str | None) -> Future[Program]:
+    """The workload's program, lowered now and compiled in turn."""
     try:
-        chosen, timing = time_workload(fitted, implementation=args.implementation, repeats=args.repeats)
+        return compiler.submit(Program(workload, implementation=implementation).compile)
+    except NotImplementedError as error:
+        refused: Future[Program] = Future()
+        refused.set_exception(error)
+        return refused
+
+
+def _figures(workload: Workload, program: Future[Program], repeats: int, ceilings: Ceilings) -> dict[str, Any]:
+    """What the table and the JSON say beside the shape; `reason` where it could not run."""
+    try:
+        found = program.result().measure(repeats=repeats)
     except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        return {**row, "reason": str(error).splitlines()[0]}
-    limit = ceilings.seconds(traffic=fitted.traffic, flops=fitted.flops, copies=not fitted.has_queries)
+        return {"reason": str(error).splitlines()[0]}
+    seconds, kernels = found.timing.median, found.kernels
+    memory = ceilings.read if workload.has_queries else ceilings.copy
     return {
-        **row,
-        "implementation": chosen,
-        "ms": timing.median * 1e3,
-        "min_ms": timing.least * 1e3,
-        "spread": timing.spread,
-        "megabytes": fitted.traffic / 1e6,
-        "gflop": fitted.flops / 1e9,
-        "gigabytes_per_s": fitted.traffic / timing.median / 1e9,
-        "tflop_per_s": fitted.flops / timing.median / 1e12,
-        "limit_ms": limit * 1e3,
-        "fraction": limit / timing.median,
-        "compile_s": timing.compile,
-        "calls_a_chain": timing.calls,
+        "implementation": found.implementation,
+        "ms": seconds * 1e3,
+        "min_ms": found.timing.least * 1e3,
+        "spread": found.timing.spread,
+        "kernel_ms": kernels and kernels.median * 1e3,
+        "kernels_ms": kernels and [(name, median * 1e3) for name, median in kernels.kernels],
+        "megabytes": workload.traffic / 1e6,
+        "gigabytes_per_s": workload.traffic / seconds / 1e9,
+        "memory_fraction": workload.traffic / seconds / memory,
+        "gflop": workload.flops / 1e9,
+        "tflop_per_s": workload.flops / seconds / 1e12,
+        "matmul_fraction": workload.flops / seconds / ceilings.matmul,
+        "compile_s": found.compile,
+        "calls_a_chain": found.timing.calls,
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    """Aligned plain text, a line a shape."""
-    lines = [["shape", *(heading for heading, _, _ in COLUMNS)]]
+def _told(row: dict[str, Any], width: int) -> str:
+    """The row's line of the table."""
+    if "reason" in row:
+        return f"{row['shape'].ljust(width)} not run: {row['reason']}"
+    return _line(
+        row["shape"], width, ["-" if row[key] is None else format(row[key], spec) for _, key, _, spec in COLUMNS]
+    )
+
+
+def _line(shape: str, width: int, cells: Iterable[str]) -> str:
+    widths = [width for _, _, width, _ in COLUMNS]
+    return " ".join([shape.ljust(width), *map(str.rjust, cells, widths)])
+
+
+def _ratios(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None]]:
+    """(shape, ratio of ms, ratio of kernel ms) where both many layers and one packed layer have run."""
+    packed = {row["shape"].rpartition("-")[0]: row for row in rows if row["layers"] == 1 and "ms" in row}
+    found = []
     for row in rows:
-        lines.append([row["shape"], *(format(row[key], spec) if key in row else "" for _, key, spec in COLUMNS)])
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    texts = [" ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
-    reasons = ["", *(f"  not run: {row['reason']}" if "reason" in row else "" for row in rows)]
-    return "\n".join(text + reason for text, reason in zip(texts, reasons, strict=True))
+        one = packed.get(row["shape"].rpartition("-")[0])
+        if one and row is not one and "ms" in row:
+            kernels = row["kernel_ms"] / one["kernel_ms"] if one["kernel_ms"] and row["kernel_ms"] else None
+            found.append((row["shape"], row["ms"] / one["ms"], kernels))
+    return found

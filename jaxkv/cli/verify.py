@@ -1,7 +1,8 @@
 """Check on this machine that every operation gives the same bits on every layout.
 
 Each operation runs on a cache of every order, with the neighbours full of random bytes, and on a packed cache of one
-layer: results must be equal bit for bit, and a write must leave every other byte as it was.
+layer: results must be equal bit for bit, and a write must leave every other byte as it was.  With `--calls`, it makes
+random calls on random layouts instead, as many as you like.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cli.progress import progress
+from jaxkv.cli.soak import soak
 
 LENGTHS = (0, 1, 63, 64, 65, 190)
 BLOCKS, BLOCK_SIZE, LAYERS, LAYER = 12, 64, 3, 1
@@ -27,12 +29,16 @@ ENTRIES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which implementation to check."""
+    """Which implementation to check, and how."""
     parser.add_argument("--implementation", choices=jaxkv.implementations(), default="xla")
+    parser.add_argument("--calls", type=int, metavar="N", help="make N random calls of random layouts and shapes")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="where --calls begins (0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line an operation and format; 1 if any result differs."""
+    if args.calls is not None:
+        return 1 if soak(calls=args.calls, seed=args.seed, implementation=args.implementation) else 0
     start, failures, cases = time.perf_counter(), 0, 0
     for entry in progress(ENTRIES, "verifying"):
         found: dict[str, list[str]] = {}

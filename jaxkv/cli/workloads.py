@@ -121,7 +121,8 @@ class Workload:
     def visited(self) -> list[int]:
         """Layers that successive calls work on: all in turn, so that no call finds its data in a GPU's cache.
 
-        Attention reads more than that; it works on the middle layer.
+        Attention works on the middle layer, most shapes of which are larger than that cache; published numbers, too,
+        are of calls on the same data.
         """
         return [self.layers // 2] if self.has_queries else list(range(self.layers))
 
