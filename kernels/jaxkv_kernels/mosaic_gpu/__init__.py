@@ -23,7 +23,19 @@ def _kernel(name: str) -> Callable[..., Any]:
     return run
 
 
-OPERATIONS = {name: _kernel(name) for name in ("decode_mla",)}
+OPERATIONS = {
+    name: _kernel(name)
+    for name in (
+        "write_mla",
+        "write_kv",
+        "gather_mla",
+        "gather_kv",
+        "decode_mla",
+        "copy_blocks",
+        "read_blocks",
+        "write_blocks",
+    )
+}
 
 
 def unavailable() -> list[str]:
