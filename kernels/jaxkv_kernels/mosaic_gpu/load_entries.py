@@ -2,14 +2,14 @@
 
 Who does what.  A CTA of one warpgroup has up to 16 consecutive rows of the result.  Each warp finds where the tokens of
 its share (`warp_share`) lie, and fetches their entries, heads that touch by one copy.  Meanwhile the warpgroup clears a
-part's worth of shared memory, and each warp finds its tokens once more: that is cheaper than to keep them for both.
-When all of its entries have landed, a warp sends each part of each to its row of the result, or zeros where there is
-no token, and stays until shared memory has been read.  Rows without a token, and past the last, fetch somebody's
-entry and drop it, so that a barrier awaits the same number of copies always.
+part's worth of shared memory, and each warp finds its tokens once more, which is cheaper than to hand them over.  As
+an entry lands, the warp sends its parts to their rows of the result, or zeros where there is no token; it stays until
+shared memory has been read.  Rows without a token, and past the last, fetch somebody's entry and drop it, so that the
+barriers always await the same number of copies.
 
-Barriers.  full[warp]: the warp's entries have landed.  Shared memory is filled once and never reused.
-Budget.  Shared memory: 32 KiB, or four entries (one token) where that is more, and the zeros.  Scalars only in
-registers.
+Barriers.  full, one a token of a warp: the warp's heads of it have landed.  Shared memory is filled once and never
+reused.
+Budget.  Shared memory: 32 KiB, or four entries (one token) where that is more, and the zeros.  Registers: scalars only.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.bits import view_as
 from jaxkv_kernels.mosaic_gpu.build import IN_BOUNDS, kernel
-from jaxkv_kernels.mosaic_gpu.ragged_places import place_of
+from jaxkv_kernels.mosaic_gpu.ragged_places import places_of
 from jaxkv_kernels.mosaic_gpu.warp_share import WARPS, token_ways, warp_share
 from jaxkv_kernels.row_view import row_view
 
@@ -44,15 +44,16 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
         in_cache = (layer >= 0) & (layer < pages.num_layers)
 
         def tokens_of(warp):
-            """The warp's tokens, counted within the CTA, and their places."""
-            tokens = [share.token(warp, i) for i in range(share.rounds)]
-            return [(t, place_of(first + t, table_ref, cu_ref, start_ref, pages=pages)) for t in tokens]
+            """The warp's tokens, counted within the CTA, their places, and the barriers of their entries."""
+            token = share.token(warp, 0)
+            places = places_of(first + token, share.rounds, table_ref, cu_ref, start_ref, pages=pages)
+            return [(token + i, place, full.at[warp * share.rounds + i]) for i, place in enumerate(places)]
 
         @plgpu.warp_map
         def _(warp):
-            for token, place in tokens_of(warp):
+            for token, place, landed in tokens_of(warp):
 
-                def fetch(i, _, token=token, place=place):
+                def fetch(i, _, token=token, place=place, landed=landed):
                     head = share.first_head(warp) + i * together
                     *row, column = view.index(
                         layer=jnp.where(in_cache, layer, 0), block=place.block, head=head, token=place.token
@@ -60,7 +61,7 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
                     plgpu.copy_gmem_to_smem(
                         cache_ref.at[*row, pl.ds(column, together * width)],
                         stage.at[token, pl.ds(head * width, together * width)],
-                        full.at[warp],
+                        landed,
                         oob_mode=IN_BOUNDS,
                     )
                     return ()
@@ -72,9 +73,6 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
 
         @plgpu.warp_map
         def _(warp):
-            found = tokens_of(warp)
-            plgpu.barrier_wait(full.at[warp])
-
             def send(live, token):
                 def one(i, _):
                     head = share.first_head(warp) + i
@@ -87,7 +85,8 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
 
                 lax.fori_loop(0, share.heads, one, ())
 
-            for token, place in found:
+            for token, place, landed in tokens_of(warp):
+                plgpu.barrier_wait(landed)
 
                 @pl.when(first + token < total)
                 def _(token=token, place=place):
@@ -106,7 +105,7 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
         scratch_types=(
             plgpu.SMEM((share.tokens, heads * width), dtype),
             plgpu.SMEM((-(-max(sizes) // 128) * 128,), dtype),
-            plgpu.Barrier(num_arrivals=share.rounds * share.heads // together, num_barriers=WARPS),
+            plgpu.Barrier(num_arrivals=share.heads // together, num_barriers=WARPS * share.rounds),
         ),
     )(buffer.reshape(view.shape), block_tables, cu_seq_lens, jnp.reshape(layer, (1,)), *starts)
     rows = (total,) if entry.one_head else (total, heads)

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv_kernels.mosaic_gpu.token_rows import divided
 from jaxkv_kernels.slots import MAX_SLOTS
@@ -21,10 +22,19 @@ class Place(NamedTuple):
     """In the block."""
 
 
-def place_of(row, table_ref, cu_ref, start_ref, *, pages) -> Place:
-    """The place of the token in `row` of the runs that the tables [B, M], running sums [B + 1] and starts [B] tell."""
+def places_of(first, count, table_ref, cu_ref, start_ref, *, pages) -> list[Place]:
+    """Where the tokens in `count` rows from `first` on lie, by tables [B, M], running sums [B + 1] and starts [B]."""
+    requests, rows = table_ref.shape[0], [first + i for i in range(count)]
+    request = _passed(first, cu_ref, requests)
+    several = (request < requests) & (cu_ref[jnp.minimum(request + 1, requests)] <= rows[-1])
+    passed = lax.cond(
+        several, lambda: [_passed(row, cu_ref, requests) for row in rows], lambda: [request for _ in rows]
+    )
+    return [_place(row, n, table_ref, cu_ref, start_ref, pages) for row, n in zip(rows, passed, strict=True)]
+
+
+def _place(row, request, table_ref, cu_ref, start_ref, pages):
     requests, columns = table_ref.shape
-    request = _passed(row, cu_ref, requests)
     inside = request < requests
     request = jnp.where(inside, request, 0)
     position = row - cu_ref[request]

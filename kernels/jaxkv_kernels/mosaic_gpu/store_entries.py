@@ -5,7 +5,7 @@ meanwhile each warp reads the slots of its share (`warp_share`).  When all has l
 of its entries where it belongs, and stays until shared memory has been read.
 
 Barriers.  full: all parts have landed.  Shared memory is filled once and never reused.
-Budget.  Shared memory: 32 KiB, or one token where that is more.  Scalars only in registers.
+Budget.  Shared memory: 32 KiB, or one token where that is more.  Registers: scalars only.
 """
 
 from functools import partial

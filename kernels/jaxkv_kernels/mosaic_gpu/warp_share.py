@@ -18,7 +18,7 @@ MOST_BYTES = 160 * 1024
 
 @dataclass(frozen=True)
 class WarpShare:
-    """What a warp has: `rounds` tokens, of each `heads` heads in a row."""
+    """What a warp has: `rounds` tokens in a row, of each `heads` heads in a row."""
 
     tokens: int
     """Tokens a CTA: a power of two."""
@@ -38,7 +38,7 @@ class WarpShare:
 
     def token(self, warp, i: int):
         """The i-th token of a warp, counted within the CTA; past `tokens` where there are fewer than warps."""
-        return i * self.token_ways + lax.div(warp, jnp.int32(self.head_ways))
+        return lax.div(warp, jnp.int32(self.head_ways)) * self.rounds + i
 
     def first_head(self, warp):
         """The first of the warp's heads."""
