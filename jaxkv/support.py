@@ -77,7 +77,7 @@ def _mla(entry: MLAEntry) -> Iterator[tuple[str, str, Sample]]:
     chosen = _array("int32", BATCH, 1, CHOSEN)
     calls: dict[str, Sample] = {
         "write_mla": (writes.write_mla, (cache, *new, _array("int32", TOKENS)), scale),
-        "gather_mla": (gathers.gather_mla, (cache, *ragged), {"total": TOKENS, **scale}),
+        "gather_mla": (gathers.gather_mla, (cache, *ragged), {"total": TOKENS, "dtype": dtype, **scale}),
         "decode_mla": (decode.decode_mla, (*q, cache, *paged), {"scale": 1.0, **scale}),
         "decode_mla_sparse": (decode.decode_mla_sparse, (*q, cache, chosen), {"scale": 1.0, **scale}),
         **_blocks(cache),
@@ -93,7 +93,7 @@ def _kv(entry: KVEntry) -> Iterator[tuple[str, str, Sample]]:
     q = _array(dtype, BATCH, 1, HEADS, entry.head_dim)
     calls: dict[str, Sample] = {
         "write_kv": (writes.write_kv, (cache, *new, _array("int32", TOKENS)), scale),
-        "gather_kv": (gathers.gather_kv, (cache, *ragged), {"total": TOKENS, **scale}),
+        "gather_kv": (gathers.gather_kv, (cache, *ragged), {"total": TOKENS, "dtype": dtype, **scale}),
         "decode_kv": (decode.decode_kv, (q, cache, *paged), {"scale": 1.0, **scale}),
         **_blocks(cache),
     }

@@ -7,7 +7,7 @@ import numpy as np
 import jaxkv
 import scenes
 from compare import assert_same_bits
-from jaxkv_kernels.xla.rows import row_view
+from jaxkv_kernels.row_view import row_view
 
 ENTRY = jaxkv.MLAEntry("fp8")  # 576 elements of one byte
 BLOCK_SIZE = 64

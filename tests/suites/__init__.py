@@ -6,6 +6,7 @@ class TestWriteMLA(suites.WriteMLA):
 
 import scenes as scenes
 from suites.base import layout_of as layout_of
+from suites.blocks import BlockChecks as BlockChecks
 from suites.blocks import Blocks as Blocks
 from suites.decode_kv import DecodeKV as DecodeKV
 from suites.decode_kv import DecodeKVChecks as DecodeKVChecks
@@ -13,7 +14,10 @@ from suites.decode_mla import DecodeMLA as DecodeMLA
 from suites.decode_mla import DecodeMLAChecks as DecodeMLAChecks
 from suites.decode_mla import queries as queries
 from suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
+from suites.gathers import GatherChecks as GatherChecks
 from suites.gathers import Gathers as Gathers
 from suites.indexer import Indexer as Indexer
 from suites.merge import Merge as Merge
+from suites.writes import WriteChecks as WriteChecks
 from suites.writes import Writes as Writes
+from suites.writes import new_tokens as new_tokens

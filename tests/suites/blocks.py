@@ -10,10 +10,8 @@ from compare import assert_same_bits
 from suites.base import Suite, every_layout, formats, layout_of
 
 
-class Blocks(Suite):
-    """`copy_blocks`, `read_blocks`, `write_blocks`."""
-
-    entries = (scenes.MLA_ENTRIES[0], scenes.KV_ENTRIES[2], scenes.KV_ENTRIES[3], scenes.INDEXER_ENTRY)
+class BlockChecks(Suite):
+    """Checks of `copy_blocks`, `read_blocks` and `write_blocks`."""
 
     def blocks(self, layout, buffer):
         """What belongs to each block, bytes [B, ...]: its run, or its entries in all layers."""
@@ -21,41 +19,54 @@ class Blocks(Suite):
             return buffer.reshape(layout.num_blocks, -1)
         return np.moveaxis(scenes.window(layout, buffer), 1, 0)
 
-    def make(self, name, entry):
+    def make(self, name, entry, **sizes):
         """A layout and a buffer of random bytes."""
-        layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
+        layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2, **sizes)
         return layout, scenes.garbage(layout, np.random.default_rng(2), "random")
 
-    @every_layout
-    @formats(entries)
-    def test_copy(self, entry, name):
-        layout, before = self.make(name, entry)
-        src = [3, 1, 0, -1, scenes.BLOCKS, 7, 2]
-        dst = [1, 3, 9, 4, 5, -2, 2**31 - 1]  # swaps 1 and 3; pairs with a bad id are skipped
+    def check_copy(self, layout, before):
+        """A swap, a copy of one of the two, a chain, and pairs with a bad id, which are skipped."""
+        last = layout.num_blocks - 1
+        src = [3, 1, 1, 0, 2, -1, layout.num_blocks, 5, 2]
+        dst = [1, 3, last, 2, 4, 5, 5, -2, 2**31 - 1]
         cache = scenes.to_cache(layout, before)
         after = self.run(jaxkv.copy_blocks, cache, jnp.asarray(src, jnp.int32), jnp.asarray(dst, jnp.int32))
         expected = before.copy()
         target, source = self.blocks(layout, expected), self.blocks(layout, before)
-        for s, d in zip(src[:3], dst[:3], strict=True):
+        for s, d in zip(src[:5], dst[:5], strict=True):
             target[d] = source[s]
         assert_same_bits(scenes.to_bytes(after), expected)
 
-    @every_layout
-    @formats(entries)
-    def test_blocks_travel(self, entry, name):
-        layout, before = self.make(name, entry)
+    def check_travel(self, layout, before):
+        """Blocks of one cache over others of another; bad ids give 0, and are skipped."""
         rows = self.run(jaxkv.read_blocks, scenes.to_cache(layout, before), jnp.asarray([5, 0, 5, -1, 99]))
         assert rows.shape == (5, layout.block_nbytes // layout.itemsize)
         rows = np.asarray(rows)
         assert not rows[3:].view(np.uint8).any()
-        other = scenes.garbage(layout, np.random.default_rng(9), "random")
+        other, last = scenes.garbage(layout, np.random.default_rng(9), "random"), layout.num_blocks - 1
         after = self.run(
-            jaxkv.write_blocks, scenes.to_cache(layout, other), jnp.asarray([2, 11, -1, 99]), jnp.asarray(rows[:4])
+            jaxkv.write_blocks, scenes.to_cache(layout, other), jnp.asarray([2, last, -1, 99]), jnp.asarray(rows[:4])
         )
         expected = other.copy()
         target, source = self.blocks(layout, expected), self.blocks(layout, before)
-        target[2], target[11] = source[5], source[0]
+        target[2], target[last] = source[5], source[0]
         assert_same_bits(scenes.to_bytes(after), expected)
+
+
+class Blocks(BlockChecks):
+    """The same on every layout."""
+
+    entries = (scenes.MLA_ENTRIES[0], scenes.KV_ENTRIES[2], scenes.KV_ENTRIES[3], scenes.INDEXER_ENTRY)
+
+    @every_layout
+    @formats(entries)
+    def test_copy(self, entry, name):
+        self.check_copy(*self.make(name, entry))
+
+    @every_layout
+    @formats(entries)
+    def test_blocks_travel(self, entry, name):
+        self.check_travel(*self.make(name, entry))
 
     @formats(entries)
     def test_equal_fingerprints_exchange_rows(self, entry):

@@ -11,8 +11,8 @@ from compare import assert_close, assert_same_bits
 from suites.base import Suite, every_layout, formats, layout_of
 
 
-class Gathers(Suite):
-    """`gather_mla`, `gather_kv`, `gather_indexer_k`."""
+class GatherChecks(Suite):
+    """Checks of `gather_mla`, `gather_kv` and `gather_indexer_k`."""
 
     def gather(self, cache, scene, cu_seq_lens, layer, **keywords):
         """The operation for the cache's entry; parts as a tuple, [total, ...]."""
@@ -42,24 +42,36 @@ class Gathers(Suite):
             row += last - first
         return found
 
+    def check(self, scene, layout, layer, runs=None):
+        """Gathers tokens [first, last) of each request, default all, and compares with the packed cache and truth."""
+        entry = scene.entry
+        runs = runs or [(0, length) for length in scene.lengths]
+        cu_seq_lens = np.cumsum([0, *(last - first for first, last in runs)])
+        plain = entry.format in ("bf16", "f16", "f32")
+        keywords = {"total": int(cu_seq_lens[-1]) + 7, "dtype": entry.dtype if plain else jnp.float32}
+        if any(first for first, _ in runs):
+            keywords["seq_starts"] = jnp.asarray([first for first, _ in runs], jnp.int32)
+        found = self.gather(scene.cache(layout, layer), scene, cu_seq_lens, layer, **keywords)
+        twin = self.gather(scene.twin(layout), scene, cu_seq_lens, 0, **keywords)
+        for part, packed, right in zip(found, twin, self.expected(scene, runs, keywords["total"]), strict=True):
+            assert part.dtype == keywords["dtype"]
+            assert_same_bits(part, packed)
+            assert_close(part, right.reshape(part.shape), roundings=0 if entry.format != "fp8" else 4)
+
+
+class Gathers(GatherChecks):
+    """The same on every layout."""
+
     @every_layout
     @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, scenes.INDEXER_ENTRY])
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
         heads = 1 if entry.one_head else 2
         scene = scenes.scene(entry, num_heads=heads)
-        layout = layout_of(name, entry, num_heads=heads)
-        cu_seq_lens = np.cumsum([0, *scene.lengths])
-        keywords = {"total": int(cu_seq_lens[-1]) + 7, "dtype": jnp.float32}
-        found = self.gather(scene.cache(layout, 1), scene, cu_seq_lens, 1, **keywords)
-        twin = self.gather(scene.twin(layout), scene, cu_seq_lens, 0, **keywords)
-        truth = self.expected(scene, [(0, length) for length in scene.lengths], keywords["total"])
-        for part, packed, right in zip(found, twin, truth, strict=True):
-            assert_same_bits(part, packed)
-            assert_close(part, right.reshape(part.shape), roundings=0 if entry.format != "fp8" else 4)
+        self.check(scene, layout_of(name, entry, num_heads=heads), 1)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-    @formats([scenes.MLA_ENTRIES[3], scenes.MLA_ENTRIES[4]])
-    def test_dequantises_to_the_dtype_asked_for(self, entry, dtype):
+    @formats([scenes.MLA_ENTRIES[0], scenes.MLA_ENTRIES[3], scenes.MLA_ENTRIES[4]])
+    def test_converts_to_the_dtype_asked_for(self, entry, dtype):
         scene = scenes.scene(entry)
         cu_seq_lens = np.cumsum([0, *scene.lengths])
         found = self.gather(scene.twin(layout_of("BLNHC", entry)), scene, cu_seq_lens, 0, total=400, dtype=dtype)
@@ -73,15 +85,9 @@ class Gathers(Suite):
         entry = scenes.MLA_ENTRIES[2]
         scene = scenes.scene(entry, block_size=block_size, lengths=(0, 2, 3 * block_size + 1, 2 * block_size))
         layout = layout_of("BLNHC padded", entry, block_size=block_size)
-        runs = [(0, 0), (1, 2), (block_size, 3 * block_size + 1), (block_size - 1, 2 * block_size - 1)]
-        cu_seq_lens = np.cumsum([0, *(last - first for first, last in runs)])
-        starts = jnp.asarray([first for first, _ in runs], jnp.int32)
-        total = int(cu_seq_lens[-1])
-        found = self.gather(
-            scene.cache(layout, 2), scene, cu_seq_lens, 2, total=total, dtype=jnp.float32, seq_starts=starts
+        self.check(
+            scene, layout, 2, [(0, 0), (1, 2), (block_size, 3 * block_size + 1), (block_size - 1, 2 * block_size - 1)]
         )
-        for part, right in zip(found, self.expected(scene, runs, total), strict=True):
-            assert_close(part, right[:, 0], roundings=0)
 
     def test_tokens_outside_the_table_or_the_cache_are_zero(self):
         entry = scenes.MLA_ENTRIES[2]

@@ -28,8 +28,8 @@ def scales_of(entry, num_heads):
     return {"k_scale": jnp.asarray(heads), "v_scale": 0.02}, (heads[:, None], 0.02)
 
 
-class Writes(Suite):
-    """`write_mla`, `write_kv`, `write_indexer_k`."""
+class WriteChecks(Suite):
+    """Checks of `write_mla`, `write_kv` and `write_indexer_k`."""
 
     def write(self, cache, parts, slots, layer, scales):
         """The operation for the cache's entry."""
@@ -56,11 +56,15 @@ class Writes(Suite):
         assert (expected != before).any()
         assert_same_bits(scenes.to_bytes(cache), expected, "the buffer's bytes")
 
-    def slots(self, layout, rng):
+    def slots(self, layout, rng, count=12):
         """Distinct slots among skipped ones: negative, one past the end, far past it."""
-        good = rng.permutation(layout.num_slots)[:12]
+        good = rng.permutation(layout.num_slots)[:count]
         bad = [-1, -(2**31), layout.num_slots, 2**31 - 1]
         return [int(slot) for slot in rng.permutation([*good, *bad])]
+
+
+class Writes(WriteChecks):
+    """The same on every layout."""
 
     @every_layout
     @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, scenes.INDEXER_ENTRY])

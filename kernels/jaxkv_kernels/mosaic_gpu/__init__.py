@@ -23,7 +23,20 @@ def _kernel(name: str) -> Callable[..., Any]:
     return run
 
 
-OPERATIONS = {name: _kernel(name) for name in ("decode_mla", "decode_kv")}
+OPERATIONS = {
+    name: _kernel(name)
+    for name in (
+        "write_mla",
+        "write_kv",
+        "gather_mla",
+        "gather_kv",
+        "decode_mla",
+        "decode_kv",
+        "copy_blocks",
+        "read_blocks",
+        "write_blocks",
+    )
+}
 
 
 def unavailable() -> list[str]:

@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 WGMMA = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one value a row of a WGMMA tile."""
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+"""What a load must promise to become one bulk copy of contiguous memory."""
 
 LOG2E = math.log2(math.e)
 MASKED, EMPTY = -1e33, -1e30
@@ -31,6 +33,13 @@ def kernel(body, *, interpret: bool, **spec) -> Any:
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **spec,
     )
+
+
+def frozen(ref) -> jax.Array:
+    """What a kernel left in `ref`, its operand that it wrote to."""
+    # Without the barrier, where a scan stacks such results, rows that the kernel left alone came back as zeros (H200,
+    # jax 0.11.2).
+    return jax.lax.optimization_barrier(jax.freeze(ref))
 
 
 def swizzled(*shape: int, dtype) -> Any:

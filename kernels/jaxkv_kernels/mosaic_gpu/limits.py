@@ -3,10 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxkv_kernels.mosaic_gpu.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.warp_share import MOST_BYTES, token_ways
+from jaxkv_kernels.row_view import ROW_LIMIT, row_view
 
 LATENT, ROPE = 512, 64
 HEAD_DIMS = (64, 128, 192, 256)
+BULK = 16
+"""Bytes: addresses and sizes of bulk copies are multiples of it."""
 
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -43,3 +48,74 @@ def _paged(arrays, options, queries) -> Iterator[str]:
         token_rows(pages)
     except ValueError as error:
         yield str(error)
+
+
+def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `write_mla` call."""
+    yield from _entries_moved(arrays, options, {name: arrays[name].dtype for name in ("kv_c", "k_pe")})
+
+
+def write_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `write_kv` call."""
+    yield from _entries_moved(arrays, options, {name: arrays[name].dtype for name in ("k", "v")})
+
+
+def gather_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `gather_mla` call."""
+    yield from _entries_moved(arrays, options, {"dtype": options["dtype"]})
+
+
+gather_kv = gather_mla
+
+
+def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that moves whole blocks: `copy_blocks`, `read_blocks`, `write_blocks`."""
+    pages, itemsize = options["pages"], arrays["buffer"].dtype.itemsize
+    if pages.block_elements >= ROW_LIMIT:
+        yield f"blocks of {pages.block_elements} elements: takes fewer than 2**31"
+    try:
+        runs = block_runs(pages)
+    except ValueError as error:
+        yield str(error)
+        return
+    steps = {} if pages.blocks_are_runs else _steps(pages, [axis for axis, _ in runs.axes])
+    yield from _unaligned({"run of a block": runs.length, **steps}, itemsize)
+
+
+read_blocks = write_blocks = copy_blocks
+
+
+def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
+    """Reasons against moving entries between the cache and arrays of their parts, of `dtypes` by name."""
+    entry, pages = options["entry"], options["pages"]
+    if entry.format not in ("bf16", "f16", "f32"):
+        yield f"entries of format {entry.format!r}: takes bf16, f16 and f32"
+        return
+    for name, dtype in dtypes.items():
+        if dtype != entry.dtype:
+            yield f"`{name}` of {dtype}: takes that of the entries, {entry.dtype}"
+    itemsize = arrays["buffer"].dtype.itemsize
+    yield from _unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
+    yield from _unaligned(_steps(pages, ("layer", "token", "head")), itemsize)
+    token = pages.num_heads * entry.nbytes
+    if token * token_ways(pages.num_heads) > MOST_BYTES:
+        most = MOST_BYTES // token_ways(pages.num_heads)
+        yield f"a token of {token} bytes in all heads: takes at most {most}, which shared memory holds"
+    try:
+        row_view(pages)
+    except ValueError as error:
+        yield str(error)
+
+
+def _steps(pages, axes) -> dict[str, int]:
+    """The offset, and the strides of blocks and of `axes`, in elements; axes of length 1 are never stepped along."""
+    inner = {f"{axis} stride": stride for axis, count, stride in pages.inner_axes if axis in axes and count > 1}
+    block = {"block stride": pages.block_stride} if pages.num_blocks > 1 else {}
+    return {"offset": pages.offset, **inner, **block}
+
+
+def _unaligned(elements: Mapping[str, int], itemsize: int) -> Iterator[str]:
+    """What is no multiple of what bulk copies ask for."""
+    for name, count in elements.items():
+        if count * itemsize % BULK:
+            yield f"{name} of {count * itemsize} bytes: takes multiples of {BULK}"

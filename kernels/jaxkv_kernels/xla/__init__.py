@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxkv_kernels.row_view import row_view
 from jaxkv_kernels.xla.copy_blocks import copy_blocks
 from jaxkv_kernels.xla.decode_kv import decode_kv
 from jaxkv_kernels.xla.decode_mla import decode_mla
@@ -13,7 +14,6 @@ from jaxkv_kernels.xla.gather_mla import gather_mla
 from jaxkv_kernels.xla.indexer_logits import indexer_logits
 from jaxkv_kernels.xla.merge_states import merge_states
 from jaxkv_kernels.xla.read_blocks import read_blocks
-from jaxkv_kernels.xla.rows import row_view
 from jaxkv_kernels.xla.select_topk import select_topk
 from jaxkv_kernels.xla.write_blocks import write_blocks
 from jaxkv_kernels.xla.write_indexer_k import write_indexer_k

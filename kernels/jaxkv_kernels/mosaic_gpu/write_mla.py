@@ -1,0 +1,10 @@
+"""Stores latents and rotary keys."""
+
+from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.store_entries import store_entries
+
+
+def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry):
+    """kv_c [T, R], k_pe [T, P] into slots [T] of a layer; the new buffer."""
+    del kv_scale, entry
+    return store_entries(buffer, (kv_c, k_pe), slot_mapping, layer, pages=pages, interpret=bool(interpreting.value))
