@@ -26,10 +26,10 @@ def places_of(first, count, table_ref, cu_ref, start_ref, *, pages) -> list[Plac
     """Where the tokens in `count` rows from `first` on lie, by tables [B, M], running sums [B + 1] and starts [B]."""
     requests, rows = table_ref.shape[0], [first + i for i in range(count)]
     request = _passed(first, cu_ref, requests)
-    passed = [request for _ in rows]
-    if count > 1:
-        several = (request < requests) & (cu_ref[jnp.minimum(request + 1, requests)] <= rows[-1])
-        passed = lax.cond(several, lambda: [_passed(row, cu_ref, requests) for row in rows], lambda: passed)
+    several = (request < requests) & (cu_ref[jnp.minimum(request + 1, requests)] <= rows[-1])
+    passed = lax.cond(
+        several, lambda: [_passed(row, cu_ref, requests) for row in rows], lambda: [request for _ in rows]
+    )
     return [_place(row, n, table_ref, cu_ref, start_ref, pages) for row, n in zip(rows, passed, strict=True)]
 
 
