@@ -26,13 +26,9 @@ class Mosaic:
     implementation = "mosaic_gpu"
     gaps = (
         "entries of format",  # quantised entries are encoded, not copied
-        "`dtype` of",  # results of another dtype than the entries
+        "`dtype` of",  # results of another dtype than the entries: converted, not copied
         "has no kernel for write_indexer_k",
         "has no kernel for gather_indexer_k",
-        "run of a block of",  # layer-major pages of entries of 24 or 132 bytes
-        "token stride of",
-        "head stride of",
-        "part of",
     )
 
 

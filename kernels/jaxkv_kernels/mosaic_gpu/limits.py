@@ -61,7 +61,7 @@ def write_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[
 
 
 def gather_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `gather_mla` call."""
+    """Reasons against a `gather_mla` or `gather_kv` call."""
     yield from _entries_moved(arrays, options, {"dtype": options["dtype"]})
 
 
