@@ -54,13 +54,9 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
                 assert_same_bits(found[i], one)
 
 
+@pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
-
-    @pytest.fixture(autouse=True)
-    def interpret(self):
-        with interpreting(True):
-            yield
 
     def case(self, lengths, heads, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
         entry = self.entry(form)

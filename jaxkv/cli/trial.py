@@ -94,10 +94,12 @@ def trial(case: Case, implementation: str) -> Callable[..., jax.Array]:
         expected = call(twin, exact, draw, twin_layer, "xla")
         if case.operation == "indexer_logits":
             return [_excess(found, expected, roundings=128, dtype="float32", magnitude=None)]
-        dtype = case.dtype.name
+        dtype, cap = case.dtype.name, dict(case.options)["logit_cap"]
+        # A capped score is made of terms as large as the cap: 1 - 2 / (1 + exp(2 s / cap)), say.
+        terms = 4 + (cap or 0)
         return [
             _excess(found[0], expected[0], roundings=64 if dtype == "float32" else 4, dtype=dtype, magnitude=1),
-            _excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=4),
+            _excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=terms),
         ]
 
     def writing(key, draw: Draw, where: AddressMap, layer, twin_layer):
