@@ -101,7 +101,7 @@ def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
     )
 
     def decode(*arrays):
-        return mosaic_gpu.OPERATIONS["decode_mla"](*arrays, None, pages=layout.pages, entry=entry, logit_cap=cap)
+        return mosaic_gpu.OPERATIONS["decode_mla"](*arrays, None, None, pages=layout.pages, entry=entry, logit_cap=cap)
 
     text = jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 2  # attention, and the pieces of cut requests

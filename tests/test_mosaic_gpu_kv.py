@@ -151,7 +151,7 @@ def test_lowers_for_hopper(order, sizes, heads, group, tokens, block_size, keywo
     options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, **keywords}
 
     def decode(*arrays):
-        return mosaic_gpu.OPERATIONS["decode_kv"](*arrays, None, None, **options)
+        return mosaic_gpu.OPERATIONS["decode_kv"](*arrays, None, None, None, **options)
 
     text = jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 2  # attention, and the pieces of cut requests

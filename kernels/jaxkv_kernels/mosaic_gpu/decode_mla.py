@@ -39,7 +39,6 @@ from jaxkv_kernels.mosaic_gpu.build import (
     EMPTY,
     LOG2E,
     MASKED,
-    MULTIPROCESSORS,
     ROW,
     WGMMA,
     across,
@@ -53,32 +52,36 @@ from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
-from jaxkv_kernels.mosaic_gpu.plan import PAIR, Plan, make_plan
+from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 HALF = 256
 
 
-def decode_mla(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, *, pages, entry, logit_cap):
+def decode_mla(
+    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
+):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    del kv_scale, entry
+    del kv_scale
+    if plan is None:
+        _, tokens, heads, _ = q_latent.shape
+        plan = plan_decode(
+            buffer, block_tables, seq_lens,
+            pages=pages, entry=entry, heads=heads, tokens=tokens, window=None, batch_invariant=False,
+        )  # fmt: skip
     return _decode(
-        q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale,
+        q_latent, q_pe, buffer, block_tables, layer, scale, plan,
         pages=pages, logit_cap=logit_cap, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("pages", "logit_cap", "interpret"))
-def _decode(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, *, pages, logit_cap, interpret):
+def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, plan, *, pages, logit_cap, interpret):
     batch, tokens, heads, _ = q_latent.shape
     rows = tokens * heads
     tiles = -(-rows // TILE)
     cluster = 2 if tiles % 2 == 0 else 1
     groups = tiles // cluster
-    parts = 4 if interpret else max(MULTIPROCESSORS // (cluster * groups), 1)
-    plan = make_plan(
-        seq_lens, block_tables, parts=parts, tokens=tokens, block_size=pages.block_size, num_blocks=pages.num_blocks
-    )
     # TMA tiles are of 8 rows; whole tiles past the last row it fills with zeros and clips by itself.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
@@ -331,7 +334,7 @@ def _attend(
 
             def run(item, told):
                 ahead = about(item + 1)  # on its way while this item is computed
-                b, begin, stop, length, clear, piece = told
+                b, begin, stop, length, clear, piece, _ = told
                 length, clear = (jnp.where(in_cache, x, 0) for x in (length, clear))
                 plgpu.barrier_wait(qr_full)
                 q_rope = plgpu.load(p.at[0], layout=WGMMA)
