@@ -69,7 +69,18 @@ def decode_mla(
     }
     options = {"logit_cap": _positive("logit_cap", logit_cap)}
     out, lse = _decode(
-        "decode_mla", cache, dims, arrays, options, block_tables, seq_lens, layer, scale, plan, implementation
+        "decode_mla",
+        cache,
+        dims,
+        arrays["q_latent"],
+        arrays,
+        options,
+        block_tables,
+        seq_lens,
+        layer,
+        scale,
+        plan,
+        implementation,
     )
     return _result(out, lse, axes, return_lse)
 
@@ -133,8 +144,19 @@ def decode_kv(
         "window": None if window is None else positive_int("window", window),
     }
     out, lse = _decode(
-        "decode_kv", cache, dims, arrays, options, block_tables, seq_lens, layer, scale, plan, implementation
-    )
+        "decode_kv",
+        cache,
+        dims,
+        arrays["q"],
+        arrays,
+        options,
+        block_tables,
+        seq_lens,
+        layer,
+        scale,
+        plan,
+        implementation,
+    )  # fmt: skip
     return _result(out, lse, axes, return_lse)
 
 
@@ -242,7 +264,7 @@ def _positive(name, value):
     return value
 
 
-def _decode(operation, cache, dims, arrays, options, block_tables, seq_lens, layer, scale, plan, implementation):
+def _decode(operation, cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan, implementation):
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     block_tables, seq_lens = int32(block_tables), int32(seq_lens)
@@ -250,7 +272,7 @@ def _decode(operation, cache, dims, arrays, options, block_tables, seq_lens, lay
     if checks.checking():
         first = jnp.zeros_like(seq_lens)
         if options.get("window"):
-            first = seq_lens - (arrays["q"].shape[1] - 1) - options["window"]
+            first = seq_lens - (q.shape[1] - 1) - options["window"]
         checks.check_layer(layer, pages)
         checks.check_tables(block_tables, first, seq_lens, pages)
         positions = jnp.arange(block_tables.shape[1] * pages.block_size, dtype=jnp.int32)
@@ -268,10 +290,9 @@ def _decode(operation, cache, dims, arrays, options, block_tables, seq_lens, lay
         "plan": None,
     }
     options = {"pages": pages, "entry": cache.layout.entry, **options}
-    q = arrays["q_latent" if operation == "decode_mla" else "q"]
-    shape = Shape(
-        *block_tables.shape, pages.block_size, pages.num_blocks, q.shape[2], q.shape[1], options.get("window")
-    )
+    requests, columns = block_tables.shape
+    _, tokens, heads, _ = q.shape
+    shape = Shape(requests, columns, pages.block_size, pages.num_blocks, heads, tokens, options.get("window"))
     check_plan(plan, shape)
     if plan is not None and plan.batch_invariant:
         implementation = plan.implementation

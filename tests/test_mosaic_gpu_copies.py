@@ -129,12 +129,6 @@ def test_elements_beyond_2_31_are_found_and_nothing_wraps_round(order):
     assert_same_bits(used, right)
 
 
-@pytest.fixture
-def interpreted():
-    with interpreting(True):
-        yield
-
-
 @pytest.mark.usefixtures("interpreted")
 class TestInterpretedWrites(Mosaic, suites.WriteChecks):
     """The interpreter's word on every kind of address."""

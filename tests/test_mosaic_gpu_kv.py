@@ -70,13 +70,9 @@ def test_sizes_of_entries_and_blocks(sizes, block_size):
         suite.check(suite.query(entry, 4, 2, 10), scene.cache(layout, 1), scene, 1, **keywords)
 
 
+@pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
-
-    @pytest.fixture(autouse=True)
-    def interpret(self):
-        with interpreting(True):
-            yield
 
     def case(self, lengths, heads, group, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
         entry = self.entry(form)

@@ -1,5 +1,7 @@
 """Plans: every token of every request lies in one item, pieces are numbered, work is shared out; misuse is told."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,6 @@ import jaxkv
 import scenes
 import suites
 from compare import assert_same_bits
-from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.plan_decode import OVERHEAD, PAIR, make_plan
 
 
@@ -19,7 +20,7 @@ def items_by_request(plan, batch):
     assert starts[0] == 0
     assert (np.diff(starts) >= 0).all()
     found, loads = [[] for _ in range(batch)], []
-    for first, end in zip(starts, starts[1:], strict=False):
+    for first, end in pairwise(starts):
         for request, begin, stop, _, _, piece, _ in items[first:end]:
             found[request].append((int(begin), int(stop), int(piece)))
         loads.append(int(sum(stop - begin + OVERHEAD for _, begin, stop, *_ in items[first:end])))
@@ -45,7 +46,7 @@ def test_items_cover_every_request(seed, batch_invariant):
         edges = [begin for begin, _, _ in pieces] + [pieces[-1][1]]
         assert edges == [0, *(stop for _, stop, _ in pieces)]
         assert edges[-1] == pairs[request]
-        assert all(a < b for a, b in zip(edges, edges[1:], strict=False))
+        assert all(a < b for a, b in pairwise(edges))
         if len(pieces) == 1:
             assert pieces[0][2] == -1
             assert request not in cuts
@@ -81,7 +82,7 @@ def test_a_request_is_cut_alike_in_any_company():
     assert len(cuts([9000], 0)) == 8
 
 
-def test_batch_invariant_bits():
+def test_batch_invariant_bits(interpreted):
     entry = jaxkv.MLAEntry("bf16")
     lengths = (2100, 0, 70)
     scene = scenes.scene(entry, lengths=lengths, num_blocks=40)
@@ -95,9 +96,8 @@ def test_batch_invariant_bits():
         args = (*(x[rows] for x in q), cache, tables[rows], lengths[rows])
         return jaxkv.decode_mla(*args, layer=1, scale=0.11, return_lse=True, plan=plan)
 
-    with interpreting(True):
-        for alone, together in zip(decode([0]), decode([2, 1, 0]), strict=True):
-            assert_same_bits(alone[0], together[2])
+    for alone, together in zip(decode([0]), decode([2, 1, 0]), strict=True):
+        assert_same_bits(alone[0], together[2])
     with pytest.raises(NotImplementedError, match="cannot be batch-invariant"):
         jaxkv.plan_decode(cache, tables, lengths, num_heads=16, batch_invariant=True, implementation="xla")
 
