@@ -1,8 +1,8 @@
 """Dense MLA decode for latents of 512 and rotary parts of 64 values, in bf16 or f16, on sm_90.
 
 Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its part of the
-plan: items, each a range of pairs of key tiles of a request.  With more than 64 rows a request, two CTAs form a cluster,
-and each key tile is fetched once for both by TMA multicast.
+plan: items, each a range of pairs of key tiles of a request.  With more than 64 rows a request, two CTAs form a
+cluster, and each key tile is fetched once for both by TMA multicast.
 
 Who does what: two computing warpgroups and one that copies.  With K0 and K1 the two key tiles of a pair:
 
@@ -15,12 +15,12 @@ its way again, while K1 is used; a warpgroup hands its P, and by how much O shri
 
 Barriers.  q_full, qr_full: Q has landed, its rotary part has (in p[0]).  q_free: both warpgroups have multiplied with Q
 for the last time; p_free: p[0] has been used for the last time; so the next item's Q arrives while this one ends.
-k_full[tile, half], r_full[tile]: keys have landed.  k_free[tile, half]: the warpgroup that multiplies that half last has
-done, in every CTA of the cluster; K1's halves stage the result of whole requests, and are free after it has left.
+k_full[tile, half], r_full[tile]: keys have landed.  k_free[tile, half]: the warpgroup that multiplies that half last
+has done, in every CTA of the cluster; K1's halves stage the result of whole requests, and are free after it has left.
 p_ready[tile]: P, the running maximum after the tile and what O shrinks by are in `p` and `stats`.  met: both warpgroups
 have read Q's rotary part, which P0 overwrites; the sums of both are in `stats`.  Between them they order every reuse:
-warpgroup 0 overwrites P0 and stats[0:2] only after p_ready[1], and after K0 has come anew, which warpgroup 1 freed when it
-was done with P0; warpgroup 1 overwrites P1 and stats[2:4] only after the next p_ready[0].
+warpgroup 0 overwrites P0 and stats[0:2] only after p_ready[1], and after K0 has come anew, which warpgroup 1 freed when
+it was done with P0; warpgroup 1 overwrites P1 and stats[2:4] only after the next p_ready[0].
 
 Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
 240 a lane to compute, 24 to copy: the 504 that a kernel of three warpgroups starts with (were they more, it would wait
