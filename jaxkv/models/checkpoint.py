@@ -43,7 +43,9 @@ class Checkpoint:
         missing = [name for name in shapes if name not in self._of]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise ValueError(f"{self._path} lacks {len(missing)} of {len(shapes)} weights: {', '.join(missing[:3])}{more}")
+            raise ValueError(
+                f"{self._path} lacks {len(missing)} of {len(shapes)} weights: {', '.join(missing[:3])}{more}"
+            )
         for name, shape in shapes.items():
             piece = self._of[name].get_slice(name)
             if tuple(piece.get_shape()) != shape:

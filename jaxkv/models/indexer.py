@@ -14,9 +14,7 @@ from jaxkv.writes import write_indexer_k
 KEY_EPS = 1e-6
 
 
-def select_slots(
-    model: Model, weights, x, q_latent, cache: KVCache, batch: Batch, layer
-) -> tuple[KVCache, jax.Array]:
+def select_slots(model: Model, weights, x, q_latent, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
     """Stores the indexer's keys of x [B, Q, hidden]; the slots int32 [B, Q, topk] with the highest scores.
 
     score[j] = sum over heads h of w_h * relu(q_h . k_j / sqrt(heads * head_dim)), over the tokens j that a query sees.
