@@ -17,7 +17,8 @@ that another implementation can be held to the same tokens, prompts are drawn un
 logits of a step, and the last chosen and first rejected candidate of each expert routing and of each of the indexer's
 selections, lie further apart than float32 rounding can move them.
 
-`config.json` is today's; a few families have it with the keys of the published checkpoints (`PUBLISHED`). DeepSeek-V3.2 is transformers' implementation: indexer scores in float32, no Hadamard rotation, no fp8.
+`config.json` is today's; some families have it with the keys of the published checkpoints instead (`PUBLISHED`).
+DeepSeek-V3.2 is what transformers makes of it: the indexer scores in float32, without Hadamard rotation or fp8.
 
 Run it on Python 3.11 in an environment of its own, with the CPU build of torch:
 
