@@ -58,13 +58,13 @@ def _place(array, weight: Weight, layer: int, checkpoint: Checkpoint):
     """`array` with a layer's weights, of all experts, in their place."""
     pieces = [checkpoint.read(name) for name in weight.names(layer)]
     piece = np.stack(pieces, weight.expert_axis) if weight.experts else pieces[0]
-    place = layer - weight.layers.start if weight.layers else ...
-    return _set(array, jax.device_put(piece, array.sharding), place)
+    piece = jax.device_put(piece, array.sharding)
+    return _set(array, piece, layer - weight.layers.start) if weight.layers else piece.astype(array.dtype)
 
 
-@partial(jax.jit, donate_argnums=0, static_argnums=2)
-def _set(array, piece, place):
-    return array.at[place].set(piece.astype(array.dtype))
+@partial(jax.jit, donate_argnums=0)
+def _set(array, piece, i):
+    return array.at[i].set(piece.astype(array.dtype))
 
 
 def _absorb(config: ModelConfig, stack):
