@@ -13,8 +13,8 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 # As Jupyter does it, but for what it shows: one namespace for all cells, and a mistake names its cell.
 RUN = """
-import json, sys
-for number, cell in enumerate(json.load(open(sys.argv[1]))["cells"]):
+import json, pathlib, sys
+for number, cell in enumerate(json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]):
     if cell["cell_type"] == "code":
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), globals())
 """
