@@ -99,7 +99,9 @@ class ModelConfig:
         fields = _Fields(values)
         architecture = next(iter(values.get("architectures") or ()), None)
         if architecture not in ARCHITECTURES:
-            raise ValueError(f"`architectures` begins with {architecture!r}: expected one of {', '.join(ARCHITECTURES)}")
+            raise ValueError(
+                f"`architectures` begins with {architecture!r}: expected one of {', '.join(ARCHITECTURES)}"
+            )
         if "quantization_config" in values:
             raise ValueError("`quantization_config` is present: expected a checkpoint of unquantised weights")
         fields.require("hidden_act", "silu", default="silu")
