@@ -23,7 +23,8 @@ def sample_calls() -> Iterator[tuple[str, str, Sample]]:
         yield from _mla(MLAEntry(name))
     for name in KVEntry.formats:
         yield from _kv(KVEntry(name))
-    yield from _indexer(IndexerEntry())
+    for name in IndexerEntry.formats:
+        yield from _indexer(IndexerEntry(name))
     yield "select_topk", "", (indexer.select_topk, (_array("float32", BATCH, 1, 512), 64), {})
     parts = _array("bfloat16", 2, BATCH, HEADS, 512), _array("float32", 2, BATCH, HEADS)
     yield "merge_states", "", (merge.merge_states, parts, {})
@@ -102,15 +103,15 @@ def _kv(entry: KVEntry) -> Iterator[tuple[str, str, Sample]]:
 
 
 def _indexer(entry: IndexerEntry) -> Iterator[tuple[str, str, Sample]]:
-    cache, (paged, ragged) = _cache(entry), _requests()
-    q, weights = _array("bfloat16", BATCH, 1, 64, entry.head_dim), _array("float32", BATCH, 1, 64)
+    cache, dtype, (paged, ragged) = _cache(entry), _values(entry), _requests()
+    q, weights = _array(dtype, BATCH, 1, 64, entry.head_dim), _array("float32", BATCH, 1, 64)
     calls: dict[str, Sample] = {
         "write_indexer_k": (
             writes.write_indexer_k,
-            (cache, _array("bfloat16", TOKENS, entry.head_dim), _array("int32", TOKENS)),
+            (cache, _array(dtype, TOKENS, entry.head_dim), _array("int32", TOKENS)),
             {"layer": 0},
         ),
-        "gather_indexer_k": (gathers.gather_indexer_k, (cache, *ragged), {"layer": 0, "total": TOKENS}),
+        "gather_indexer_k": (gathers.gather_indexer_k, (cache, *ragged), {"layer": 0, "total": TOKENS, "dtype": dtype}),
         "indexer_logits": (indexer.indexer_logits, (q, weights, cache, *paged), {"layer": 0, "max_len": 256}),
         **_blocks(cache),
     }

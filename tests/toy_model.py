@@ -19,6 +19,7 @@ SCALE = 0.5
 class Config(NamedTuple):
     vocab_size: int = VOCAB
     stop_tokens: tuple[int, ...] = ()
+    max_position_embeddings: int = LONGEST
 
 
 @jax.tree_util.register_dataclass

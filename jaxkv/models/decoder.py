@@ -1,8 +1,15 @@
 """The decoder: embedding, layers under `lax.scan` with the cache as the carry, norm and head."""
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
+from jaxkv.arguments import Dims, int32
 from jaxkv.cache import KVCache
+from jaxkv.models.attention import attention
+from jaxkv.models.batch import Batch
+from jaxkv.models.feed_forward import dense, mixture
+from jaxkv.models.layers import product, rms_norm
 from jaxkv.models.model import Model
 
 
@@ -52,9 +59,37 @@ def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_ma
 
 def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
     """`prefill` without the head: the cache, and [B, Q, hidden] after the last layer; padding rows have no meaning."""
-    raise NotImplementedError
+    config = model.config
+    model.check_cache(cache)
+    dims = Dims()
+    dims.check_ints("tokens", tokens, "B Q")
+    dims.check_ints("seq_lens", seq_lens, "B")
+    dims.check_ints("block_tables", block_tables, "B M")
+    dims.check_ints("slot_mapping", slot_mapping, "B Q")
+    batch = Batch.of(config, int32(seq_lens), int32(block_tables), int32(slot_mapping))
+
+    def step(carry, inputs):
+        cache, x = carry
+        layer, weights = inputs
+        normed = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
+        cache, out = attention(model, weights["attention"], normed, cache, batch, layer)
+        x = x + out
+        normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
+        if "dense" in weights:
+            return (cache, x + dense(weights["dense"], normed)), None
+        return (cache, x + mixture(config.experts, weights["mixture"], normed)), None
+
+    x, first = model.params["embed"][tokens], 0
+    for layers in model.params["stacks"]:
+        count = len(layers["attention_norm"])
+        (cache, x), _ = lax.scan(step, (cache, x), (jnp.arange(first, first + count), layers))
+        first += count
+    return cache, x
 
 
 def head(model: Model, x) -> jax.Array:
     """Logits, float32 [..., vocab], of what `forward` gives, [..., hidden]: the final norm and the output matrix."""
-    raise NotImplementedError
+    params = model.params
+    x = rms_norm(x, params["norm"], model.config.rms_norm_eps)
+    weight = params["embed"] if model.config.tie_word_embeddings else params["head"]
+    return product("...i,oi->...o", x, weight, dtype=jnp.float32)

@@ -10,11 +10,11 @@ import numpy as np
 from jaxkv.arguments import positive_int
 from jaxkv.blocks import copy_blocks
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch
 from jaxkv.models.decoder import decode, prefill
 from jaxkv.models.model import Model
 from jaxkv.models.pool import BlockPool
 from jaxkv.models.request import Request
+from jaxkv.models.rows import Rows
 from jaxkv.models.sampling import Sampling
 
 GREEDY = Sampling()
@@ -35,7 +35,8 @@ class Engine:
       block_size: tokens a block.
       order: order of the cache's axes.
       max_requests: requests that run at once: rows of the decode program.
-      max_len: tokens that a request may have in the cache; rounded up to blocks; default the whole cache.
+      max_len: tokens that a request may have in the cache, rounded up to blocks; default all that the cache holds, or
+        the model's `max_position_embeddings` where that is less.
       chunk: prompt tokens a step: columns of the prefill program.
     """
 
@@ -56,7 +57,10 @@ class Engine:
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
-        max_len = num_blocks * block_size if max_len is None else positive_int("max_len", max_len)
+        if max_len is None:
+            max_len = min(num_blocks * block_size, model.config.max_position_embeddings)
+        else:
+            max_len = positive_int("max_len", max_len)
         self.table_blocks = _blocks(max_len, block_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -136,7 +140,7 @@ class Engine:
         # Nobody joins before the prompts of those before are cached: their prefixes can then be shared.
         while not unfinished and self._admit():
             unfinished = [request for request in self.running if request.missing > 1]
-        return self._advance(self._prefill, unfinished[:1], rows=1, columns=self.chunk) if unfinished else []
+        return self._advance(self._prefill, unfinished[:1], count=1, columns=self.chunk) if unfinished else []
 
     def _decode_ready(self) -> list[tuple[Request, int]]:
         for request in list(self.running):
@@ -144,14 +148,14 @@ class Engine:
             if request.missing == 1 and request in self.running:
                 self._make_room(request)
         ready = [request for request in self.running if request.missing == 1]
-        return self._advance(self._decode, ready, rows=self.max_requests, columns=1) if ready else []
+        return self._advance(self._decode, ready, count=self.max_requests, columns=1) if ready else []
 
-    def _advance(self, program, requests: list[Request], *, rows: int, columns: int) -> list[tuple[Request, int]]:
+    def _advance(self, program, requests: list[Request], *, count: int, columns: int) -> list[tuple[Request, int]]:
         """Runs a program on the next tokens of these requests; the tokens that it draws."""
-        batch = self._batch(requests, rows, columns)
-        self.cache, drawn = program(self.model, self.cache, batch)
+        rows = Rows.of(requests, count, columns, table_blocks=self.table_blocks, block_size=self.block_size)
+        self.cache, drawn = program(self.model, self.cache, rows)
         new = []
-        for request, length, token in zip(requests, batch.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
+        for request, length, token in zip(requests, rows.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
             request.cached = length
             if request.missing:
                 continue  # there is more of the prompt: what was drawn is its next token, known already
@@ -163,22 +167,6 @@ class Engine:
             if request.finish_reason:
                 self._leave(request)
         return new
-
-    def _batch(self, requests: list[Request], rows: int, columns: int) -> Batch:
-        """Up to `columns` tokens of each request, in rows of a static shape; the rows left over are nobody's."""
-        batch = Batch.empty(rows, columns, self.table_blocks)
-        for row, request in enumerate(requests):
-            end = request.cached + min(columns, request.missing)
-            positions, blocks = np.arange(request.cached, end), np.asarray(request.blocks, np.int32)
-            batch.tokens[row, -len(positions) :] = request.tokens[request.cached : end]
-            batch.seq_lens[row] = end
-            batch.block_tables[row, : len(blocks)] = blocks
-            slots = blocks[positions // self.block_size] * self.block_size + positions % self.block_size
-            batch.slot_mapping[row, -len(positions) :] = slots
-            batch.temperature[row] = request.sampling.temperature
-            batch.top_p[row] = request.sampling.top_p
-            batch.seeds[row] = request.sampling.seed
-        return batch
 
     def _admit(self) -> bool:
         """Lets the head of the queue join, if there is a row for it, and blocks for all its tokens."""
@@ -232,12 +220,12 @@ def _ids(block: int) -> np.ndarray:
     return np.asarray([block], np.int32)
 
 
-def _prefill_step(model: Model, cache: KVCache, batch: Batch) -> tuple[KVCache, jax.Array]:
-    cache, logits = prefill(model, cache, batch.tokens, batch.seq_lens, batch.block_tables, batch.slot_mapping)
-    return cache, batch.draw(logits)
+def _prefill_step(model: Model, cache: KVCache, rows: Rows) -> tuple[KVCache, jax.Array]:
+    cache, logits = prefill(model, cache, rows.tokens, rows.seq_lens, rows.block_tables, rows.slot_mapping)
+    return cache, rows.draw(logits)
 
 
-def _decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[KVCache, jax.Array]:
-    tokens, slots = batch.tokens[:, 0], batch.slot_mapping[:, 0]
-    cache, logits = decode(model, cache, tokens, batch.seq_lens, batch.block_tables, slots)
-    return cache, batch.draw(logits)
+def _decode_step(model: Model, cache: KVCache, rows: Rows) -> tuple[KVCache, jax.Array]:
+    tokens, slots = rows.tokens[:, 0], rows.slot_mapping[:, 0]
+    cache, logits = decode(model, cache, tokens, rows.seq_lens, rows.block_tables, slots)
+    return cache, rows.draw(logits)

@@ -11,6 +11,15 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.packing import Group, PackedLayout
 from jaxkv_kernels.entries import IndexerEntry, MLAEntry
 
+INDEXER_FORMATS = {
+    "bf16": "bf16",
+    "f16": "f16",
+    "f32": "f32",
+    "fp8": "indexer_fp8",
+    "fp8_ds_mla": "indexer_fp8",
+}
+"""Format of the indexer's keys beside latents of each format."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
@@ -43,12 +52,17 @@ class Model:
         layout = self.layout(num_blocks, block_size, order)
         return KVCache.zeros(layout["latent"] if isinstance(layout, PackedLayout) else layout, device=device)
 
-
-INDEXER_FORMATS = {
-    "bf16": "bf16",
-    "f16": "f16",
-    "f32": "f32",
-    "fp8": "indexer_fp8",
-    "fp8_ds_mla": "indexer_fp8",
-}
-"""Format of the indexer's keys beside latents of each format."""
+    def check_cache(self, cache: KVCache) -> None:
+        """ValueError unless `cache` is one for this model: of any strides, but for a packed one."""
+        if not isinstance(cache, KVCache):
+            raise ValueError(f"`cache` is {cache!r}: expected a KVCache, from `model.cache`")
+        layout, config = cache.layout, self.config
+        if layout.num_layers != config.num_layers:
+            raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {config.num_layers}")
+        if config.indexer is not None:
+            expected = self.layout(layout.num_blocks, layout.block_size)["latent"]
+            if layout != expected:
+                raise ValueError(
+                    "`cache` has no room for the indexer's keys where the model expects them: make it with "
+                    f"`model.cache`\nit has\n{layout}\nexpected\n{expected}"
+                )

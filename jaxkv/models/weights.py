@@ -1,6 +1,18 @@
-"""Weights from the safetensors files of a Hugging Face checkpoint."""
+"""A model from a Hugging Face checkpoint: each weight goes to the device as it is read."""
 
-from jaxkv.models.model import Model
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.arguments import float_dtype
+from jaxkv.models.checkpoint import Checkpoint
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.model import INDEXER_FORMATS, Model
+from jaxkv.models.parameters import Weight, parameters
+
+PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def load(path, *, dtype=None, entry_format=None, implementation=None, device=None, progress=iter) -> Model:
@@ -9,17 +21,59 @@ def load(path, *, dtype=None, entry_format=None, implementation=None, device=Non
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
       dtype: of weights and activations: bfloat16, float16 or float32; default that of the checkpoint.
-      entry_format: format of the cached latents: `bf16`, `f16`, `f32`, `fp8` (unscaled), `fp8_ds_mla`; default the
+      entry_format: format of the cached latents: `bf16`, `f16`, `f32`, `fp8` (with scale 1), `fp8_ds_mla`; default the
         plain one of `dtype`.
       implementation: of the operations on the cache: None (the best that takes the call), a name, or a tuple of names.
-      device: a device or sharding for the weights; each goes there as it is read.
-      progress: wraps the list of weights to be read: a progress bar.
+      device: where the weights go; default the default device.
+      progress: wraps the list of what is to be read, to show how far it is.
 
     Returns:
       The model.
 
     Raises:
+      ImportError: safetensors is not installed.
       ValueError: an architecture or value of config.json is not supported; a weight is missing, has another shape than
         the configuration tells, or holds NaN.
     """
-    raise NotImplementedError
+    config = ModelConfig.read(path)
+    dtype = float_dtype("dtype", dtype or config.dtype)
+    entry_format = entry_format or PLAIN_FORMATS[str(dtype)]
+    if entry_format not in INDEXER_FORMATS:
+        raise ValueError(f"`entry_format` is {entry_format!r}: expected one of {', '.join(INDEXER_FORMATS)}")
+    tree, structure = jax.tree.flatten(parameters(config))
+    pieces = [(i, layer) for i, weight in enumerate(tree) for layer in weight.layers or [None]]
+    with Checkpoint(path) as checkpoint:
+        checkpoint.check({name: tree[i].shape for i, layer in pieces for name in tree[i].names(layer)})
+        arrays = [
+            jnp.zeros(weight.stacked_shape, jnp.float32 if weight.exact else dtype, device=device) for weight in tree
+        ]
+        for i, layer in progress(pieces):
+            arrays[i] = _place(arrays[i], tree[i], layer, checkpoint)
+    params = jax.tree.unflatten(structure, arrays)
+    params["stacks"] = tuple(_absorb(config, stack) for stack in params["stacks"])
+    return Model(params, config, entry_format, implementation)
+
+
+def _place(array, weight: Weight, layer: int | None, checkpoint: Checkpoint):
+    """`array` with a layer's weights (of all experts) in their place."""
+    piece = np.stack([checkpoint.read(name) for name in weight.names(layer)]).reshape(
+        weight.stacked_shape if layer is None else weight.stacked_shape[1:]
+    )
+    if layer is None:
+        return jnp.asarray(piece, array.dtype, device=array.sharding)
+    return _set(array, jax.device_put(piece, array.sharding), layer - weight.layers.start)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set(array, piece, i):
+    return array.at[i].set(piece.astype(array.dtype))
+
+
+def _absorb(config: ModelConfig, stack):
+    """The stack with `kv_b`, rows per head W_UK and then W_UV, split for attention to latents."""
+    attention = dict(stack["attention"])
+    kv_b = attention.pop("kv_b")
+    kv_b = kv_b.reshape(len(kv_b), config.num_heads, -1, config.kv_lora_rank)
+    attention["w_uk"] = kv_b[:, :, : config.qk_nope_head_dim]
+    attention["w_uv"] = kv_b[:, :, config.qk_nope_head_dim :]
+    return {**stack, "attention": attention}
