@@ -135,6 +135,11 @@ class Engine:
         """
         return [*self._prefill_next(), *self._decode_ready()]
 
+    def warm_up(self) -> None:
+        """Compiles both programs, by running them on no request: later steps take only the time of their work."""
+        self._advance(self._prefill, [], count=1, columns=self.chunk)
+        self._advance(self._decode, [], count=self.max_requests, columns=1)
+
     def _prefill_next(self) -> list[tuple[Request, int]]:
         unfinished = [request for request in self.running if request.missing > 1]
         # Nobody joins before the prompts of those before are cached: their prefixes can then be shared.
