@@ -76,6 +76,7 @@ def test_the_stream_is_what_the_requests_hold():
 
 
 def test_twenty_requests_come_and_go_with_one_trace_of_each_program(monkeypatch):
+    chex.clear_trace_counter()
     for program in ("_prefill_step", "_decode_step"):
         once = chex.assert_max_traces(getattr(engine_module, program), n=1)
         monkeypatch.setattr(engine_module, program, once)
@@ -171,6 +172,20 @@ def test_out_of_blocks_the_youngest_waits_and_is_computed_again(num_blocks, monk
     assert requests[0] not in left[: left.index(requests[0])]
     for request in requests:
         assert request.generated == right(request.prompt, 28)
+
+
+def test_who_was_sent_back_is_next_to_join():
+    served = engine(num_blocks=8, max_requests=2)
+    first, second, third = (served.submit(prompt(9, seed=n), max_tokens=16) for n in range(3))
+    while second not in served.running:
+        served.step()
+    while second in served.running:
+        served.step()
+    assert first in served.running
+    assert list(served.waiting) == [second, third]
+    finish(served)
+    for request in (first, second, third):
+        assert request.generated == right(request.prompt, 16)
 
 
 def test_a_request_may_fill_the_whole_cache():
