@@ -1,5 +1,7 @@
 """Multi-head latent attention on the cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -31,18 +33,19 @@ def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> 
     k_pe = rope.rotate(k_pe, batch.cos, batch.sin, interleaved=interleaved)
 
     # Latents leave a norm and stay far below e4m3's largest value, 448: scale 1 is enough where a format wants one.
-    options = {"layer": layer, "implementation": model.implementation}
+    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
     if cache.layout.entry.codec.scaled:
         options["kv_scale"] = 1.0
     tokens = len(batch.slots)
     cache = write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
 
-    options["scale"] = rope.softmax_scale(config)
+    scale = rope.softmax_scale(config)
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
     if config.indexer is None:
-        out = decode_mla(q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, **options)
+        out = decode_mla(q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, scale=scale, **options)
     else:
-        cache, slots = indexer.select_slots(model, weights["indexer"], x, q_source, cache, batch, layer)
-        out = decode_mla_sparse(q_latent, q_pe, cache, slots, **options)
+        chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
+        cache, slots = chosen
+        out = decode_mla_sparse(q_latent, q_pe, cache, slots, scale=scale, **options)
     out = product("bqhr,hvr->bqhv", out, weights["w_uv"])
     return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])

@@ -102,7 +102,7 @@ class ModelConfig:
             raise ValueError(
                 f"`architectures` begins with {architecture!r}: expected one of {', '.join(ARCHITECTURES)}"
             )
-        if "quantization_config" in values:
+        if values.get("quantization_config"):
             raise ValueError("`quantization_config` is present: expected a checkpoint of unquantised weights")
         fields.require("hidden_act", "silu", default="silu")
         fields.require("attention_bias", False, default=False)

@@ -75,7 +75,7 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
         cache, out = attention(model, weights["attention"], normed, cache, batch, layer)
         x = x + out
         normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
-        if "dense" in weights:
+        if config.experts is None or "dense" in weights:
             return (cache, x + dense(weights["dense"], normed)), None
         return (cache, x + mixture(config.experts, weights["mixture"], normed)), None
 

@@ -7,6 +7,7 @@ from jaxkv.cache import KVCache
 from jaxkv.indexer import indexer_logits, positions_to_slots, select_topk
 from jaxkv.models import rope
 from jaxkv.models.batch import Batch
+from jaxkv.models.config import Indexer
 from jaxkv.models.layers import layer_norm, linear
 from jaxkv.models.model import Model
 from jaxkv.writes import write_indexer_k
@@ -14,14 +15,17 @@ from jaxkv.writes import write_indexer_k
 KEY_EPS = 1e-6
 
 
-def select_slots(model: Model, weights, x, q_latent, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+def select_slots(
+    model: Model, config: Indexer, weights, x, q_latent, cache: KVCache, batch: Batch, layer
+) -> tuple[KVCache, jax.Array]:
     """Stores the indexer's keys of x [B, Q, hidden]; the slots int32 [B, Q, topk] with the highest scores.
 
     score[j] = sum over heads h of w_h * relu(q_h . k_j / sqrt(heads * head_dim)), over the tokens j that a query sees.
     DeepSeek turns queries and keys by a Hadamard matrix first; the products stay the same, so it is left out.
 
     Args:
-      model: with an indexer.
+      model: whose cache it is.
+      config: the model's indexer.
       weights: of this layer's indexer.
       x: [B, Q, hidden], what the attention is given.
       q_latent: [B, Q, q_lora_rank], after its norm.
@@ -29,7 +33,6 @@ def select_slots(model: Model, weights, x, q_latent, cache: KVCache, batch: Batc
       batch: the new tokens.
       layer: traced int32.
     """
-    config = model.config.indexer
     q = linear(q_latent, weights["q"]).reshape(*x.shape[:2], config.heads, config.head_dim)
     k = layer_norm(linear(x, weights["k"]), weights["k_norm"], weights["k_norm_bias"], KEY_EPS)
     q = _rotate_first(q, batch.cos[:, :, None], batch.sin[:, :, None])
@@ -39,7 +42,7 @@ def select_slots(model: Model, weights, x, q_latent, cache: KVCache, batch: Batc
     options = {"layer": layer, "implementation": model.implementation}
     block_size = cache.layout.block_size
     max_len = batch.block_tables.shape[1] * block_size
-    keys = cache.view(model.layout(cache.layout.num_blocks, block_size)["indexer"])
+    keys = cache.view(model.packed_layout(config, cache.layout.num_blocks, block_size)["indexer"])
     keys = write_indexer_k(keys, k.reshape(-1, config.head_dim), batch.slots, **options)
     logits = indexer_logits(q, head_weights, keys, batch.block_tables, batch.seq_lens, max_len=max_len, **options)
     positions = select_topk(logits, min(config.topk, max_len), implementation=model.implementation)

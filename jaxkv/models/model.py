@@ -7,7 +7,7 @@ import jax
 
 from jaxkv.cache import KVCache
 from jaxkv.layout import CacheLayout
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import Indexer, ModelConfig
 from jaxkv.packing import Group, PackedLayout
 from jaxkv_kernels.entries import IndexerEntry, MLAEntry
 
@@ -35,14 +35,20 @@ class Model:
 
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
         """The layout of a cache for this model; with an indexer (V3.2), its keys lie in the same blocks."""
-        config = self.config
-        latent = MLAEntry(self.entry_format, config.kv_lora_rank, config.qk_rope_head_dim)
+        if self.config.indexer is not None:
+            return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
-        if config.indexer is None:
-            return CacheLayout(num_layers=config.num_layers, entry=latent, **sizes)
-        keys = IndexerEntry(INDEXER_FORMATS[self.entry_format], config.indexer.head_dim)
-        groups = {"latent": Group(config.num_layers, latent), "indexer": Group(config.num_layers, keys)}
-        return PackedLayout(groups=groups, **sizes)
+        return CacheLayout(num_layers=self.config.num_layers, entry=self._latent, **sizes)
+
+    def packed_layout(self, indexer: Indexer, num_blocks: int, block_size: int, order: str = "BLNHC") -> PackedLayout:
+        """The layout with groups "latent" and "indexer"."""
+        layers, keys = self.config.num_layers, IndexerEntry(INDEXER_FORMATS[self.entry_format], indexer.head_dim)
+        groups = {"latent": Group(layers, self._latent), "indexer": Group(layers, keys)}
+        return PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, order=order)
+
+    @property
+    def _latent(self) -> MLAEntry:
+        return MLAEntry(self.entry_format, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
 
     def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC", device=None) -> KVCache:
         """An empty cache of that layout; of a packed one, its view of the latents, which `prefill` and `decode` take.
@@ -60,7 +66,7 @@ class Model:
         if layout.num_layers != config.num_layers:
             raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {config.num_layers}")
         if config.indexer is not None:
-            expected = self.layout(layout.num_blocks, layout.block_size)["latent"]
+            expected = self.packed_layout(config.indexer, layout.num_blocks, layout.block_size)["latent"]
             if layout != expected:
                 raise ValueError(
                     "`cache` has no room for the indexer's keys where the model expects them: make it with "

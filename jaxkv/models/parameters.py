@@ -3,35 +3,38 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import Experts, Indexer, ModelConfig
 
 LAYER, EXPERT = "{layer}", "{expert}"
+NO_LAYERS = range(0)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the checkpoint, or one a layer (and expert), stacked; `name` has their numbers as placeholders."""
+    """A weight of the checkpoint, or one a layer and perhaps expert, stacked; `name` has numbers as placeholders."""
 
     name: str
     shape: tuple[int, ...]
     """Of one of them."""
-    layers: range | None = None
-    experts: int | None = None
+    layers: range = NO_LAYERS
+    experts: int = 0
+    expert_axis: int = 0
+    """Where a layer's array has the axis of experts."""
     exact: bool = False
     """Kept in float32 whatever the model's dtype: routing and scoring are done in float32."""
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
         """Of all of them."""
-        layers = () if self.layers is None else (len(self.layers),)
-        experts = () if self.experts is None else (self.experts,)
-        return (*layers, *experts, *self.shape)
+        shape = list(self.shape)
+        if self.experts:
+            shape.insert(self.expert_axis, self.experts)
+        return (len(self.layers), *shape) if self.layers else tuple(shape)
 
-    def names(self, layer: int | None) -> list[str]:
-        """The names of the pieces of a layer: one, or one an expert."""
-        return [
-            self.name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for expert in range(self.experts or 1)
-        ]
+    def names(self, layer: int) -> list[str]:
+        """The names of a layer's pieces: one, or one an expert."""
+        name = self.name.replace(LAYER, str(layer))
+        return [name.replace(EXPERT, str(expert)) for expert in range(self.experts)] if self.experts else [name]
 
 
 def parameters(config: ModelConfig) -> dict[str, Any]:
@@ -57,29 +60,36 @@ def _stack(config: ModelConfig, layers: range) -> dict[str, Any]:
     def weight(name: str, *shape: int, **options) -> Weight:
         return Weight(f"model.layers.{LAYER}.{name}", shape, layers, **options)
 
-    def feed_forward(name: str, size: int, **options) -> dict[str, Weight]:
-        return {
-            "gate": weight(f"{name}.gate_proj.weight", size, hidden, **options),
-            "up": weight(f"{name}.up_proj.weight", size, hidden, **options),
-            "down": weight(f"{name}.down_proj.weight", hidden, size, **options),
-        }
-
     stack: dict[str, Any] = {
         "attention_norm": weight("input_layernorm.weight", hidden),
         "attention": _attention(config, weight),
         "feed_forward_norm": weight("post_attention_layernorm.weight", hidden),
     }
-    if layers.start < config.num_dense_layers:
-        return {**stack, "dense": feed_forward("mlp", config.intermediate_size)}
-    experts = config.experts
-    mixture: dict[str, Any] = {
-        "router": weight("mlp.gate.weight", experts.count, hidden, exact=True),
-        "experts": feed_forward(f"mlp.experts.{EXPERT}", experts.intermediate_size, experts=experts.count),
-        "shared": feed_forward("mlp.shared_experts", experts.shared_intermediate_size),
+    if config.experts is None or layers.start < config.num_dense_layers:
+        return {**stack, "dense": _feed_forward(weight, "mlp", hidden, config.intermediate_size)}
+    return {**stack, "mixture": _mixture(config.experts, weight, hidden)}
+
+
+def _feed_forward(weight, name: str, hidden: int, size: int, experts: int = 0) -> dict[str, Weight]:
+    return {
+        "gate": weight(f"{name}.gate_proj.weight", size, hidden, experts=experts),
+        "up": weight(f"{name}.up_proj.weight", size, hidden, experts=experts),
+        # [hidden, experts, size]: the inner values of all experts are one row.
+        "down": weight(f"{name}.down_proj.weight", hidden, size, experts=experts, expert_axis=1),
     }
-    if experts.scoring == "sigmoid":
-        mixture["router_bias"] = weight("mlp.gate.e_score_correction_bias", experts.count, exact=True)
-    return {**stack, "mixture": mixture}
+
+
+def _mixture(config: Experts, weight, hidden: int) -> dict[str, Any]:
+    tree = {
+        "router": weight("mlp.gate.weight", config.count, hidden, exact=True),
+        "experts": _feed_forward(
+            weight, f"mlp.experts.{EXPERT}", hidden, config.intermediate_size, experts=config.count
+        ),
+        "shared": _feed_forward(weight, "mlp.shared_experts", hidden, config.shared_intermediate_size),
+    }
+    if config.scoring == "sigmoid":
+        tree["router_bias"] = weight("mlp.gate.e_score_correction_bias", config.count, exact=True)
+    return tree
 
 
 def _attention(config: ModelConfig, weight) -> dict[str, Any]:
@@ -93,18 +103,21 @@ def _attention(config: ModelConfig, weight) -> dict[str, Any]:
         "o": weight("self_attn.o_proj.weight", hidden, heads * value),
     }
     if config.q_lora_rank is None:
-        tree["q"] = weight("self_attn.q_proj.weight", q_size, hidden)
-    else:
-        tree["q_a"] = weight("self_attn.q_a_proj.weight", config.q_lora_rank, hidden)
-        tree["q_a_norm"] = weight("self_attn.q_a_layernorm.weight", config.q_lora_rank)
-        tree["q"] = weight("self_attn.q_b_proj.weight", q_size, config.q_lora_rank)
+        return {**tree, "q": weight("self_attn.q_proj.weight", q_size, hidden)}
+    tree["q_a"] = weight("self_attn.q_a_proj.weight", config.q_lora_rank, hidden)
+    tree["q_a_norm"] = weight("self_attn.q_a_layernorm.weight", config.q_lora_rank)
+    tree["q"] = weight("self_attn.q_b_proj.weight", q_size, config.q_lora_rank)
     if config.indexer is not None:
-        indexer, prefix = config.indexer, "self_attn.indexer"
-        tree["indexer"] = {
-            "q": weight(f"{prefix}.wq_b.weight", indexer.heads * indexer.head_dim, config.q_lora_rank),
-            "k": weight(f"{prefix}.wk.weight", indexer.head_dim, hidden),
-            "k_norm": weight(f"{prefix}.k_norm.weight", indexer.head_dim),
-            "k_norm_bias": weight(f"{prefix}.k_norm.bias", indexer.head_dim),
-            "weights": weight(f"{prefix}.weights_proj.weight", indexer.heads, hidden, exact=True),
-        }
+        tree["indexer"] = _indexer(config.indexer, weight, hidden, config.q_lora_rank)
     return tree
+
+
+def _indexer(config: Indexer, weight, hidden: int, q_lora_rank: int) -> dict[str, Weight]:
+    prefix = "self_attn.indexer"
+    return {
+        "q": weight(f"{prefix}.wq_b.weight", config.heads * config.head_dim, q_lora_rank),
+        "k": weight(f"{prefix}.wk.weight", config.head_dim, hidden),
+        "k_norm": weight(f"{prefix}.k_norm.weight", config.head_dim),
+        "k_norm_bias": weight(f"{prefix}.k_norm.bias", config.head_dim),
+        "weights": weight(f"{prefix}.weights_proj.weight", config.heads, hidden, exact=True),
+    }

@@ -49,16 +49,16 @@ def frequencies(rope: Rope, size: int) -> np.ndarray:
     yarn = rope.yarn
     if yarn is None:
         return plain
-    low = max(math.floor(_pair_of(yarn.beta_fast, rope, size)), 0)
-    high = min(math.ceil(_pair_of(yarn.beta_slow, rope, size)), size - 1)
+    low = max(math.floor(_pair_of(yarn.beta_fast, yarn, rope.theta, size)), 0)
+    high = min(math.ceil(_pair_of(yarn.beta_slow, yarn, rope.theta, size)), size - 1)
     width = max(high - low, 0.001)
     stretched = np.clip((np.arange(size // 2, dtype=np.float32) - low) / np.float32(width), 0, 1)
     return plain / np.float32(yarn.factor) * stretched + plain * (1 - stretched)
 
 
-def _pair_of(turns: float, rope: Rope, size: int) -> float:
+def _pair_of(turns: float, yarn: Yarn, theta: float, size: int) -> float:
     """The (fractional) pair that turns so many times in the original length."""
-    return size * math.log(rope.yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    return size * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def _attention_factor(yarn: Yarn | None) -> float:

@@ -41,7 +41,7 @@ def load(path, *, dtype=None, entry_format=None, implementation=None, device=Non
     if entry_format not in INDEXER_FORMATS:
         raise ValueError(f"`entry_format` is {entry_format!r}: expected one of {', '.join(INDEXER_FORMATS)}")
     tree, structure = jax.tree.flatten(parameters(config))
-    pieces = [(i, layer) for i, weight in enumerate(tree) for layer in weight.layers or [None]]
+    pieces = [(i, layer) for i, weight in enumerate(tree) for layer in weight.layers or [0]]
     with Checkpoint(path) as checkpoint:
         checkpoint.check({name: tree[i].shape for i, layer in pieces for name in tree[i].names(layer)})
         arrays = [
@@ -54,14 +54,12 @@ def load(path, *, dtype=None, entry_format=None, implementation=None, device=Non
     return Model(params, config, entry_format, implementation)
 
 
-def _place(array, weight: Weight, layer: int | None, checkpoint: Checkpoint):
-    """`array` with a layer's weights (of all experts) in their place."""
-    piece = np.stack([checkpoint.read(name) for name in weight.names(layer)]).reshape(
-        weight.stacked_shape if layer is None else weight.stacked_shape[1:]
-    )
-    if layer is None:
-        return jnp.asarray(piece, array.dtype, device=array.sharding)
-    return _set(array, jax.device_put(piece, array.sharding), layer - weight.layers.start)
+def _place(array, weight: Weight, layer: int, checkpoint: Checkpoint):
+    """`array` with a layer's weights, of all experts, in their place."""
+    pieces = [checkpoint.read(name) for name in weight.names(layer)]
+    piece = np.stack(pieces, weight.expert_axis) if weight.experts else pieces[0]
+    piece = jax.device_put(piece, array.sharding)
+    return _set(array, piece, layer - weight.layers.start) if weight.layers else piece.astype(array.dtype)
 
 
 @partial(jax.jit, donate_argnums=0)

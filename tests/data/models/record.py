@@ -17,8 +17,8 @@ that another implementation can be held to the same tokens, prompts are drawn un
 logits of a step, and the last chosen and first rejected candidate of each expert routing and of each of the indexer's
 selections, lie further apart than float32 rounding can move them.
 
-Where the published checkpoints write `config.json` with other keys than today's transformers, so does the recording
-(`PUBLISHED`). DeepSeek-V3.2 is transformers' implementation: indexer scores in float32, no Hadamard rotation, no fp8.
+`config.json` is today's; some families have it with the keys of the published checkpoints instead (`PUBLISHED`).
+DeepSeek-V3.2 is what transformers makes of it: the indexer scores in float32, without Hadamard rotation or fp8.
 
 Run it on Python 3.11 in an environment of its own, with the CPU build of torch:
 
@@ -30,6 +30,7 @@ Running it again with the same versions on the same machine gives the same bytes
 """
 
 import itertools
+import json
 import sys
 import zlib
 from pathlib import Path
@@ -45,6 +46,7 @@ LENGTHS = (1, 63, 64, 65, 200)  # a block of 64 tokens, one less, one more
 STEPS = 64
 LOGIT_MARGIN = 1e-3  # between the two best logits, relative to the largest magnitude of the step
 CHOICE_MARGIN = 2e-5  # the same at the edge of every top-k inside the model; float32 rounding moves these by 1e-6
+MASKED = -1e30  # masks are -inf or the most negative float32
 
 TINY = {
     "vocab_size": 97,
@@ -74,6 +76,9 @@ GROUPS = {"n_group": 4, "topk_group": 2}
 NO_GROUPS = {"n_group": 1, "topk_group": 1}
 # V3 scores a group by its two best experts: with four in a group, not by all.
 V3 = {**MOE, "n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0}
+V3_2 = {name: value for name, value in V3.items() if name != "num_mtp_layers"}
+GLM = {name: value for name, value in MOE.items() if name != "first_k_dense_replace"}  # its default is one, too
+TWO_LAYERS = {"num_hidden_layers": 2}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -87,8 +92,68 @@ YARN = {
 
 # family: (model type, what its configuration has that TINY has not)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**MOE, **GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    ),
+    "deepseek_v2_lite": (
+        "deepseek_v2",
+        {
+            **MOE,
+            **NO_GROUPS,
+            **TWO_LAYERS,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
     "deepseek_v3": ("deepseek_v3", V3),
+    # Unequal, so that cos and sin get a factor of their own.
+    "deepseek_v3_yarn": ("deepseek_v3", {**V3, **TWO_LAYERS, "rope_parameters": {**YARN, "mscale_all_dim": 0.8}}),
+    "deepseek_v3_sharded": ("deepseek_v3", {**V3, **TWO_LAYERS, "rope_interleave": False}),
+    "deepseek_v32": ("deepseek_v32", {**V3_2, "index_topk": 64, "index_n_heads": 8, "index_head_dim": 32}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**GLM, **NO_GROUPS, "v_head_dim": 24, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
+    ),
+    "kimi": (
+        "deepseek_v3",
+        {
+            **V3,
+            **NO_GROUPS,
+            **TWO_LAYERS,
+            "n_routed_experts": 8,
+            "routed_scaling_factor": 2.827,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {**YARN, "rope_theta": 50000.0, "beta_fast": 1},
+        },
+    ),
+    "moonlight": (
+        "deepseek_v3",
+        {
+            **V3,
+            **NO_GROUPS,
+            **TWO_LAYERS,
+            "n_routed_experts": 8,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.446,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        },
+    ),
+    "youtu": ("youtu", {}),  # dense, and the head is the embedding
 }
+
+SHARDS = {"deepseek_v3_sharded": "290KB"}
+
+# Families whose config.json gets the keys of the published checkpoints, and what these say besides.
+PUBLISHED = {
+    "deepseek_v2_lite": {"scoring_func": "softmax", "moe_layer_freq": 1},
+    "kimi": {"model_type": "kimi_k2", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "moonlight": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+}
+TODAYS_KEYS = ("head_dim", "mlp_bias", "output_router_logits", "qk_head_dim", "rope_interleave")  # not in those
 
 
 class Margins(TorchDispatchMode):
@@ -110,10 +175,9 @@ class Margins(TorchDispatchMode):
 def margin(scores: torch.Tensor, k: int) -> float:
     """The smallest gap between the k-th and the next score of a row, relative to the row's largest magnitude."""
     best = scores.sort(dim=-1, descending=True).values[..., k - 1 : k + 1]
-    largest = scores.masked_fill(scores.isinf(), 0).abs().amax(-1)
+    largest = scores.masked_fill(scores < MASKED, 0).abs().amax(-1)
     gaps = (best[..., 0] - best[..., 1]) / largest
-    masked = best[..., 1].isinf()  # no candidate was rejected
-    return gaps.masked_fill(masked, float("inf")).min().item()
+    return gaps.masked_fill(best[..., 1] < MASKED, float("inf")).min().item()  # none was rejected: clear
 
 
 def build(family: str) -> torch.nn.Module:
@@ -145,7 +209,7 @@ def answer(model: torch.nn.Module, prompt: torch.Tensor) -> dict[str, torch.Tens
     if margin(step_logits, 1) < LOGIT_MARGIN or margins.smallest < CHOICE_MARGIN:
         return None
     steps = whole[len(prompt) - 1 :]
-    torch.testing.assert_close(steps, step_logits, rtol=0, atol=1e-5 * step_logits.abs().max().item())
+    require_close(steps, step_logits)
     torch.testing.assert_close(steps.argmax(-1), tokens, rtol=0, atol=0)
     return {"prompts": prompt, "logits": whole[: len(prompt)], "tokens": tokens, "step_logits": step_logits}
 
@@ -174,19 +238,65 @@ def record(model: torch.nn.Module) -> dict[str, np.ndarray]:
     }
 
 
+def require_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise unless logits agree to a tolerance relative to the largest."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def save(model: torch.nn.Module, family: str, folder: Path) -> None:
+    """Write the checkpoint, config.json with the published keys where those differ."""
+    model.save_pretrained(folder, max_shard_size=SHARDS.get(family, "1GB"))
+    (folder / "generation_config.json").unlink()  # says nothing
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # save_pretrained hides them from other users
+    if family in PUBLISHED:
+        path = folder / "config.json"
+        config = {**json.loads(path.read_text()), **PUBLISHED[family]}
+        rope = config.pop("rope_parameters")
+        theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+        config |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"type": kind, **rope}}
+        config["torch_dtype"] = config.pop("dtype")
+        for name in TODAYS_KEYS:
+            config.pop(name, None)
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def require_same(model: torch.nn.Module, folder: Path, truth: dict[str, np.ndarray]) -> None:
+    """Raise unless the written checkpoint is the model that was recorded."""
+    written = json.loads((folder / "config.json").read_text())
+    # Transformers knows Kimi's text model by its own name only.
+    config = type(model.config).from_dict({**written, "model_type": model.config.model_type})
+    again = type(model).from_pretrained(folder, config=config, attn_implementation="eager")
+    prompt = torch.from_numpy(truth["prompts"][-1:]).long()  # the longest has no padding
+    require_close(again(prompt).logits[0], torch.from_numpy(truth["logits"][-1]))
+
+
+def require_sparse(model: torch.nn.Module, truth: dict[str, np.ndarray]) -> None:
+    """Raise unless attention to all tokens, not to the indexer's choice, continues the longest prompt otherwise."""
+    for layer in model.model.layers:
+        layer.self_attn.indexer.index_topk = TINY["max_position_embeddings"]
+    prompt = torch.from_numpy(truth["prompts"][-1:]).long()
+    logits = model(torch.cat((prompt, torch.from_numpy(truth["tokens"][-1:, :-1]).long()), 1)).logits[0, -STEPS:]
+    same = logits.argmax(-1).numpy() == truth["tokens"][-1]
+    print(f"without the sparse path, {same.sum()} of the {STEPS} choices after the longest prompt are the same")
+    if same.all():
+        raise ValueError("the sparse path decides no token: lower index_topk")
+
+
 @torch.no_grad()
 def main(families: list[str]) -> None:
     """Write one folder per family."""
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     for family in families or FAMILIES:
         torch.manual_seed(zlib.crc32(family.encode()))
         model = build(family)
         truth = record(model)
         folder = Path(__file__).with_name(family)
-        model.save_pretrained(folder)
-        (folder / "generation_config.json").unlink()  # says nothing
-        for file in folder.glob("*.safetensors"):
-            file.chmod(0o644)  # save_pretrained hides them from other users
+        save(model, family, folder)
+        require_same(model, folder, truth)
+        if hasattr(model.config, "index_topk"):
+            require_sparse(model, truth)
         np.savez_compressed(folder / "truth.npz", **truth)
         print(f"{family}: {sum(file.stat().st_size for file in folder.iterdir())} bytes")
 
