@@ -1,4 +1,4 @@
-"""The engine on a recorded checkpoint: the tokens are Hugging Face's, whoever runs beside a request."""
+"""The engine on recorded checkpoints: the tokens are Hugging Face's, whoever runs beside a request."""
 
 from functools import cache
 from pathlib import Path
@@ -13,19 +13,24 @@ from jaxkv.models import engine as engine_module
 from jaxkv.models.engine import Engine
 from jaxkv.models.rows import Rows
 
-FOLDER = Path(__file__).parent / "data" / "models" / "deepseek_v3"
-TRUTH = np.load(FOLDER / "truth.npz")
+FOLDER = Path(__file__).parent / "data" / "models"
 
 
 @cache
-def model():
-    return models.load(FOLDER)
+def model(family="deepseek_v3"):
+    return models.load(FOLDER / family)
 
 
-def recorded(request, known=0):
+@cache
+def truth(family):
+    with np.load(FOLDER / family / "truth.npz") as recorded:
+        return {name: recorded[name].tolist() for name in ("prompts", "prompt_lens", "tokens")}
+
+
+def recorded(family, request, known=0):
     """A recorded prompt with its first `known` tokens, and the tokens that follow."""
-    tokens = TRUTH["tokens"][request].tolist()
-    prompt = TRUTH["prompts"][request, : TRUTH["prompt_lens"][request]].tolist()
+    found = truth(family)
+    prompt, tokens = found["prompts"][request][: found["prompt_lens"][request]], found["tokens"][request]
     return prompt + tokens[:known], tokens[known:]
 
 
@@ -37,16 +42,22 @@ def one_trace(monkeypatch):
         monkeypatch.setattr(engine_module, program, once)
 
 
-def test_twenty_requests_come_and_go(one_trace):
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_twenty_requests_come_and_go(family, one_trace):
     # 20 blocks of 16 tokens: the longest request takes 17 of them, so some wait and some are computed again.
-    served = Engine(model(), num_blocks=20, block_size=16, max_requests=4, chunk=64)
-    rng, requests = np.random.default_rng(0), []
+    served = Engine(model(family), num_blocks=20, block_size=16, max_requests=4, chunk=64)
+    rng, requests, sent_back, shared = np.random.default_rng(0), [], set(), 0
     while len(requests) < 20 or served.running or served.waiting:
         if len(requests) < 20 and rng.random() < 0.4:
-            prompt, follows = recorded(len(requests) % 5, int(rng.integers(0, 48)))
+            prompt, follows = recorded(family, len(requests) % 5, int(rng.integers(0, 48)))
             follows = follows[: int(rng.integers(1, len(follows)))]
             requests.append((served.submit(prompt, max_tokens=len(follows), stop=()), follows))
         served.step()
+        sent_back |= {request for request in served.waiting if request.generated}
+        held = [block for request in served.running for block in request.blocks]
+        shared += len(held) - len(set(held))
+    assert sent_back
+    assert shared
     for request, follows in requests:
         assert request.generated == follows
     assert served.pool.num_free == 20
@@ -55,11 +66,11 @@ def test_twenty_requests_come_and_go(one_trace):
 @pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
 def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
     served = Engine(model(), num_blocks=10, order=order, max_requests=5, chunk=7)
-    requests = [served.submit(recorded(n)[0], max_tokens=64, stop=()) for n in range(5)]
+    requests = [served.submit(recorded("deepseek_v3", n)[0], max_tokens=64, stop=()) for n in range(5)]
     for _ in served.run():
         pass
     for n, request in enumerate(requests):
-        assert request.generated == recorded(n)[1]
+        assert request.generated == recorded("deepseek_v3", n)[1]
 
 
 @pytest.mark.parametrize(("program", "count", "columns"), [("_prefill_step", 1, 256), ("_decode_step", 32, 1)])
