@@ -44,12 +44,13 @@ def one_trace(monkeypatch):
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 def test_twenty_requests_come_and_go(family, one_trace):
-    # 20 blocks of 16 tokens: the longest request takes 17 of them, so some wait and some are computed again.
+    # Requests of one prompt come in pairs and share it.  20 blocks of 16 tokens, of which the longest request takes 17:
+    # some wait, and some are computed again.
     served = Engine(model(family), num_blocks=20, block_size=16, max_requests=4, chunk=64)
     rng, requests, sent_back, shared = np.random.default_rng(0), [], set(), 0
     while len(requests) < 20 or served.running or served.waiting:
         if len(requests) < 20 and rng.random() < 0.4:
-            prompt, follows = recorded(family, len(requests) % 5, int(rng.integers(0, 48)))
+            prompt, follows = recorded(family, len(requests) // 2 % 5, int(rng.integers(0, 48)))
             follows = follows[: int(rng.integers(1, len(follows)))]
             requests.append((served.submit(prompt, max_tokens=len(follows), stop=()), follows))
         served.step()

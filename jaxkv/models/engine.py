@@ -1,5 +1,6 @@
 """Continuous batching: requests join and leave while one compiled program of each kind runs."""
 
+import operator
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
@@ -91,11 +92,12 @@ class Engine:
           The request; `step` and `run` fill it.
 
         Raises:
+          TypeError: a token id is no integer.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or could never be served: with
             `max_tokens` it is longer than the block table or the cache.
         """
         vocabulary = self.model.config.vocab_size
-        prompt = tuple(int(token) for token in prompt)
+        prompt = tuple(map(operator.index, prompt))
         outside = [token for token in prompt if not 0 <= token < vocabulary]
         if not prompt or outside:
             told = f"holds {outside[0]}" if outside else "is empty"
