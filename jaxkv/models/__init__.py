@@ -17,4 +17,5 @@ from jaxkv.models.decoder import forward as forward
 from jaxkv.models.decoder import head as head
 from jaxkv.models.decoder import prefill as prefill
 from jaxkv.models.model import Model as Model
+from jaxkv.models.random import random_model as random_model
 from jaxkv.models.weights import load as load

@@ -204,11 +204,17 @@ def _experts(fields: _Fields, architecture: str) -> Experts:
     groups = fields["n_group"] if grouped else 1
     if count % groups:
         raise ValueError(f"`n_group` is {groups}: expected a divisor of the {count} `n_routed_experts`")
+    per_token, kept = fields["num_experts_per_tok"], fields["topk_group"] if grouped else 1
+    if per_token > kept * (count // groups):
+        raise ValueError(
+            f"`num_experts_per_tok` is {per_token}: expected at most the {kept * (count // groups)} experts of "
+            f"{kept} groups"
+        )
     return Experts(
         count=count,
-        per_token=fields["num_experts_per_tok"],
+        per_token=per_token,
         groups=groups,
-        groups_per_token=fields["topk_group"] if grouped else 1,
+        groups_per_token=kept,
         scoring=scoring,
         normalize=not v2 and fields["norm_topk_prob"],
         scale=fields["routed_scaling_factor"],

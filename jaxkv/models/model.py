@@ -61,7 +61,7 @@ class Model:
     def check_cache(self, cache: KVCache) -> None:
         """ValueError unless `cache` is one for this model: of any strides, but for a packed one."""
         if not isinstance(cache, KVCache):
-            raise ValueError(f"`cache` is {cache!r}: expected a KVCache, from `model.cache`")
+            raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
         layout, config = cache.layout, self.config
         if layout.num_layers != config.num_layers:
             raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {config.num_layers}")

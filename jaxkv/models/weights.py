@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.arguments import float_dtype
+from jaxkv.models.build import Build
 from jaxkv.models.checkpoint import Checkpoint
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.model import INDEXER_FORMATS, Model
+from jaxkv.models.model import Model
 from jaxkv.models.parameters import Weight, parameters
-
-PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def load(path, *, dtype=None, entry_format=None, implementation=None, device=None, progress=iter) -> Model:
@@ -32,26 +30,19 @@ def load(path, *, dtype=None, entry_format=None, implementation=None, device=Non
 
     Raises:
       ImportError: safetensors is not installed.
-      ValueError: an architecture or value of config.json is not supported; a weight is missing, has another shape than
-        the configuration tells, or holds NaN.
+      ValueError: an architecture or value of config.json is not supported, or `entry_format` cannot hold its latents;
+        a weight is missing, has another shape than the configuration tells, or holds NaN.
     """
     config = ModelConfig.read(path)
-    dtype = float_dtype("dtype", dtype or config.dtype)
-    entry_format = entry_format or PLAIN_FORMATS[str(dtype)]
-    if entry_format not in INDEXER_FORMATS:
-        raise ValueError(f"`entry_format` is {entry_format!r}: expected one of {', '.join(INDEXER_FORMATS)}")
-    tree, structure = jax.tree.flatten(parameters(config))
-    pieces = [(i, layer) for i, weight in enumerate(tree) for layer in weight.layers or [0]]
+    build = Build(config, dtype or config.dtype, entry_format, implementation)
+    weights, structure = jax.tree.flatten(parameters(config))
+    pieces = [(i, layer) for i, weight in enumerate(weights) for layer in weight.layers or [0]]
     with Checkpoint(path) as checkpoint:
-        checkpoint.check({name: tree[i].shape for i, layer in pieces for name in tree[i].names(layer)})
-        arrays = [
-            jnp.zeros(weight.stacked_shape, jnp.float32 if weight.exact else dtype, device=device) for weight in tree
-        ]
+        checkpoint.check({name: weights[i].shape for i, layer in pieces for name in weights[i].names(layer)})
+        arrays = [jnp.zeros(weight.stacked_shape, build.dtype_of(weight), device=device) for weight in weights]
         for i, layer in progress(pieces):
-            arrays[i] = _place(arrays[i], tree[i], layer, checkpoint)
-    params = jax.tree.unflatten(structure, arrays)
-    params["stacks"] = tuple(_absorb(config, stack) for stack in params["stacks"])
-    return Model(params, config, entry_format, implementation)
+            arrays[i] = _place(arrays[i], weights[i], layer, checkpoint)
+    return build.model(jax.tree.unflatten(structure, arrays))
 
 
 def _place(array, weight: Weight, layer: int, checkpoint: Checkpoint):
@@ -65,13 +56,3 @@ def _place(array, weight: Weight, layer: int, checkpoint: Checkpoint):
 @partial(jax.jit, donate_argnums=0)
 def _set(array, piece, i):
     return array.at[i].set(piece.astype(array.dtype))
-
-
-def _absorb(config: ModelConfig, stack):
-    """The stack with `kv_b`, rows per head W_UK and then W_UV, split for attention to latents."""
-    attention = dict(stack["attention"])
-    kv_b = attention.pop("kv_b")
-    kv_b = kv_b.reshape(len(kv_b), config.num_heads, -1, config.kv_lora_rank)
-    attention["w_uk"] = kv_b[:, :, : config.qk_nope_head_dim]
-    attention["w_uv"] = kv_b[:, :, config.qk_nope_head_dim :]
-    return {**stack, "attention": attention}
