@@ -181,9 +181,10 @@ class CacheLayout:
                 f"offset {self.offset} and strides {self.strides}, in elements of {self.itemsize} bytes, keep only "
                 f"{self.alignment}"
             )
-        if isinstance(self.entry, IndexerEntry) and self.block_size > 1 and self.strides.token != self.width:
+        split = isinstance(self.entry, IndexerEntry) and self.entry.split
+        if split and self.block_size > 1 and self.strides.token != self.width:
             raise ValueError(
-                f"`strides.token` is {self.strides.token}: an indexer page is one run of {self.block_size} * "
+                f"`strides.token` is {self.strides.token}: a quantised indexer page is one run of {self.block_size} * "
                 f"{self.width} elements (all values, then all scales), so its token stride is the entry's width"
             )
 

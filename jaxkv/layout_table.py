@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxkv.layout import AXES, CacheLayout
-from jaxkv_kernels.entries import Entry, IndexerEntry, MLAEntry
+from jaxkv_kernels.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 
 SHOWN = 8
 """Axes of up to so many steps are mapped in full; of longer ones the first three and the last."""
@@ -147,9 +147,9 @@ class _View:
         return self.layout.offset * self.layout.itemsize
 
     def is_page(self, depth: int) -> bool:
-        """Whether the next axis is an indexer page's: all tokens' values, and then all their scales."""
-        inner = self.axes[depth:]
-        return isinstance(self.layout.entry, IndexerEntry) and bool(inner) and inner[0].name == "token"
+        """Whether the next axis is a split indexer page's: all tokens' values, and then all their scales."""
+        inner, entry = self.axes[depth:], self.layout.entry
+        return isinstance(entry, IndexerEntry) and entry.split and bool(inner) and inner[0].name == "token"
 
     def span(self, depth: int) -> int:
         """Bytes from the first to the last entry, both included."""
@@ -229,9 +229,9 @@ def _parts(entry: Entry) -> list[tuple[str, int, str]]:
             ("scales", scales, f"{scales // 4} x float32"),
             ("rope", 2 * rope, f"{rope} x bfloat16"),
         ]
-    if isinstance(entry, IndexerEntry):
+    if isinstance(entry, IndexerEntry) and entry.split:
         return [("values", entry.head_dim, f"{entry.head_dim} x e4m3"), ("scale", 4, "1 x float32")]
-    names = ("latent", "rope") if isinstance(entry, MLAEntry) else ("K", "V")
+    names = {MLAEntry: ("latent", "rope"), KVEntry: ("K", "V"), IndexerEntry: ("key",)}[type(entry)]
     values = "e4m3" if entry.format == "fp8" else entry.dtype.name
     item = entry.dtype.itemsize
     return [(name, size * item, f"{size} x {values}") for name, size in zip(names, entry.sizes, strict=True)]

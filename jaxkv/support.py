@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv import blocks, decode, gathers, indexer, merge, writes
+from jaxkv import blocks, decode, gathers, indexer, merge, plan, writes
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import LADDER, call_of, implementations
 from jaxkv.layout import CacheLayout
@@ -23,7 +23,8 @@ def sample_calls() -> Iterator[tuple[str, str, Sample]]:
         yield from _mla(MLAEntry(name))
     for name in KVEntry.formats:
         yield from _kv(KVEntry(name))
-    yield from _indexer(IndexerEntry())
+    for name in IndexerEntry.formats:
+        yield from _indexer(IndexerEntry(name))
     yield "select_topk", "", (indexer.select_topk, (_array("float32", BATCH, 1, 512), 64), {})
     parts = _array("bfloat16", 2, BATCH, HEADS, 512), _array("float32", 2, BATCH, HEADS)
     yield "merge_states", "", (merge.merge_states, parts, {})
@@ -78,6 +79,7 @@ def _mla(entry: MLAEntry) -> Iterator[tuple[str, str, Sample]]:
     calls: dict[str, Sample] = {
         "write_mla": (writes.write_mla, (cache, *new, _array("int32", TOKENS)), scale),
         "gather_mla": (gathers.gather_mla, (cache, *ragged), {"total": TOKENS, "dtype": dtype, **scale}),
+        "plan_decode": (plan.plan_decode, (cache, *paged), {"num_heads": HEADS}),
         "decode_mla": (decode.decode_mla, (*q, cache, *paged), {"scale": 1.0, **scale}),
         "decode_mla_sparse": (decode.decode_mla_sparse, (*q, cache, chosen), {"scale": 1.0, **scale}),
         **_blocks(cache),
@@ -94,6 +96,7 @@ def _kv(entry: KVEntry) -> Iterator[tuple[str, str, Sample]]:
     calls: dict[str, Sample] = {
         "write_kv": (writes.write_kv, (cache, *new, _array("int32", TOKENS)), scale),
         "gather_kv": (gathers.gather_kv, (cache, *ragged), {"total": TOKENS, "dtype": dtype, **scale}),
+        "plan_decode": (plan.plan_decode, (cache, *paged), {"num_heads": HEADS}),
         "decode_kv": (decode.decode_kv, (q, cache, *paged), {"scale": 1.0, **scale}),
         **_blocks(cache),
     }
@@ -102,15 +105,15 @@ def _kv(entry: KVEntry) -> Iterator[tuple[str, str, Sample]]:
 
 
 def _indexer(entry: IndexerEntry) -> Iterator[tuple[str, str, Sample]]:
-    cache, (paged, ragged) = _cache(entry), _requests()
-    q, weights = _array("bfloat16", BATCH, 1, 64, entry.head_dim), _array("float32", BATCH, 1, 64)
+    cache, dtype, (paged, ragged) = _cache(entry), _values(entry), _requests()
+    q, weights = _array(dtype, BATCH, 1, 64, entry.head_dim), _array("float32", BATCH, 1, 64)
     calls: dict[str, Sample] = {
         "write_indexer_k": (
             writes.write_indexer_k,
-            (cache, _array("bfloat16", TOKENS, entry.head_dim), _array("int32", TOKENS)),
+            (cache, _array(dtype, TOKENS, entry.head_dim), _array("int32", TOKENS)),
             {"layer": 0},
         ),
-        "gather_indexer_k": (gathers.gather_indexer_k, (cache, *ragged), {"layer": 0, "total": TOKENS}),
+        "gather_indexer_k": (gathers.gather_indexer_k, (cache, *ragged), {"layer": 0, "total": TOKENS, "dtype": dtype}),
         "indexer_logits": (indexer.indexer_logits, (q, weights, cache, *paged), {"layer": 0, "max_len": 256}),
         **_blocks(cache),
     }

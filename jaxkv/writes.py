@@ -74,7 +74,7 @@ def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale
 
 
 def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=None) -> KVCache:
-    """Quantises and stores indexer keys; a page holds all its values, then all its scales.
+    """Stores indexer keys; of format `indexer_fp8` quantised, a page holds all its values, then all its scales.
 
     Args:
       cache: a cache of `IndexerEntry`.

@@ -54,7 +54,8 @@ def decode(entry, rows, scales=(1.0, 1.0)):
     first, second = (*entry.sizes, 0)[:2]
     if entry.format in PLAIN:
         dtype = PLAIN[entry.format]
-        return field(0, first, dtype), field(first * np.dtype(dtype).itemsize, second, dtype)
+        parts = field(0, first, dtype), field(first * np.dtype(dtype).itemsize, second, dtype)
+        return parts[: len(entry.sizes)]
     if entry.format == "fp8":
         return field(0, first, E4M3) * scales[0], field(first, second, E4M3) * scales[1]
     if entry.format == "fp8_ds_mla":

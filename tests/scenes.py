@@ -19,6 +19,12 @@ LAYOUTS = (*jaxkv.ORDERS, "BLNHC padded", "LBHNC padded", "packed, uint8", "pack
 MLA_ENTRIES = [jaxkv.MLAEntry(name, latent=128, rope=16) for name in jaxkv.MLAEntry.formats]
 KV_ENTRIES = [jaxkv.KVEntry(name, head_dim=16, value_dim=8) for name in jaxkv.KVEntry.formats]
 INDEXER_ENTRY = jaxkv.IndexerEntry()
+INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.formats]
+
+
+def is_split(entry):
+    """Whether pages hold all values and then all scales."""
+    return entry.format == "indexer_fp8"
 
 
 def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
@@ -36,7 +42,7 @@ def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=6
     for dtype in ("uint8", "bfloat16"):
         packed = jaxkv.PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, dtype=dtype)
         found[f"packed, {dtype}"] = packed["self"]
-    if not isinstance(entry, jaxkv.IndexerEntry):  # whose tokens cannot lie apart
+    if not is_split(entry):  # whose tokens cannot lie apart
         dense = found["BLNHC"]
         token = dense.strides.head * num_heads + pad
         block = token * block_size * num_layers + 5 * pad
@@ -75,7 +81,7 @@ def place(layout, buffer, layer, entries):
     written = np.zeros(buffer.shape, bool)
     for target, source in ((buffer, entries), (written, np.ones(entries.shape, bool))):
         pages = window(layout, target)[layer]
-        if isinstance(layout.entry, jaxkv.IndexerEntry):
+        if is_split(layout.entry):
             values, size = layout.entry.head_dim, layout.block_size
             flat = np.concatenate(
                 [source[..., :values].reshape(-1, size * values), source[..., values:].reshape(-1, size * 4)], axis=1
@@ -89,7 +95,7 @@ def place(layout, buffer, layer, entries):
 def fetch(layout, buffer, layer):
     """What `place` stores: entries [B, H, N, nbytes] of `layer`."""
     pages = window(layout, np.asarray(buffer))[layer]
-    if not isinstance(layout.entry, jaxkv.IndexerEntry):
+    if not is_split(layout.entry):
         return pages.copy()
     values, size = layout.entry.head_dim, layout.block_size
     flat = pages[:, 0].reshape(-1, size * layout.entry.nbytes)

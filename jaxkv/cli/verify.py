@@ -24,7 +24,7 @@ BLOCKS, BLOCK_SIZE, LAYERS, LAYER = 12, 64, 3, 1
 ENTRIES = (
     *(jaxkv.MLAEntry(name) for name in jaxkv.MLAEntry.formats),
     *(jaxkv.KVEntry(name) for name in jaxkv.KVEntry.formats),
-    jaxkv.IndexerEntry(),
+    *(jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.formats),
 )
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.formats import FORMATS, Format
+from jaxkv_kernels.formats.indexer_fp8 import IndexerFp8
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,28 @@ class KVEntry(Entry):
 
 @dataclass(frozen=True)
 class IndexerEntry(Entry):
-    """A DeepSeek V3.2 indexer key of `head_dim` values; a page holds all its values, then all its scales."""
+    """A DeepSeek V3.2 indexer key of `head_dim` values."""
 
     format: str = "indexer_fp8"
     head_dim: int = 128
 
-    formats = ("indexer_fp8",)
+    formats = ("bf16", "f16", "f32", "indexer_fp8")
+
+    @property
+    def split(self) -> bool:
+        """Whether a page is split: all its values, then all its scales."""
+        return isinstance(self.codec, IndexerFp8)
+
+    def key_and_scale(self, row, dtype) -> tuple[jax.Array, jax.Array]:
+        """Stored elements [..., width] to a key [..., head_dim] of `dtype` and its float32 scale [..., 1].
+
+        An e4m3 value is exact in every dtype of queries, so that products need not see the scale.
+        """
+        if isinstance(self.codec, IndexerFp8):
+            values, scale = self.codec.split(row, self.sizes)
+            return values.astype(dtype), scale
+        (key,) = self.decode(row, dtype)
+        return key, jnp.ones((*key.shape[:-1], 1), jnp.float32)
 
     @property
     def sizes(self):

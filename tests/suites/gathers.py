@@ -63,7 +63,7 @@ class Gathers(GatherChecks):
     """The same on every layout."""
 
     @every_layout
-    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, scenes.INDEXER_ENTRY])
+    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
         heads = 1 if entry.one_head else 2
         scene = scenes.scene(entry, num_heads=heads)

@@ -8,7 +8,7 @@ import pytest
 import jaxkv
 import scenes
 from compare import assert_close, assert_same_bits
-from suites.base import Suite, every_layout, layout_of
+from suites.base import Suite, dtype_of, every_layout, formats, layout_of
 
 
 class Indexer(Suite):
@@ -40,8 +40,8 @@ class Indexer(Suite):
 
     @every_layout
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-    def test_equals_the_packed_cache_and_the_oracle(self, name, dtype):
-        entry = scenes.INDEXER_ENTRY
+    @formats([scenes.INDEXER_ENTRIES[0], scenes.INDEXER_ENTRY])
+    def test_equals_the_packed_cache_and_the_oracle(self, name, dtype, entry):
         scene = scenes.scene(entry)
         layout = layout_of(name, entry)
         q, weights = self.arguments(scene, 2, dtype)
@@ -49,6 +49,14 @@ class Indexer(Suite):
         # Products of such narrow values are exact in float32: only the sums round.
         assert_close(found, self.truth(q, weights, scene, 200), roundings=128, what="logits")
         assert_same_bits(found, self.logits(q, weights, scene.twin(layout), scene, 0, 200))
+
+    @formats(scenes.INDEXER_ENTRIES[1:3])
+    def test_keys_and_queries_of_more_digits(self, entry):
+        scene = scenes.scene(entry)
+        layout = layout_of("packed, uint8", entry)
+        q, weights = self.arguments(scene, 2, dtype_of(entry))
+        found = self.logits(q, weights, scene.cache(layout, 1), scene, 1, 200)
+        assert_close(found, self.truth(q, weights, scene, 200), roundings=128, what="logits")
 
     @pytest.mark.parametrize("max_len", [1, 64, 100, 1000])
     def test_lengths_of_the_result(self, max_len):

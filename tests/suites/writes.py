@@ -67,12 +67,12 @@ class Writes(WriteChecks):
     """The same on every layout."""
 
     @every_layout
-    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, scenes.INDEXER_ENTRY])
+    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_stores_the_encoders_bytes_and_touches_nothing_else(self, entry, name):
         layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
 
-    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, scenes.INDEXER_ENTRY])
+    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_neighbours_of_random_bytes_survive_in_every_layer(self, entry):
         layout = layout_of("BLNHC", entry, num_heads=1 if entry.one_head else 2)
         for layer in range(layout.num_layers):

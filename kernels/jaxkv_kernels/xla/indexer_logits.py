@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxkv_kernels.bits import FP8
 from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends, walk
-from jaxkv_kernels.xla.split_page import read_split
+from jaxkv_kernels.xla.split_page import read_keys
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
@@ -17,7 +17,6 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 
     The sum over heads of relu(q . k) * w, times k's scale; -inf where a query token sees no key.
     """
-    # Keys are e4m3, exact in every wider dtype: the product is of the queries' own.
     dtype = jnp.bfloat16 if q.dtype == FP8 else q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     q = q.astype(dtype)
@@ -28,11 +27,11 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 
     def step(i, logits):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
-        rows, valid = read_split(buffer, pages, entry, slots, layer)
+        rows, valid = read_keys(buffer, pages, entry, slots, layer)
         # A gather fused into the product would make the product's order of sums depend on the layout.
         rows = lax.optimization_barrier(rows)
-        k, k_scale = entry.codec.split(rows, entry.sizes)
-        s = jnp.einsum("bqhd,bsd->bqhs", q, k.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
+        k, k_scale = entry.key_and_scale(rows, dtype)
+        s = jnp.einsum("bqhd,bsd->bqhs", q, k, precision=precision, preferred_element_type=jnp.float32)
         s = (jax.nn.relu(s) * weights.astype(jnp.float32)[..., None]).sum(axis=2) * k_scale[:, None, :, 0]
         seen = valid[:, None] & (positions < ends[..., None])
         return lax.dynamic_update_slice_in_dim(logits, jnp.where(seen, s, -jnp.inf), i * chunk, axis=2)

@@ -1,4 +1,4 @@
-"""The two halves of an indexer page: all its values, then all its scales."""
+"""The two halves of a quantised indexer page: all its values, then all its scales; and keys of any format read."""
 
 from dataclasses import replace
 
@@ -19,8 +19,11 @@ def split_page(pages: Pages, entry, itemsize: int) -> tuple[Pages, Pages]:
     )
 
 
-def read_split(buffer, pages: Pages, entry, slots, layer):
-    """Bytes [..., head_dim + 4] of the keys at `slots` [...], and which slots lie in the cache [...]."""
+def read_keys(buffer, pages: Pages, entry, slots, layer):
+    """Stored elements [..., width] of the keys at `slots` [...], and which slots lie in the cache [...]."""
+    if not entry.split:
+        rows, valid = read_slots(buffer, pages, slots, layer)
+        return view_as(rows[..., 0, :], entry.dtype), valid
     values, scales = split_page(pages, entry, buffer.dtype.itemsize)
     value_rows, valid = read_slots(buffer, values, slots, layer)
     scale_rows, _ = read_slots(buffer, scales, slots, layer)

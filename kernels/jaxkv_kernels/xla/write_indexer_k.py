@@ -1,4 +1,4 @@
-"""Stores quantised indexer keys into split pages."""
+"""Stores indexer keys; quantised ones into split pages."""
 
 from functools import partial
 
@@ -13,6 +13,8 @@ from jaxkv_kernels.xla.split_page import split_page
 def write_indexer_k(buffer, k, slot_mapping, layer, *, pages, entry):
     """k [T, head_dim] into slots [T] of a layer; the new buffer."""
     rows = view_as(entry.encode((k,)), buffer.dtype)[:, None]
+    if not entry.split:
+        return write_slots(buffer, pages, rows, slot_mapping, layer)
     values, scales = split_page(pages, entry, buffer.dtype.itemsize)
     buffer = write_slots(buffer, values, rows[..., : values.width], slot_mapping, layer)
     return write_slots(buffer, scales, rows[..., values.width :], slot_mapping, layer)

@@ -1,0 +1,21 @@
+"""DeepSeek-family language models on the cache: pure functions over pytrees.
+
+    model = jaxkv.models.load("path/to/checkpoint")
+    cache = model.cache(num_blocks=256)
+    prefill = jax.jit(jaxkv.models.prefill, donate_argnums=1)
+    decode = jax.jit(jaxkv.models.decode, donate_argnums=1)
+    cache, logits = prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping)
+    cache, logits = decode(model, cache, tokens, seq_lens, block_tables, slot_mapping)
+
+One compiled program of each serves all requests: lengths, tables and slots are traced.  Reading weights needs the
+extra `jaxkv[models]`.
+"""
+
+from jaxkv.models.config import ModelConfig as ModelConfig
+from jaxkv.models.decoder import decode as decode
+from jaxkv.models.decoder import forward as forward
+from jaxkv.models.decoder import head as head
+from jaxkv.models.decoder import prefill as prefill
+from jaxkv.models.model import Model as Model
+from jaxkv.models.random import random_model as random_model
+from jaxkv.models.weights import load as load

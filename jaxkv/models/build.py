@@ -1,0 +1,41 @@
+"""From the arrays of a checkpoint's weights to a model."""
+
+from typing import Any
+
+from jaxkv.arguments import float_dtype
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.model import Model
+from jaxkv.models.parameters import Weight
+from jaxkv_kernels.entries import MLAEntry
+
+PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+class Build:
+    """What a model is to be; the arguments are those of `load`, checked here."""
+
+    def __init__(self, config: ModelConfig, dtype, entry_format: str | None, implementation):
+        self._config = config
+        self._dtype = float_dtype("dtype", dtype)
+        self._entry_format = entry_format or PLAIN_FORMATS[str(self._dtype)]
+        # Refuses here, before gigabytes are read, what it would refuse when a cache is made.
+        MLAEntry(self._entry_format, config.kv_lora_rank, config.qk_rope_head_dim)
+        self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
+
+    def dtype_of(self, weight: Weight):
+        """What a weight is kept in."""
+        return "float32" if weight.exact else self._dtype
+
+    def model(self, params: dict[str, Any]) -> Model:
+        """The model of arrays in the tree that `parameters` describes."""
+        params["stacks"] = tuple(self._absorb(stack) for stack in params["stacks"])
+        return Model(params, self._config, self._entry_format, self._implementation)
+
+    def _absorb(self, stack):
+        """The stack with `kv_b`, rows of W_UK and then W_UV for each head, split for attention to latents."""
+        attention = dict(stack["attention"])
+        kv_b = attention.pop("kv_b")
+        kv_b = kv_b.reshape(len(kv_b), self._config.num_heads, -1, self._config.kv_lora_rank)
+        attention["w_uk"] = kv_b[:, :, : self._config.qk_nope_head_dim]
+        attention["w_uv"] = kv_b[:, :, self._config.qk_nope_head_dim :]
+        return {**stack, "attention": attention}

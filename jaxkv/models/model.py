@@ -1,0 +1,74 @@
+"""A model: its configuration, its weights and what its cache holds."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxkv.cache import KVCache
+from jaxkv.layout import CacheLayout
+from jaxkv.models.config import Indexer, ModelConfig
+from jaxkv.packing import Group, PackedLayout
+from jaxkv_kernels.entries import IndexerEntry, MLAEntry
+
+INDEXER_FORMATS = {
+    "bf16": "bf16",
+    "f16": "f16",
+    "f32": "f32",
+    "fp8": "indexer_fp8",
+    "fp8_ds_mla": "indexer_fp8",
+}
+"""Format of the indexer's keys beside latents of each format."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A pytree of weights with a static configuration; goes through `jit`."""
+
+    params: Any
+    config: ModelConfig = field(metadata={"static": True})
+    entry_format: str = field(metadata={"static": True})
+    """Format of the cached latents."""
+    implementation: Any = field(default=None, metadata={"static": True})
+    """Passed to every operation on the cache."""
+
+    def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
+        """The layout of a cache for this model; with an indexer (V3.2), its keys lie in the same blocks."""
+        if self.config.indexer is not None:
+            return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
+        return CacheLayout(num_layers=self.config.num_layers, entry=self._latent, **sizes)
+
+    def packed_layout(self, indexer: Indexer, num_blocks: int, block_size: int, order: str = "BLNHC") -> PackedLayout:
+        """The layout with groups "latent" and "indexer"."""
+        layers, keys = self.config.num_layers, IndexerEntry(INDEXER_FORMATS[self.entry_format], indexer.head_dim)
+        groups = {"latent": Group(layers, self._latent), "indexer": Group(layers, keys)}
+        return PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, order=order)
+
+    @property
+    def _latent(self) -> MLAEntry:
+        return MLAEntry(self.entry_format, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+
+    def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC", device=None) -> KVCache:
+        """An empty cache of that layout; of a packed one, its view of the latents, which `prefill` and `decode` take.
+
+        `copy_blocks` and the like move whole blocks of it, the indexer's keys included.
+        """
+        layout = self.layout(num_blocks, block_size, order)
+        return KVCache.zeros(layout["latent"] if isinstance(layout, PackedLayout) else layout, device=device)
+
+    def check_cache(self, cache: KVCache) -> None:
+        """ValueError unless `cache` is one for this model: of any strides, but for a packed one."""
+        if not isinstance(cache, KVCache):
+            raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
+        layout, config = cache.layout, self.config
+        if layout.num_layers != config.num_layers:
+            raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {config.num_layers}")
+        if config.indexer is not None:
+            expected = self.packed_layout(config.indexer, layout.num_blocks, layout.block_size)["latent"]
+            if layout != expected:
+                raise ValueError(
+                    "`cache` has no room for the indexer's keys where the model expects them: make it with "
+                    f"`model.cache`\nit has\n{layout}\nexpected\n{expected}"
+                )

@@ -1,0 +1,305 @@
+"""Record tiny checkpoints and what the models of Hugging Face transformers make of them.
+
+Every family is built offline from its configuration, tiny, with random float32 weights, and written by
+`save_pretrained` to a folder of its name next to this file: `config.json` and `model.safetensors` (or two shards and
+their index). `truth.npz` holds what the model answers to prompts of 1, 63, 64, 65 and 200 tokens, one at a time, in
+float32 with eager attention:
+
+    prompts       [prompts, longest]         token ids, padded with -1 (int32)
+    prompt_lens   [prompts]                  tokens of each prompt (int32)
+    logits        [prompts, longest, vocab]  of every prompt position; 0 on the padding (float32)
+    tokens        [prompts, 64]              the greedy continuation (int32)
+    step_logits   [prompts, 64, vocab]       the logits that chose each of those tokens (float32)
+    versions      []                         the versions that made the file (string)
+
+The continuation is that of `generate` with the cache; a forward pass of the whole sequence without it must agree. So
+that another implementation can be held to the same tokens, prompts are drawn until every choice is clear: the two best
+logits of a step, and the last chosen and first rejected candidate of each expert routing and of each of the indexer's
+selections, lie further apart than float32 rounding can move them.
+
+`config.json` is today's; some families have it with the keys of the published checkpoints instead (`PUBLISHED`).
+DeepSeek-V3.2 is what transformers makes of it: the indexer scores in float32, without Hadamard rotation or fp8.
+
+Run it on Python 3.11 in an environment of its own, with the CPU build of torch:
+
+    uv venv --python 3.11 /tmp/huggingface
+    uv pip install --python /tmp/huggingface --torch-backend cpu torch==2.13.0 transformers==5.23.0
+    /tmp/huggingface/bin/python tests/data/models/record.py [family ...]
+
+Running it again with the same versions on the same machine gives the same bytes.
+"""
+
+import itertools
+import json
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+LENGTHS = (1, 63, 64, 65, 200)  # a block of 64 tokens, one less, one more
+STEPS = 64
+LOGIT_MARGIN = 1e-3  # between the two best logits, relative to the largest magnitude of the step
+CHOICE_MARGIN = 2e-5  # the same at the edge of every top-k inside the model; float32 rounding moves these by 1e-6
+MASKED = -1e30  # masks are -inf or the most negative float32
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 128,  # one tile of the fp8_ds_mla format
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "pad_token_id": None,  # the default special tokens lie outside so small a vocabulary
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MOE = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+NO_GROUPS = {"n_group": 1, "topk_group": 1}
+# V3 scores a group by its two best experts: with four in a group, not by all.
+V3 = {**MOE, "n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0}
+V3_2 = {name: value for name, value in V3.items() if name != "num_mtp_layers"}
+GLM = {name: value for name, value in MOE.items() if name != "first_k_dense_replace"}  # its default is one, too
+TWO_LAYERS = {"num_hidden_layers": 2}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 32,
+}
+
+# family: (model type, what its configuration has that TINY has not)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**MOE, **GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    ),
+    "deepseek_v2_lite": (
+        "deepseek_v2",
+        {
+            **MOE,
+            **NO_GROUPS,
+            **TWO_LAYERS,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", V3),
+    # Unequal, so that cos and sin get a factor of their own.
+    "deepseek_v3_yarn": ("deepseek_v3", {**V3, **TWO_LAYERS, "rope_parameters": {**YARN, "mscale_all_dim": 0.8}}),
+    "deepseek_v3_sharded": ("deepseek_v3", {**V3, **TWO_LAYERS, "rope_interleave": False}),
+    "deepseek_v32": ("deepseek_v32", {**V3_2, "index_topk": 64, "index_n_heads": 8, "index_head_dim": 32}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**GLM, **NO_GROUPS, "v_head_dim": 24, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
+    ),
+    "kimi": (
+        "deepseek_v3",
+        {
+            **V3,
+            **NO_GROUPS,
+            **TWO_LAYERS,
+            "n_routed_experts": 8,
+            "routed_scaling_factor": 2.827,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {**YARN, "rope_theta": 50000.0, "beta_fast": 1},
+        },
+    ),
+    "moonlight": (
+        "deepseek_v3",
+        {
+            **V3,
+            **NO_GROUPS,
+            **TWO_LAYERS,
+            "n_routed_experts": 8,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.446,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        },
+    ),
+    "youtu": ("youtu", {}),  # dense, and the head is the embedding
+}
+
+SHARDS = {"deepseek_v3_sharded": "290KB"}
+
+# Families whose config.json gets the keys of the published checkpoints, and what these say besides.
+PUBLISHED = {
+    "deepseek_v2_lite": {"scoring_func": "softmax", "moe_layer_freq": 1},
+    "kimi": {"model_type": "kimi_k2", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "moonlight": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+}
+TODAYS_KEYS = ("head_dim", "mlp_bias", "output_router_logits", "qk_head_dim", "rope_interleave")  # not in those
+
+
+class Margins(TorchDispatchMode):
+    """Notes how clearly every top-k of the code under it was decided."""
+
+    def __init__(self):
+        super().__init__()
+        self.smallest = float("inf")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.topk.default:
+            scores, k = args[:2]
+            if k < scores.shape[-1]:
+                self.smallest = min(self.smallest, margin(scores, k))
+        return func(*args, **kwargs)
+
+
+def margin(scores: torch.Tensor, k: int) -> float:
+    """The smallest gap between the k-th and the next score of a row, relative to the row's largest magnitude."""
+    best = scores.sort(dim=-1, descending=True).values[..., k - 1 : k + 1]
+    largest = scores.masked_fill(scores < MASKED, 0).abs().amax(-1)
+    gaps = (best[..., 0] - best[..., 1]) / largest
+    return gaps.masked_fill(best[..., 1] < MASKED, float("inf")).min().item()  # none was rejected: clear
+
+
+def build(family: str) -> torch.nn.Module:
+    """A model of the family, its weights large enough for attention and routing to have preferences."""
+    model_type, changes = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **{**TINY, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name.endswith("bias"):  # the routing's correction bias is a buffer
+            weight.normal_(0, 0.25)
+        elif isinstance(weight, torch.nn.Parameter):
+            weight.normal_(0, 0.25) if weight.ndim > 1 else weight.uniform_(0.5, 1.5)
+    return model
+
+
+def answer(model: torch.nn.Module, prompt: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """Logits [T, vocab] of a prompt, its continuation [64] and the logits of each step; None if one is unclear."""
+    with Margins() as margins:
+        run = model.generate(
+            prompt[None],
+            attention_mask=torch.ones_like(prompt)[None],
+            max_new_tokens=STEPS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        whole = model(run.sequences[:, :-1], use_cache=False).logits[0]
+    tokens, step_logits = run.sequences[0, len(prompt) :], torch.cat(run.logits)
+    if margin(step_logits, 1) < LOGIT_MARGIN or margins.smallest < CHOICE_MARGIN:
+        return None
+    steps = whole[len(prompt) - 1 :]
+    require_close(steps, step_logits)
+    torch.testing.assert_close(steps.argmax(-1), tokens, rtol=0, atol=0)
+    return {"prompts": prompt, "logits": whole[: len(prompt)], "tokens": tokens, "step_logits": step_logits}
+
+
+def clear_answer(model: torch.nn.Module, length: int) -> dict[str, torch.Tensor]:
+    """The answer to the first random prompt of this length whose choices are all clear."""
+    drawn = (answer(model, torch.randint(TINY["vocab_size"], (length,))) for _ in range(1000))
+    return next(filter(None, drawn))
+
+
+def record(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """All arrays of `truth.npz`."""
+    answers = [clear_answer(model, length) for length in LENGTHS]
+
+    def padded(name, value):
+        rows = [answer[name] for answer in answers]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value).numpy()
+
+    return {
+        "prompts": padded("prompts", -1).astype(np.int32),
+        "prompt_lens": np.asarray(LENGTHS, np.int32),
+        "logits": padded("logits", 0),
+        "tokens": padded("tokens", -1).astype(np.int32),
+        "step_logits": padded("step_logits", 0),
+        "versions": np.array(f"transformers {transformers.__version__}, torch {torch.__version__}"),
+    }
+
+
+def require_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise unless logits agree to a tolerance relative to the largest."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def save(model: torch.nn.Module, family: str, folder: Path) -> None:
+    """Write the checkpoint, config.json with the published keys where those differ."""
+    model.save_pretrained(folder, max_shard_size=SHARDS.get(family, "1GB"))
+    (folder / "generation_config.json").unlink()  # says nothing
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # save_pretrained hides them from other users
+    if family in PUBLISHED:
+        path = folder / "config.json"
+        config = {**json.loads(path.read_text()), **PUBLISHED[family]}
+        rope = config.pop("rope_parameters")
+        theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+        config |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"type": kind, **rope}}
+        config["torch_dtype"] = config.pop("dtype")
+        for name in TODAYS_KEYS:
+            config.pop(name, None)
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def require_same(model: torch.nn.Module, folder: Path, truth: dict[str, np.ndarray]) -> None:
+    """Raise unless the written checkpoint is the model that was recorded."""
+    written = json.loads((folder / "config.json").read_text())
+    # Transformers knows Kimi's text model by its own name only.
+    config = type(model.config).from_dict({**written, "model_type": model.config.model_type})
+    again = type(model).from_pretrained(folder, config=config, attn_implementation="eager")
+    prompt = torch.from_numpy(truth["prompts"][-1:]).long()  # the longest has no padding
+    require_close(again(prompt).logits[0], torch.from_numpy(truth["logits"][-1]))
+
+
+def require_sparse(model: torch.nn.Module, truth: dict[str, np.ndarray]) -> None:
+    """Raise unless attention to all tokens, not to the indexer's choice, continues the longest prompt otherwise."""
+    for layer in model.model.layers:
+        layer.self_attn.indexer.index_topk = TINY["max_position_embeddings"]
+    prompt = torch.from_numpy(truth["prompts"][-1:]).long()
+    logits = model(torch.cat((prompt, torch.from_numpy(truth["tokens"][-1:, :-1]).long()), 1)).logits[0, -STEPS:]
+    same = logits.argmax(-1).numpy() == truth["tokens"][-1]
+    print(f"without the sparse path, {same.sum()} of the {STEPS} choices after the longest prompt are the same")
+    if same.all():
+        raise ValueError("the sparse path decides no token: lower index_topk")
+
+
+@torch.no_grad()
+def main(families: list[str]) -> None:
+    """Write one folder per family."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    for family in families or FAMILIES:
+        torch.manual_seed(zlib.crc32(family.encode()))
+        model = build(family)
+        truth = record(model)
+        folder = Path(__file__).with_name(family)
+        save(model, family, folder)
+        require_same(model, folder, truth)
+        if hasattr(model.config, "index_topk"):
+            require_sparse(model, truth)
+        np.savez_compressed(folder / "truth.npz", **truth)
+        print(f"{family}: {sum(file.stat().st_size for file in folder.iterdir())} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
