@@ -42,7 +42,9 @@ def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> 
     scale = rope.softmax_scale(config)
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
     if config.indexer is None:
-        out = decode_mla(q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, scale=scale, **options)
+        out = decode_mla(
+            q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, scale=scale, plan=batch.plan, **options
+        )
     else:
         chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
         cache, slots = chosen

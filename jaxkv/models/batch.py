@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxkv.cache import KVCache
 from jaxkv.models import rope
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.model import Model
+from jaxkv.plan import DecodePlan, plan_decode
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,22 @@ class Batch:
     slots: jax.Array
     """int32 [B * Q]."""
 
+    plan: DecodePlan | None
+    """Of dense attention, the same for all layers."""
+
     @classmethod
-    def of(cls, config: ModelConfig, seq_lens, block_tables, slot_mapping) -> "Batch":
+    def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
         """The batch of slot_mapping [B, Q]."""
-        tokens = slot_mapping.shape[1]
+        config, tokens = model.config, slot_mapping.shape[1]
         positions = seq_lens[:, None] - tokens + jax.numpy.arange(tokens)
-        return cls(*rope.angles(config, positions), seq_lens, block_tables, slot_mapping.reshape(-1))
+        plan = None
+        if config.indexer is None:
+            plan = plan_decode(
+                cache,
+                block_tables,
+                seq_lens,
+                num_heads=config.num_heads,
+                tokens=tokens,
+                implementation=model.implementation,
+            )
+        return cls(*rope.angles(config, positions), seq_lens, block_tables, slot_mapping.reshape(-1), plan)

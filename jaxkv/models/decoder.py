@@ -66,7 +66,7 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
     dims.check_ints("seq_lens", seq_lens, "B")
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("slot_mapping", slot_mapping, "B Q")
-    batch = Batch.of(config, int32(seq_lens), int32(block_tables), int32(slot_mapping))
+    batch = Batch.of(model, cache, int32(seq_lens), int32(block_tables), int32(slot_mapping))
 
     def step(carry, inputs):
         cache, x = carry
