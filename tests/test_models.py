@@ -163,16 +163,18 @@ def prompt_logits(family, dtype, entry_format):
 
 
 @families
-def test_fp8_ds_mla_entries_cost_what_their_precision_tells(family, record_property):
+def test_fp8_ds_mla_entries_cost_what_their_precision_tells(family):
     def difference(actual, expected):
         return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
     truth = load(family)[1]["logits"][-1]
     bf16 = prompt_logits(family, "bfloat16", "bf16")
     error = difference(prompt_logits(family, "bfloat16", "fp8_ds_mla"), bf16)
-    record_property("relative difference of the logits", error)
     # e4m3 has 3 bits of mantissa where bf16 has 7: its roundings of the latents are 16 times as coarse, and so may be
     # what they do to the logits.  Besides, the bf16 model's own roundings are drawn anew.
-    entries = difference(prompt_logits(family, "float32", "bf16"), truth)
     own = difference(bf16, truth)
-    assert 0 < error < 16 * entries + own, (error, entries, own)
+    bound = 16 * difference(prompt_logits(family, "float32", "bf16"), truth) + own
+    print(
+        f"{family}: fp8_ds_mla entries change the bf16 model's logits by {error:.3f} < {bound:.3f}, own error {own:.3f}"
+    )
+    assert 0 < error < bound
