@@ -171,10 +171,11 @@ def test_fp8_ds_mla_entries_cost_what_their_precision_tells(family):
     bf16 = prompt_logits(family, "bfloat16", "bf16")
     error = difference(prompt_logits(family, "bfloat16", "fp8_ds_mla"), bf16)
     # e4m3 has 3 bits of mantissa where bf16 has 7: its roundings of the latents are 16 times as coarse, and so may be
-    # what they do to the logits.  Besides, the bf16 model's own roundings are drawn anew.
+    # what they do to the logits.  Besides, the bf16 model's own roundings are drawn anew.  Where choices change (of
+    # experts, of tokens to attend to) that tells little; a difference as large as the logits is wrong everywhere.
     own = difference(bf16, truth)
     bound = 16 * difference(prompt_logits(family, "float32", "bf16"), truth) + own
     print(
         f"{family}: fp8_ds_mla entries change the bf16 model's logits by {error:.3f} < {bound:.3f}, own error {own:.3f}"
     )
-    assert 0 < error < bound
+    assert 0 < error < min(bound, 1)
