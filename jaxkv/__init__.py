@@ -29,6 +29,8 @@ from jaxkv.layout import Strides as Strides
 from jaxkv.merge import merge_states as merge_states
 from jaxkv.packing import Group as Group
 from jaxkv.packing import PackedLayout as PackedLayout
+from jaxkv.plan import DecodePlan as DecodePlan
+from jaxkv.plan import plan_decode as plan_decode
 from jaxkv.slots import ragged_slots as ragged_slots
 from jaxkv.slots import slots_for as slots_for
 from jaxkv.writes import write_indexer_k as write_indexer_k

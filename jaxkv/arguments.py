@@ -71,13 +71,14 @@ def int32(array):
     return jnp.clip(array, max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
 
 
-def check_cache(cache: KVCache, kind: type[Entry]):
-    """ValueError unless `cache` is a KVCache of entries of `kind`, with a buffer as its layout says."""
+def check_cache(cache: KVCache, *kinds: type[Entry]):
+    """ValueError unless `cache` is a KVCache of entries of one of `kinds`, with a buffer as its layout says."""
     if not isinstance(cache, KVCache):
         raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache")
     layout, buffer = cache.layout, cache.buffer
-    if not isinstance(layout.entry, kind):
-        raise ValueError(f"`cache` stores {layout.entry}: this operation takes a cache of {kind.__name__}")
+    if not isinstance(layout.entry, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"`cache` stores {layout.entry}: this operation takes a cache of {wanted}")
     if getattr(buffer, "shape", None) != (layout.size,) or buffer.dtype != layout.dtype:
         raise ValueError(f"`cache.buffer` is {told(buffer)}: its layout says {layout.dtype}[{layout.size}]")
 

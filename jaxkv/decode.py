@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxkv import checks
 from jaxkv.arguments import Dims, check_cache, entry_scale, in_float32, int32, layer_index, positive_int, softmax_scale
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import Call, run
+from jaxkv.dispatch import Call, chosen, run
+from jaxkv.plan import DecodePlan, Shape, check_plan
 from jaxkv_kernels.entries import KVEntry, MLAEntry
 from jaxkv_kernels.slots import slots_for
 
@@ -25,6 +26,7 @@ def decode_mla(
     kv_scale=None,
     logit_cap: float | None = None,
     return_lse: bool = False,
+    plan: DecodePlan | None = None,
     implementation=None,
 ) -> Any:
     """Absorbed multi-head latent attention of one or several new tokens a request.
@@ -44,6 +46,7 @@ def decode_mla(
       kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
       logit_cap: static float; scores become cap * tanh(score / cap).
       return_lse: also return the log-sum-exp of the scores.
+      plan: what `plan_decode` returned for the same tables, lengths and heads; without it, the call plans for itself.
       implementation: None (the best that takes the call), a name, or a sequence of names.
 
     Returns:
@@ -65,7 +68,20 @@ def decode_mla(
         "kv_scale": entry_scale("kv_scale", kv_scale, cache),
     }
     options = {"logit_cap": _positive("logit_cap", logit_cap)}
-    out, lse = _decode("decode_mla", cache, dims, arrays, options, block_tables, seq_lens, layer, scale, implementation)
+    out, lse = _decode(
+        "decode_mla",
+        cache,
+        dims,
+        arrays["q_latent"],
+        arrays,
+        options,
+        block_tables,
+        seq_lens,
+        layer,
+        scale,
+        plan,
+        implementation,
+    )
     return _result(out, lse, axes, return_lse)
 
 
@@ -82,6 +98,7 @@ def decode_kv(
     logit_cap: float | None = None,
     window: int | None = None,
     return_lse: bool = False,
+    plan: DecodePlan | None = None,
     implementation=None,
 ) -> Any:
     """Grouped-query or multi-head attention of one or several new tokens a request.
@@ -100,6 +117,7 @@ def decode_kv(
       logit_cap: static float; scores become cap * tanh(score / cap).
       window: static int; a query sees the last `window` tokens only, itself included.
       return_lse: also return the log-sum-exp of the scores.
+      plan: what `plan_decode` returned for the same tables, lengths and heads; without it, the call plans for itself.
       implementation: None (the best that takes the call), a name, or a sequence of names.
 
     Returns:
@@ -125,7 +143,20 @@ def decode_kv(
         "logit_cap": _positive("logit_cap", logit_cap),
         "window": None if window is None else positive_int("window", window),
     }
-    out, lse = _decode("decode_kv", cache, dims, arrays, options, block_tables, seq_lens, layer, scale, implementation)
+    out, lse = _decode(
+        "decode_kv",
+        cache,
+        dims,
+        arrays["q"],
+        arrays,
+        options,
+        block_tables,
+        seq_lens,
+        layer,
+        scale,
+        plan,
+        implementation,
+    )  # fmt: skip
     return _result(out, lse, axes, return_lse)
 
 
@@ -233,7 +264,7 @@ def _positive(name, value):
     return value
 
 
-def _decode(operation, cache, dims, arrays, options, block_tables, seq_lens, layer, scale, implementation):
+def _decode(operation, cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan, implementation):
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     block_tables, seq_lens = int32(block_tables), int32(seq_lens)
@@ -241,7 +272,7 @@ def _decode(operation, cache, dims, arrays, options, block_tables, seq_lens, lay
     if checks.checking():
         first = jnp.zeros_like(seq_lens)
         if options.get("window"):
-            first = seq_lens - (arrays["q"].shape[1] - 1) - options["window"]
+            first = seq_lens - (q.shape[1] - 1) - options["window"]
         checks.check_layer(layer, pages)
         checks.check_tables(block_tables, first, seq_lens, pages)
         positions = jnp.arange(block_tables.shape[1] * pages.block_size, dtype=jnp.int32)
@@ -256,9 +287,19 @@ def _decode(operation, cache, dims, arrays, options, block_tables, seq_lens, lay
         "seq_lens": seq_lens,
         "layer": layer,
         "scale": softmax_scale(scale),
+        "plan": None,
     }
     options = {"pages": pages, "entry": cache.layout.entry, **options}
-    return run(Call(operation, arrays, options), implementation)
+    requests, columns = block_tables.shape
+    _, tokens, heads, _ = q.shape
+    shape = Shape(requests, columns, pages.block_size, pages.num_blocks, heads, tokens, options.get("window"))
+    check_plan(plan, shape)
+    if plan is not None and plan.batch_invariant:
+        implementation = plan.implementation
+    name = chosen(Call(operation, arrays, options), implementation)
+    if plan is not None and plan.implementation == name:
+        arrays["plan"] = plan.schedule
+    return run(Call(operation, arrays, options), name)
 
 
 def _result(out, lse, axes, return_lse):

@@ -55,6 +55,8 @@ LADDER = (
     Implementation("xla", "any device", xla),
 )
 
+_NAMED = {candidate.name: candidate for candidate in LADDER}
+
 
 def implementations() -> dict[str, str]:
     """Names for `implementation=`, best first, and what each runs on; the last takes every call."""
@@ -108,26 +110,31 @@ def call_of(operation: Callable[..., Any], *args, **kwargs) -> Call:
     raise TypeError(f"{operation!r} is not an operation of jaxkv that chooses an implementation")
 
 
-def run(call: Call, implementation: str | Sequence[str] | None):
-    """The call's result from the first implementation asked for that takes it; NotImplementedError if none does."""
+def chosen(call: Call, implementation: str | Sequence[str] | None) -> str:
+    """The name of the first implementation asked for that takes the call; NotImplementedError if none does."""
     if implementation is _BIND:
         raise _Bound(call)
     names = tuple(implementations()) if implementation is None else implementation
     names = (names,) if isinstance(names, str) else names
-    known = {candidate.name: candidate for candidate in LADDER}
-    expected = f"expected None, a name or a sequence of names among {', '.join(known)}"
+    expected = f"expected None, a name or a sequence of names among {', '.join(_NAMED)}"
     if not isinstance(names, Sequence) or not names:
         raise ValueError(f"`implementation` is {implementation!r}: {expected}")
-    if unknown := [name for name in names if not isinstance(name, str) or name not in known]:
+    if unknown := [name for name in names if not isinstance(name, str) or name not in _NAMED]:
         raise ValueError(f"`implementation` {unknown[0]!r} is unknown: {expected}")
     reasons = {}
     for name in names:
-        reasons[name] = known[name].why_not(call)
+        reasons[name] = _NAMED[name].why_not(call)
         if not reasons[name]:
-            _report(call.operation, name)
-            return known[name].run(call)
+            return name
     told = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())
     raise NotImplementedError(f"{call.operation}: no implementation asked for takes this call ({told})")
+
+
+def run(call: Call, implementation: str | Sequence[str] | None):
+    """The call's result from the first implementation asked for that takes it; NotImplementedError if none does."""
+    name = chosen(call, implementation)
+    _report(call.operation, name)
+    return _NAMED[name].run(call)
 
 
 @cache

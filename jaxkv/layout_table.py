@@ -231,7 +231,12 @@ def _parts(entry: Entry) -> list[tuple[str, int, str]]:
         ]
     if isinstance(entry, IndexerEntry) and entry.split:
         return [("values", entry.head_dim, f"{entry.head_dim} x e4m3"), ("scale", 4, "1 x float32")]
-    names = {MLAEntry: ("latent", "rope"), KVEntry: ("K", "V"), IndexerEntry: ("key",)}[type(entry)]
+    parts: dict[type[Entry], tuple[str, ...]] = {
+        MLAEntry: ("latent", "rope"),
+        KVEntry: ("K", "V"),
+        IndexerEntry: ("key",),
+    }
+    names = parts[type(entry)]
     values = "e4m3" if entry.format == "fp8" else entry.dtype.name
     item = entry.dtype.itemsize
     return [(name, size * item, f"{size} x {values}") for name, size in zip(names, entry.sizes, strict=True)]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv import blocks, decode, gathers, indexer, merge, writes
+from jaxkv import blocks, decode, gathers, indexer, merge, plan, writes
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import LADDER, call_of, implementations
 from jaxkv.layout import CacheLayout
@@ -79,6 +79,7 @@ def _mla(entry: MLAEntry) -> Iterator[tuple[str, str, Sample]]:
     calls: dict[str, Sample] = {
         "write_mla": (writes.write_mla, (cache, *new, _array("int32", TOKENS)), scale),
         "gather_mla": (gathers.gather_mla, (cache, *ragged), {"total": TOKENS, "dtype": dtype, **scale}),
+        "plan_decode": (plan.plan_decode, (cache, *paged), {"num_heads": HEADS}),
         "decode_mla": (decode.decode_mla, (*q, cache, *paged), {"scale": 1.0, **scale}),
         "decode_mla_sparse": (decode.decode_mla_sparse, (*q, cache, chosen), {"scale": 1.0, **scale}),
         **_blocks(cache),
@@ -95,6 +96,7 @@ def _kv(entry: KVEntry) -> Iterator[tuple[str, str, Sample]]:
     calls: dict[str, Sample] = {
         "write_kv": (writes.write_kv, (cache, *new, _array("int32", TOKENS)), scale),
         "gather_kv": (gathers.gather_kv, (cache, *ragged), {"total": TOKENS, "dtype": dtype, **scale}),
+        "plan_decode": (plan.plan_decode, (cache, *paged), {"num_heads": HEADS}),
         "decode_kv": (decode.decode_kv, (q, cache, *paged), {"scale": 1.0, **scale}),
         **_blocks(cache),
     }

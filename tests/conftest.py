@@ -11,7 +11,27 @@ os.environ.setdefault("NPROC", "16")
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 hypothesis.settings.register_profile("jaxkv", derandomize=True, deadline=None, max_examples=25, database=None)
 hypothesis.settings.load_profile("jaxkv")
+
+INTERPRETED_SECONDS = 240
+"""A kernel that waits at a barrier for ever ends only with its process, which is what the timeout does."""
+
+
+def pytest_collection_modifyitems(items):
+    """Interpreted tests have a timeout of their own."""
+    for item in items:
+        if "interpreted" in item.fixturenames:
+            item.add_marker(pytest.mark.timeout(INTERPRETED_SECONDS))
+
+
+@pytest.fixture
+def interpreted():
+    """Kernels run in Pallas's GPU interpreter, and none of them races."""
+    from interpreter import without_races
+
+    with without_races():
+        yield

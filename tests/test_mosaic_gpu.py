@@ -54,13 +54,9 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
                 assert_same_bits(found[i], one)
 
 
+@pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
-
-    @pytest.fixture(autouse=True)
-    def interpret(self):
-        with interpreting(True):
-            yield
 
     def case(self, lengths, heads, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
         entry = self.entry(form)
@@ -105,7 +101,7 @@ def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
     )
 
     def decode(*arrays):
-        return mosaic_gpu.OPERATIONS["decode_mla"](*arrays, None, pages=layout.pages, entry=entry, logit_cap=cap)
+        return mosaic_gpu.OPERATIONS["decode_mla"](*arrays, None, None, pages=layout.pages, entry=entry, logit_cap=cap)
 
     text = jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 2  # attention, and the pieces of cut requests

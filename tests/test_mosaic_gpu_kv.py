@@ -70,13 +70,9 @@ def test_sizes_of_entries_and_blocks(sizes, block_size):
         suite.check(suite.query(entry, 4, 2, 10), scene.cache(layout, 1), scene, 1, **keywords)
 
 
+@pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
-
-    @pytest.fixture(autouse=True)
-    def interpret(self):
-        with interpreting(True):
-            yield
 
     def case(self, lengths, heads, group, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
         entry = self.entry(form)
@@ -151,7 +147,7 @@ def test_lowers_for_hopper(order, sizes, heads, group, tokens, block_size, keywo
     options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, **keywords}
 
     def decode(*arrays):
-        return mosaic_gpu.OPERATIONS["decode_kv"](*arrays, None, None, **options)
+        return mosaic_gpu.OPERATIONS["decode_kv"](*arrays, None, None, None, **options)
 
     text = jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 2  # attention, and the pieces of cut requests

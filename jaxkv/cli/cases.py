@@ -80,9 +80,12 @@ class Case:
 
     def __str__(self):
         layout, entry, strides = self.layout, self.layout.entry, self.layout.strides
+        options = "".join(
+            f" {name}={value}" for name, value in self.options if name in ("scale", "logit_cap", "window")
+        )
         return (
             f"{self.operation} {entry.format} {'+'.join(map(str, entry.sizes))} {self.dtype.name} "
-            f"[{self.requests}, {self.q_len}, {self.heads}] x {self.columns} columns, {self.count}; "
+            f"[{self.requests}, {self.q_len}, {self.heads}] x {self.columns} columns, {self.count}{options}; "
             f"L={layout.num_layers} B={layout.num_blocks} N={layout.block_size} H={layout.num_heads} {layout.order} "
             f"strides {strides.layer}/{strides.block}/{strides.head}/{strides.token} "
             f"+{layout.offset} of {layout.size} {layout.dtype}"

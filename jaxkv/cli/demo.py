@@ -134,13 +134,14 @@ def _step(weights: Weights, tables, cache: jaxkv.KVCache, requests: Requests):
     """One token a request through all layers: the cache, the requests, and each layer's queries and outputs."""
     slots = jaxkv.slots_for(tables, requests.seq_lens, block_size=64)
     seq_lens = requests.seq_lens + 1
+    plan = jaxkv.plan_decode(cache, tables, seq_lens, num_heads=HEADS)
 
     def layer_step(carry, layer):
         cache, hidden = carry
         cache = _write(weights, layer, cache, hidden, slots)
         q = (_normed(hidden) @ weights.query[layer]).reshape(-1, HEADS, LATENT + ROPE)
         q_latent, q_pe = q[..., :LATENT], q[..., LATENT:]
-        out = jaxkv.decode_mla(q_latent, q_pe, cache, tables, seq_lens, layer=layer, scale=SCALE)
+        out = jaxkv.decode_mla(q_latent, q_pe, cache, tables, seq_lens, layer=layer, scale=SCALE, plan=plan)
         hidden = hidden + (out.mean(axis=1) @ weights.output[layer]).astype(jnp.float32)
         return (cache, hidden), (q, out)
 

@@ -31,6 +31,8 @@ class Shared(NamedTuple):
 
     index: tuple[jax.Array, ...]
     """Tables and lengths, or slots of new tokens."""
+    plan: jaxkv.DecodePlan | None = None
+    """Of dense attention."""
 
 
 def arguments(
@@ -40,6 +42,8 @@ def arguments(
     options: dict[str, Any] = {} if workload.operation in BLOCK_OPERATIONS else {"layer": layer}
     if workload.operation.startswith("decode"):
         options["scale"] = 192**-0.5
+    if shared.plan is not None:
+        options["plan"] = shared.plan
     if workload.operation.startswith("gather"):
         options["total"] = int(workload.lengths.sum())
     if workload.operation == "indexer_logits":

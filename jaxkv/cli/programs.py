@@ -40,6 +40,15 @@ class Program:
             return function(*args, **options, implementation=implementation)
 
         cache: Any = jax.eval_shape(lambda: jaxkv.KVCache.zeros(self._layout))
+        if workload.operation in ("decode_mla", "decode_kv"):
+            plan = jaxkv.plan_decode(
+                cache,
+                *self._shared.index,
+                num_heads=workload.heads,
+                tokens=workload.q_len,
+                implementation=implementation,
+            )
+            self._shared = self._shared._replace(plan=plan)
         args, options = arguments(workload, cache, self._varying, self._shared, 0)
         self.implementation = implementation or str(jaxkv.explain(function, *args, **options).chosen)
         # Lowering a Pallas kernel takes seconds: once for both programs.

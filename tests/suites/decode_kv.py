@@ -137,6 +137,18 @@ class DecodeKV(DecodeKVChecks):
         _, lse = self.decode(q, scene.cache(layout, 0), scene, 0, window=40)
         assert np.isfinite(np.asarray(lse)).all()
 
+    @pytest.mark.parametrize("window", [None, 70])
+    def test_a_plan_of_the_step_changes_no_bits(self, window):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        q = self.query(entry, len(scene.lengths), 2, 8)
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=8, tokens=2, window=window)
+        planned = self.decode(q, cache, scene, 1, window=window, plan=plan)
+        for a, b in zip(planned, self.decode(q, cache, scene, 1, window=window), strict=True):
+            assert_same_bits(a, b)
+
     def test_logit_cap(self):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)

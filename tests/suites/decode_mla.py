@@ -126,6 +126,15 @@ class DecodeMLA(DecodeMLAChecks):
             assert_same_bits(a[:, 0], b)
         assert_same_bits(self.decode(q, cache, scene, 0, return_lse=False), with_axis[0])
 
+    def test_a_plan_of_the_step_changes_no_bits(self):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), 2, 16)
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=16, tokens=2)
+        for a, b in zip(self.decode(q, cache, scene, 1, plan=plan), self.decode(q, cache, scene, 1), strict=True):
+            assert_same_bits(a, b)
+
     def test_logit_cap(self):
         entry = self.entry()
         scene = scenes.scene(entry)

@@ -30,6 +30,7 @@ OPERATIONS = {
         "write_kv",
         "gather_mla",
         "gather_kv",
+        "plan_decode",
         "decode_mla",
         "decode_kv",
         "copy_blocks",

@@ -23,6 +23,7 @@ from jaxkv_kernels.mosaic_gpu.token_rows import divided
 
 CHUNK_BYTES = 32 * 1024
 CTAS = 6 * 132
+"""Twelve CTAs a multiprocessor with half the chunk, or three with twice, are within 2 % (H200)."""
 LINE = 128
 """Bytes: chunks begin at multiples of it within a run."""
 PIECE = 1024

@@ -1,7 +1,8 @@
 """Copies whole blocks within a cache, all read before any is written.
 
 A pair whose destination is nobody's source is copied at once.  The blocks of the others are held in an array beside
-the cache, which a second kernel writes to their destinations: between the two, every source has been read.
+the cache, which a second kernel writes to their destinations: between the two, every source has been read.  That array
+has room for all pairs, as which of them wait is known on the device only.
 """
 
 from functools import partial

@@ -39,7 +39,6 @@ from jaxkv_kernels.mosaic_gpu.build import (
     EMPTY,
     LOG2E,
     MASKED,
-    MULTIPROCESSORS,
     ROW,
     SHARED_MEMORY,
     WGMMA,
@@ -53,33 +52,39 @@ from jaxkv_kernels.mosaic_gpu.build import (
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
-from jaxkv_kernels.mosaic_gpu.plan import PAIR, Plan, make_plan
+from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 
-def decode_kv(q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, *, pages, entry, logit_cap, window):
+def decode_kv(
+    q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
+):
     """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
     del k_scale, v_scale
+    if plan is None:
+        _, tokens, heads, _ = q.shape
+        plan = plan_decode(
+            buffer, block_tables, seq_lens,
+            pages=pages, entry=entry, heads=heads, tokens=tokens, window=window, batch_invariant=False,
+        )  # fmt: skip
     return _decode(
-        q, buffer, block_tables, seq_lens, layer, scale,
+        q, buffer, block_tables, layer, scale, plan,
         pages=pages, entry=entry, logit_cap=logit_cap, window=window, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window", "interpret"))
-def _decode(q, buffer, block_tables, seq_lens, layer, scale, *, pages, entry, logit_cap, window, interpret):
+def _decode(q, buffer, block_tables, layer, scale, plan, *, pages, entry, logit_cap, window, interpret):
     batch, tokens, query_heads, _ = q.shape
     heads, group = pages.num_heads, query_heads // pages.num_heads
     rows = tokens * group
     tiles = -(-rows // TILE)
     # TMA copies tiles of 8 rows, and clips them where an axis is shorter than one.
     padded = rows if rows <= 8 else rows + -rows % (8 if tiles == 1 else TILE)
-    parts = 4 if interpret else max(MULTIPROCESSORS // (heads * tiles), 1)
-    first, plan = _plan(seq_lens, block_tables, pages, parts=parts, tokens=tokens, window=window)
     q = q.reshape(batch, tokens, heads, group, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     out, lse, part_out, part_lse = _attend(
-        q, buffer, block_tables, layer, scale, first, plan,
+        q, buffer, block_tables, layer, scale, plan,
         tokens=tokens, group=group, tiles=tiles, pages=pages, entry=entry, logit_cap=logit_cap, window=window,
         interpret=interpret,
     )  # fmt: skip
@@ -98,22 +103,6 @@ def _decode(q, buffer, block_tables, seq_lens, layer, scale, *, pages, entry, lo
     return by_token(out)[..., : entry.value_dim].astype(q.dtype), by_token(lse)[..., 0]
 
 
-def _plan(seq_lens, block_tables, pages, *, parts, tokens, window) -> tuple[jax.Array, Plan]:
-    """The first token of each request that is in sight, down to a whole tile, and the schedule from there on."""
-    sizes: dict[str, int] = dict(parts=parts, tokens=tokens, block_size=pages.block_size, num_blocks=pages.num_blocks)
-    if window is None:
-        return jnp.zeros_like(seq_lens), make_plan(seq_lens, block_tables, **sizes)
-    columns = block_tables.shape[1]
-    lengths = jnp.clip(seq_lens, 0, columns * pages.block_size)
-    first = jnp.maximum(lengths - tokens + 1 - window, 0) // TILE * TILE
-    # A table for the plan's one question, whether any block in sight is not the cache's: the answer in each entry.
-    begins = jnp.arange(columns, dtype=jnp.int32) * pages.block_size
-    in_sight = (begins + pages.block_size > first[:, None]) & (begins < lengths[:, None])
-    known = (block_tables >= 0) & (block_tables < pages.num_blocks)
-    answer = jnp.where((in_sight & ~known).any(axis=1), -1, 0)
-    return first, make_plan(lengths - first, jnp.broadcast_to(answer[:, None], block_tables.shape), **sizes)
-
-
 def _slots(head_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
     """How many tiles of each warpgroup's keys and values, and how many of Q, shared memory holds beside the rest."""
     room = SHARED_MEMORY - TILE * value_dim * 4 - 2 * 1024  # `merged`; stats and barriers
@@ -123,7 +112,7 @@ def _slots(head_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
 
 
 def _attend(
-    q, buffer, block_tables, layer, scale, first, plan: Plan,
+    q, buffer, block_tables, layer, scale, plan: Plan,
     *, tokens, group, tiles, pages, entry, logit_cap, window, interpret
 ):  # fmt: skip
     """Results of whole requests, and of the pieces of those that were cut: float32 [..., KV head and row, ...]."""
@@ -135,7 +124,7 @@ def _attend(
     ring, q_slots = _slots(head_dim, value_dim, dtype.itemsize)
 
     def body(
-        q_ref, kv_ref, table_ref, layer_ref, scale_ref, first_ref, start_ref, item_ref,
+        q_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref,
         out_ref, lse_ref, part_out_ref, part_lse_ref,
         q, kv, merged, stats, q_full, q_free, kv_full, kv_free, handed, taken, operands: Any = None
     ):  # fmt: skip
@@ -147,10 +136,9 @@ def _attend(
         rows = pl.ds(pl.multiple_of(row0, 8), TILE)
 
         def about(item):
-            """An item of the plan, and the first token of its request that is in sight."""
+            """An item of the plan."""
             item = jnp.minimum(item, plan.items.shape[0] - 1)
-            told = tuple(item_ref[item, column] for column in range(plan.items.shape[1]))
-            return told, jnp.int32(0) if window is None else first_ref[told[0]]
+            return tuple(item_ref[item, column] for column in range(plan.items.shape[1]))
 
         def stop_of(side, stop, seen):
             """Where this side's tiles stop: the last pair of a request may lack its second."""
@@ -181,7 +169,7 @@ def _attend(
                     )
 
             def run(item, carry):
-                counts, ((b, begin, stop, seen, _, _), origin) = carry
+                counts, (b, begin, stop, seen, _, _, origin) = carry
                 upcoming = about(item + 1)  # on its way
                 n = item - first_item
                 slot = lax.rem(n, jnp.int32(q_slots))
@@ -232,7 +220,7 @@ def _attend(
             scale = scale_ref[0]
 
             def run(item, carry):
-                used, ((b, begin, stop, seen, clear, piece), origin) = carry
+                used, (b, begin, stop, seen, clear, piece, origin) = carry
                 upcoming = about(item + 1)
                 stop = stop_of(side, stop, seen)
                 length, clear = jnp.where(in_cache, origin + seen, 0), jnp.where(in_cache, clear, 0)
@@ -381,6 +369,6 @@ def _attend(
             **({"operands": swizzled(2, TILE, TILE, dtype=dtype)} if interpret else {}),
         },
     )(
-        q, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale * LOG2E, (1,)), first,
+        q, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale * LOG2E, (1,)),
         plan.starts, plan.items,
     )  # fmt: skip

@@ -1,29 +1,31 @@
 """Dense MLA decode for latents of 512 and rotary parts of 64 values, in bf16 or f16, on sm_90.
 
 Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its part of the
-plan: requests, and of each the pairs of key tiles from its begin to its end.  With more than 64 rows a request, two
-CTAs form a cluster, and each key tile is fetched once for both by TMA multicast.
+plan: items, each a range of pairs of key tiles of a request.  With more than 64 rows a request, two CTAs form a
+cluster, and each key tile is fetched once for both by TMA multicast.
 
 Who does what: two computing warpgroups and one that copies.  With K0 and K1 the two key tiles of a pair:
 
-    copier       Q of the request; for each pair the halves of K0 and K1 and their rotary parts
-    warpgroup 0  S0 = Q K0'; softmax; O[:, :256] += P0 K0[:, :256] + P1 K1[:, :256]
-    warpgroup 1  S1 = Q K1'; softmax; O[:, 256:] += P1 K1[:, 256:] + P0 K0[:, 256:]
+    copier       Q of the request; for each pair the halves of K0, then of K1, and their rotary parts
+    warpgroup 0  S0 = Q K0'; softmax, P0; O[:, :256] += P0 K0[:, :256], then P1 K1[:, :256]
+    warpgroup 1  S1 = Q K1'; O[:, 256:] += P0 K0[:, 256:], beside it softmax, P1; then P1 K1[:, 256:]
 
-Each holds half of O (64 x 256 float32, 128 registers a lane) and hands its P to the other through shared memory.
+Each holds half of O (64 x 256 float32, 128 registers a lane).  Both take the tiles in order, so that K0 is free, and on
+its way again, while K1 is used; a warpgroup hands its P, and by how much O shrinks, to the other through shared memory.
 
-Barriers.  q_full/q_free: Q has landed / both warpgroups have done with Q's memory, which also stages the result.
+Barriers.  q_full, qr_full: Q has landed, its rotary part has (in p[0]).  q_free: both warpgroups have multiplied with Q
+for the last time; p_free: p[0] has been used for the last time; so the next item's Q arrives while this one ends.
 k_full[tile, half], r_full[tile]: keys have landed.  k_free[tile, half]: the warpgroup that multiplies that half last
-has done, in every CTA of the cluster.  m_ready: the running maximum after K0, after K1, is in `stats`.  p_ready: P0, P1
-is in `p`.  done: the sums of both warpgroups are in `stats`.  Between them they order every reuse: warpgroup 0
-overwrites stats[0:2] only after m_ready[1], warpgroup 1 stats[2:4] only after the next m_ready[0], and P0 and P1
-likewise.
+has done, in every CTA of the cluster; K1's halves stage the result of whole requests, and are free after it has left.
+p_ready[tile]: P, the running maximum after the tile and what O shrinks by are in `p` and `stats`.  met: both warpgroups
+have read Q's rotary part, which P0 overwrites; the sums of both are in `stats`.  Between them they order every reuse:
+warpgroup 0 overwrites P0 and stats[0:2] only after p_ready[1], and after K0 has come anew, which warpgroup 1 freed when
+it was done with P0; warpgroup 1 overwrites P1 and stats[2:4] only after the next p_ready[0].
 
-Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB (P0's tile brings Q's rotary part in) +
-stats 2 KiB = 226 KiB of 227.  Registers: 240 a lane to compute, 24 to copy: the 504 that a kernel of three warpgroups
-starts with (were they more, it would wait for ever).  The slot index of shared-memory operands comes from the loop
-variable so that the compiler cannot know it: constant ones have their 64-bit wgmma descriptors hoisted out of the loop
-and spilled, which costs half the speed.
+Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
+240 a lane to compute, 24 to copy: the 504 that a kernel of three warpgroups starts with (were they more, it would wait
+for ever).  The slot index of shared-memory operands comes from the loop variable so that the compiler cannot know it:
+constant ones have their 64-bit wgmma descriptors hoisted out of the loop and spilled, which costs half the speed.
 """
 
 from functools import partial
@@ -39,7 +41,6 @@ from jaxkv_kernels.mosaic_gpu.build import (
     EMPTY,
     LOG2E,
     MASKED,
-    MULTIPROCESSORS,
     ROW,
     WGMMA,
     across,
@@ -53,32 +54,36 @@ from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
-from jaxkv_kernels.mosaic_gpu.plan import PAIR, Plan, make_plan
+from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 HALF = 256
 
 
-def decode_mla(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, *, pages, entry, logit_cap):
+def decode_mla(
+    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
+):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    del kv_scale, entry
+    del kv_scale
+    if plan is None:
+        _, tokens, heads, _ = q_latent.shape
+        plan = plan_decode(
+            buffer, block_tables, seq_lens,
+            pages=pages, entry=entry, heads=heads, tokens=tokens, window=None, batch_invariant=False,
+        )  # fmt: skip
     return _decode(
-        q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale,
+        q_latent, q_pe, buffer, block_tables, layer, scale, plan,
         pages=pages, logit_cap=logit_cap, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("pages", "logit_cap", "interpret"))
-def _decode(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, *, pages, logit_cap, interpret):
+def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, plan, *, pages, logit_cap, interpret):
     batch, tokens, heads, _ = q_latent.shape
     rows = tokens * heads
     tiles = -(-rows // TILE)
     cluster = 2 if tiles % 2 == 0 else 1
     groups = tiles // cluster
-    parts = 4 if interpret else max(MULTIPROCESSORS // (cluster * groups), 1)
-    plan = make_plan(
-        seq_lens, block_tables, parts=parts, tokens=tokens, block_size=pages.block_size, num_blocks=pages.num_blocks
-    )
     # TMA tiles are of 8 rows; whole tiles past the last row it fills with zeros and clips by itself.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
@@ -331,7 +336,7 @@ def _attend(
 
             def run(item, told):
                 ahead = about(item + 1)  # on its way while this item is computed
-                b, begin, stop, length, clear, piece = told
+                b, begin, stop, length, clear, piece, _ = told
                 length, clear = (jnp.where(in_cache, x, 0) for x in (length, clear))
                 plgpu.barrier_wait(qr_full)
                 q_rope = plgpu.load(p.at[0], layout=WGMMA)

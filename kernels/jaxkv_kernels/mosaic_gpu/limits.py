@@ -16,32 +16,34 @@ BULK = 16
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla` call."""
-    entry = options["entry"]
-    if entry.format not in ("bf16", "f16"):
-        yield f"entries of format {entry.format!r}: takes bf16 and f16"
-        return
-    if entry.sizes != (LATENT, ROPE):
-        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: takes {LATENT} + {ROPE}"
-    yield from _paged(arrays, options, "q_latent")
+    yield from _attention(
+        options["entry"], options["pages"], {"buffer": arrays["buffer"], "q_latent": arrays["q_latent"]}
+    )
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
-    entry = options["entry"]
+    yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"], "q": arrays["q"]})
+
+
+def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against planning `decode_mla` or `decode_kv` calls."""
+    yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"]})
+
+
+def _attention(entry, pages, arrays) -> Iterator[str]:
+    """Reasons against attending to such entries, with arrays by name that must be of their dtype."""
     if entry.format not in ("bf16", "f16"):
         yield f"entries of format {entry.format!r}: takes bf16 and f16"
         return
-    if not {*entry.sizes} <= {*HEAD_DIMS}:
-        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: takes 64, 128, 192 and 256 of each"
-    yield from _paged(arrays, options, "q")
-
-
-def _paged(arrays, options, queries) -> Iterator[str]:
-    """Reasons that all kernels have which fetch pages of tokens by TMA."""
-    entry, pages = options["entry"], options["pages"]
-    for name in ("buffer", queries):
-        if arrays[name].dtype != entry.dtype:
-            yield f"`{name}` of {arrays[name].dtype}: takes that of the entries, {entry.dtype}"
+    sizes = f"entries of {entry.sizes[0]} + {entry.sizes[1]} values"
+    if entry.one_head and entry.sizes != (LATENT, ROPE):
+        yield f"{sizes}: takes {LATENT} + {ROPE}"
+    if not entry.one_head and not {*entry.sizes} <= {*HEAD_DIMS}:
+        yield f"{sizes}: takes 64, 128, 192 and 256 of each"
+    for name, array in arrays.items():
+        if array.dtype != entry.dtype:
+            yield f"`{name}` of {array.dtype}: takes that of the entries, {entry.dtype}"
     if pages.block_size not in (16, 32, 64, 128, 256):
         yield f"blocks of {pages.block_size} tokens: takes 16, 32, 64, 128 and 256"
     try:
@@ -61,7 +63,7 @@ def write_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[
 
 
 def gather_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `gather_mla` call."""
+    """Reasons against a `gather_mla` or `gather_kv` call."""
     yield from _entries_moved(arrays, options, {"dtype": options["dtype"]})
 
 

@@ -1,11 +1,11 @@
 """Loads the entries of ragged runs of tokens into arrays of their parts: bulk copies only, of any row width.
 
-Who does what.  A CTA of one warpgroup has up to 16 consecutive rows of the result.  Each warp finds where the tokens of
-its share (`warp_share`) lie, and fetches their entries, heads that touch by one copy.  Meanwhile the warpgroup clears a
-part's worth of shared memory, and each warp finds its tokens once more, which is cheaper than to hand them over.  As
-an entry lands, the warp sends its parts to their rows of the result, or zeros where there is no token; it stays until
-shared memory has been read.  Rows without a token, and past the last, fetch somebody's entry and drop it, so that the
-barriers always await the same number of copies.
+Who does what.  A CTA of one warpgroup has up to four consecutive rows of the result.  Each warp finds where the tokens
+of its share (`warp_share`) lie, and fetches their entries, heads that touch by one copy.  Meanwhile the warpgroup
+clears a part's worth of shared memory, and each warp finds its tokens once more, which is cheaper than to hand them
+over.  As an entry lands, the warp sends its parts to their rows of the result, or zeros where there is no token; it
+stays until shared memory has been read.  Rows without a token, and past the last, fetch somebody's entry and drop it,
+so that the barriers always await the same number of copies.
 
 Barriers.  full, one a token of a warp: the warp's heads of it have landed.  Shared memory is filled once and never
 reused.

@@ -1,6 +1,6 @@
 """Stores entries at slots of a layer, in place, from arrays of their parts: bulk copies only, of any row width.
 
-Who does what.  A CTA of one warpgroup has up to 16 consecutive tokens.  One copy a part brings them to shared memory;
+Who does what.  A CTA of one warpgroup has up to four consecutive tokens.  One copy a part brings them to shared memory;
 meanwhile each warp reads the slots of its share (`warp_share`).  When all has landed, the warp sends each part of each
 of its entries where it belongs, and stays until shared memory has been read.
 

@@ -13,6 +13,7 @@ from jaxkv_kernels.xla.gather_kv import gather_kv
 from jaxkv_kernels.xla.gather_mla import gather_mla
 from jaxkv_kernels.xla.indexer_logits import indexer_logits
 from jaxkv_kernels.xla.merge_states import merge_states
+from jaxkv_kernels.xla.plan_decode import plan_decode
 from jaxkv_kernels.xla.read_blocks import read_blocks
 from jaxkv_kernels.xla.select_topk import select_topk
 from jaxkv_kernels.xla.write_blocks import write_blocks
@@ -27,6 +28,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "gather_mla": gather_mla,
     "gather_kv": gather_kv,
     "gather_indexer_k": gather_indexer_k,
+    "plan_decode": plan_decode,
     "decode_mla": decode_mla,
     "decode_kv": decode_kv,
     "decode_mla_sparse": decode_mla_sparse,
@@ -46,7 +48,9 @@ def unavailable() -> list[str]:
 
 def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Reasons against this call on any machine; none means that it is taken."""
-    del operation, arrays
+    del arrays
+    if operation == "plan_decode" and options["batch_invariant"]:
+        return ["the last bits of a request depend on the shape of its batch: cannot be batch-invariant"]
     try:
         if "pages" in options:
             row_view(options["pages"])

@@ -12,8 +12,11 @@ from jaxkv_kernels.xla.softmax import attend
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window"))
-def decode_kv(q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, *, pages, entry, logit_cap, window):
+def decode_kv(
+    q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
+):
     """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
+    del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = live_lengths(block_tables, seq_lens, pages.block_size)
     batch, tokens, query_heads, head_dim = q.shape

@@ -12,8 +12,11 @@ from jaxkv_kernels.xla.softmax import attend
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
-def decode_mla(q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, *, pages, entry, logit_cap):
+def decode_mla(
+    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
+):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = live_lengths(block_tables, seq_lens, pages.block_size)
     q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]

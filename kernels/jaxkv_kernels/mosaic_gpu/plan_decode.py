@@ -8,9 +8,14 @@ items of a request that was cut leave pieces, which are combined afterwards.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+
+from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.page_table import TILE
 
 PAIR = 128
 """Tokens a step: two tiles of 64."""
@@ -30,8 +35,8 @@ class Plan:
     starts: jax.Array
     """[parts + 1]: the first item of each part."""
     items: jax.Array
-    """[items, 6]: request, first pair, end of the pairs, tokens of the request, end of its pairs that need no mask, and
-    the piece that the item leaves (-1: it is the whole request)."""
+    """[items, 7]: request, first pair, end of the pairs, tokens of the request in sight, end of its pairs that need no
+    mask, the piece that the item leaves (-1: it is the whole request), the token where pair 0 begins."""
     cuts: jax.Array
     """[cuts, 3]: a request that was cut (-1: none), its first piece, its number of pieces."""
     pieces: int = field(metadata={"static": True})
@@ -43,21 +48,40 @@ class Plan:
         return self.starts.shape[0] - 1
 
 
+def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
+    """The schedule for `heads` query heads and `tokens` query tokens a request, with as many parts as the GPU takes."""
+    del buffer, entry
+    tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
+    parts = 4 if interpreting.value else max(MULTIPROCESSORS // tiles, 1)
+    return make_plan(
+        seq_lens, block_tables, parts=parts, tokens=tokens, block_size=pages.block_size, num_blocks=pages.num_blocks,
+        window=window, batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("parts", "tokens", "block_size", "num_blocks", "window", "batch_invariant"))
 def make_plan(
-    seq_lens, block_tables, *, parts: int, tokens: int, block_size: int, num_blocks: int, batch_invariant: bool = False
-) -> Plan:
+    seq_lens, block_tables, *, parts: int, tokens: int, block_size: int, num_blocks: int, window: int | None = None,
+    batch_invariant: bool = False,
+) -> Plan:  # fmt: skip
     """The schedule of `parts` parts for requests of `seq_lens` [B] with `tokens` query tokens each.
 
-    A request without tokens has one pair too, all of it masked.
+    A request without tokens has one pair too, all of it masked.  With a window, requests begin at the tile that holds
+    the first key in sight.
     """
     batch = seq_lens.size
     lengths = jnp.clip(seq_lens, 0, block_tables.shape[1] * block_size)
-    pairs = jnp.maximum(-(-lengths // PAIR), 1)
+    origin = jnp.zeros_like(lengths)
+    if window is not None:
+        origin = jnp.maximum(lengths - tokens + 1 - window, 0) // TILE * TILE
+    seen = lengths - origin
+    pairs = jnp.maximum(-(-seen // PAIR), 1)
     ends = jnp.cumsum(pairs + OVERHEAD)
     begins = ends - pairs - OVERHEAD
     payload = -(-ends[-1] // parts)
     if batch_invariant:
         counts = jnp.clip(pairs // LEAST, 1, SPLITS)
+        first = jnp.zeros_like(counts)
     else:
         # The parts that are left over stay empty.
         tried = -(-ends[-1] // jnp.arange(parts - parts // 8, parts + 1, dtype=jnp.int32))[:, None]
@@ -87,10 +111,11 @@ def make_plan(
     starts = jnp.searchsorted(ordered, jnp.arange(parts + 1, dtype=jnp.int32), method="compare_all").astype(jnp.int32)
 
     columns = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
-    bad = ((block_tables < 0) | (block_tables >= num_blocks)) & (columns < lengths[:, None])
-    clear = jnp.where(bad.any(axis=1), 0, jnp.maximum(lengths - tokens + 1, 0) // PAIR)
+    in_sight = (columns + block_size > origin[:, None]) & (columns < lengths[:, None])
+    bad = ((block_tables < 0) | (block_tables >= num_blocks)) & in_sight
+    clear = jnp.where(bad.any(axis=1), 0, jnp.maximum(seen - tokens + 1, 0) // PAIR)
     left = jnp.where(cut[request], piece[request] + nth, -1)
-    items = jnp.stack([request, begin, end, lengths[request], clear[request], left], axis=1)
+    items = jnp.stack([request, begin, end, seen[request], clear[request], left, origin[request]], axis=1)
 
     if batch <= parts or batch_invariant:
         ending, whole = jnp.arange(batch, dtype=jnp.int32), ~cut

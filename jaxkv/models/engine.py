@@ -1,0 +1,238 @@
+"""Continuous batching: requests join and leave while one compiled program of each kind runs."""
+
+import operator
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+
+from jaxkv.arguments import positive_int
+from jaxkv.blocks import copy_blocks
+from jaxkv.cache import KVCache
+from jaxkv.models.decoder import decode, prefill
+from jaxkv.models.model import Model
+from jaxkv.models.pool import BlockPool
+from jaxkv.models.request import Request
+from jaxkv.models.rows import Rows
+from jaxkv.models.sampling import Sampling
+
+GREEDY = Sampling()
+
+
+class Engine:
+    """Serves requests from one cache.
+
+    Every step prefills a chunk of one prompt and decodes one token of every request that is past its prompt.  Both
+    programs have static shapes: what changes from step to step are values.  A request whose first tokens are those of
+    a running one shares the blocks of that prefix, and copies the last of them before it writes into it.  Where blocks
+    run out, the queue waits; and where a running request needs a block, the youngest one gives its blocks back, waits,
+    and is computed again later.  Tokens do not depend on any of this, up to the rounding of logits.
+
+    Args:
+      model: from `jaxkv.models.load`.
+      num_blocks: blocks of the cache, shared by all requests.
+      block_size: tokens a block.
+      order: order of the cache's axes.
+      max_requests: requests that run at once: rows of the decode program.
+      max_len: tokens that a request may have in the cache, rounded up to blocks; default all that the cache holds, or
+        the model's `max_position_embeddings` where that is less.
+      chunk: prompt tokens a step: columns of the prefill program.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int = 64,
+        order: str = "BLNHC",
+        max_requests: int = 32,
+        max_len: int | None = None,
+        chunk: int = 256,
+    ):
+        self.model = model
+        self.cache = model.cache(num_blocks, block_size, order)
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.max_requests = positive_int("max_requests", max_requests)
+        self.chunk = positive_int("chunk", chunk)
+        if max_len is None:
+            max_len = min(num_blocks * block_size, model.config.max_position_embeddings)
+        else:
+            max_len = positive_int("max_len", max_len)
+        self.table_blocks = _blocks(max_len, block_size)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        """Oldest first: those who came last give their blocks back first."""
+        # Donated, the cache is updated in place.
+        self._prefill = jax.jit(_prefill_step, donate_argnames="cache")
+        self._decode = jax.jit(_decode_step, donate_argnames="cache")
+        copy = partial(copy_blocks, implementation=model.implementation)
+        self._copy = jax.jit(copy, donate_argnames="cache")
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 64,
+        sampling: Sampling = GREEDY,
+        stop: Collection[int] | None = None,
+    ) -> Request:
+        """Queues a request.
+
+        Args:
+          prompt: token ids, at least one.
+          max_tokens: tokens to generate at most.
+          sampling: how tokens are chosen; default greedy.
+          stop: token ids that end the request; the one met is kept as its last token.  Default those of the checkpoint.
+
+        Returns:
+          The request; `step` and `run` fill it.
+
+        Raises:
+          TypeError: a token id is no integer.
+          ValueError: the prompt is empty, holds an id outside the vocabulary, or could never be served: with
+            `max_tokens` it is longer than the block table or the cache.
+        """
+        vocabulary = self.model.config.vocab_size
+        prompt = tuple(map(operator.index, prompt))
+        outside = [token for token in prompt if not 0 <= token < vocabulary]
+        if not prompt or outside:
+            told = f"holds {outside[0]}" if outside else "is empty"
+            raise ValueError(f"`prompt` {told}: expected one or more token ids from 0 to {vocabulary - 1}")
+        # The last token is never written: nothing comes after it.
+        entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
+        table, cache = (blocks * self.block_size for blocks in (self.table_blocks, self.pool.num_blocks))
+        if entries > min(table, cache):
+            raise ValueError(
+                f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries: a request's "
+                f"table holds {table} and the cache {cache}; shorten them, or make the engine with more blocks"
+            )
+        stop = self.model.config.stop_tokens if stop is None else stop
+        request = Request(prompt, max_tokens, sampling, frozenset(stop))
+        self.waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request that waits or runs; its blocks are free again.  ValueError for one that does neither."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self._leave(request)
+        else:
+            raise ValueError(f"`request` neither waits nor runs: it ended with {request.finish_reason!r}")
+        request.finish_reason = "cancelled"
+
+    def run(self) -> Iterator[tuple[Request, int]]:
+        """Steps until nobody waits or runs; each new token with its request."""
+        while self.waiting or self.running:
+            yield from self.step()
+
+    def step(self) -> list[tuple[Request, int]]:
+        """A chunk of one prompt, and a token of every request past its prompt: the new tokens.
+
+        A request whose logits are NaN ends, with `finish_reason` "nan" and no further token; the others go on.
+        """
+        return [*self._prefill_next(), *self._decode_ready()]
+
+    def warm_up(self) -> None:
+        """Compiles both programs, by running them on no request: later steps take only the time of their work."""
+        self._advance(self._prefill, [], count=1, columns=self.chunk)
+        self._advance(self._decode, [], count=self.max_requests, columns=1)
+
+    def _prefill_next(self) -> list[tuple[Request, int]]:
+        unfinished = [request for request in self.running if request.missing > 1]
+        # Nobody joins before the prompts of those before are cached: their prefixes can then be shared.
+        while not unfinished and self._admit():
+            unfinished = [request for request in self.running if request.missing > 1]
+        return self._advance(self._prefill, unfinished[:1], count=1, columns=self.chunk) if unfinished else []
+
+    def _decode_ready(self) -> list[tuple[Request, int]]:
+        for request in list(self.running):
+            # Making room for an older one may have sent this one back to the queue.
+            if request.missing == 1 and request in self.running:
+                self._make_room(request)
+        ready = [request for request in self.running if request.missing == 1]
+        return self._advance(self._decode, ready, count=self.max_requests, columns=1) if ready else []
+
+    def _advance(self, program, requests: list[Request], *, count: int, columns: int) -> list[tuple[Request, int]]:
+        """Runs a program on the next tokens of these requests; the tokens that it draws."""
+        rows = Rows.of(requests, count, columns, table_blocks=self.table_blocks, block_size=self.block_size)
+        self.cache, drawn = program(self.model, self.cache, rows)
+        new = []
+        for request, length, token in zip(requests, rows.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
+            request.cached = length
+            if request.missing:
+                continue  # there is more of the prompt: what was drawn is its next token, known already
+            if token < 0:
+                request.finish_reason = "nan"
+            else:
+                request.append(token)
+                new.append((request, token))
+            if request.finish_reason:
+                self._leave(request)
+        return new
+
+    def _admit(self) -> bool:
+        """Lets the head of the queue join, if there is a row for it, and blocks for all its tokens."""
+        if not self.waiting or len(self.running) == self.max_requests:
+            return False
+        request = self.waiting[0]
+        donor = max(self.running, key=request.common_prefix, default=request)
+        common = 0 if donor is request else request.common_prefix(donor)
+        # A block that the prefix does not fill will be written: it is copied, which takes a block as well.
+        if _blocks(len(request.tokens), self.block_size) - common // self.block_size > self.pool.num_free:
+            return False
+        self.running.append(self.waiting.popleft())
+        request.blocks = [self.pool.share(block) for block in donor.blocks[: _blocks(common, self.block_size)]]
+        request.cached = common
+        self._own(request)
+        return True
+
+    def _make_room(self, request: Request) -> None:
+        """Gives a running request the block of its next token: the youngest go back to the queue where none is free."""
+        while _blocks(len(request.tokens), self.block_size) - len(request.blocks) > self.pool.num_free:
+            youngest = self.running[-1]
+            self._leave(youngest)
+            self.waiting.appendleft(youngest)
+            if youngest is request:
+                return
+        self._own(request)
+
+    def _own(self, request: Request) -> None:
+        """Blocks of its own for every token that it will write: new ones, and copies of shared ones."""
+        for index in range(request.cached // self.block_size, _blocks(len(request.tokens), self.block_size)):
+            if index == len(request.blocks):
+                request.blocks.append(self.pool.take())
+            elif self.pool.is_shared(shared := request.blocks[index]):
+                request.blocks[index] = self.pool.take()
+                self.cache = self._copy(self.cache, _ids(shared), _ids(request.blocks[index]))
+                self.pool.release(shared)
+
+    def _leave(self, request: Request) -> None:
+        """Takes a request out of the batch; blocks that it shared stay with the others."""
+        self.running.remove(request)
+        for block in request.blocks:
+            self.pool.release(block)
+        request.blocks, request.cached = [], 0
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _ids(block: int) -> np.ndarray:
+    return np.asarray([block], np.int32)
+
+
+def _prefill_step(model: Model, cache: KVCache, rows: Rows) -> tuple[KVCache, jax.Array]:
+    cache, logits = prefill(model, cache, rows.tokens, rows.seq_lens, rows.block_tables, rows.slot_mapping)
+    return cache, rows.draw(logits)
+
+
+def _decode_step(model: Model, cache: KVCache, rows: Rows) -> tuple[KVCache, jax.Array]:
+    tokens, slots = rows.tokens[:, 0], rows.slot_mapping[:, 0]
+    cache, logits = decode(model, cache, tokens, rows.seq_lens, rows.block_tables, slots)
+    return cache, rows.draw(logits)

@@ -1,0 +1,51 @@
+"""A request: what was asked for, and how far it has come."""
+
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from jaxkv.models.sampling import Sampling
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and its continuation.  `Engine.submit` makes it; the engine alone changes it."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    stop: frozenset[int]
+    tokens: list[int] = field(init=False)
+    """The prompt and what was generated."""
+    blocks: list[int] = field(default_factory=list, init=False)
+    """Its blocks, in order."""
+    cached: int = field(default=0, init=False)
+    """How many of its tokens, from the first, have entries in its blocks."""
+    finish_reason: str | None = field(default=None, init=False)
+    """None while it waits or runs; then "stop" (its last token is a stop token), "length", "cancelled", or "nan": its
+    logits are NaN."""
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens after the prompt; a stop token is the last of them."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def missing(self) -> int:
+        """Tokens without entries: 1 where the next step is a decode step, more where it is a prefill."""
+        return len(self.tokens) - self.cached
+
+    def common_prefix(self, donor: "Request") -> int:
+        """How many of its tokens, from the first, `donor` has cached; not its last, whose logits are needed."""
+        pairs = zip(self.tokens[:-1], donor.tokens[: donor.cached], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def append(self, token: int) -> None:
+        """Takes the next token, and ends where it is a stop token or the last."""
+        self.tokens.append(token)
+        if token in self.stop:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == len(self.prompt) + self.max_tokens:
+            self.finish_reason = "length"

@@ -1,0 +1,67 @@
+"""From logits to tokens: greedy, temperature, top-p."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are chosen.
+
+    Args:
+      temperature: logits are divided by it before the softmax; 0 takes the likeliest token (greedy).
+      top_p: draw from the fewest likeliest tokens whose probabilities reach this sum (nucleus sampling,
+        arXiv:1904.09751); 1 draws from all.
+      seed: 0 to 2**32 - 1.  A request's tokens depend on its seed, not on the requests that run beside it.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"`temperature` is {self.temperature}: expected a finite number, 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` is {self.top_p}: expected more than 0, at most 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"`seed` is {self.seed}: expected 0 to 2**32 - 1")
+
+
+def sample(logits, temperature, top_p, seeds, positions) -> jax.Array:
+    """One token a row.
+
+    Args:
+      logits: float [B, V].
+      temperature: float32 [B], 0 for greedy.
+      top_p: float32 [B].
+      seeds: uint32 [B].
+      positions: int32 [B], which token of the request is drawn: each has random numbers of its own.
+
+    Returns:
+      int32 [B]; -1 where a logit is NaN, so that no token is made up.
+    """
+    logits = logits.astype(jnp.float32)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw(_):
+        drawn = jax.vmap(_draw)(logits, jnp.where(temperature > 0, temperature, 1), top_p, seeds, positions)
+        return jnp.where(temperature > 0, drawn, greedy)
+
+    # Sorting a vocabulary takes long on a GPU: only where somebody asks for it.
+    tokens = lax.cond(jnp.any(temperature > 0), draw, lambda _: greedy, None)
+    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, tokens)
+
+
+def _draw(logits, temperature, top_p, seed, position):
+    key = jax.random.fold_in(jax.random.key(seed), position)
+    likeliest, tokens = lax.top_k(logits / temperature, logits.shape[-1])
+    p = jax.nn.softmax(likeliest)
+    before = jnp.cumsum(p) - p
+    # The likeliest stays whatever the rounding of its sum.
+    kept = (before < top_p).at[0].set(True)
+    return tokens[jax.random.categorical(key, jnp.where(kept, likeliest, -jnp.inf))]

@@ -1,0 +1,129 @@
+"""Plans: every token of every request lies in one item, pieces are numbered, work is shared out; misuse is told."""
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import scenes
+import suites
+from compare import assert_same_bits
+from jaxkv_kernels.mosaic_gpu.plan_decode import OVERHEAD, PAIR, make_plan
+
+
+def items_by_request(plan, batch):
+    """(first pair, end, piece) of the items of each request in order; and the cost of each part, in pairs."""
+    starts, items = np.asarray(plan.starts), np.asarray(plan.items)
+    assert starts[0] == 0
+    assert (np.diff(starts) >= 0).all()
+    found, loads = [[] for _ in range(batch)], []
+    for first, end in pairwise(starts):
+        for request, begin, stop, _, _, piece, _ in items[first:end]:
+            found[request].append((int(begin), int(stop), int(piece)))
+        loads.append(int(sum(stop - begin + OVERHEAD for _, begin, stop, *_ in items[first:end])))
+    return found, loads
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_items_cover_every_request(seed, batch_invariant):
+    rng = np.random.default_rng(seed)
+    batch, parts, columns = int(rng.integers(1, 40)), int(rng.integers(1, 20)), int(rng.integers(1, 60))
+    lengths = rng.integers(-3, 64 * columns + 100, batch) * (rng.random(batch) > 0.2)
+    plan = make_plan(
+        jnp.asarray(lengths, jnp.int32), jnp.zeros((batch, columns), jnp.int32),
+        parts=parts, tokens=1, block_size=64, num_blocks=4, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    lengths = np.clip(lengths, 0, 64 * columns)
+    pairs = np.maximum(-(-lengths // PAIR), 1)
+    found, loads = items_by_request(plan, batch)
+    cuts = {int(request): (int(first), int(count)) for request, first, count in plan.cuts if request >= 0}
+    taken = set()
+    for request, pieces in enumerate(found):
+        edges = [begin for begin, _, _ in pieces] + [pieces[-1][1]]
+        assert edges == [0, *(stop for _, stop, _ in pieces)]
+        assert edges[-1] == pairs[request]
+        assert all(a < b for a, b in pairwise(edges))
+        if len(pieces) == 1:
+            assert pieces[0][2] == -1
+            assert request not in cuts
+            continue
+        first, count = cuts[request]
+        numbers = range(first, first + count)
+        assert [piece for _, _, piece in pieces] == [*numbers]
+        assert not taken & {*numbers}
+        taken |= {*numbers}
+    assert all(piece < plan.pieces for piece in taken)
+    if not batch_invariant:  # an eighth of the parts may stay empty, and whoever starts a request pays for it
+        assert max(loads) <= 8 / 7 * (pairs + OVERHEAD).sum() / parts + OVERHEAD + 2
+
+
+def test_requests_are_not_cut_for_little():
+    lengths = jnp.full(128, 4096, jnp.int32)
+    plan = make_plan(lengths, jnp.zeros((128, 64), jnp.int32), parts=66, tokens=1, block_size=64, num_blocks=4)
+    assert (np.asarray(plan.cuts)[:, 0] < 0).all()
+    one = make_plan(lengths[:1] * 16, jnp.zeros((1, 1024), jnp.int32), parts=66, tokens=1, block_size=64, num_blocks=4)
+    assert np.asarray(one.cuts)[0, 2] > 50  # a single long request is spread over all
+
+
+def test_a_request_is_cut_alike_in_any_company():
+    def cuts(lengths, row):
+        tables = jnp.zeros((len(lengths), 200), jnp.int32)
+        plan = make_plan(
+            jnp.asarray(lengths, jnp.int32), tables,
+            parts=66, tokens=1, block_size=64, num_blocks=4, batch_invariant=True,
+        )  # fmt: skip
+        return [item[:2] for item in items_by_request(plan, len(lengths))[0][row]]
+
+    assert cuts([9000], 0) == cuts([1, 0, 12800, 9000, 64], 3)
+    assert len(cuts([9000], 0)) == 8
+
+
+def test_batch_invariant_bits(interpreted):
+    entry = jaxkv.MLAEntry("bf16")
+    lengths = (2100, 0, 70)
+    scene = scenes.scene(entry, lengths=lengths, num_blocks=40)
+    cache = scene.cache(suites.layout_of("BLNHC", entry, num_blocks=40), 1)
+    q = suites.queries(entry, len(lengths), 1, 16)
+    tables, lengths = jnp.asarray(scene.tables), jnp.asarray(lengths, jnp.int32)
+
+    def decode(rows):
+        rows = jnp.asarray(rows)
+        plan = jaxkv.plan_decode(cache, tables[rows], lengths[rows], num_heads=16, batch_invariant=True)
+        args = (*(x[rows] for x in q), cache, tables[rows], lengths[rows])
+        return jaxkv.decode_mla(*args, layer=1, scale=0.11, return_lse=True, plan=plan)
+
+    for alone, together in zip(decode([0]), decode([2, 1, 0]), strict=True):
+        assert_same_bits(alone[0], together[2])
+    with pytest.raises(NotImplementedError, match="cannot be batch-invariant"):
+        jaxkv.plan_decode(cache, tables, lengths, num_heads=16, batch_invariant=True, implementation="xla")
+
+
+def test_a_plan_for_other_calls_is_refused():
+    entry = jaxkv.MLAEntry("f32", latent=16, rope=8)
+    cache = jaxkv.KVCache.zeros(jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=entry))
+    tables, lengths = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
+    q = [jnp.zeros((2, 4, n)) for n in entry.sizes]
+    plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=8)
+    with pytest.raises(ValueError, match=r"`plan` was made for Shape.*num_heads=8.*expected one for .*num_heads=4"):
+        jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, plan=plan)
+    with pytest.raises(ValueError, match="`plan` is a int"):
+        jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, plan=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`window` is 5: decode_mla has none"):
+        jaxkv.plan_decode(cache, tables, lengths, num_heads=4, window=5)
+    keys = jaxkv.KVEntry("f32", head_dim=8)
+    cache = jaxkv.KVCache.zeros(jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, num_heads=3, entry=keys))
+    with pytest.raises(ValueError, match="`num_heads` is 4: expected a multiple of the cache's 3 heads"):
+        jaxkv.plan_decode(cache, tables, lengths, num_heads=4)
+
+
+def test_a_plan_goes_through_jit():
+    entry = jaxkv.MLAEntry("f32", latent=16, rope=8)
+    cache = jaxkv.KVCache.zeros(jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=entry))
+    plan = jax.jit(lambda cache, t, n: jaxkv.plan_decode(cache, t, n, num_heads=4))
+    found = plan(cache, jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32))
+    assert found.implementation == "xla"
+    assert found.shape.num_heads == 4
