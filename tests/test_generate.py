@@ -117,7 +117,7 @@ def test_another_entry_format_is_told(capsys):
         (("--ids", "1", "--max-tokens", "600"), "600 entries: a request's table holds 512 and the cache 512"),
         (("--ids", "1", "--temperature", "-1"), "`temperature` is -1.0"),
         (("--ids", "1", "--top-p", "0"), "`top_p` is 0.0"),
-        (("--ids", "1", "--entry-format", "int3"), "`entry_format` is 'int3': expected one of"),
+        (("--ids", "1", "--entry-format", "int3"), "format 'int3': expected one of bf16, f16, f32, fp8, fp8_ds_mla"),
         (("--ids", "1", "--implementation", "mosaic_gpu"), "mosaic_gpu"),
         (("--ids", "1", "--blocks", "0"), "`num_blocks` is 0"),
     ],

@@ -21,6 +21,14 @@ def test_the_ten_lines_run():
     assert scope["lse"].shape == (1, 16)
 
 
+def test_the_whole_model_runs(capsys):
+    code = re.search(r"## A whole model\n.*?```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    exec(code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[0] for line in printed) == ["0"] * 100 + ["1"] * 100
+
+
 def test_the_support_matrix_is_that_of_the_code():
     shown = re.search(r"<!-- matrix -->\n(.*?)\n?<!-- /matrix -->", README, re.DOTALL)
     assert shown

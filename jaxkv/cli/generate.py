@@ -17,8 +17,7 @@ import jax
 from jaxkv.cli.progress import progress
 
 if TYPE_CHECKING:
-    from jaxkv.models.engine import Engine
-    from jaxkv.models.request import Request
+    from jaxkv.models import Engine, Request
 
 MOST_ROWS = 32
 """Requests that run at once; further prompts wait."""
@@ -50,14 +49,12 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     # Other commands need neither the models nor safetensors.
     from jaxkv import models
-    from jaxkv.models.engine import Engine
-    from jaxkv.models.sampling import Sampling
 
     if not args.prompts:
         raise ValueError("no prompt: give --prompt or --ids")
     encode, decode = _tokenizer(Path(args.model))
     prompts = [encode(prompt) for prompt in args.prompts]
-    samplings = [Sampling(args.temperature, args.top_p, args.seed + n) for n in range(len(prompts))]
+    samplings = [models.Sampling(args.temperature, args.top_p, args.seed + n) for n in range(len(prompts))]
     implementation = tuple(args.implementation) if args.implementation else None
     model = models.load(
         args.model,
@@ -65,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
         implementation=implementation,
         progress=partial(progress, what="loading"),
     )
-    engine = Engine(model, num_blocks=args.blocks, max_requests=min(len(prompts), MOST_ROWS))
+    engine = models.Engine(model, num_blocks=args.blocks, max_requests=min(len(prompts), MOST_ROWS))
     stop = () if args.ignore_eos else None
     requests = [
         engine.submit(prompt, max_tokens=args.max_tokens, sampling=sampling, stop=stop)
