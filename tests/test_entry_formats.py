@@ -11,11 +11,9 @@ import pytest
 import jaxkv
 import jaxkv.models
 
-pytest.importorskip("safetensors")  # the extra `models`
-
 FOLDER = Path(__file__).parent / "data" / "models"
 FAMILIES = sorted(path.parent.name for path in FOLDER.glob("*/truth.npz"))
-PRECISION_RATIO = 2.0**-4 / 2.0**-9
+PRECISION_RATIO = 2.0**-4 / 2.0**-8
 """One rounding to e4m3 is so many times coarser than one to bf16."""
 
 
@@ -42,10 +40,14 @@ def error(found, right):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_with_fp8_ds_mla_entries(family, record_property):
-    """How much a model amplifies errors of its entries, bf16 entries in the float32 model tell."""
-    quantised = error(logits(family, "bfloat16", "fp8_ds_mla"), logits(family, "bfloat16", "bf16"))
-    rounded = error(logits(family, "float32", "bf16"), logits(family, "float32", "f32"))
-    record_property("relative error of logits", f"{family}: {quantised:.4f}, {quantised / rounded:.1f} x that of bf16")
-    print(f"{family}: fp8_ds_mla against bf16 entries {quantised:.4f}; bf16 against f32 entries {rounded:.4f}")
-    assert rounded < quantised < PRECISION_RATIO * rounded
+def test_logits_with_fp8_ds_mla_entries(family):
+    """How much a model amplifies errors of its entries, bf16 entries in the float32 model tell.
+
+    Besides, the bf16 model's own roundings are drawn anew where its entries change.
+    """
+    bf16, exact = logits(family, "bfloat16", "bf16"), logits(family, "float32", "f32")
+    quantised = error(logits(family, "bfloat16", "fp8_ds_mla"), bf16)
+    rounded = error(logits(family, "float32", "bf16"), exact)
+    own = error(bf16, exact)
+    print(f"{family}: fp8_ds_mla against bf16 entries {quantised:.4f}; bf16 against f32 {rounded:.4f}; own {own:.4f}")
+    assert rounded < quantised < PRECISION_RATIO * rounded + own
