@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import jaxkv.models
-
-safetensors = pytest.importorskip("safetensors.numpy")
 
 RECORDED = Path(__file__).parent / "data" / "models"
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
@@ -33,9 +32,9 @@ def configure(folder, **changes):
 
 def spoil(folder, change):
     """Writes the weights again as `change` makes them."""
-    weights = safetensors.load_file(folder / "model.safetensors")
+    weights = safetensors.numpy.load_file(folder / "model.safetensors")
     change(weights)
-    safetensors.save_file(weights, folder / "model.safetensors")
+    safetensors.numpy.save_file(weights, folder / "model.safetensors")
 
 
 def refuses(folder, *words, **options):
@@ -128,7 +127,7 @@ def test_the_dtype_asked_for_and_the_progress(folder):
 
 def test_kv_b_proj_is_split_by_head():
     model = jaxkv.models.load(RECORDED / "youtu")
-    weights = safetensors.load_file(RECORDED / "youtu" / "model.safetensors")
+    weights = safetensors.numpy.load_file(RECORDED / "youtu" / "model.safetensors")
     (stack,) = model.params["stacks"]
     rows = weights["model.layers.1.self_attn.kv_b_proj.weight"].reshape(4, 16 + 12, 128)
     assert np.array_equal(stack["attention"]["w_uk"][1], rows[:, :16])
