@@ -55,8 +55,6 @@ LADDER = (
     Implementation("xla", "any device", xla),
 )
 
-_NAMED = {candidate.name: candidate for candidate in LADDER}
-
 
 def implementations() -> dict[str, str]:
     """Names for `implementation=`, best first, and what each runs on; the last takes every call."""
@@ -116,14 +114,15 @@ def chosen(call: Call, implementation: str | Sequence[str] | None) -> str:
         raise _Bound(call)
     names = tuple(implementations()) if implementation is None else implementation
     names = (names,) if isinstance(names, str) else names
-    expected = f"expected None, a name or a sequence of names among {', '.join(_NAMED)}"
+    known = {candidate.name: candidate for candidate in LADDER}
+    expected = f"expected None, a name or a sequence of names among {', '.join(known)}"
     if not isinstance(names, Sequence) or not names:
         raise ValueError(f"`implementation` is {implementation!r}: {expected}")
-    if unknown := [name for name in names if not isinstance(name, str) or name not in _NAMED]:
+    if unknown := [name for name in names if not isinstance(name, str) or name not in known]:
         raise ValueError(f"`implementation` {unknown[0]!r} is unknown: {expected}")
     reasons = {}
     for name in names:
-        reasons[name] = _NAMED[name].why_not(call)
+        reasons[name] = known[name].why_not(call)
         if not reasons[name]:
             return name
     told = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())
@@ -134,7 +133,7 @@ def run(call: Call, implementation: str | Sequence[str] | None):
     """The call's result from the first implementation asked for that takes it; NotImplementedError if none does."""
     name = chosen(call, implementation)
     _report(call.operation, name)
-    return _NAMED[name].run(call)
+    return next(candidate for candidate in LADDER if candidate.name == name).run(call)
 
 
 @cache
