@@ -294,11 +294,15 @@ def _decode(operation, cache, dims, q, arrays, options, block_tables, seq_lens, 
     _, tokens, heads, _ = q.shape
     shape = Shape(requests, columns, pages.block_size, pages.num_blocks, heads, tokens, options.get("window"))
     check_plan(plan, shape)
-    if plan is not None and plan.batch_invariant:
+    if plan is not None and plan.batch_invariant and implementation is None:
         implementation = plan.implementation
     name = chosen(Call(operation, arrays, options), implementation)
     if plan is not None and plan.implementation == name:
         arrays["plan"] = plan.schedule
+    elif plan is not None and plan.batch_invariant:
+        raise ValueError(
+            f"`plan` is batch-invariant on {plan.implementation} only: expected no `implementation={name!r}`"
+        )
     return run(Call(operation, arrays, options), name)
 
 

@@ -98,6 +98,11 @@ def test_batch_invariant_bits(interpreted):
 
     for alone, together in zip(decode([0]), decode([2, 1, 0]), strict=True):
         assert_same_bits(alone[0], together[2])
+    plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=16, batch_invariant=True)
+    args, options = (*q, cache, tables, lengths), {"layer": 1, "scale": 0.11, "plan": plan}
+    assert jaxkv.explain(jaxkv.decode_mla, *args, **options).chosen == "mosaic_gpu"
+    with pytest.raises(ValueError, match=r"`plan` is batch-invariant on mosaic_gpu only: .*'xla'"):
+        jaxkv.decode_mla(*args, **options, implementation="xla")
     with pytest.raises(NotImplementedError, match="cannot be batch-invariant"):
         jaxkv.plan_decode(cache, tables, lengths, num_heads=16, batch_invariant=True, implementation="xla")
 
