@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 WGMMA = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one value a row of a WGMMA tile."""
+SCALAR = plgpu.Layout.WG_SPLAT
+"""Layout of what all lanes of a warp agree on."""
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 """What a load must promise to become one bulk copy of contiguous memory."""
 
@@ -23,14 +25,20 @@ MULTIPROCESSORS, SHARED_MEMORY = 132, 232_448
 """Of an H100 or H200; bytes a CTA."""
 
 
-def kernel(body, *, interpret: bool, **spec) -> Any:
-    """`plgpu.kernel` with what all kernels here share."""
+def kernel(body, *, interpret: bool, auto_barriers: bool = True, **spec) -> Any:
+    """`plgpu.kernel` with what all kernels here share.
+
+    Without `auto_barriers`, loads and stores do not wait for the other warps of the warpgroup: the kernel itself orders
+    what a thread reads after what another wrote.
+    """
     params: Any = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     return plgpu.kernel(
         body,
         interpret=params,
         # Row reductions stay inside a quad of lanes: no scratch.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=not auto_barriers
+        ),
         **spec,
     )
 
@@ -91,9 +99,56 @@ def multiply_add(onto: jax.Array, a, b, meanwhile: Callable[[], Any] | None = No
     return onto + pl.run_scoped(added, plgpu.ACC(shape, jnp.float32)), meanwhile() if meanwhile else None
 
 
-def store(ref, value: jax.Array) -> None:
-    """`ref[...] = value` for values that reach memory in pieces of less than a sector, which jax 0.12 wants told."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
+FOLDED = 8
+"""Columns that are left of a folded tile: a lane of a WGMMA tile has two of each eight."""
+
+
+def folded(op: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+    """The columns of a WGMMA tile brought together by `op`, 8 left: what a lane can do without asking another."""
+    while x.shape[1] > FOLDED:
+        half = x.shape[1] // 2
+        x = op(x[:, :half], x[:, half:])
+    return x
+
+
+def any_positive(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Whether any value of a register tile is, among those that the asking warp holds: warps may hear differently."""
+    if interpret:
+        return (x > 0).any()
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import vector
+
+    layout = WGMMA if x.ndim == 2 else ROW
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def asked(_, x):
+        values = [
+            vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+            for register in x.registers.flat
+            for i in range(ir.VectorType(register.type).shape[0])
+        ]
+        others = "".join(f"setp.gt.or.f32 p, ${n}, 0f00000000, p; " for n in range(2, len(values) + 1))
+        vote = f"setp.gt.f32 p, $1, 0f00000000; {others}vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p;"
+        i32 = ir.IntegerType.get_signless(32)
+        found = mgpu.utils.inline_ptx(
+            f"{{.reg .pred p; {vote}}}", *values, result_types=i32, has_side_effects=True, convergent=True
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return asked(x) != 0
+
+
+def first_row_of_warp(*, interpret: bool) -> jax.Array:
+    """The first of the 16 rows of a WGMMA tile that the asking warp holds."""
+    if interpret:
+        return jnp.int32(0)  # a warpgroup is one thread there
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.extend.mlir import ir
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def thread(_):
+        found = mgpu.utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=ir.IntegerType.get_signless(32))
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return jax.lax.rem(jax.lax.div(thread(), jnp.int32(32)), jnp.int32(4)) * 16

@@ -90,11 +90,7 @@ def _decode(q, buffer, block_tables, layer, scale, plan, *, pages, entry, logit_
     )  # fmt: skip
     out, part_out = (x.reshape(x.shape[0], heads * padded, -1) for x in (out, part_out))
     lse, part_lse = (x.reshape(x.shape[0], heads * padded) for x in (lse, part_lse))
-    # The combining kernel fills in rows of its operand.  Without the barrier, where a scan stacks its result, the rows
-    # that it leaves alone came back as zeros (H200, jax 0.11.2).
-    out, lse = lax.optimization_barrier(
-        combine(out, lse, part_out, part_lse, plan, rows=heads * padded, interpret=interpret)
-    )
+    out, lse = combine(out, lse, part_out, part_lse, plan, rows=heads * padded, interpret=interpret)
 
     def by_token(x):
         x = x.reshape(batch, heads, padded, -1)[:, :, :rows].reshape(batch, heads, tokens, group, -1)
@@ -217,7 +213,7 @@ def _attend(
         def consumer(side):
             scratch = operands.at[side] if interpret else None
             plgpu.set_max_registers(232, action="increase")
-            scale = scale_ref[0]
+            scale = scale_ref[0] * LOG2E
 
             def run(item, carry):
                 used, (b, begin, stop, seen, clear, piece, origin) = carry
@@ -369,6 +365,6 @@ def _attend(
             **({"operands": swizzled(2, TILE, TILE, dtype=dtype)} if interpret else {}),
         },
     )(
-        q, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale * LOG2E, (1,)),
+        q, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
         plan.starts, plan.items,
     )  # fmt: skip

@@ -12,15 +12,19 @@ Who does what: two computing warpgroups and one that copies.  With K0 and K1 the
 
 Each holds half of O (64 x 256 float32, 128 registers a lane).  Both take the tiles in order, so that K0 is free, and on
 its way again, while K1 is used; a warpgroup hands its P, and by how much O shrinks, to the other through shared memory.
+O nearly never shrinks: P is exp2(S - m) for a reference m that is raised, to the maximum so far, only once a score is
+more than SLACK above it.  That is asked warp by warp, of what each lane holds, so that in most pairs no lane asks
+another for maxima or sums, and O stays where wgmma left it.
 
 Barriers.  q_full, qr_full: Q has landed, its rotary part has (in p[0]).  q_free: both warpgroups have multiplied with Q
 for the last time; p_free: p[0] has been used for the last time; so the next item's Q arrives while this one ends.
 k_full[tile, half], r_full[tile]: keys have landed.  k_free[tile, half]: the warpgroup that multiplies that half last
 has done, in every CTA of the cluster; K1's halves stage the result of whole requests, and are free after it has left.
-p_ready[tile]: P, the running maximum after the tile and what O shrinks by are in `p` and `stats`.  met: both warpgroups
+p_ready[tile]: P, the reference after the tile and what O shrinks by are in `p` and `stats`.  met: both warpgroups
 have read Q's rotary part, which P0 overwrites; the sums of both are in `stats`.  Between them they order every reuse:
 warpgroup 0 overwrites P0 and stats[0:2] only after p_ready[1], and after K0 has come anew, which warpgroup 1 freed when
-it was done with P0; warpgroup 1 overwrites P1 and stats[2:4] only after the next p_ready[0].
+it was done with P0; warpgroup 1 overwrites P1 and stats[2:4] only after the next p_ready[0].  No other barriers: within
+a warpgroup, what one thread writes another reads only through TMA or wgmma after commit_smem, or after `met`.
 
 Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
 240 a lane to compute, 24 to copy: the 504 that a kernel of three warpgroups starts with (were they more, it would wait
@@ -39,11 +43,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.build import (
     EMPTY,
+    FOLDED,
     LOG2E,
     MASKED,
     ROW,
     WGMMA,
     across,
+    any_positive,
+    first_row_of_warp,
+    folded,
     kernel,
     multiply_add,
     row_of,
@@ -58,6 +66,8 @@ from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 HALF = 256
+SLACK = 8
+"""Powers of 2 by which weights may exceed 1 before what has been summed is rescaled."""
 
 
 def decode_mla(
@@ -92,9 +102,7 @@ def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, plan, *, pages, 
         tokens=tokens, heads=heads, cluster=cluster, groups=groups, pages=pages, logit_cap=logit_cap,
         interpret=interpret,
     )  # fmt: skip
-    # The combining kernel fills in rows of its operand.  Without the barrier, where a scan stacks its result, the rows
-    # that it leaves alone came back as zeros (H200, jax 0.11.2).
-    out, lse = lax.optimization_barrier(combine(out, lse, part_out, part_lse, plan, rows=rows, interpret=interpret))
+    out, lse = combine(out, lse, part_out, part_lse, plan, rows=rows, interpret=interpret)
     return out[:, :rows].reshape(batch, tokens, heads, LATENT), lse[:, :rows].reshape(batch, tokens, heads)
 
 
@@ -107,6 +115,8 @@ def _attend(
     view = token_rows(pages)
     dtype = q_latent.dtype
     copies = copies_of(pages)
+    padded = groups * cluster * TILE
+    told = min(rows, TILE)  # such a copy has no clipping: log-sum-exps that a tile has room for
     shared: Any = {"collective_axes": "cta"} if cluster > 1 else {}
 
     def body(
@@ -214,7 +224,7 @@ def _attend(
                 plgpu.barrier_wait(met)
 
             plgpu.set_max_registers(240, action="increase")
-            scale = scale_ref[0]
+            scale = scale_ref[0] * LOG2E
 
             def scores(q_rope, i, b, length, masked, last):
                 z = divided(i, 1 << 20)  # 0, but the compiler does not know
@@ -257,10 +267,14 @@ def _attend(
                 first_token = (2 * i + tile_in_pair) * TILE
                 z = divided(i, 1 << 20)
                 token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + first_token
-                for c in range(HALF // TILE):
-                    piece = k.at[z + tile_in_pair, side, :, pl.ds(c * TILE, TILE)]
+
+                def clear(c, carry):  # a loop: were it unrolled, its registers would be spilled in the pairs before
+                    piece = k.at[z + tile_in_pair, side, :, pl.ds(pl.multiple_of(c * TILE, TILE), TILE)]
                     values = jnp.where(token < length, plgpu.load(piece, layout=WGMMA), jnp.zeros((), dtype))
                     piece[...] = table.without_unknown(b, first_token, token, values, 0)
+                    return carry
+
+                lax.fori_loop(0, HALF // TILE, clear, 0)
                 plgpu.commit_smem()
 
             def times_values(weights, i, tile, b, length, masked, acc, meanwhile=None):
@@ -269,74 +283,89 @@ def _attend(
                 pl.when(masked)(partial(clear_values, i, tile, b, length))
                 return multiply_add(acc, weights, k.at[z + tile, z + side], meanwhile, scratch=scratch)
 
+            def grown(s, m):
+                """The reference of the exponents for scores `s`, and by how much what came before shrinks."""
+
+                def raised():
+                    new = jnp.maximum(m, s.max(axis=1))
+                    return new, jnp.exp2(m - new)
+
+                above = folded(jnp.maximum, s) - across(m + SLACK, FOLDED)
+                return lax.cond(any_positive(above, interpret=interpret), raised, lambda: (m, row_of(TILE, 1.0)))
+
+            def shrunk(acc, total, shrink):
+                """Both times `shrink`, which is 1 nearly always."""
+
+                def times():
+                    return acc * across(shrink, HALF), total * across(shrink, FOLDED)
+
+                return lax.cond(any_positive(1 - shrink, interpret=interpret), times, lambda: (acc, total))
+
+            def weights(s, m, tile, shrink):
+                """Hands the weights of a tile of scores to the other warpgroup."""
+                w = jnp.exp2(s - across(m, TILE))
+                w16 = w.astype(dtype)
+                p[tile] = w16
+                stats[2 * tile], stats[2 * tile + 1] = m, shrink
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready.at[tile])
+                return w16, folded(jnp.add, w)
+
             def pair0(q_rope, b, length, clear, last, i, carry):
                 acc, m, total = carry
                 masked = i >= clear
                 s = scores(q_rope, i, b, length, masked, last)
-                m0 = jnp.maximum(m, s.max(axis=1))
-                shrink0 = jnp.exp2(m - m0)
-                w = jnp.exp2(s - across(m0, TILE))
-                w16 = w.astype(dtype)
-                p[0] = w16
-                stats[0], stats[1] = m0, shrink0
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(p_ready.at[0])
-                total = total * shrink0 + w.sum(axis=1)
-                acc, _ = times_values(w16, i, 0, b, length, masked, acc * across(shrink0, HALF))
+                m0, shrink0 = grown(s, m)
+                w16, added = weights(s, m0, 0, shrink0)
+                acc, total = shrunk(acc, total, shrink0)
+                acc, _ = times_values(w16, i, 0, b, length, masked, acc)
                 plgpu.barrier_arrive(k_free.at[0])
                 plgpu.barrier_wait(p_ready.at[1])
                 m1, shrink1 = plgpu.load(stats.at[2], layout=ROW), plgpu.load(stats.at[3], layout=ROW)
                 z = divided(i, 1 << 20)
-                acc, _ = times_values(p.at[z + 1], i, 1, b, length, masked, acc * across(shrink1, HALF))
+                acc, total = shrunk(acc, total + added, shrink1)
+                acc, _ = times_values(p.at[z + 1], i, 1, b, length, masked, acc)
 
                 @pl.when(i != last)
                 def _():
                     plgpu.barrier_arrive(k_free.at[2])
 
-                return acc, m1, total * shrink1
+                return acc, m1, total
 
             def pair1(q_rope, b, length, clear, last, i, carry):
                 acc, _, total = carry
                 masked = i >= clear
                 s = scores(q_rope, i, b, length, masked, last)
-                top = s.max(axis=1)
                 plgpu.barrier_wait(p_ready.at[0])
                 m0, shrink0 = plgpu.load(stats.at[0], layout=ROW), plgpu.load(stats.at[1], layout=ROW)
+                acc, total = shrunk(acc, total, shrink0)
 
                 def softmax():
-                    m1 = jnp.maximum(m0, top)
-                    shrink1 = jnp.exp2(m0 - m1)
-                    w = jnp.exp2(s - across(m1, TILE))
-                    w16 = w.astype(dtype)
-                    p[1] = w16
-                    stats[2], stats[3] = m1, shrink1
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(p_ready.at[1])
-                    return m1, shrink1, w16, w.sum(axis=1)
+                    m1, shrink1 = grown(s, m0)
+                    return m1, shrink1, *weights(s, m1, 1, shrink1)
 
                 z = divided(i, 1 << 20)
-                acc, (m1, shrink1, w16, added) = times_values(
-                    p.at[z], i, 0, b, length, masked, acc * across(shrink0, HALF), softmax
-                )
+                acc, (m1, shrink1, w16, added) = times_values(p.at[z], i, 0, b, length, masked, acc, softmax)
                 plgpu.barrier_arrive(k_free.at[1])
 
                 @pl.when(i == last)
                 def _():
                     plgpu.barrier_arrive(p_free)
 
-                acc, _ = times_values(w16, i, 1, b, length, masked, acc * across(shrink1, HALF))
+                acc, total = shrunk(acc, total, shrink1)
+                acc, _ = times_values(w16, i, 1, b, length, masked, acc)
 
                 @pl.when(i != last)
                 def _():
                     plgpu.barrier_arrive(k_free.at[3])
 
-                return acc, m1, total * (shrink0 * shrink1) + added
+                return acc, m1, total + added
 
             step = (pair0, pair1)[side]
 
-            def run(item, told):
+            def run(item, described):
                 ahead = about(item + 1)  # on its way while this item is computed
-                b, begin, stop, length, clear, piece, _ = told
+                b, begin, stop, length, clear, piece, _ = described
                 length, clear = (jnp.where(in_cache, x, 0) for x in (length, clear))
                 plgpu.barrier_wait(qr_full)
                 q_rope = plgpu.load(p.at[0], layout=WGMMA)
@@ -346,9 +375,9 @@ def _attend(
                 meet()  # both have read p[0], which P0 overwrites
                 plgpu.barrier_wait(q_full)
                 last = stop - 1
-                carry = zeros(TILE, HALF), row_of(TILE, EMPTY), row_of(TILE, 0.0)
+                carry = zeros(TILE, HALF), row_of(TILE, EMPTY), zeros(TILE, FOLDED)
                 acc, m, total = lax.fori_loop(begin, stop, partial(step, q_rope, b, length, clear, last), carry)
-                stats[4 + side] = total
+                stats[4 + side] = total.sum(axis=1)
                 meet()
                 total = plgpu.load(stats.at[4], layout=ROW) + plgpu.load(stats.at[5], layout=ROW)
                 empty = total == 0
@@ -360,13 +389,15 @@ def _attend(
                 def _():
                     stage = k.at[divided(last, 1 << 20) + 1, side]
                     stage[...] = acc.astype(dtype)
+                    if side == 0:
+                        stats[0] = lse * (1 / LOG2E)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(stage, out_ref.at[b, pl.ds(row0, TILE), columns])
                     if side == 0:
-                        lse_ref[b, pl.ds(row0, TILE)] = lse * (1 / LOG2E)
+                        plgpu.copy_smem_to_gmem(stats.at[0, pl.ds(0, told)], lse_ref.at[b, pl.ds(row0, told)])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-                @pl.when(piece >= 0)
+                @pl.when((piece >= 0) & (row0 + first_row_of_warp(interpret=interpret) < tokens * heads))
                 def _():
                     part_out_ref[piece, pl.ds(row0, TILE), columns] = acc
                     if side == 0:
@@ -380,7 +411,6 @@ def _attend(
         pl.when(wg == 0)(partial(consumer, 0))
         pl.when(wg == 1)(partial(consumer, 1))
 
-    padded = groups * cluster * TILE
     free = (
         plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4) if cluster > 1 else plgpu.Barrier(num_barriers=4)
     )
@@ -388,9 +418,10 @@ def _attend(
     return kernel(
         body,
         interpret=interpret,
+        auto_barriers=False,
         out_type=(
             jax.ShapeDtypeStruct((batch, rows, LATENT), dtype),
-            jax.ShapeDtypeStruct((batch, padded), float32),
+            jax.ShapeDtypeStruct((batch, padded - TILE + told), float32),
             jax.ShapeDtypeStruct((plan.pieces, padded, LATENT), float32),
             jax.ShapeDtypeStruct((plan.pieces, padded), float32),
         ),
@@ -420,6 +451,6 @@ def _attend(
             **({"operands": swizzled(4, TILE, TILE, dtype=dtype)} if interpret else {}),
         },
     )(
-        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale * LOG2E, (1,)),
+        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
         plan.starts, plan.items,
     )  # fmt: skip
