@@ -10,13 +10,11 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 import suites
-from compare import assert_same_bits
+from hopper import on_hopper
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
-
-on_hopper = pytest.mark.skipif(bool(mosaic_gpu.unavailable()), reason="; ".join(mosaic_gpu.unavailable()))
 
 
 class Mosaic:
@@ -44,14 +42,7 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
         layout = suites.layout_of("BLNHC", self.entry())
         cache, q = scene.cache(layout, 1), suites.queries(self.entry(), len(scene.lengths), 1, 16)
 
-        @jax.jit
-        def stacked(cache, layers):
-            return jax.lax.scan(lambda carry, layer: (carry, self.decode(q, cache, scene, layer)), 0, layers)[1]
-
-        expected = self.decode(q, cache, scene, 1)
-        for found, one in zip(stacked(cache, jnp.asarray([1, 1, 1])), expected, strict=True):
-            for i in range(3):
-                assert_same_bits(found[i], one)
+        suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, scene, layer), cache)
 
 
 @pytest.mark.usefixtures("interpreted")

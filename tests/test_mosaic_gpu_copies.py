@@ -12,10 +12,9 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 import suites
 from compare import assert_same_bits
+from hopper import on_hopper
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
-
-on_hopper = pytest.mark.skipif(bool(mosaic_gpu.unavailable()), reason="; ".join(mosaic_gpu.unavailable()))
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
 

@@ -5,6 +5,7 @@ class TestWriteMLA(suites.WriteMLA):
 """
 
 import scenes as scenes
+from suites.base import assert_a_scan_stacks as assert_a_scan_stacks
 from suites.base import layout_of as layout_of
 from suites.blocks import BlockChecks as BlockChecks
 from suites.blocks import Blocks as Blocks

@@ -1,10 +1,12 @@
 """What the suites share."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxkv
 import scenes
+from compare import assert_same_bits
 
 
 class Suite:
@@ -20,6 +22,18 @@ class Suite:
             assert reason.startswith(self.gaps or ("no gap is declared",)), f"undeclared gap: {reason}"
             pytest.skip(reason)
         return operation(*args, **kwargs, implementation=self.implementation)
+
+
+def assert_a_scan_stacks(call, cache):
+    """What a scan over layers stacks are the results of single calls; kernels that update in place once broke this."""
+
+    @jax.jit
+    def stacked(cache, layers):
+        return jax.lax.scan(lambda carry, layer: (carry, call(cache, layer)), 0, layers)[1]
+
+    for found, one in zip(stacked(cache, jnp.asarray([1, 1, 1])), call(cache, 1), strict=True):
+        for i in range(3):
+            assert_same_bits(found[i], one)
 
 
 def layout_of(name, entry, **sizes):

@@ -99,6 +99,12 @@ def multiply_add(onto: jax.Array, a, b, meanwhile: Callable[[], Any] | None = No
     return onto + pl.run_scoped(added, plgpu.ACC(shape, jnp.float32)), meanwhile() if meanwhile else None
 
 
+def capped(scores: jax.Array, cap: float) -> jax.Array:
+    """`cap * tanh(scores / cap)` of scores, and in scores, whose weights are powers of 2."""
+    # By way of exp2: the hardware's own tanh is good to 11 bits only.
+    return (1 - 2 / (1 + jnp.exp2(scores * (2 / cap)))) * (cap * LOG2E)
+
+
 FOLDED = 8
 """Columns that are left of a folded tile: a lane of a WGMMA tile has two of each eight."""
 

@@ -43,6 +43,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
     SHARED_MEMORY,
     WGMMA,
     across,
+    capped,
     kernel,
     multiply_add,
     row_of,
@@ -52,7 +53,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
-from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, plan_decode
+from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, described, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 
@@ -130,11 +131,7 @@ def _attend(
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         first_item, end = start_ref[part], start_ref[part + 1]
         rows = pl.ds(pl.multiple_of(row0, 8), TILE)
-
-        def about(item):
-            """An item of the plan."""
-            item = jnp.minimum(item, plan.items.shape[0] - 1)
-            return tuple(item_ref[item, column] for column in range(plan.items.shape[1]))
+        about = partial(described, item_ref)
 
         def stop_of(side, stop, seen):
             """Where this side's tiles stop: the last pair of a request may lack its second."""
@@ -231,8 +228,7 @@ def _attend(
 
                     s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
                     if logit_cap is not None:
-                        # tanh by way of exp2: the hardware's own is good to 11 bits only.
-                        s = (1 - 2 / (1 + jnp.exp2(s * (2 / logit_cap)))) * (logit_cap * LOG2E)
+                        s = capped(s, logit_cap)
                     if masked:
                         first_token = origin + i * PAIR + side * TILE
                         token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=WGMMA) + first_token

@@ -50,6 +50,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
     WGMMA,
     across,
     any_positive,
+    capped,
     first_row_of_warp,
     folded,
     kernel,
@@ -62,7 +63,7 @@ from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
-from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, plan_decode
+from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, described, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 HALF = 256
@@ -116,7 +117,7 @@ def _attend(
     dtype = q_latent.dtype
     copies = copies_of(pages)
     padded = groups * cluster * TILE
-    told = min(rows, TILE)  # such a copy has no clipping: log-sum-exps that a tile has room for
+    stored = min(rows, TILE)  # rows of a tile whose log-sum-exp is stored, by a copy that nothing clips
     shared: Any = {"collective_axes": "cta"} if cluster > 1 else {}
 
     def body(
@@ -130,11 +131,7 @@ def _attend(
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         first, end = start_ref[part], start_ref[part + 1]
         table = PageTable(table_ref, pages)
-
-        def about(item):
-            """An item of the plan."""
-            item = jnp.minimum(item, plan.items.shape[0] - 1)
-            return tuple(item_ref[item, column] for column in range(plan.items.shape[1]))
+        about = partial(described, item_ref)
 
         @pl.when(wg == 2)
         def _copier():
@@ -250,8 +247,7 @@ def _attend(
                     plgpu.barrier_arrive(q_free)  # the next request's queries may come
 
                 if logit_cap is not None:
-                    # tanh by way of exp2: the hardware's own is good to 11 bits only.
-                    s = (1 - 2 / (1 + jnp.exp2(s * (2 / logit_cap)))) * (logit_cap * LOG2E)
+                    s = capped(s, logit_cap)
 
                 def mask(s):
                     first_token = (2 * i + side) * TILE
@@ -363,9 +359,9 @@ def _attend(
 
             step = (pair0, pair1)[side]
 
-            def run(item, described):
+            def run(item, told):
                 ahead = about(item + 1)  # on its way while this item is computed
-                b, begin, stop, length, clear, piece, _ = described
+                b, begin, stop, length, clear, piece, _ = told
                 length, clear = (jnp.where(in_cache, x, 0) for x in (length, clear))
                 plgpu.barrier_wait(qr_full)
                 q_rope = plgpu.load(p.at[0], layout=WGMMA)
@@ -394,7 +390,7 @@ def _attend(
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(stage, out_ref.at[b, pl.ds(row0, TILE), columns])
                     if side == 0:
-                        plgpu.copy_smem_to_gmem(stats.at[0, pl.ds(0, told)], lse_ref.at[b, pl.ds(row0, told)])
+                        plgpu.copy_smem_to_gmem(stats.at[0, pl.ds(0, stored)], lse_ref.at[b, pl.ds(row0, stored)])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                 @pl.when((piece >= 0) & (row0 + first_row_of_warp(interpret=interpret) < tokens * heads))
@@ -421,7 +417,7 @@ def _attend(
         auto_barriers=False,
         out_type=(
             jax.ShapeDtypeStruct((batch, rows, LATENT), dtype),
-            jax.ShapeDtypeStruct((batch, padded - TILE + told), float32),
+            jax.ShapeDtypeStruct((batch, padded - TILE + stored), float32),
             jax.ShapeDtypeStruct((plan.pieces, padded, LATENT), float32),
             jax.ShapeDtypeStruct((plan.pieces, padded), float32),
         ),

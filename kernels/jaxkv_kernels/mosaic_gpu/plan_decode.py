@@ -48,6 +48,12 @@ class Plan:
         return self.starts.shape[0] - 1
 
 
+def described(items, item):
+    """The columns of an item, in a kernel's hands; past the last, those of the last."""
+    item = jnp.minimum(item, items.shape[0] - 1)
+    return tuple(items[item, column] for column in range(items.shape[1]))
+
+
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens a request, with as many parts as the GPU takes."""
     del buffer, entry
