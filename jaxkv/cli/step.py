@@ -1,0 +1,135 @@
+"""Time a decode step of a whole model: what a request batch of that size costs on this machine, by config.json alone.
+
+The weights are random: their values change no time.  Every request has the same number of cached tokens.
+"""
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxkv
+from jaxkv.cli.timing import time_kernels
+
+if TYPE_CHECKING:
+    from jaxkv.models import Model
+
+BLOCK_SIZE = 64
+LEAST_SECONDS = 1.0
+"""Steps are timed in a row for at least this long."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the batch, and how it is cached."""
+    parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
+    parser.add_argument("--requests", type=int, default=32, help="rows of the batch (32)")
+    parser.add_argument("--tokens", type=int, default=4096, help="cached tokens of each request, the new one included")
+    parser.add_argument("--entry-format", help="format of the cached latents (fp8_ds_mla, ...); default the weights'")
+    parser.add_argument("--implementation", help="default the best that takes a call")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the sizes, the time of a step, and on NVIDIA GPUs what its kernels take."""
+    from jaxkv import models
+
+    try:
+        config = models.ModelConfig.read(args.config if args.config.is_dir() else args.config.parent)
+        options = {"entry_format": args.entry_format, "implementation": args.implementation}
+        model = jax.jit(partial(models.random_model, config, **options))()
+        tables = _tables(args.requests, args.tokens)
+        cache = _filled(model, tables.size)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"jaxkv step: {error}") from None
+    weights = sum(array.nbytes for array in jax.tree.leaves(model.params))
+    print(f"{config.architecture} of {config.num_layers} layers on {jax.devices()[0].device_kind}")
+    print(f"weights {weights / 1e9:.2f} GB, cache {cache.buffer.nbytes / 1e9:.2f} GB of {model.entry_format} latents")
+    lengths = jnp.full(args.requests, args.tokens, jnp.int32)
+    slots = jnp.asarray(tables[:, -1] * BLOCK_SIZE + (args.tokens - 1) % BLOCK_SIZE)
+    index = lengths, jnp.asarray(tables), slots
+    first = jnp.zeros(args.requests, jnp.int32)
+    seconds, cache = _seconds(model, cache, first, index)
+    rate = args.requests / seconds
+    print(f"a step of {args.requests} requests x {args.tokens} tokens: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
+    _print_kernels(model, cache, first, index, seconds)
+    return 0
+
+
+def _tables(requests: int, tokens: int) -> np.ndarray:
+    """int32 [requests, blocks]: shuffled, as after some hours of service."""
+    if requests < 1 or tokens < 1:
+        raise ValueError(f"--requests is {requests} and --tokens is {tokens}: expected 1 or more of each")
+    blocks = -(-tokens // BLOCK_SIZE)
+    return np.random.default_rng(0).permutation(requests * blocks).astype(np.int32).reshape(requests, blocks)
+
+
+def _filled(model: "Model", num_blocks: int) -> jaxkv.KVCache:
+    """A cache with random latents in every slot of every layer."""
+
+    def fill():
+        cache = model.cache(num_blocks, BLOCK_SIZE)
+        slots = jnp.arange(cache.layout.num_slots, dtype=jnp.int32)
+
+        def layer(i, cache):
+            keys = jax.random.split(jax.random.key(i))
+            sizes = zip(keys, cache.layout.entry.sizes, strict=True)
+            values = [jax.random.normal(key, (slots.size, n), jnp.bfloat16) for key, n in sizes]
+            write: Any = partial(jaxkv.write_mla, implementation="xla")
+            return write(cache, *values, slots, layer=i)
+
+        return lax.fori_loop(0, cache.layout.num_layers, layer, cache)
+
+    return jax.jit(fill)()
+
+
+def _step(model: "Model", cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KVCache, jax.Array]:
+    """The likeliest next tokens."""
+    from jaxkv.models import decode
+
+    cache, logits = decode(model, cache, tokens, *index)
+    return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
+    """Of a step, several in a row, each with the tokens of the one before; and the cache."""
+    step: Any = jax.jit(_step, donate_argnums=1)
+    for _ in range(2):  # the first compiles
+        cache, tokens = jax.block_until_ready(step(model, cache, tokens, index))
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < LEAST_SECONDS:
+        for _ in range(10):
+            cache, tokens = step(model, cache, tokens, index)
+        jax.block_until_ready(tokens)
+        count += 10
+    return (time.perf_counter() - start) / count, cache
+
+
+def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
+    """The share of a step in which the GPU runs, and in which it runs kernels of this library."""
+    buffer, layout = jax.new_ref(cache.buffer), cache.layout
+    del cache  # now a copy
+
+    def once(buffer, model, tokens, index):
+        cache, tokens = _step(model, jaxkv.KVCache(buffer[...], layout), tokens, index)
+        buffer[...] = cache.buffer
+        return tokens
+
+    found = time_kernels(once, buffer, model, tokens, index, repeats=3)
+    if found is None:
+        return
+    own = [(name, took) for name, took in found.kernels if _is_own(name)]
+    busy, ours = sum(took for _, took in found.kernels), sum(took for _, took in own)
+    print(
+        f"kernels: {len(found.kernels)} a step, {1e3 * busy:.3f} ms ({busy / seconds:.0%} of the step); "
+        f"those of jaxkv: {len(own)}, {1e3 * ours:.3f} ms ({ours / seconds:.0%})"
+    )
+
+
+def _is_own(kernel: str) -> bool:
+    """Whether a kernel of that name is of this library; what XLA makes of `implementation="xla"` is not told apart."""
+    return kernel.endswith("mosaic_gpu_kernel")

@@ -1,0 +1,53 @@
+"""`jaxkv step`: the time of a decode step of a whole model."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxkv.models
+from jaxkv.cli import main, step
+from jaxkv.cli.timing import KernelTimes
+
+MODELS = Path(__file__).parent / "data" / "models"
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
+
+
+@pytest.mark.parametrize(("family", "form"), [("deepseek_v2_lite", "f32"), ("deepseek_v32", "fp8_ds_mla")])
+def test_sizes_and_the_time_of_a_step_are_told(family, form, capsys):
+    assert main(["step", str(MODELS / family), "--requests", "3", "--tokens", "100", "--entry-format", form]) == 0
+    told = capsys.readouterr().out
+    assert f"of {form} latents" in told
+    assert "a step of 3 requests x 100 tokens: " in told
+
+
+def test_the_step_attends_to_full_caches():
+    tables = step._tables(3, 130)
+    assert sorted(tables.reshape(-1)) == list(range(9))
+    model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / "deepseek_v2_lite"))
+    cache = step._filled(model, tables.size)
+    assert (cache.buffer != 0).mean() > 0.99
+
+
+def test_the_share_of_the_kernels_is_told(monkeypatch, capsys):
+    kernels = (("gemm_fusion", 6e-3), ("decode_mla_mosaic_gpu_kernel", 3e-3), ("combine_mosaic_gpu_kernel", 1e-3))
+
+    def timed(call, *args, repeats):
+        jax.block_until_ready(jax.jit(call)(*args))
+        return KernelTimes(10e-3, kernels)
+
+    monkeypatch.setattr(step, "time_kernels", timed)
+    monkeypatch.setattr(step, "_seconds", lambda model, cache, tokens, index: (20e-3, cache))
+    main(["step", str(MODELS / "deepseek_v3" / "config.json"), "--requests", "2", "--tokens", "10"])
+    told = capsys.readouterr().out
+    assert "10.000 ms (50% of the step); those of jaxkv: 2, 4.000 ms (20%)" in told
+
+
+@pytest.mark.parametrize("arguments", [["nowhere/config.json"], [str(MODELS / "kimi"), "--requests", "0"]])
+def test_misuse_is_told(arguments):
+    with pytest.raises(SystemExit, match="jaxkv step: "):
+        main(["step", *arguments])
