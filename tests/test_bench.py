@@ -96,7 +96,8 @@ def test_every_operation_is_timed(operation):
     assert found.implementation == "xla"
     assert 0 < found.timing.least <= found.timing.median <= found.timing.most
     assert found.compile > 0
-    assert found.kernels is None, "there is no CUPTI here"
+    if jax.default_backend() == "cpu":
+        assert found.kernels is None, "there is no CUPTI here"
 
 
 @pytest.mark.parametrize("layers", [1, 3])
