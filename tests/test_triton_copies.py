@@ -1,0 +1,53 @@
+"""Triton kernels that copy: the whole suites on a GPU (`-m gpu`), telling parts of them in Triton's interpreter."""
+
+import os
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+import jaxkv
+import suites
+from jaxkv_kernels import triton as kernels
+
+on_gpu = pytest.mark.skipif(bool(kernels.unavailable()), reason="; ".join(kernels.unavailable()))
+interpreted = pytest.mark.skipif(
+    find_spec("triton") is None or "TRITON_INTERPRET" not in os.environ,
+    reason="needs Triton and TRITON_INTERPRET=1: its interpreter takes a process of its own",
+)
+
+
+@pytest.fixture
+def interpreting():
+    """Kernels run in Triton's interpreter."""
+    with kernels.interpreting(True):
+        yield
+
+
+class Triton:
+    """What every suite of these kernels says of itself."""
+
+    implementation = "triton"
+    gaps = ("entries of format", "has no kernel for")
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestWrites(Triton, suites.Writes):
+    """The whole suite, on the GPU."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedWrites(Triton, suites.WriteChecks):
+    """The interpreter's word on every kind of address."""
+
+    @pytest.mark.parametrize("name", suites.scenes.LAYOUTS)
+    def test_latents(self, name):
+        layout = suites.layout_of(name, jaxkv.MLAEntry("bf16", 128, 16), block_size=16)
+        self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
+
+    test_traced_layer_outside_the_cache_writes_nothing = (
+        suites.Writes.test_traced_layer_outside_the_cache_writes_nothing
+    )
+    test_no_tokens = suites.Writes.test_no_tokens
