@@ -22,7 +22,7 @@ def _kernel(name: str) -> Callable[..., Any]:
     return run
 
 
-OPERATIONS = {name: _kernel(name) for name in ("write_mla",)}
+OPERATIONS = {name: _kernel(name) for name in ("write_mla", "write_kv", "write_indexer_k")}
 
 
 def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+TILE_LIMIT = 2**20
+
 
 def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """No reasons: every call is taken."""
@@ -11,7 +13,11 @@ def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[s
 
 
 def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `write_mla` call."""
+    """Reasons against a call that moves entries."""
     del arrays
-    if options["entry"].format not in ("bf16", "f16", "f32"):
-        yield f"entries of format {options['entry'].format!r}: takes bf16, f16 and f32"
+    for size in options["entry"].sizes:
+        if size > TILE_LIMIT:
+            yield f"part of {size} values: takes at most {TILE_LIMIT}, which is what a tile may have in Triton"
+
+
+write_kv = write_indexer_k = gather_mla = gather_kv = gather_indexer_k = write_mla

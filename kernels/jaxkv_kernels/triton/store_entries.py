@@ -1,9 +1,9 @@
-"""Stores plain entries at slots of a layer, in place, from arrays of their parts.
+"""Stores entries whose parts lie side by side, plain or e4m3, at slots of a layer, in place.
 
-Who does what.  A program has ROWS consecutive rows, a row being a token's part of one head: it reads their slots, then
-moves one part after the other in pieces of up to COLUMNS values, converted on the way.
+Who does what.  A program has a tile of consecutive rows, a row being a token's parts of one head.  It loads them,
+meanwhile their slots, encodes, and stores each part where the slot says.
 Order.  None: no two programs write the same bytes, unless a slot is given twice.
-Budget.  Registers: ROWS x COLUMNS values, 16 a thread; no shared memory.
+Budget.  Registers: 2,048 values and a part of it more, 16 and some a thread.  No shared memory.
 """
 
 from functools import partial
@@ -13,56 +13,65 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.triton.addresses import in_bytes, page_address, slots_of
+from jaxkv_kernels.triton.addresses import in_bytes, slots_of, token_address
 from jaxkv_kernels.triton.arithmetic import rounded
+from jaxkv_kernels.triton.dtypes import element_type
+from jaxkv_kernels.triton.e4m3 import to_e4m3
 from jaxkv_kernels.triton.launch import launch
-from jaxkv_kernels.triton.types import element_type
-
-ROWS, WARPS = 4, 4
+from jaxkv_kernels.triton.tiles import WARPS, load_rows, store_pieces, tile_shape
 
 
 @partial(jax.jit, static_argnames=("pages", "entry"))
-def store_entries(buffer, parts, slots, layer, *, pages, entry):
-    """The buffer with parts [T, (H,) n_i] side by side at slots [T] of a layer; slots outside the cache are skipped."""
+def store_entries(buffer, parts, slots, layer, scales=(), *, pages, entry):
+    """The buffer with entries stored at slots [T] of a layer; slots outside the cache are skipped.
+
+    Args:
+      buffer: the cache's.
+      parts: one or two arrays [T, (H,) n_i].
+      slots: int32 [T].
+      layer: int32 scalar.
+      scales: of e4m3 entries, float32 scalar or [H] for each part: stored = value / scale.
+      pages: where entries lie.
+      entry: what they are.
+    """
     if not slots.size:
         return buffer
     rows = slots.size * pages.num_heads
-    first, second = parts
+    sizes = (*entry.sizes, 0)[:2]
+    scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
+    shape = tile_shape(sizes)
     constants = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
-        "SIZES": entry.sizes,
+        "SIZES": sizes,
         "DTYPE": element_type(entry.dtype),
+        "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
         "COUNT": rows,
-        "ROWS": ROWS,
-        "COLUMNS": min(triton.next_power_of_2(max(entry.sizes)), 512),
     }
-    grid = (triton.cdiv(rows, ROWS),)
-    operands = (first, second, slots, jnp.reshape(layer, (1,)))
-    return launch(_store_entries, operands, updated=buffer, grid=grid, warps=WARPS, **constants)[0]
+    operands = (parts[0], parts[-1], *scales, slots, jnp.reshape(layer, (1,)))
+    grid = (triton.cdiv(rows, shape["ROWS"]),)
+    return launch(_store_entries, operands, updated=buffer, grid=grid, warps=WARPS, **constants, **shape)[0]
 
 
 @triton.jit
 def _store_entries(
-    first, second, slots, layers, buffer,
-    PAGES: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr,
+    first, second, first_scale, second_scale, slots, layers, buffer,
+    PAGES: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
     COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    layer = tl.load(layers)
+    head = row % PAGES.num_heads
     slot = tl.load(slots + row // PAGES.num_heads, mask=row < COUNT, other=-1)
-    keep = (slot >= 0) & (slot < slots_of(layer, PAGES))
-    page = page_address(buffer, layer, slot // PAGES.block_size, row % PAGES.num_heads, PAGES)
-    place = (page + (slot % PAGES.block_size).to(tl.int64) * PAGES.token_stride).to(tl.pointer_type(DTYPE))
-    _store_part(first, row, place, keep, SIZES[0], COLUMNS)
-    _store_part(second, row, place + SIZES[0], keep, SIZES[1], COLUMNS)
-
-
-@triton.jit
-def _store_part(part, row, place, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows `row` of `part` [rows, SIZE] to the pointers `place` where `keep` holds."""
-    source = part + row.to(tl.int64) * SIZE
-    for begin in range(0, SIZE, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)[None, :]
-        mask = keep[:, None] & (column < SIZE)
-        values = tl.load(source[:, None] + column, mask=mask)
-        tl.store(place[:, None] + column, rounded(values, place.dtype.element_ty), mask=mask)
+    keep = (slot >= 0) & (slot < slots_of(tl.load(layers), PAGES))
+    tile = load_rows(first, row, COUNT, SIZES[0], COLUMNS[0])
+    if SIZES[1] > 0:
+        other = load_rows(second, row, COUNT, SIZES[1], COLUMNS[1])
+    place = token_address(buffer, tl.load(layers), slot, head, PAGES).to(tl.pointer_type(DTYPE))
+    if SCALE_STEPS is None:
+        store_pieces(place, rounded(tile, DTYPE), keep, SIZES[0], COLUMNS[0])
+        if SIZES[1] > 0:
+            store_pieces(place + SIZES[0], rounded(other, DTYPE), keep, SIZES[1], COLUMNS[1])
+    else:
+        scale = tl.load(first_scale + head * SCALE_STEPS[0])[:, None]
+        store_pieces(place, to_e4m3(tl.div_rn(tile.to(tl.float32), scale)), keep, SIZES[0], COLUMNS[0])
+        scale = tl.load(second_scale + head * SCALE_STEPS[1])[:, None]
+        store_pieces(place + SIZES[0], to_e4m3(tl.div_rn(other.to(tl.float32), scale)), keep, SIZES[1], COLUMNS[1])

@@ -7,6 +7,7 @@ _TYPES = {
     "bfloat16": tl.bfloat16,
     "float16": tl.float16,
     "float32": tl.float32,
+    "uint8": tl.uint8,
 }
 
 
