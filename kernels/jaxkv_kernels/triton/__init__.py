@@ -22,7 +22,21 @@ def _kernel(name: str) -> Callable[..., Any]:
     return run
 
 
-OPERATIONS = {name: _kernel(name) for name in ("write_mla", "write_kv", "write_indexer_k")}
+OPERATIONS = {
+    name: _kernel(name)
+    for name in (
+        "write_mla",
+        "write_kv",
+        "write_indexer_k",
+        "gather_mla",
+        "gather_kv",
+        "gather_indexer_k",
+        "copy_blocks",
+        "read_blocks",
+        "write_blocks",
+        "merge_states",
+    )
+}
 
 
 def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
