@@ -7,15 +7,18 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cli import doctor
+from jaxkv.cli import cases, doctor
 from jaxkv.dispatch import call_of
 from jaxkv.support import sample_calls
 from jaxkv_kernels import triton as kernels
 from jaxkv_kernels.triton import available
 from triton_builds import SHARED, builds, without_a_gpu
+
+DRAWS = 2
 
 INTERPRETS = "TRITON_INTERPRET" in os.environ
 compiles = pytest.mark.skipif(
@@ -45,6 +48,32 @@ def test_compiles_within_the_gpus_limits(sample, capability):
     for built in builds(capability, function, *args, **kwargs):
         assert built.shared <= SHARED[capability] * 1024, built.name
         assert built.stack == 0, f"{built.name} spills {built.stack} bytes a thread, with {built.registers} registers"
+
+
+@compiles
+@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("operation", [name for name in cases.OPERATIONS if name in kernels.OPERATIONS])
+def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):
+    monkeypatch.setattr(kernels, "unavailable", lambda: [])
+    seed = cases.OPERATIONS.index(operation) + (20 + number) * len(cases.OPERATIONS)
+    case = cases.draw_case(seed, "triton")
+    assert isinstance(case, cases.Case), f"seed {seed}: {case}"
+    draw = case.draw(np.random.default_rng(0))
+    values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
+    args, keywords = case.arguments(cache, values, draw, draw.layer)
+    for built in builds(90, case.function, *args, **keywords):
+        assert built.shared <= SHARED[90] * 1024, f"seed {seed}: {case}"
+
+
+def test_parts_that_no_tile_holds_are_refused():
+    entry = jaxkv.MLAEntry("bf16", latent=2**21)
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=entry)
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    new = [jax.ShapeDtypeStruct((5, n), jnp.bfloat16) for n in entry.sizes]
+    found = jaxkv.explain(jaxkv.write_mla, cache, *new, jax.ShapeDtypeStruct((5,), jnp.int32), layer=0)
+    assert found.reasons["triton"][-1].startswith("part of 2097152 values: takes at most 1048576")
+    assert found.chosen == "xla"
 
 
 @lowers
