@@ -76,16 +76,39 @@ def test_parts_that_no_tile_holds_are_refused():
     assert found.chosen == "xla"
 
 
-@lowers
-def test_lowers_in_place_through_jax_triton():
-    from jaxkv_kernels.triton.trial_kernel import incremented
+def writes(layout):
+    """Operation by name: the kernels' call as a function of (buffer, *arrays), and those arrays."""
+    run, options = kernels.OPERATIONS, dict(pages=layout.pages, entry=layout.entry)
+    ids, new = shape(9), [shape(700, n, dtype="bfloat16") for n in layout.entry.sizes]
+    rows = shape(9, layout.pages.block_elements, dtype=layout.dtype)
+    return {
+        "write_mla": (lambda b, *a: run["write_mla"](b, *a, None, **options), [*new, shape(700), shape()]),
+        "copy_blocks": (lambda b, *a: run["copy_blocks"](b, *a, pages=layout.pages), [ids, ids]),
+        "write_blocks": (lambda b, *a: run["write_blocks"](b, *a, pages=layout.pages), [ids, rows]),
+    }
 
+
+def shape(*dims, dtype="int32"):
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+@lowers
+@pytest.mark.parametrize("form", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("operation", ["write_mla", "copy_blocks", "write_blocks"])
+def test_lowers_in_place_through_jax_triton(operation, form):
+    layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=64, entry=jaxkv.MLAEntry(form))
+    call, arrays = writes(layout)[operation]
     with without_a_gpu():
-        lowered = jax.jit(incremented, donate_argnums=0).trace(jax.ShapeDtypeStruct((16,), jnp.int32))
-        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
-    assert len(re.findall(r"custom_call @triton_kernel_call", text)) == 1
-    assert "output_operand_alias" in text
-    assert "tf.aliasing_output" in text
+        traced = jax.jit(call, donate_argnums=0).trace(shape(layout.size, dtype=layout.dtype), *arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    launches = re.findall("custom_call @triton_kernel_call.*", text)
+    assert len(launches) == (2 if operation == "copy_blocks" else 1)  # pairs that must wait are written by a second
+    assert all("output_operand_alias" in launch for launch in launches)
+    main = next(line for line in text.splitlines() if "@main" in line)
+    assert "tf.aliasing_output" in re.search("%arg0: ([^%]*)", main)[1]
+    large = re.findall(rf"^ *%\S+ = (\S+) .*tensor<{layout.size}x\w+>\)?$", text, re.MULTILINE)
+    assert {*large} <= {"stablehlo.custom_call", "stablehlo.optimization_barrier", "call"}
+    assert large
 
 
 def reasons():

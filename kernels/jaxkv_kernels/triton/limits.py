@@ -21,3 +21,12 @@ def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
 
 
 write_kv = write_indexer_k = gather_mla = gather_kv = gather_indexer_k = write_mla
+
+
+def merge_states(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `merge_states` call."""
+    del options
+    if not arrays["outs"].size:
+        yield "outs of no values: a kernel would have nothing to do"
+    elif arrays["outs"].shape[-1] > TILE_LIMIT:
+        yield f"outs of {arrays['outs'].shape[-1]} values: takes at most {TILE_LIMIT}, as of parts of entries"

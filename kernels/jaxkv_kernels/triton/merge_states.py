@@ -21,8 +21,6 @@ from jaxkv_kernels.triton.tiles import WARPS, load_rows, store_rows, tile_shape
 def merge_states(outs, lses):
     """Outs [N, ..., D], lses [N, ...] to out [..., D] and float32 lse [...]."""
     shapes = jax.ShapeDtypeStruct(outs.shape[1:], outs.dtype), jax.ShapeDtypeStruct(lses.shape[1:], lses.dtype)
-    if not outs.size:
-        return jax.numpy.zeros_like(outs[0]), jax.numpy.full_like(lses[0], -jax.numpy.inf)
     tile = tile_shape((outs.shape[-1],))
     count = lses[0].size
     constants: dict[str, Any] = {"PARTS": outs.shape[0], "SIZE": outs.shape[-1], "COUNT": count, "ROWS": tile["ROWS"]}
