@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxkv_kernels import mosaic_gpu, xla
+from jaxkv_kernels import mosaic_gpu, triton, xla
 
 _log = logging.getLogger("jaxkv")
 
@@ -52,6 +52,7 @@ class Implementation:
 
 LADDER = (
     Implementation("mosaic_gpu", "NVIDIA Hopper", mosaic_gpu),
+    Implementation("triton", "NVIDIA GPUs, Ampere and later", triton),
     Implementation("xla", "any device", xla),
 )
 

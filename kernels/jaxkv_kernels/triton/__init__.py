@@ -1,0 +1,45 @@
+"""Kernels in Triton, called through jax-triton: NVIDIA GPUs from Ampere (sm_80) on.
+
+Importing this costs nothing: Triton and jax-triton come in with the first kernel that is traced.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxkv_kernels.triton import limits
+from jaxkv_kernels.triton.available import unavailable as unavailable
+from jaxkv_kernels.triton.interpreting import interpreting as interpreting
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """The function `name` of the module of that name, imported when it is called."""
+
+    def run(*args, **kwargs):
+        module = importlib.import_module(f"jaxkv_kernels.triton.{name}")
+        return getattr(module, name)(*args, **kwargs)
+
+    return run
+
+
+OPERATIONS = {
+    name: _kernel(name)
+    for name in (
+        "write_mla",
+        "write_kv",
+        "write_indexer_k",
+        "gather_mla",
+        "gather_kv",
+        "gather_indexer_k",
+        "copy_blocks",
+        "read_blocks",
+        "write_blocks",
+        "merge_states",
+    )
+}
+
+
+def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Reasons against this call on any machine; none means that it is taken."""
+    reasons: Callable[..., Iterable[str]] = getattr(limits, operation, limits.nothing)
+    return list(reasons(arrays, options))

@@ -1,0 +1,51 @@
+"""Where entries lie, in bytes: 64-bit arithmetic, whatever the strides.
+
+Layers, blocks, slots and heads are int32, of shapes that broadcast.  Addresses are pointers to bytes, and may be
+computed of what is not in the cache: such must not be followed.
+"""
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.pages import Pages
+
+
+def in_bytes(pages: Pages, itemsize: int) -> Pages:
+    """The same places in a buffer of bytes, where elements have `itemsize`; a constant that kernels read fields of."""
+    steps = ("layer_stride", "block_stride", "head_stride", "token_stride", "offset", "width", "size")
+    return replace(pages, **{name: getattr(pages, name) * itemsize for name in steps})
+
+
+@triton.jit
+def slots_of(layer, PAGES: tl.constexpr):
+    """How many slots a layer has: none where it is not one of the cache."""
+    return tl.where((layer >= 0) & (layer < PAGES.num_layers), PAGES.num_slots, 0)
+
+
+@triton.jit
+def page_address(buffer, layer, block, head, PAGES: tl.constexpr):
+    """Where pages begin: the first token of a head in a block."""
+    page = tl.cast(layer, tl.int64) * PAGES.layer_stride + tl.cast(block, tl.int64) * PAGES.block_stride
+    return buffer.to(tl.pointer_type(tl.uint8)) + (page + tl.cast(head, tl.int64) * PAGES.head_stride + PAGES.offset)
+
+
+@triton.jit
+def token_address(buffer, layer, slot, head, PAGES: tl.constexpr):
+    """Where entries begin."""
+    page = page_address(buffer, layer, slot // PAGES.block_size, head, PAGES)
+    return page + (slot % PAGES.block_size).to(tl.int64) * PAGES.token_stride
+
+
+@triton.jit
+def value_address(buffer, layer, slot, PAGES: tl.constexpr, SIZE: tl.constexpr):
+    """Where the SIZE bytes of values of keys begin, in split pages."""
+    return page_address(buffer, layer, slot // PAGES.block_size, 0, PAGES) + slot % PAGES.block_size * SIZE
+
+
+@triton.jit
+def scale_address(buffer, layer, slot, PAGES: tl.constexpr, SIZE: tl.constexpr):
+    """Where the scales of keys are, in split pages: pointers to float32."""
+    scales = page_address(buffer, layer, slot // PAGES.block_size, 0, PAGES) + PAGES.block_size * SIZE
+    return scales.to(tl.pointer_type(tl.float32)) + slot % PAGES.block_size

@@ -1,0 +1,28 @@
+"""Products and conversions, in words that Triton's interpreter gets right as well.
+
+It multiplies bf16 values as if they were integers, and cuts off what does not fit where it makes bf16 of float32.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """`acc` + a [M, K] @ b [K, N], float32 [M, N]; products of float32 are not rounded to tf32."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """`x` as DTYPE: bfloat16, float16 or float32, to nearest even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE and x.dtype != tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        kept = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, even)  # NaN stays NaN
+        return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)

@@ -1,0 +1,10 @@
+"""Whether kernels are built for the GPU or run by Triton's interpreter."""
+
+import jax
+
+# Known to jit's caches, so that a function traced for one is traced anew for the other.
+interpreting = jax.make_user_context(default_value=False)
+"""`with interpreting(True):` runs the kernels in the interpreter: slow, on any machine, for tests.
+
+Triton decides when a kernel is defined, so TRITON_INTERPRET=1 must stand in the environment from the start.
+"""

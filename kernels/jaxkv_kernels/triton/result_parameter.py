@@ -1,0 +1,26 @@
+"""Kernels for jax-triton 0.3, where an operand that is updated in place has a second parameter: that of the result."""
+
+import inspect
+import re
+from functools import cache
+from typing import Any
+
+import triton
+from triton.runtime.jit import KernelParam
+
+NAME = "_updated"
+
+
+@cache
+def with_result_parameter(kernel: Any) -> Any:
+    """`kernel` with one parameter more, which it does not use, between its pointers and its constants."""
+    twin = triton.JITFunction(kernel.fn)
+    index, first = next((i, parameter.name) for i, parameter in enumerate(twin.params) if parameter.is_constexpr)
+    source, found = re.subn(rf"\b{first}\s*:", f"{NAME}, {first}:", twin.src, count=1)
+    assert found, f"{kernel} has no parameter {first} with an annotation"
+    twin._unsafe_update_src(source)
+    # jax-triton and Triton's compiler know the parameters by these.
+    parameter = inspect.Parameter(NAME, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    twin.params.insert(index, KernelParam(index, parameter, False, False))
+    twin.arg_names.insert(index, NAME)
+    return twin

@@ -1,0 +1,46 @@
+"""Tiles of rows: how many rows a program has, and moving them between arrays and registers."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+WARPS = 4
+VALUES = 2048
+"""Values of a tile, 16 a thread: two loads of 16 bytes where they are of 2."""
+
+
+def tile_shape(sizes) -> dict[str, Any]:
+    """Constants for rows whose parts have `sizes` values: ROWS a program, and COLUMNS, powers of two, as tiles have."""
+    columns = tuple(triton.next_power_of_2(max(size, 1)) for size in sizes)
+    return {"ROWS": max(1, VALUES // max(columns)), "COLUMNS": columns}
+
+
+@triton.jit
+def load_rows(array, row, COUNT: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows `row` [n] of `array` [COUNT, SIZE] as a tile [n, COLUMNS]."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = (row < COUNT)[:, None] & (column < SIZE)
+    return tl.load(array + row.to(tl.int64)[:, None] * SIZE + column, mask=mask)
+
+
+@triton.jit
+def store_rows(array, row, tile, COUNT: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile [n, COLUMNS] to rows `row` [n] of `array` [COUNT, SIZE]."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = (row < COUNT)[:, None] & (column < SIZE)
+    tl.store(array + row.to(tl.int64)[:, None] * SIZE + column, tile, mask=mask)
+
+
+@triton.jit
+def load_pieces(place, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """SIZE elements from each of the pointers `place` [n] as a tile [n, COLUMNS]; 0 where `keep` [n] does not hold."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    return tl.load(place[:, None] + column, mask=keep[:, None] & (column < SIZE), other=0)
+
+
+@triton.jit
+def store_pieces(place, tile, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile [n, COLUMNS] to each of the pointers `place` [n], SIZE elements, where `keep` [n] holds."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    tl.store(place[:, None] + column, tile, mask=keep[:, None] & (column < SIZE))
