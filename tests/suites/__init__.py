@@ -17,6 +17,7 @@ from suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
 from suites.gathers import GatherChecks as GatherChecks
 from suites.gathers import Gathers as Gathers
 from suites.indexer import Indexer as Indexer
+from suites.indexer import IndexerChecks as IndexerChecks
 from suites.merge import Merge as Merge
 from suites.writes import WriteChecks as WriteChecks
 from suites.writes import Writes as Writes

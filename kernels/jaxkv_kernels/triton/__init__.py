@@ -22,7 +22,9 @@ def _kernel(name: str) -> Callable[..., Any]:
     return run
 
 
-OPERATIONS = {name: _kernel(name) for name in ("write_mla", "write_kv", "write_indexer_k")}
+OPERATIONS = {
+    name: _kernel(name) for name in ("write_mla", "write_kv", "write_indexer_k", "indexer_logits", "select_topk")
+}
 
 
 def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
