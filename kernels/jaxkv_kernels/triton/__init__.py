@@ -23,7 +23,21 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 OPERATIONS = {
-    name: _kernel(name) for name in ("write_mla", "write_kv", "write_indexer_k", "indexer_logits", "select_topk")
+    name: _kernel(name)
+    for name in (
+        "write_mla",
+        "write_kv",
+        "write_indexer_k",
+        "gather_mla",
+        "gather_kv",
+        "gather_indexer_k",
+        "copy_blocks",
+        "read_blocks",
+        "write_blocks",
+        "merge_states",
+        "indexer_logits",
+        "select_topk",
+    )
 }
 
 

@@ -47,6 +47,7 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SPLIT": entry.split,
         "DTYPE": None if entry.split else element_type(entry.dtype),
+        "QUERIES": tokens,
         "HEADS": heads,
         "DIM": dim,
         "COLUMNS": block_tables.shape[1],
@@ -60,25 +61,23 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
     logits = jax.ShapeDtypeStruct((batch, tokens, max_len), jnp.float32)
     # A buffer takes two stages: the blocks of a tile are looked up one before its keys are asked for.
     stages = 1 + 2 * max(1, min(BUFFERS, BUFFER_BYTES // (tile * entry.nbytes)))
-    grid = (tokens, triton.cdiv(tiles, run), batch)
+    grid = (batch * tokens, triton.cdiv(tiles, run))
     return launch(_indexer_logits, operands, (logits,), grid=grid, warps=warps, stages=stages, **constants)[0]
 
 
 @triton.jit
 def _indexer_logits(
     q, weights, buffer, tables, lengths, layers, logits,
-    PAGES: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    COLUMNS: tl.constexpr, MAX_LEN: tl.constexpr, RUN: tl.constexpr,
+    PAGES: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, MAX_LEN: tl.constexpr, RUN: tl.constexpr,
     TOKENS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr,
 ):  # fmt: skip
-    token, request = tl.program_id(0), tl.program_id(2)
-    row = request.to(tl.int64) * tl.num_programs(0) + token
-    first = tl.program_id(1) * RUN
-    last = tl.minimum(first + RUN, MAX_LEN)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * RUN
+    request, last = row // QUERIES, tl.minimum(first + RUN, MAX_LEN)
     layer = tl.load(layers)
-    end = tl.maximum(tl.load(lengths + request), 0) - (tl.num_programs(0) - 1) + token
-    end = tl.minimum(end, COLUMNS * PAGES.block_size)
-    end = tl.where((layer >= 0) & (layer < PAGES.num_layers), tl.minimum(end, last), 0)
+    end = tl.maximum(tl.load(lengths + request), 0) - (QUERIES - 1) + tl.program_id(0) % QUERIES
+    end = tl.minimum(tl.minimum(end, min(COLUMNS * PAGES.block_size, MAX_LEN)), last)
+    end = tl.where((layer >= 0) & (layer < PAGES.num_layers), end, 0)
 
     head, dim = row * HEADS + tl.arange(0, H_TILE), tl.arange(0, D_TILE)
     some = tl.arange(0, H_TILE) < HEADS
@@ -88,7 +87,7 @@ def _indexer_logits(
         query = in_word_order(query)
     query = tl.trans(query)
 
-    table, out = tables + request.to(tl.int64) * COLUMNS, logits + row * MAX_LEN
+    table, out = tables + request * COLUMNS, logits + row * MAX_LEN
     for start in range(first, end, TOKENS):
         position = start + tl.arange(0, TOKENS)
         # Where a tile lies within a page, one look into the table does for all of it.
@@ -96,11 +95,11 @@ def _indexer_logits(
         block = tl.load(table + looked // PAGES.block_size, mask=looked < end, other=-1)
         valid = (block >= 0) & (block < PAGES.num_blocks)
         page = page_address(buffer, layer, tl.where(valid, block, 0), 0, PAGES)
-        place = position % PAGES.block_size
+        place = (position % PAGES.block_size).to(tl.int64)
         if SPLIT:
             key = _split_keys(page + place * DIM, query.dtype, DIM, D_TILE)
         else:
-            key = _keys(page + place.to(tl.int64) * PAGES.token_stride, query.dtype, DTYPE, DIM, D_TILE)
+            key = _keys(page + place * PAGES.token_stride, query.dtype, DTYPE, DIM, D_TILE)
         scores = dot(key, query, tl.zeros([TOKENS, H_TILE], tl.float32))
         logit = tl.sum(tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight, axis=1)
         if SPLIT:

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 TILE_LIMIT = 2**20
-QUERY_BYTES = 32768
+MOST_HEADS, MOST_VALUES = {2: 128, 4: 64}, 128
+"""Of the indexer's queries, heads by the bytes of a value."""
 MOST_BEST = 4096
 
 
@@ -28,14 +29,12 @@ write_kv = write_indexer_k = gather_mla = gather_kv = gather_indexer_k = write_m
 def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against an `indexer_logits` call."""
     del options
-    q = arrays["q"]
-    heads, dim = (1 << (n - 1).bit_length() for n in q.shape[2:])
-    size = heads * dim * max(q.dtype.itemsize, 2)
-    if size > QUERY_BYTES:
-        yield (
-            f"`q` of {q.shape[2]} heads x {q.shape[3]} values of {q.dtype}: takes at most {QUERY_BYTES} bytes a query "
-            f"token, with both rounded up to powers of two, which are to stay in shared memory"
-        )
+    *_, heads, dim = arrays["q"].shape
+    most = MOST_HEADS[max(arrays["q"].dtype.itemsize, 2)]
+    if heads > most:
+        yield f"`q` of {heads} heads of {arrays['q'].dtype}: takes at most {most}, which shared memory holds"
+    if dim > MOST_VALUES:
+        yield f"keys of {dim} values: takes at most {MOST_VALUES}, which shared memory holds"
 
 
 def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
