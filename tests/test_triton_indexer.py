@@ -3,13 +3,17 @@
 import os
 from importlib.util import find_spec
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 import suites
+from jaxkv.dispatch import call_of
 from jaxkv_kernels import triton as kernels
 from suites import scenes
+from triton_builds import SHARED, builds
 
 on_gpu = pytest.mark.skipif(bool(kernels.unavailable()), reason="; ".join(kernels.unavailable()))
 interpreted = pytest.mark.skipif(
@@ -23,6 +27,12 @@ def interpreting():
     """Kernels run in Triton's interpreter."""
     with kernels.interpreting(True):
         yield
+
+
+compiles = pytest.mark.skipif(
+    find_spec("triton") is None or "TRITON_INTERPRET" in os.environ,
+    reason="needs Triton, and no TRITON_INTERPRET in the environment: that makes kernels for the interpreter",
+)
 
 
 class Triton:
@@ -85,3 +95,57 @@ class TestInterpreted(Triton, suites.IndexerChecks):
 
     test_blocks_outside_the_cache_are_not_seen = suites.Indexer.test_blocks_outside_the_cache_are_not_seen
     test_traced_layer_outside_the_cache_is_empty = suites.Indexer.test_traced_layer_outside_the_cache_is_empty
+
+
+@compiles
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(
+    ("form", "dtype", "heads", "block_size"),
+    [("indexer_fp8", "bfloat16", 128, 64), ("indexer_fp8", "float32", 64, 16), ("f32", "float32", 64, 61)],
+)
+def test_the_largest_tiles_fit_the_gpu(form, dtype, heads, block_size, capability):
+    entry = jaxkv.IndexerEntry(form)
+    layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=block_size, entry=entry)
+    shape = jax.ShapeDtypeStruct
+    q, weights = shape((4, 2, heads, 128), jnp.dtype(dtype)), shape((4, 2, heads), jnp.float32)
+    cache = jaxkv.KVCache(shape((layout.size,), layout.dtype), layout)  # type: ignore[arg-type]
+    index = shape((4, 512), jnp.int32), shape((4,), jnp.int32)
+    (built,) = builds(capability, jaxkv.indexer_logits, q, weights, cache, *index, layer=0, max_len=32768)
+    assert built.shared <= SHARED[capability] * 1024
+    assert built.stack == 0, f"spills {built.stack} bytes a thread, with {built.registers} registers"
+
+
+@compiles
+def test_the_largest_k_fits_the_least_gpu():
+    for built in builds(86, jaxkv.select_topk, jax.ShapeDtypeStruct((64, 131072), jnp.float32), 4096):
+        assert built.shared <= SHARED[86] * 1024, built.name
+        assert built.stack == 0, f"{built.name} spills {built.stack} bytes a thread"
+
+
+@pytest.mark.parametrize(
+    ("reason", "heads", "dim", "dtype"),
+    [
+        ("`q` of 129 heads of bfloat16", 129, 128, "bfloat16"),
+        ("`q` of 65 heads of float32", 65, 128, "float32"),
+        ("keys of 256 values", 64, 256, "bfloat16"),
+    ],
+)
+def test_explain_tells_why_tiles_do_not_fit(reason, heads, dim, dtype):
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=64, entry=jaxkv.IndexerEntry(head_dim=dim))
+    shape = jax.ShapeDtypeStruct
+    found = call_of(
+        jaxkv.indexer_logits,
+        shape((2, 1, heads, dim), jnp.dtype(dtype)),
+        shape((2, 1, heads), jnp.float32),
+        jaxkv.KVCache(shape((layout.size,), layout.dtype), layout),  # type: ignore[arg-type]
+        shape((2, 4), jnp.int32),
+        shape((2,), jnp.int32),
+        layer=0,
+        max_len=256,
+    )
+    assert [why.startswith(reason) for why in kernels.refuses(found.operation, found.arrays, found.options)] == [True]
+
+
+def test_explain_tells_the_largest_k():
+    call = call_of(jaxkv.select_topk, jax.ShapeDtypeStruct((2, 9000), jnp.float32), 4097)
+    assert kernels.refuses(call.operation, call.arrays, call.options) == ["`k` of 4097: takes at most 4096"]
