@@ -4,7 +4,7 @@ Who does what.  `_keep_best`: a program has up to CHUNK logits of a row in regis
 bit, a count over the chunk each, and stores the k best in the order of their positions; of those that equal the k-th,
 the earliest.  What is left of a row goes through again, until it is one chunk's k.  `_sorted`: a program sorts those.
 Order.  The launches; within them none.
-Budget.  `_keep_best`: PER_THREAD logits a thread and what is counted of them, about 120 registers.  `_sorted`: 8 bytes
+Budget.  `_keep_best`: CHUNK_SHARE logits a thread and what is counted of them, about 120 registers.  `_sorted`: 8 bytes
 a logit in shared memory.
 """
 
@@ -17,8 +17,10 @@ import triton.language as tl
 
 from jaxkv_kernels.triton.launch import launch
 
-LEAST, CHUNK, PER_THREAD = 16, 8192, 16
-"""Least and most logits a program, and how many a thread."""
+LEAST, CHUNK = 16, 8192
+"""Logits a program."""
+CHUNK_SHARE, SORTED_SHARE = 16, 4
+"""Logits a thread."""
 
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
 """Its `_key`."""
@@ -33,7 +35,7 @@ def select_topk(logits, *, k):
     kept = min(k, length)
     values = logits.reshape(-1, length)
     rows = values.shape[0]
-    places, first = values, True
+    places, first = values, True  # at first a place is a position, and not read
     while first or values.shape[1] > kept:
         length = values.shape[1]
         chunk = min(CHUNK, max(LEAST, triton.next_power_of_2(length)))
@@ -41,18 +43,18 @@ def select_topk(logits, *, k):
         shapes = [jax.ShapeDtypeStruct((rows, chunks * kept), dtype) for dtype in (jnp.float32, jnp.int32)]
         values, places = launch(
             _keep_best, (values, places), shapes,
-            grid=(rows, chunks), warps=_warps(chunk), FIRST=first, LENGTH=length, CHUNK=chunk, KEPT=kept,
+            grid=(rows, chunks), warps=_warps(chunk, CHUNK_SHARE), FIRST=first, LENGTH=length, CHUNK=chunk, KEPT=kept,
         )  # fmt: skip
         first = False
     best = jax.ShapeDtypeStruct((rows, k), jnp.int32)
     block = max(LEAST, triton.next_power_of_2(k))
     constants = {"KEPT": kept, "K": k, "BLOCK": block}
-    found = launch(_sorted, (values, places), (best,), grid=(rows,), warps=_warps(4 * block), **constants)
+    found = launch(_sorted, (values, places), (best,), grid=(rows,), warps=_warps(block, SORTED_SHARE), **constants)
     return found[0].reshape(*leading, k)
 
 
-def _warps(length):
-    return min(max(length // (32 * PER_THREAD), 1), 16)
+def _warps(count, share):
+    return max(count // (32 * share), 1)
 
 
 @triton.jit
