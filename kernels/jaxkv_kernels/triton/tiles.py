@@ -9,8 +9,8 @@ VALUES = 2048
 
 
 def tile_shape(sizes) -> dict:
-    """Constants for rows whose parts have `sizes` values: ROWS a program, and COLUMNS, as Triton rounds lengths up."""
-    columns = tuple(triton.next_power_of_2(size) if size else 0 for size in sizes)
+    """Constants for rows whose parts have `sizes` values: ROWS a program, and COLUMNS, powers of two, as tiles have."""
+    columns = tuple(triton.next_power_of_2(max(size, 1)) for size in sizes)
     return {"ROWS": max(1, VALUES // max(columns)), "COLUMNS": columns}
 
 
