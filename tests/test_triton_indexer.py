@@ -93,6 +93,7 @@ class TestInterpreted(Triton, suites.IndexerChecks):
         rng = np.random.default_rng(0)
         self.check_topk(np.stack([rng.standard_normal(9000), rng.integers(0, 3, 9000)]).astype(np.float32), 100)
 
+    test_every_e4m3_value = suites.Indexer.test_every_e4m3_value
     test_blocks_outside_the_cache_are_not_seen = suites.Indexer.test_blocks_outside_the_cache_are_not_seen
     test_traced_layer_outside_the_cache_is_empty = suites.Indexer.test_traced_layer_outside_the_cache_is_empty
 

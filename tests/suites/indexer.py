@@ -106,6 +106,24 @@ class Indexer(IndexerChecks):
         cache = scene.cache(layout_of("BLNHC", entry, block_size=16), 0)
         assert_close(self.logits(q, weights, cache, replace(scene, tables=tables), 0, 64), right, roundings=128)
 
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_every_e4m3_value(self, dtype):
+        layout = layout_of("BLNHC", scenes.INDEXER_ENTRY, num_blocks=4)
+        codes, size = np.setdiff1d(np.arange(256), [0x7F, 0xFF]), layout.entry.head_dim
+        keys = np.zeros((256, layout.entry.nbytes), np.uint8)
+        keys[codes, codes % size] = codes  # in every place of a word
+        keys[:, size:] = np.float32([1]).view(np.uint8)
+        buffer = scenes.garbage(layout, np.random.default_rng(0))
+        scenes.place(layout, buffer, 1, keys.reshape(4, 1, 64, -1))
+        # relu(v) - relu(-v) = v.
+        q = jnp.stack([jnp.ones(size), -jnp.ones(size)])[None, None].astype(dtype)
+        found = self.run(
+            jaxkv.indexer_logits, q, jnp.asarray([[[1.0, -1.0]]]), scenes.to_cache(layout, buffer),
+            jnp.arange(4)[None], jnp.asarray([256]), layer=1, max_len=256,
+        )  # fmt: skip
+        values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        assert np.array_equal(found[0, 0, codes], values[codes])
+
     def test_traced_layer_outside_the_cache_is_empty(self):
         entry = scenes.INDEXER_ENTRY
         scene = scenes.scene(entry)

@@ -6,7 +6,7 @@ import triton.language as tl
 from jaxkv_kernels.triton.arithmetic import INTERPRETED
 
 BIAS = tl.constexpr(2.0**120)
-"""e4m3's exponent is biased by 7, that of bfloat16 and float32 by 127."""
+"""e4m3's exponent is biased by 7, that of bfloat16 by 127."""
 
 
 @triton.jit
@@ -39,8 +39,9 @@ def _paired(words):
 
 @triton.jit
 def _half(pairs, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    bits = (pairs >> 16 if HIGH else pairs).to(tl.int16)
     if tl.bfloat16 == DTYPE and not INTERPRETED:
-        bits = pairs >> 16 if HIGH else pairs
-        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True) * BIAS
-    bits = pairs & -0x10000 if HIGH else pairs << 16
-    return (bits.to(tl.float32, bitcast=True) * BIAS).to(DTYPE)
+        return bits.to(tl.bfloat16, bitcast=True) * BIAS
+    # float16's smallest values are exact everywhere; those of float32, CPUs may flush.
+    half = (bits & -0x8000) | ((bits & 0x7F0) << 3)
+    return (half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(DTYPE)

@@ -7,8 +7,8 @@ of the run, past what the query sees, is filled with -inf.  Programs of the quer
 that they share its keys in the L2 cache.
 Order.  None: every logit has one program.
 Budget.  bf16 q of 64 heads x 128: 16 KiB, and 8 KiB a tile of e4m3 keys; 128 threads of about 120 registers, 32 of
-which hold the products: four programs an SM on Hopper.  float32 q: twice that and 16 KiB a tile, 98 KiB in all of the
-99 KiB that sm_86 has.
+which hold the products: four programs an SM on Hopper.  float32 q of as many heads, with float32 keys: 81 KiB in all,
+of the 99 KiB that sm_86 has.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from jaxkv_kernels.triton.dtypes import element_type
 from jaxkv_kernels.triton.e4m3_words import in_word_order, unpacked
 from jaxkv_kernels.triton.launch import launch
 
-TILES = {2: (64, 4), 4: (32, 8)}
+TILES = {2: (64, 4), 4: (16, 4)}
 """Tokens a tile, and warps, by the bytes of q's values."""
 PROGRAMS, RUN_TILES = 2048, 32
 BUFFERS, BUFFER_BYTES = 2, 32768
