@@ -42,3 +42,12 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
     del arrays
     if options["k"] > MOST_BEST:
         yield f"`k` of {options['k']}: takes at most {MOST_BEST}"
+
+
+def merge_states(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `merge_states` call."""
+    del options
+    if not arrays["outs"].size:
+        yield "outs of no values: a kernel would have nothing to do"
+    elif arrays["outs"].shape[-1] > TILE_LIMIT:
+        yield f"outs of {arrays['outs'].shape[-1]} values: takes at most {TILE_LIMIT}, as of parts of entries"

@@ -7,6 +7,7 @@ Budget.  Registers: 2,048 values, 16 a thread.  No shared memory.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import triton
@@ -27,7 +28,7 @@ def load_ds_mla(
 ) -> tuple[jax.Array, ...]:
     """kv_c [total, R], k_pe [total, P] of `dtype` of the tokens of ragged runs; rows without a token are 0."""
     shape = tile_shape(entry.sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZES": entry.sizes,
         "TILE": TILE,

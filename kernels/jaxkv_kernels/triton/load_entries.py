@@ -7,6 +7,7 @@ Budget.  Registers: 2,048 values and a part of it more, 16 and some a thread.  N
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def load_entries(
     sizes = (*entry.sizes, 0)[:2]
     scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
     shape = tile_shape(sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZES": sizes,
         "DTYPE": element_type(entry.dtype),

@@ -7,6 +7,7 @@ Budget.  Registers: 2,048 values, 16 a thread.  No shared memory.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import triton
@@ -24,7 +25,7 @@ from jaxkv_kernels.triton.tiles import WARPS, load_pieces, store_rows, tile_shap
 def load_split(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype) -> jax.Array:
     """k [total, n] of `dtype` of the tokens of ragged runs; rows without a token are 0."""
     shape = tile_shape(entry.sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZE": entry.head_dim,
         **ragged_constants(block_tables, seq_starts),

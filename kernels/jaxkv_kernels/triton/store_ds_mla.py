@@ -8,6 +8,7 @@ all of the tile.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def store_ds_mla(buffer, kv_c, k_pe, slots, layer, *, pages, entry):
     if not slots.size:
         return buffer
     shape = tile_shape(entry.sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZES": entry.sizes,
         "COUNT": slots.size,

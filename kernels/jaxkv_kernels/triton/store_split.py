@@ -8,6 +8,7 @@ of the key.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def store_split(buffer, k, slots, layer, *, pages, entry):
     if not slots.size:
         return buffer
     shape = tile_shape(entry.sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZE": entry.head_dim,
         "COUNT": slots.size,
