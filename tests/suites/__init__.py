@@ -21,6 +21,7 @@ from suites.in_place import BlocksInScans as BlocksInScans
 from suites.in_place import LargeCaches as LargeCaches
 from suites.in_place import WritesInScans as WritesInScans
 from suites.indexer import Indexer as Indexer
+from suites.indexer import IndexerChecks as IndexerChecks
 from suites.merge import Merge as Merge
 from suites.writes import WriteChecks as WriteChecks
 from suites.writes import Writes as Writes

@@ -35,6 +35,8 @@ OPERATIONS = {
         "read_blocks",
         "write_blocks",
         "merge_states",
+        "indexer_logits",
+        "select_topk",
     )
 }
 

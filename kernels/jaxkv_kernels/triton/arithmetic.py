@@ -11,10 +11,13 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, acc):
-    """`acc` + a [M, K] @ b [K, N], float32 [M, N]; products of float32 are not rounded to tf32."""
+    """`acc` + a [M, K] @ b [K, N], float32 [M, N]; float32 factors count with 22 bits, as two tf32 numbers each.
+
+    Products of all their bits would not run on tensor cores, and Triton has all factors of a thread in registers then.
+    """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit

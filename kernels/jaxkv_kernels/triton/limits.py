@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 TILE_LIMIT = 2**20
+MOST_HEADS, MOST_VALUES = {2: 128, 4: 64}, 128
+"""Of the indexer's queries, heads by the bytes of a value."""
+MOST_BEST = 4096
 
 
 def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -21,6 +24,24 @@ def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
 
 
 write_kv = write_indexer_k = gather_mla = gather_kv = gather_indexer_k = write_mla
+
+
+def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against an `indexer_logits` call."""
+    del options
+    *_, heads, dim = arrays["q"].shape
+    most = MOST_HEADS[max(arrays["q"].dtype.itemsize, 2)]
+    if heads > most:
+        yield f"`q` of {heads} heads of {arrays['q'].dtype}: takes at most {most}, which shared memory holds"
+    if dim > MOST_VALUES:
+        yield f"keys of {dim} values: takes at most {MOST_VALUES}, which shared memory holds"
+
+
+def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `select_topk` call."""
+    del arrays
+    if options["k"] > MOST_BEST:
+        yield f"`k` of {options['k']}: takes at most {MOST_BEST}"
 
 
 def merge_states(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
