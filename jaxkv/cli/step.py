@@ -4,6 +4,7 @@ The weights are random: their values change no time.  Every request has the same
 """
 
 import argparse
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -132,4 +133,5 @@ def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
 
 def _is_own(kernel: str) -> bool:
     """Whether a kernel of that name is of this library; what XLA makes of `implementation="xla"` is not told apart."""
-    return kernel.endswith("mosaic_gpu_kernel")
+    # Functions in Triton begin with an underscore here, and mangled C++ with `_Z`.
+    return kernel.endswith("mosaic_gpu_kernel") or re.match("_[a-z]", kernel) is not None
