@@ -22,7 +22,18 @@ def _kernel(name: str) -> Callable[..., Any]:
     return run
 
 
-OPERATIONS = {name: _kernel(name) for name in ("write_mla", "write_kv", "write_indexer_k")}
+OPERATIONS = {
+    name: _kernel(name)
+    for name in (
+        "write_mla",
+        "write_kv",
+        "write_indexer_k",
+        "plan_decode",
+        "decode_mla",
+        "decode_kv",
+        "decode_mla_sparse",
+    )
+}
 
 
 def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:

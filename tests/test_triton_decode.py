@@ -1,0 +1,64 @@
+"""Triton kernels that attend: the whole suites on a GPU (`-m gpu`), telling parts of them in Triton's interpreter."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+import suites
+from jaxkv_kernels import triton as kernels
+
+on_gpu = pytest.mark.skipif(bool(kernels.unavailable()), reason="; ".join(kernels.unavailable()))
+interpreted = pytest.mark.skipif(
+    find_spec("triton") is None or "TRITON_INTERPRET" not in os.environ,
+    reason="needs Triton and TRITON_INTERPRET=1: its interpreter takes a process of its own",
+)
+
+
+@pytest.fixture
+def interpreting():
+    """Kernels run in Triton's interpreter."""
+    with kernels.interpreting(True):
+        yield
+
+
+class Triton:
+    """What every suite of these kernels says of itself."""
+
+    implementation = "triton"
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestDecodeMLA(Triton, suites.DecodeMLA):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestDecodeKV(Triton, suites.DecodeKV):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestDecodeMLASparse(Triton, suites.DecodeMLASparse):
+    """The whole suite, on the GPU."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedDecodeMLA(Triton, suites.DecodeMLA):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedDecodeKV(Triton, suites.DecodeKV):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedDecodeMLASparse(Triton, suites.DecodeMLASparse):
+    """The whole suite."""
