@@ -34,7 +34,43 @@ class TestWrites(Triton, suites.Writes):
     """The whole suite, on the GPU."""
 
 
+@pytest.mark.gpu
+@on_gpu
+class TestGathers(Triton, suites.Gathers):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestBlocks(Triton, suites.Blocks):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestMerge(Triton, suites.Merge):
+    """The whole suite, on the GPU."""
+
+
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedWrites(Triton, suites.Writes):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedGathers(Triton, suites.Gathers):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedBlocks(Triton, suites.Blocks):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedMerge(Triton, suites.Merge):
     """The whole suite."""

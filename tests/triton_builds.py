@@ -4,6 +4,7 @@ import re
 import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from types import SimpleNamespace
 from unittest import mock
 
@@ -84,17 +85,16 @@ def _compile(capability, kernel, arrays, warps, stages, constants):
         attrs={(i,): [["tt.divisibility", 16]] for i in range(len(pointers))},
     )
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with TemporaryDirectory() as folder, mock.patch.dict("os.environ", TRITON_CACHE_DIR=folder):
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return Built(kernel.__name__, made.metadata.shared, *_resources(made.asm["cubin"]), made.asm["ptx"])
 
 
 def _resources(cubin):
     """Registers, and bytes of stack, of a thread."""
-    import tempfile
-
     import triton
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]

@@ -32,6 +32,13 @@ OPERATIONS = {
         "decode_mla",
         "decode_kv",
         "decode_mla_sparse",
+        "gather_mla",
+        "gather_kv",
+        "gather_indexer_k",
+        "copy_blocks",
+        "read_blocks",
+        "write_blocks",
+        "merge_states",
     )
 }
 
