@@ -22,7 +22,7 @@ import triton.language as tl
 from jaxkv_kernels.triton.addresses import in_bytes, slots_of, token_address
 from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.combine import combine
-from jaxkv_kernels.triton.decode_tiles import latent_tiles
+from jaxkv_kernels.triton.decode_tiles import latent_tiles, power_of_two
 from jaxkv_kernels.triton.dtypes import element_type
 from jaxkv_kernels.triton.launch import capability, launch
 from jaxkv_kernels.triton.load_latents import load_columns, load_latent, load_rope
@@ -42,7 +42,7 @@ def attend_latents(
     rows, dtype = tokens * heads, q_latent.dtype
     tiles = latent_tiles(rows, dtype)
     groups, items = tiles.groups(rows), plan.items.shape[0]
-    columns = min(tiles.columns, triton.next_power_of_2(latent))
+    columns = min(tiles.columns, power_of_two(latent))
     one = (1,)
     out, lse, part_out, part_lse = launch(
         _attend_latents,
@@ -61,7 +61,7 @@ def attend_latents(
         DTYPE=element_type(dtype), NATIVE=capability() >= 89, TABLE=table.shape[1], TABLE_BLOCK=table_block,
         SIZES=entry.sizes, TOKENS=tokens, HEADS=heads, GROUPS=groups, CAP=logit_cap,
         SINKS=sinks is not None, ROWS=tiles.rows, KEYS=tiles.keys, COLUMNS=columns,
-        PARTS=triton.cdiv(latent, columns), ROPE=max(16, triton.next_power_of_2(entry.sizes[1])),
+        PARTS=-(-latent // columns), ROPE=max(16, power_of_two(entry.sizes[1])),
     )  # fmt: skip
     if plan.cutting:
         out, lse = combine(out, lse, part_out, part_lse, plan, sinks)

@@ -1,8 +1,8 @@
 """Combines the pieces of requests that were cut, in place of their rows of the result.
 
 Who does what.  Programs take turns at units of work: some columns of a row of a cut request.  A program reads the
-pieces in groups and keeps a running softmax over their log-sum-exps (base 2); where there are few requests, and each
-has many pieces, a group holds them all.  Besides, the log-sum-exps of requests that were not cut are copied, as a
+pieces in groups, as large as there usually are pieces of a request, and keeps a running softmax over their log-sum-exps
+(base 2).  Besides, the log-sum-exps of requests that were not cut are copied, as a
 launch updates one array only.
 Order.  None: no two programs write the same bytes.
 Budget.  Registers: 4,096 values of 128 threads.
@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 
 from jaxkv_kernels.triton.arithmetic import rounded
+from jaxkv_kernels.triton.decode_tiles import power_of_two
 from jaxkv_kernels.triton.dtypes import element_type
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.softmax import EMPTY, LOG2E, divisor, divisor_with_sink, log_sum
 
-FEW = 8
-"""Requests."""
 VALUES = 4096
 """Of a group of pieces."""
 PROGRAMS = 2048
@@ -29,9 +28,9 @@ COPIED = 1024
 def combine(out, lse, part_out, part_lse, plan, sinks=None):
     """out [B, Q, Hq, D] with the rows of cut requests, and lse [B, Q, Hq], of their pieces [items, Q * Hq (, D)]."""
     batch, tokens, heads, size = out.shape
-    group = 64 if batch <= FEW else 8
-    columns = min(VALUES // group, triton.next_power_of_2(size))
-    units = batch * tokens * heads * triton.cdiv(size, columns)
+    group = min(max(4, power_of_two(plan.usual)), 64)
+    columns = min(VALUES // group, power_of_two(size))
+    units = batch * tokens * heads * -(-size // columns)
     out, lse = launch(
         _combine,
         (

@@ -21,7 +21,7 @@ import triton.language as tl
 from jaxkv_kernels.triton.addresses import in_bytes, slots_of, token_address
 from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.combine import combine
-from jaxkv_kernels.triton.decode_tiles import pair_tiles
+from jaxkv_kernels.triton.decode_tiles import pair_tiles, power_of_two
 from jaxkv_kernels.triton.dtypes import element_type
 from jaxkv_kernels.triton.launch import capability, launch
 from jaxkv_kernels.triton.load_latents import load_columns
@@ -44,7 +44,7 @@ def decode_kv(
     rows, value = tokens * (heads // pages.num_heads), entry.value_dim
     tiles = pair_tiles(entry, rows, q.dtype)
     groups, items = pages.num_heads * tiles.groups(rows), plan.items.shape[0]
-    columns = [max(16, triton.next_power_of_2(n)) for n in entry.sizes]
+    columns = [max(16, power_of_two(n)) for n in entry.sizes]
     one = (1,)
     scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (k_scale, v_scale)]
     out, lse, part_out, part_lse = launch(

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import triton
 
 from jaxkv_kernels.triton.interpreting import interpreting
 from jaxkv_kernels.triton.launch import capability
@@ -33,7 +32,7 @@ class Tiles:
 
     def groups(self, rows: int) -> int:
         """How many programs share the rows of a request."""
-        return triton.cdiv(rows, self.rows)
+        return -(-rows // self.rows)
 
 
 def multiprocessors() -> int:
@@ -42,9 +41,14 @@ def multiprocessors() -> int:
     return 4 if interpreting.value or device.platform == "cpu" else device.core_count
 
 
+def power_of_two(n: int) -> int:
+    """The next one."""
+    return 1 << (n - 1).bit_length()
+
+
 def _padded(rows: int, most: int) -> int:
     """Rows of a tile: a power of two that products take, at most `most`."""
-    return min(max(16, triton.next_power_of_2(rows)), most)
+    return min(max(16, power_of_two(rows)), most)
 
 
 def latent_tiles(rows: int, dtype) -> Tiles:

@@ -5,7 +5,7 @@ promises the earliest end: large ones leave multiprocessors idle, small ones cos
 combined afterwards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -34,6 +34,8 @@ class Plan:
     """[B]: items of each request."""
     number: jax.Array
     """[1]: how many requests were cut."""
+    usual: int = field(metadata={"static": True})
+    """Items of a request where all are alike, and every program slot takes one."""
 
     @property
     def cutting(self) -> bool:
@@ -89,4 +91,4 @@ def make_plan(seq_lens, *, tiles: Tiles, groups: int, tokens: int, window: int |
     items = jnp.stack([jnp.where(live, request, -1), begin, end, cut[request].astype(jnp.int32)], axis=1)
     order = jnp.argsort(~cut, stable=True)
     cuts = jnp.stack([order.astype(jnp.int32), first[order], jnp.where(cut, counts, 0)[order]], axis=1)
-    return Plan(items, cuts, counts, cut.sum(dtype=jnp.int32)[None])
+    return Plan(items, cuts, counts, cut.sum(dtype=jnp.int32)[None], usual=places // (groups * batch))
