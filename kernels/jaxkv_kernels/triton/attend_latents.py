@@ -40,7 +40,7 @@ def attend_latents(
     """
     batch, tokens, heads, latent = q_latent.shape
     rows, dtype = tokens * heads, q_latent.dtype
-    tiles = latent_tiles(rows, dtype)
+    tiles = latent_tiles(entry, rows, dtype)
     groups, items = tiles.groups(rows), plan.items.shape[0]
     columns = min(tiles.columns, power_of_two(latent))
     one = (1,)
@@ -100,9 +100,8 @@ def _attend_latents(
         q += (load_columns(q_latent + query * LATENT + part * COLUMNS, live, LATENT - part * COLUMNS, COLUMNS),)
         acc += (tl.zeros((ROWS, COLUMNS), tl.float32),)
     q_rope = load_columns(q_pe + query * SIZES[1], live, SIZES[1], ROPE)
-    scale = tl.load(scales)
+    scale, kv_scale = tl.load(scales), tl.load(kv_scales)
     if FORMAT == "fp8":
-        kv_scale = tl.load(kv_scales)
         scale *= kv_scale
 
     layer = tl.load(layers)

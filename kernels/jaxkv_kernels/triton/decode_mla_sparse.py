@@ -15,7 +15,7 @@ def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P], slots [B, Q, K] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     batch, tokens, heads, _ = q_latent.shape
     requests, size = batch * tokens, slots.shape[-1]
-    tiles = latent_tiles(heads, entry.dtype)
+    tiles = latent_tiles(entry, heads, entry.dtype)
     options = dict(
         tiles=tiles, groups=tiles.groups(heads), tokens=1, window=None, longest=size, processors=multiprocessors()
     )
@@ -26,9 +26,9 @@ def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale
     else:
         lengths = counts.reshape(requests)
         plan = make_plan(lengths, **options)
-    one_each = [x.reshape(requests, 1, heads, -1) for x in (q_latent, q_pe)]
+    one_query, one_pe = (x.reshape(requests, 1, heads, -1) for x in (q_latent, q_pe))
     out, lse = attend_latents(
-        *one_each, buffer, slots.reshape(requests, size), lengths, layer, scale, kv_scale, sinks, plan,
+        one_query, one_pe, buffer, slots.reshape(requests, size), lengths, layer, scale, kv_scale, sinks, plan,
         pages=pages, entry=entry, logit_cap=logit_cap, table_block=1,
     )  # fmt: skip
     return out.reshape(q_latent.shape), lse.reshape(batch, tokens, heads)

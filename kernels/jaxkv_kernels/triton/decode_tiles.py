@@ -51,16 +51,18 @@ def _padded(rows: int, most: int) -> int:
     return min(max(16, power_of_two(rows)), most)
 
 
-def latent_tiles(rows: int, dtype) -> Tiles:
+def latent_tiles(entry, rows: int, dtype) -> Tiles:
     """For latents that are attended to in `dtype`, or stored in it."""
-    roomy = capability() in (80, 90)
     if jnp.dtype(dtype) == jnp.float32:
         return Tiles(rows=16, keys=16, columns=128, warps=4, stages=1, programs=1)
-    if rows <= 16 or not roomy:
+    roomy = capability() in (80, 90)
+    if rows <= 16:
         return Tiles(rows=16, keys=32, columns=128, warps=4, stages=3 if roomy else 2, programs=2 if roomy else 1)
-    if capability() == 80:
-        return Tiles(rows=_padded(rows, 64), keys=32, columns=128, warps=8, stages=2, programs=1)
-    return Tiles(rows=_padded(rows, 64), keys=64, columns=128, warps=8, stages=2, programs=1)
+    if capability() == 90:
+        return Tiles(rows=_padded(rows, 64), keys=64, columns=128, warps=8, stages=2, programs=1)
+    # Quantised entries take room beside their values; without their type, making values of them takes registers.
+    most = 64 if roomy and entry.dtype.itemsize > 1 else 32
+    return Tiles(rows=_padded(rows, most), keys=32, columns=128, warps=8, stages=2, programs=1)
 
 
 def pair_tiles(entry, rows: int, dtype) -> Tiles:

@@ -47,7 +47,7 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
     """The schedule for `heads` query heads and `tokens` query tokens a request."""
     del buffer, batch_invariant
     rows = tokens * (heads // pages.num_heads)
-    tiles = latent_tiles(rows, entry.dtype) if entry.one_head else pair_tiles(entry, rows, entry.dtype)
+    tiles = (latent_tiles if entry.one_head else pair_tiles)(entry, rows, entry.dtype)
     return make_plan(
         seq_lens, tiles=tiles, groups=pages.num_heads * tiles.groups(rows), tokens=tokens, window=window,
         longest=block_tables.shape[1] * pages.block_size, processors=multiprocessors(),
