@@ -1,4 +1,4 @@
-"""Triton kernels that attend: the whole suites on a GPU (`-m gpu`), telling parts of them in Triton's interpreter."""
+"""Triton kernels that attend: the whole suites on a GPU (`-m gpu`) and interpreted; compiled at the sizes of models."""
 
 import os
 from importlib.util import find_spec
@@ -81,6 +81,8 @@ def cache_of(entry, heads=1):
     return jaxkv.KVCache(array(layout.dtype, layout.size), layout)
 
 
+SPILLED = 16
+"""Bytes a thread, which ptxas spills where that makes room for one program more on a multiprocessor."""
 REQUESTS = array("int32", 64, 64), array("int32", 64)
 
 
@@ -97,7 +99,7 @@ def test_latents_compile_at_the_sizes_of_models(form, heads, tokens, capability)
     attend, combine = builds(capability, jaxkv.decode_mla, *q, cache, *REQUESTS, layer=0, scale=1.0, **options)
     assert max(attend.shared, combine.shared) <= SHARED[capability] * 1024
     # With 64 rows there, results and addresses are about all registers: Triton 3.9 spills, 3.6 just does not.
-    assert attend.stack == 0 or (capability == 90 and heads * tokens >= 64), attend.registers
+    assert attend.stack <= SPILLED or (capability == 90 and heads * tokens >= 64), attend.registers
 
 
 @compiles
@@ -117,4 +119,4 @@ def test_pairs_compile_at_the_sizes_of_models(form, sizes, sharing, tokens, opti
     cache = cache_of(jaxkv.KVEntry(form, *sizes), 8)
     attend, combine = builds(capability, jaxkv.decode_kv, q, cache, *REQUESTS, layer=0, scale=1.0, **options)
     assert max(attend.shared, combine.shared) <= SHARED[capability] * 1024
-    assert attend.stack == 0, attend.registers
+    assert attend.stack <= SPILLED, attend.registers

@@ -1,5 +1,6 @@
 """Absorbed attention over chosen slots of paged latents: every query token is a request, its slots are its table."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -23,6 +24,7 @@ def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale
         with jax.ensure_compile_time_eval():
             lengths = jnp.full(requests, size, jnp.int32)
             plan = make_plan(lengths, **options)
+            plan = replace(plan, items=plan.items[: int(plan.counts.sum())])  # known: nothing is left over
     else:
         lengths = counts.reshape(requests)
         plan = make_plan(lengths, **options)
