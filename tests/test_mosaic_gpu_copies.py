@@ -11,7 +11,6 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 import suites
-from compare import assert_same_bits
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 
@@ -34,29 +33,8 @@ class Mosaic:
 
 @pytest.mark.gpu
 @on_hopper
-class TestWrites(Mosaic, suites.Writes):
+class TestWrites(Mosaic, suites.Writes, suites.WritesInScans):
     """The whole suite, on the GPU."""
-
-    @pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
-    def test_a_scan_over_layers_writes_them_all(self, order):
-        layout = suites.layout_of(order, MLA)
-        before = suites.scenes.garbage(layout, np.random.default_rng(0), "random")
-        slots = jnp.asarray(self.slots(layout, np.random.default_rng(1)), jnp.int32)
-        parts = [part[:, 0] for part in suites.new_tokens(MLA, 1, slots.size)]
-        new = [jnp.stack([part, 2 * part, 3 * part]) for part in parts]  # of each layer
-
-        def all_layers(implementation):
-            def body(cache, xs):
-                layer, kv_c, k_pe = xs
-                cache = jaxkv.write_mla(cache, kv_c, k_pe, slots, layer=layer, implementation=implementation)
-                return cache, cache.buffer[: layout.size // 2]
-
-            scan = jax.jit(lambda cache, xs: jax.lax.scan(body, cache, xs), donate_argnums=0)
-            return scan(suites.scenes.to_cache(layout, before), (jnp.arange(3), *new))
-
-        (found, halves), (expected, right) = all_layers("mosaic_gpu"), all_layers("xla")
-        assert_same_bits(found.buffer, expected.buffer)
-        assert_same_bits(halves, right)
 
 
 @pytest.mark.gpu
@@ -64,69 +42,17 @@ class TestWrites(Mosaic, suites.Writes):
 class TestGathers(Mosaic, suites.Gathers):
     """The whole suite, on the GPU."""
 
-    def test_more_requests_than_the_search_probes_at_once(self):
-        rng = np.random.default_rng(0)
-        lengths = tuple(int(n) for n in rng.integers(0, 7, 300))
-        scene = suites.scenes.scene(MLA, lengths=lengths, num_blocks=300, block_size=6)
-        self.check(scene, suites.layout_of("BLNHC", MLA, num_blocks=300, block_size=6), 1)
-
 
 @pytest.mark.gpu
 @on_hopper
-class TestBlocks(Mosaic, suites.Blocks):
+class TestBlocks(Mosaic, suites.Blocks, suites.BlocksInScans):
     """The whole suite, on the GPU."""
 
-    @pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
-    def test_a_scan_copies_in_turn(self, order):
-        layout, before = self.make(order, MLA)
-        pairs = jnp.asarray([[[0, 1], [1, 2]], [[1, 2], [2, 1]], [[2, 5], [9, 2]]], jnp.int32)
-
-        def in_turn(implementation):
-            def body(cache, pair):
-                cache = jaxkv.copy_blocks(cache, *pair.T, implementation=implementation)
-                rows = jaxkv.read_blocks(cache, pair[:, 1], implementation=implementation)
-                return jaxkv.write_blocks(cache, pair[:, 0] + 9, rows, implementation=implementation), rows
-
-            scan = jax.jit(lambda cache, pairs: jax.lax.scan(body, cache, pairs), donate_argnums=0)
-            return scan(suites.scenes.to_cache(layout, before), pairs)
-
-        (found, rows), (expected, right) = in_turn("mosaic_gpu"), in_turn("xla")
-        assert_same_bits(found.buffer, expected.buffer)
-        assert_same_bits(rows, right)
-
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
-def test_elements_beyond_2_31_are_found_and_nothing_wraps_round(order):
-    layout = jaxkv.CacheLayout(num_layers=3, num_blocks=40_000, block_size=64, entry=MLA, order=order)
-    assert layout.size > 2**32
-    # Beside the ends, where elements 2**31 and 2**32 lie, in either order.
-    blocks = jnp.asarray([0, 18_254, 18_255, 19_418, 19_419, 36_511, 36_512, 38_836, 38_837, 39_999], jnp.int32)
-    tables, total = blocks[None], 64 * blocks.size
-    slots = jaxkv.slots_for(tables, jnp.arange(total)[None], block_size=64)[0]
-    new = [part[:, 0] for part in suites.new_tokens(MLA, 1, total)]
-
-    def steps(implementation):
-        def run(cache):
-            for layer in range(3):
-                cache = jaxkv.write_mla(cache, *new, slots, layer=layer, implementation=implementation)
-            cache = jaxkv.copy_blocks(cache, blocks, blocks[::-1] - 1, implementation=implementation)
-            rows = jaxkv.read_blocks(cache, blocks, implementation=implementation)
-            cache = jaxkv.write_blocks(cache, blocks - 3, rows, implementation=implementation)
-            sums = jnp.asarray([0, total])
-            options = dict(layer=2, total=total, implementation=implementation)
-            parts = jaxkv.gather_mla(cache, tables, sums, **options)
-            return cache, (rows, *parts)
-
-        cache, found = jax.jit(run, donate_argnums=0)(jaxkv.KVCache.zeros(layout))
-        words = cache.buffer.reshape(layout.num_layers, layout.num_blocks, -1).view(jnp.uint16)
-        return jax.tree.map(np.asarray, found), np.asarray((words != 0).sum(axis=2))
-
-    (found, used), (expected, right) = steps("mosaic_gpu"), steps("xla")
-    for part, correct in zip(found, expected, strict=True):
-        assert_same_bits(part, correct)
-    assert_same_bits(used, right)
+class TestLargeCaches(Mosaic, suites.LargeCaches):
+    """The whole suite, on the GPU."""
 
 
 @pytest.mark.usefixtures("interpreted")

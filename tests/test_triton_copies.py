@@ -30,7 +30,7 @@ class Triton:
 
 @pytest.mark.gpu
 @on_gpu
-class TestWrites(Triton, suites.Writes):
+class TestWrites(Triton, suites.Writes, suites.WritesInScans):
     """The whole suite, on the GPU."""
 
 
@@ -42,7 +42,13 @@ class TestGathers(Triton, suites.Gathers):
 
 @pytest.mark.gpu
 @on_gpu
-class TestBlocks(Triton, suites.Blocks):
+class TestBlocks(Triton, suites.Blocks, suites.BlocksInScans):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestLargeCaches(Triton, suites.LargeCaches):
     """The whole suite, on the GPU."""
 
 
@@ -54,7 +60,7 @@ class TestMerge(Triton, suites.Merge):
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedWrites(Triton, suites.Writes):
+class TestInterpretedWrites(Triton, suites.Writes, suites.WritesInScans):
     """The whole suite."""
 
 
@@ -66,7 +72,7 @@ class TestInterpretedGathers(Triton, suites.Gathers):
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedBlocks(Triton, suites.Blocks):
+class TestInterpretedBlocks(Triton, suites.Blocks, suites.BlocksInScans):
     """The whole suite."""
 
 

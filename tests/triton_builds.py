@@ -118,5 +118,8 @@ def without_a_gpu(capability=90):
         "get_compute_capability": lambda device: capability,
         "get_serialized_metadata": lambda proto: b"",
     }
-    with mock.patch.multiple(jaxlib.gpu_triton, create=True, **stubs):
+    with (
+        mock.patch.multiple(jaxlib.gpu_triton, create=True, **stubs),
+        mock.patch("jaxkv_kernels.triton.launch._capability", return_value=capability),
+    ):
         yield

@@ -13,6 +13,9 @@ from jaxkv.cli.inputs import Varying, arguments, filled, inputs
 from jaxkv.cli.timing import Chain, KernelTimes, Timing, time_kernels
 from jaxkv.cli.workloads import Workload
 
+UNCHECKED = [export.DisabledSafetyCheck.custom_call(name) for name in ("triton_kernel_call", "triton_kernel_call_ffi")]
+"""Triton's kernels: not guaranteed to run with other versions of JAX, which nobody asks of a program timed at once."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -53,7 +56,7 @@ class Program:
         self.implementation = implementation or str(jaxkv.explain(function, *args, **options).chosen)
         # Lowering a Pallas kernel takes seconds: once for both programs.
         layer = jax.ShapeDtypeStruct((), jnp.int32)
-        exported = export.export(jax.jit(call))(cache, self._varying, self._shared, layer)
+        exported = export.export(jax.jit(call), disabled_checks=UNCHECKED)(cache, self._varying, self._shared, layer)
         self._call: Any = exported.call
         result = jax.tree.unflatten(exported.out_tree, exported.out_avals)
         self._writes = isinstance(result, jaxkv.KVCache)

@@ -16,6 +16,9 @@ from suites.decode_mla import queries as queries
 from suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
 from suites.gathers import GatherChecks as GatherChecks
 from suites.gathers import Gathers as Gathers
+from suites.in_place import BlocksInScans as BlocksInScans
+from suites.in_place import LargeCaches as LargeCaches
+from suites.in_place import WritesInScans as WritesInScans
 from suites.indexer import Indexer as Indexer
 from suites.merge import Merge as Merge
 from suites.writes import WriteChecks as WriteChecks

@@ -89,6 +89,12 @@ class Gathers(GatherChecks):
             scene, layout, 2, [(0, 0), (1, 2), (block_size, 3 * block_size + 1), (block_size - 1, 2 * block_size - 1)]
         )
 
+    def test_hundreds_of_requests(self):
+        entry = scenes.MLA_ENTRIES[0]
+        lengths = tuple(int(n) for n in np.random.default_rng(0).integers(0, 7, 300))
+        scene = scenes.scene(entry, lengths=lengths, num_blocks=300, block_size=6)
+        self.check(scene, layout_of("BLNHC", entry, num_blocks=300, block_size=6), 1)
+
     def test_tokens_outside_the_table_or_the_cache_are_zero(self):
         entry = scenes.MLA_ENTRIES[2]
         tables = jnp.asarray([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)

@@ -24,7 +24,8 @@ from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.combine import combine
 from jaxkv_kernels.triton.decode_tiles import latent_tiles, power_of_two
 from jaxkv_kernels.triton.dtypes import element_type
-from jaxkv_kernels.triton.launch import capability, launch
+from jaxkv_kernels.triton.e4m3 import has_e4m3
+from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.load_latents import load_columns, load_latent, load_rope
 from jaxkv_kernels.triton.plan_decode import Plan
 from jaxkv_kernels.triton.softmax import EMPTY, LOG2E, MASKED, capped, divisor, divisor_with_sink, log_sum, weighted
@@ -58,7 +59,7 @@ def attend_latents(
         ),
         grid=(items * groups,), warps=tiles.warps, stages=tiles.stages,
         PAGES=in_bytes(pages, buffer.dtype.itemsize), FORMAT=entry.format, STORED=element_type(entry.dtype),
-        DTYPE=element_type(dtype), NATIVE=capability() >= 89, TABLE=table.shape[1], TABLE_BLOCK=table_block,
+        DTYPE=element_type(dtype), NATIVE=has_e4m3(), TABLE=table.shape[1], TABLE_BLOCK=table_block,
         SIZES=entry.sizes, TOKENS=tokens, HEADS=heads, GROUPS=groups, CAP=logit_cap,
         SINKS=sinks is not None, ROWS=tiles.rows, KEYS=tiles.keys, COLUMNS=columns,
         PARTS=-(-latent // columns), ROPE=max(16, power_of_two(entry.sizes[1])),

@@ -56,7 +56,7 @@ def _misfit() -> tuple[str, ...]:
     try:
         from jaxkv_kernels.triton.trial_kernel import incremented
 
-        jax.jit(incremented).lower(x)
+        jax.jit(incremented).trace(x).lower(lowering_platforms=("cuda",))
     except Exception as error:  # whatever it is that two of the packages do not agree on
         told = f"{type(error).__name__}: {' '.join(str(error).split())}"
         found = ", ".join(f"{name} {_version(name)}" for name in ("jax-triton", "triton", "jax"))

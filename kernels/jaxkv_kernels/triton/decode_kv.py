@@ -23,7 +23,8 @@ from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.combine import combine
 from jaxkv_kernels.triton.decode_tiles import pair_tiles, power_of_two
 from jaxkv_kernels.triton.dtypes import element_type
-from jaxkv_kernels.triton.launch import capability, launch
+from jaxkv_kernels.triton.e4m3 import has_e4m3
+from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.load_latents import load_columns
 from jaxkv_kernels.triton.plan_decode import plan_decode
 from jaxkv_kernels.triton.softmax import EMPTY, LOG2E, MASKED, capped, divisor, log_sum, weighted
@@ -59,7 +60,7 @@ def decode_kv(
         grid=(items * groups,), warps=tiles.warps, stages=tiles.stages,
         PAGES=in_bytes(pages, buffer.dtype.itemsize), SCALE_STEPS=tuple(int(x.size > 1) for x in scales),
         SCALED=entry.codec.scaled, STORED=element_type(entry.dtype), DTYPE=element_type(q.dtype),
-        NATIVE=capability() >= 89, TABLE=block_tables.shape[1], SIZES=entry.sizes, TOKENS=tokens,
+        NATIVE=has_e4m3(), TABLE=block_tables.shape[1], SIZES=entry.sizes, TOKENS=tokens,
         HEADS=heads, SHARING=heads // pages.num_heads, GROUPS=groups, CAP=logit_cap, WINDOW=window,
         ROWS=tiles.rows, KEYS=tiles.keys, KEY_COLUMNS=columns[0], VALUE_COLUMNS=columns[1],
     )  # fmt: skip

@@ -1,15 +1,27 @@
-"""e4m3 values, and power-of-two scales for them, on bits: before Ada, GPUs have no such type."""
+"""e4m3 values, and power-of-two scales for them.
+
+GPUs before Ada (sm_89) have no such type, and Triton has none there: bytes are made and read by arithmetic on bits.
+"""
 
 import triton
 import triton.language as tl
+
+from jaxkv_kernels.triton.launch import capability
 
 NAN = tl.constexpr(0x7FC00000)
 """The bits of a float32 NaN."""
 
 
+def has_e4m3() -> bool:
+    """Whether the GPU converts by itself: the constant NATIVE of kernels."""
+    return capability() >= 89
+
+
 @triton.jit
-def to_e4m3(x):
+def to_e4m3(x, NATIVE: tl.constexpr):
     """float32 to bytes: to nearest even, saturating at +-448; NaN stays NaN."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.uint32, bitcast=True)

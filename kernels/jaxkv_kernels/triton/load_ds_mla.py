@@ -7,6 +7,7 @@ Budget.  Registers: 2,048 values, 16 a thread.  No shared memory.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import triton
@@ -17,7 +18,7 @@ from jaxkv_kernels.triton.addresses import in_bytes, token_address
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.e4m3 import from_e4m3
 from jaxkv_kernels.triton.launch import launch
-from jaxkv_kernels.triton.ragged import ragged_operands, ragged_slots
+from jaxkv_kernels.triton.ragged import ragged_constants, ragged_operands, ragged_slots
 from jaxkv_kernels.triton.tiles import WARPS, load_pieces, store_rows, tile_shape
 
 
@@ -27,12 +28,11 @@ def load_ds_mla(
 ) -> tuple[jax.Array, ...]:
     """kv_c [total, R], k_pe [total, P] of `dtype` of the tokens of ragged runs; rows without a token are 0."""
     shape = tile_shape(entry.sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZES": entry.sizes,
         "TILE": TILE,
-        "REQUESTS": block_tables.shape[0],
-        "BLOCKS": block_tables.shape[1],
+        **ragged_constants(block_tables, seq_starts),
         "COUNT": total,
     }
     operands = (buffer, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
@@ -45,11 +45,11 @@ def load_ds_mla(
 def _load_ds_mla(
     buffer, tables, sums, starts, layers, kv_c, k_pe,
     PAGES: tl.constexpr, SIZES: tl.constexpr, TILE: tl.constexpr,
-    REQUESTS: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RUNS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     layer = tl.load(layers)
-    slot, known = ragged_slots(row, tables, sums, starts, layer, REQUESTS, BLOCKS, PAGES)
+    slot, known = ragged_slots(row, tables, sums, starts, layer, RUNS, PAGES)
     place = token_address(buffer, layer, slot, 0, PAGES)
     values = load_pieces(place, known, SIZES[0], COLUMNS[0])
     column = tl.arange(0, COLUMNS[0])[None, :]

@@ -7,6 +7,7 @@ Budget.  Registers: 2,048 values and a part of it more, 16 and some a thread.  N
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.dtypes import element_type
 from jaxkv_kernels.triton.e4m3 import from_e4m3
 from jaxkv_kernels.triton.launch import launch
-from jaxkv_kernels.triton.ragged import ragged_operands, ragged_slots
+from jaxkv_kernels.triton.ragged import ragged_constants, ragged_operands, ragged_slots
 from jaxkv_kernels.triton.tiles import WARPS, load_pieces, store_rows, tile_shape
 
 
@@ -34,17 +35,16 @@ def load_entries(
     sizes = (*entry.sizes, 0)[:2]
     scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
     shape = tile_shape(sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZES": sizes,
         "DTYPE": element_type(entry.dtype),
         "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
-        "REQUESTS": block_tables.shape[0],
-        "BLOCKS": block_tables.shape[1],
+        **ragged_constants(block_tables, seq_starts),
         "COUNT": rows,
     }
     operands = (buffer, *scales, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
-    # A second part of no values has no memory, which the kernel must not be called without.
+    # An array of no values has no memory to point to.
     results = [jax.ShapeDtypeStruct((total, pages.num_heads, max(size, 1)), dtype) for size in sizes]
     grid = (triton.cdiv(rows, shape["ROWS"]),)
     found = launch(_load_entries, operands, results, grid=grid, warps=WARPS, **constants, **shape)
@@ -55,19 +55,17 @@ def load_entries(
 def _load_entries(
     buffer, first_scale, second_scale, tables, sums, starts, layers, first, second,
     PAGES: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
-    REQUESTS: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RUNS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = row % PAGES.num_heads
     layer = tl.load(layers)
-    slot, known = ragged_slots(row // PAGES.num_heads, tables, sums, starts, layer, REQUESTS, BLOCKS, PAGES)
+    slot, known = ragged_slots(row // PAGES.num_heads, tables, sums, starts, layer, RUNS, PAGES)
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
     tile = load_pieces(place, known, SIZES[0], COLUMNS[0])
-    if SIZES[1] > 0:
-        other = load_pieces(place + SIZES[0], known, SIZES[1], COLUMNS[1])
+    other = load_pieces(place + SIZES[0], known, SIZES[1], COLUMNS[1])
     if SCALE_STEPS is not None:
         tile = from_e4m3(tile) * tl.load(first_scale + head * SCALE_STEPS[0])[:, None]
         other = from_e4m3(other) * tl.load(second_scale + head * SCALE_STEPS[1])[:, None]
     store_rows(first, row, rounded(tile, first.dtype.element_ty), COUNT, SIZES[0], COLUMNS[0])
-    if SIZES[1] > 0:
-        store_rows(second, row, rounded(other, second.dtype.element_ty), COUNT, SIZES[1], COLUMNS[1])
+    store_rows(second, row, rounded(other, second.dtype.element_ty), COUNT, SIZES[1], COLUMNS[1])

@@ -7,6 +7,7 @@ Budget.  Registers: 2,048 values, 16 a thread.  No shared memory.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import triton
@@ -16,7 +17,7 @@ from jaxkv_kernels.triton.addresses import in_bytes, scale_address, value_addres
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.e4m3 import from_e4m3
 from jaxkv_kernels.triton.launch import launch
-from jaxkv_kernels.triton.ragged import ragged_operands, ragged_slots
+from jaxkv_kernels.triton.ragged import ragged_constants, ragged_operands, ragged_slots
 from jaxkv_kernels.triton.tiles import WARPS, load_pieces, store_rows, tile_shape
 
 
@@ -24,11 +25,10 @@ from jaxkv_kernels.triton.tiles import WARPS, load_pieces, store_rows, tile_shap
 def load_split(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype) -> jax.Array:
     """k [total, n] of `dtype` of the tokens of ragged runs; rows without a token are 0."""
     shape = tile_shape(entry.sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZE": entry.head_dim,
-        "REQUESTS": block_tables.shape[0],
-        "BLOCKS": block_tables.shape[1],
+        **ragged_constants(block_tables, seq_starts),
         "COUNT": total,
     }
     operands = (buffer, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
@@ -41,11 +41,11 @@ def load_split(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, e
 def _load_split(
     buffer, tables, sums, starts, layers, k,
     PAGES: tl.constexpr, SIZE: tl.constexpr,
-    REQUESTS: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RUNS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     layer = tl.load(layers)
-    slot, known = ragged_slots(row, tables, sums, starts, layer, REQUESTS, BLOCKS, PAGES)
+    slot, known = ragged_slots(row, tables, sums, starts, layer, RUNS, PAGES)
     values = load_pieces(value_address(buffer, layer, slot, PAGES, SIZE), known, SIZE, COLUMNS[0])
     scale = tl.load(scale_address(buffer, layer, slot, PAGES, SIZE), mask=known, other=0)
     key = rounded(from_e4m3(values) * scale[:, None], k.dtype.element_ty)

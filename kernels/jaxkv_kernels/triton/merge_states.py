@@ -6,6 +6,8 @@ Order.  None.
 Budget.  Registers: two tiles of 2,048 values, 32 a thread.  No shared memory.
 """
 
+from typing import Any
+
 import jax
 import triton
 import triton.language as tl
@@ -19,11 +21,9 @@ from jaxkv_kernels.triton.tiles import WARPS, load_rows, store_rows, tile_shape
 def merge_states(outs, lses):
     """Outs [N, ..., D], lses [N, ...] to out [..., D] and float32 lse [...]."""
     shapes = jax.ShapeDtypeStruct(outs.shape[1:], outs.dtype), jax.ShapeDtypeStruct(lses.shape[1:], lses.dtype)
-    if not outs.size:
-        return jax.numpy.zeros_like(outs[0]), jax.numpy.full_like(lses[0], -jax.numpy.inf)
     tile = tile_shape((outs.shape[-1],))
     count = lses[0].size
-    constants = {"PARTS": outs.shape[0], "SIZE": outs.shape[-1], "COUNT": count, "ROWS": tile["ROWS"]}
+    constants: dict[str, Any] = {"PARTS": outs.shape[0], "SIZE": outs.shape[-1], "COUNT": count, "ROWS": tile["ROWS"]}
     grid = (triton.cdiv(count, tile["ROWS"]),)
     return launch(_merge_states, (outs, lses), shapes, grid=grid, warps=WARPS, COLUMNS=tile["COLUMNS"][0], **constants)
 

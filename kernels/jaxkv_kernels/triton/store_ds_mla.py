@@ -8,6 +8,7 @@ all of the tile.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import triton.language as tl
 from jaxkv_kernels.formats.fp8_ds_mla import SMALLEST_EXPONENT, TILE
 from jaxkv_kernels.triton.addresses import in_bytes, slots_of, token_address
 from jaxkv_kernels.triton.arithmetic import rounded
-from jaxkv_kernels.triton.e4m3 import power_of_two_scale, to_e4m3
+from jaxkv_kernels.triton.e4m3 import has_e4m3, power_of_two_scale, to_e4m3
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.tiles import WARPS, load_rows, store_pieces, tile_shape
 
@@ -28,12 +29,13 @@ def store_ds_mla(buffer, kv_c, k_pe, slots, layer, *, pages, entry):
     if not slots.size:
         return buffer
     shape = tile_shape(entry.sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZES": entry.sizes,
         "COUNT": slots.size,
         "TILE": TILE,
         "SMALLEST_EXPONENT": SMALLEST_EXPONENT,
+        "NATIVE": has_e4m3(),
     }
     operands = (kv_c, k_pe, slots, jnp.reshape(layer, (1,)))
     grid = (triton.cdiv(slots.size, shape["ROWS"]),)
@@ -44,7 +46,7 @@ def store_ds_mla(buffer, kv_c, k_pe, slots, layer, *, pages, entry):
 def _store_ds_mla(
     kv_c, k_pe, slots, layers, buffer,
     PAGES: tl.constexpr, SIZES: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
-    SMALLEST_EXPONENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SMALLEST_EXPONENT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = COLUMNS[0] // TILE
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -55,7 +57,7 @@ def _store_ds_mla(
     place = token_address(buffer, tl.load(layers), slot, 0, PAGES)
     tiles = tl.reshape(latent, (ROWS, TILES, TILE))
     scale, inverse = power_of_two_scale(tiles, SMALLEST_EXPONENT)
-    values = tl.reshape(to_e4m3(tiles * inverse[:, :, None]), (ROWS, COLUMNS[0]))
+    values = tl.reshape(to_e4m3(tiles * inverse[:, :, None], NATIVE), (ROWS, COLUMNS[0]))
     store_pieces(place, values, keep, SIZES[0], COLUMNS[0])
     scales = (place + SIZES[0]).to(tl.pointer_type(tl.float32))
     store_pieces(scales, scale, keep, SIZES[0] // TILE, TILES)

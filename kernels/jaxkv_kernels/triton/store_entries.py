@@ -7,6 +7,7 @@ Budget.  Registers: 2,048 values and a part of it more, 16 and some a thread.  N
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import triton.language as tl
 from jaxkv_kernels.triton.addresses import in_bytes, slots_of, token_address
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.dtypes import element_type
-from jaxkv_kernels.triton.e4m3 import to_e4m3
+from jaxkv_kernels.triton.e4m3 import has_e4m3, to_e4m3
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.tiles import WARPS, load_rows, store_pieces, tile_shape
 
@@ -37,15 +38,16 @@ def store_entries(buffer, parts, slots, layer, scales=(), *, pages, entry):
     if not slots.size:
         return buffer
     rows = slots.size * pages.num_heads
-    sizes = (*entry.sizes, 0)[:2]
+    sizes = (*entry.sizes, 0)[:2]  # a single part stands for a second one, of no values
     scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
     shape = tile_shape(sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZES": sizes,
         "DTYPE": element_type(entry.dtype),
         "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
         "COUNT": rows,
+        "NATIVE": has_e4m3(),
     }
     operands = (parts[0], parts[-1], *scales, slots, jnp.reshape(layer, (1,)))
     grid = (triton.cdiv(rows, shape["ROWS"]),)
@@ -56,22 +58,25 @@ def store_entries(buffer, parts, slots, layer, scales=(), *, pages, entry):
 def _store_entries(
     first, second, first_scale, second_scale, slots, layers, buffer,
     PAGES: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
-    COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = row % PAGES.num_heads
     slot = tl.load(slots + row // PAGES.num_heads, mask=row < COUNT, other=-1)
     keep = (slot >= 0) & (slot < slots_of(tl.load(layers), PAGES))
     tile = load_rows(first, row, COUNT, SIZES[0], COLUMNS[0])
-    if SIZES[1] > 0:
-        other = load_rows(second, row, COUNT, SIZES[1], COLUMNS[1])
+    other = load_rows(second, row, COUNT, SIZES[1], COLUMNS[1])
     place = token_address(buffer, tl.load(layers), slot, head, PAGES).to(tl.pointer_type(DTYPE))
     if SCALE_STEPS is None:
-        store_pieces(place, rounded(tile, DTYPE), keep, SIZES[0], COLUMNS[0])
-        if SIZES[1] > 0:
-            store_pieces(place + SIZES[0], rounded(other, DTYPE), keep, SIZES[1], COLUMNS[1])
+        tile, other = rounded(tile, DTYPE), rounded(other, DTYPE)
     else:
-        scale = tl.load(first_scale + head * SCALE_STEPS[0])[:, None]
-        store_pieces(place, to_e4m3(tl.div_rn(tile.to(tl.float32), scale)), keep, SIZES[0], COLUMNS[0])
-        scale = tl.load(second_scale + head * SCALE_STEPS[1])[:, None]
-        store_pieces(place + SIZES[0], to_e4m3(tl.div_rn(other.to(tl.float32), scale)), keep, SIZES[1], COLUMNS[1])
+        tile = _quantised(tile, first_scale + head * SCALE_STEPS[0], NATIVE)
+        other = _quantised(other, second_scale + head * SCALE_STEPS[1], NATIVE)
+    store_pieces(place, tile, keep, SIZES[0], COLUMNS[0])
+    store_pieces(place + SIZES[0], other, keep, SIZES[1], COLUMNS[1])
+
+
+@triton.jit
+def _quantised(tile, scales, NATIVE: tl.constexpr):
+    """The bytes of a tile [n, columns] divided by the scales that [n] pointers point to."""
+    return to_e4m3(tl.div_rn(tile.to(tl.float32), tl.load(scales)[:, None]), NATIVE)

@@ -8,6 +8,7 @@ of the key.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from jaxkv_kernels.formats.indexer_fp8 import SMALLEST_EXPONENT
 from jaxkv_kernels.triton.addresses import in_bytes, scale_address, slots_of, value_address
-from jaxkv_kernels.triton.e4m3 import power_of_two_scale, to_e4m3
+from jaxkv_kernels.triton.e4m3 import has_e4m3, power_of_two_scale, to_e4m3
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.tiles import WARPS, load_rows, store_pieces, tile_shape
 
@@ -27,11 +28,12 @@ def store_split(buffer, k, slots, layer, *, pages, entry):
     if not slots.size:
         return buffer
     shape = tile_shape(entry.sizes)
-    constants = {
+    constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),
         "SIZE": entry.head_dim,
         "COUNT": slots.size,
         "SMALLEST_EXPONENT": SMALLEST_EXPONENT,
+        "NATIVE": has_e4m3(),
     }
     operands = (k, slots, jnp.reshape(layer, (1,)))
     grid = (triton.cdiv(slots.size, shape["ROWS"]),)
@@ -42,7 +44,7 @@ def store_split(buffer, k, slots, layer, *, pages, entry):
 def _store_split(
     k, slots, layers, buffer,
     PAGES: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr,
-    SMALLEST_EXPONENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SMALLEST_EXPONENT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     layer = tl.load(layers)
@@ -50,6 +52,6 @@ def _store_split(
     keep = (slot >= 0) & (slot < slots_of(layer, PAGES))
     key = load_rows(k, row, COUNT, SIZE, COLUMNS[0]).to(tl.float32)
     scale, inverse = power_of_two_scale(key, SMALLEST_EXPONENT)
-    values = to_e4m3(key * inverse[:, None])
+    values = to_e4m3(key * inverse[:, None], NATIVE)
     store_pieces(value_address(buffer, layer, slot, PAGES, SIZE), values, keep, SIZE, COLUMNS[0])
     tl.store(scale_address(buffer, layer, slot, PAGES, SIZE), scale, mask=keep)

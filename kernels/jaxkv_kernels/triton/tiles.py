@@ -1,5 +1,7 @@
 """Tiles of rows: how many rows a program has, and moving them between arrays and registers."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -8,9 +10,9 @@ VALUES = 2048
 """Values of a tile, 16 a thread: two loads of 16 bytes where they are of 2."""
 
 
-def tile_shape(sizes) -> dict:
-    """Constants for rows whose parts have `sizes` values: ROWS a program, and COLUMNS, as Triton rounds lengths up."""
-    columns = tuple(triton.next_power_of_2(size) if size else 0 for size in sizes)
+def tile_shape(sizes) -> dict[str, Any]:
+    """Constants for rows whose parts have `sizes` values: ROWS a program, and COLUMNS, powers of two, as tiles have."""
+    columns = tuple(triton.next_power_of_2(max(size, 1)) for size in sizes)
     return {"ROWS": max(1, VALUES // max(columns)), "COLUMNS": columns}
 
 
