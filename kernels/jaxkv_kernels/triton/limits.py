@@ -44,6 +44,41 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield f"`k` of {options['k']}: takes at most {MOST_BEST}"
 
 
+LATENT, ROPE, HEAD_DIM = 512, 64, 256
+"""The largest parts of which shared memory holds tiles."""
+
+
+def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `decode_mla` or `decode_mla_sparse` call."""
+    yield from _empty(arrays, "q_latent", "block_tables", "slots")
+    latent, rope = options["entry"].sizes
+    if latent > LATENT or rope > ROPE:
+        yield f"entries of {latent} + {rope} values: takes at most {LATENT} + {ROPE}"
+
+
+decode_mla_sparse = decode_mla
+
+
+def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `decode_kv` call."""
+    yield from _empty(arrays, "q", "block_tables")
+    if max(options["entry"].sizes) > HEAD_DIM:
+        yield f"entries of {' + '.join(map(str, options['entry'].sizes))} values: takes at most {HEAD_DIM} of each"
+
+
+def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against planning `decode_mla` or `decode_kv` calls."""
+    yield from (decode_mla if options["entry"].one_head else decode_kv)(arrays, options)
+    if options["batch_invariant"]:
+        yield "requests are cut by what else is in the batch: cannot be batch-invariant"
+
+
+def _empty(arrays: Mapping[str, Any], *names: str) -> Iterator[str]:
+    for name in names:
+        if name in arrays and not arrays[name].size:
+            yield f"`{name}` of no values: a kernel would have nothing to do"
+
+
 def merge_states(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `merge_states` call."""
     del options

@@ -1,0 +1,49 @@
+"""A running softmax over tiles of scores, in powers of two: scores come multiplied by log2(e)."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+MASKED = tl.constexpr(-1e33)
+"""Score of a masked key: finite, and so far below `EMPTY` that its exponential is 0 even in a row of masked keys."""
+EMPTY = tl.constexpr(-1e30)
+"""Running maximum of a row that has seen no key."""
+
+
+@triton.jit
+def capped(score, CAP: tl.constexpr):
+    """CAP * tanh(score / CAP), of scores and a cap in natural units, in powers of two."""
+    if CAP is None:
+        result = score * LOG2E
+    else:
+        decay = tl.exp2(tl.abs(score) * (-2 * LOG2E / CAP))
+        size = CAP * LOG2E * (1 - decay) / (1 + decay)
+        result = tl.where(score < 0, -size, size)
+    return result
+
+
+@triton.jit
+def weighted(score, top, total):
+    """Weights of a tile of scores [rows, keys]; what earlier results shrink by, the maxima and the sums [rows]."""
+    new = tl.maximum(top, tl.max(score, axis=1))
+    weight = tl.exp2(score - new[:, None])
+    shrink = tl.exp2(top - new)
+    return weight, shrink, new, total * shrink + tl.sum(weight, axis=1)
+
+
+@triton.jit
+def divisor(total):
+    """What results are divided by: 1 where there are no keys."""
+    return tl.where(total == 0, 1.0, total)
+
+
+@triton.jit
+def log_sum(top, total):
+    """log2 of the sum of exponentials: -inf where there are no keys."""
+    return tl.where(total == 0, float("-inf"), top + tl.log2(divisor(total)))
+
+
+@triton.jit
+def divisor_with_sink(top, total, sink):
+    """What results are divided by where one logit more, in natural units, takes part without a value."""
+    return divisor(total) + tl.exp2(sink * LOG2E - tl.where(total == 0, 0.0, top))
