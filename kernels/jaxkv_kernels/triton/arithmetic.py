@@ -10,14 +10,15 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def dot(a, b, acc):
-    """`acc` + a [M, K] @ b [K, N], float32 [M, N]; float32 factors count with 22 bits, as two tf32 numbers each.
+def dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):
+    """`acc` + a [M, K] @ b [K, N], float32 [M, N].
 
-    Products of all their bits would not run on tensor cores, and Triton has all factors of a thread in registers then.
+    PRECISION is of float32 factors: "ieee" takes all their bits, but no tensor cores, and Triton has all factors of a
+    thread in registers; "tf32x3" takes 22 bits of each, as two tf32 numbers, and fewer registers where tiles are large.
     """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="tf32x3")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

@@ -100,7 +100,7 @@ def _indexer_logits(
             key = _split_keys(page + place * DIM, query.dtype, DIM, D_TILE)
         else:
             key = _keys(page + place * PAGES.token_stride, query.dtype, DTYPE, DIM, D_TILE)
-        scores = dot(key, query, tl.zeros([TOKENS, H_TILE], tl.float32))
+        scores = dot(key, query, tl.zeros([TOKENS, H_TILE], tl.float32), PRECISION="tf32x3")
         logit = tl.sum(tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight, axis=1)
         if SPLIT:
             logit *= tl.load((page + PAGES.block_size * DIM).to(tl.pointer_type(tl.float32)) + place)
