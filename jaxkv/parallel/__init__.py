@@ -19,6 +19,9 @@ A cache for each device is `P("x")` in the specs, for it is one array of all the
     step = jax.shard_map(step, mesh=mesh, in_specs=(P("x"), ...), out_specs=(P("x"), ...))
     cache, out = jax.jit(step, donate_argnums=0)(cache, ...)
 
+Pallas's GPU kernels need `check_vma=False` in the `shard_map`: JAX cannot follow there what varies over the mesh.  On
+a mesh of explicit axes, arguments lie as the specs say before the call (`jax.device_put`).
+
 Several processes run the same program after `jax.distributed.initialize()`, on a mesh of all their devices.
 """
 
