@@ -62,11 +62,13 @@ def _is_integer(array) -> bool:
 
 def int32(array):
     """Integers as int32; wider ones saturate, so that nothing wraps round into somebody's slot."""
-    if array is None or isinstance(array, jax.ShapeDtypeStruct) or array.dtype == jnp.int32:
+    if array is None or isinstance(array, jax.ShapeDtypeStruct):
         return array
     limits = np.iinfo(np.int32)
     if isinstance(array, np.ndarray):
         return jnp.asarray(np.clip(array, limits.min, limits.max).astype(np.int32))
+    if array.dtype == jnp.int32:
+        return array
     wide = jnp.iinfo(array.dtype)
     return jnp.clip(array, max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
 

@@ -59,7 +59,7 @@ def decode_mla(
     """
     check_cache(cache, MLAEntry)
     dims = _mla_dims(cache)
-    axes = _query_axes("q_latent", q_latent)
+    axes = query_axes("q_latent", q_latent)
     dims.check("q_latent", q_latent, f"{axes} R")
     dims.check("q_pe", q_pe, f"{axes} P", (str(q_latent.dtype),))
     arrays = {
@@ -130,7 +130,7 @@ def decode_kv(
     check_cache(cache, KVEntry)
     heads = cache.layout.num_heads
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
-    axes = _query_axes("q", q)
+    axes = query_axes("q", q)
     dims.check("q", q, f"{axes} D")
     if dims["Hq"] % heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {heads} heads")
@@ -241,7 +241,8 @@ def _mla_dims(cache):
     return Dims(R=(latent, "the entry's latent"), P=(rope, "the entry's rope"))
 
 
-def _query_axes(name, q) -> str:
+def query_axes(name, q) -> str:
+    """The axes of queries without the last; ValueError where they are neither of the two."""
     if not hasattr(q, "shape"):
         raise ValueError(f"`{name}` is a {type(q).__name__}: expected an array [B, Hq, …] or [B, Q, Hq, …]")
     rank = len(q.shape)

@@ -197,3 +197,10 @@ def test_positions_and_tables_of_wider_integers_saturate():
         found = jaxkv.positions_to_slots(jnp.asarray(positions), jnp.asarray(tables), block_size=4)
     assert found.dtype == jnp.int32
     assert found.tolist() == [[[14, -1, -1, -1, -1]]]
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint32, np.int32, np.int64])
+def test_tables_of_numpy_and_traced_positions(dtype):
+    tables = np.asarray([[4, 1], [0, 5]], dtype)
+    found = jax.jit(lambda positions: jaxkv.slots_for(tables, positions, block_size=4))(jnp.asarray([[5], [3]]))
+    assert found.tolist() == [[5], [3]]

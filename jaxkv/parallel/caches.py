@@ -1,0 +1,32 @@
+"""A cache for each device of a mesh axis."""
+
+import math
+
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxkv.cache import KVCache
+from jaxkv.layout import CacheLayout
+
+
+def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCache:
+    """A cache of zeros of that layout for each device along a mesh axis, replicated along the others.
+
+    Args:
+      layout: the layout of one device's cache.
+      mesh: the devices, those of other processes included.
+      axis: the mesh axis, or several.
+
+    Returns:
+      A cache whose buffer is the devices' buffers in a row, `layout.dtype` [n * layout.size], sharded over `axis`.
+      `shard_map` with the spec `P(axis)` gives each device its own; outside of one, operations refuse it.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+    names = (axis,) if isinstance(axis, str) else axis
+    if unknown := [name for name in names if name not in mesh.shape]:
+        raise ValueError(f"`axis` is {unknown[0]!r}: expected one of the mesh's, {', '.join(mesh.shape)}")
+    devices = math.prod(mesh.shape[name] for name in names)
+    sharding = NamedSharding(mesh, PartitionSpec(names))
+    return KVCache(jnp.zeros((devices * layout.size,), layout.dtype, device=sharding), layout)

@@ -1,0 +1,126 @@
+"""Attention of new tokens to a context that lies on several devices."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkv import decode, plan
+from jaxkv.arguments import Dims, int32, positive_int
+from jaxkv.cache import KVCache
+from jaxkv.parallel.context.merge import merge_states
+from jaxkv.parallel.context.share import here, local_lengths
+
+
+def decode_mla(
+    q_latent, q_pe, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, return_lse=False, **options
+) -> Any:
+    """`jaxkv.decode_mla` over the shares of all devices along a mesh axis; inside `shard_map`.
+
+    Query token t of Q sees the first `seq_len - Q + 1 + t` tokens of the request: on a shard these are not aligned to
+    the end of its share, so that each query token becomes a request of its own there (and reads the share anew).
+
+    Args:
+      q_latent: float [B, Hq, R] or [B, Q, Hq, R], the same on all devices along `axis`.
+      q_pe: [B, Hq, P] or [B, Q, Hq, P], likewise.
+      cache: the device's own.
+      block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included.
+      axis: mesh axis (or several) of the `shard_map` around this call.
+      interleave: static int, tokens in a row that one shard owns.
+      return_lse: also return the log-sum-exp of the scores.
+      **options: `layer`, `scale`, `kv_scale`, `logit_cap`, `implementation` as `jaxkv.decode_mla` has them, and `plan`,
+        one of this module's `plan_decode`.
+
+    Returns:
+      As `jaxkv.decode_mla`, the same on all devices along `axis`.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong, or there is no such axis.
+    """
+    queries = {"q_latent": (q_latent, "R"), "q_pe": (q_pe, "P")}
+    return _decode(decode.decode_mla, queries, cache, block_tables, seq_lens, axis, interleave, return_lse, options)
+
+
+def decode_kv(
+    q, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, return_lse=False, **options
+) -> Any:
+    """`jaxkv.decode_kv` over the shares of all devices along a mesh axis; inside `shard_map`.
+
+    Args:
+      q: float [B, Hq, D] or [B, Q, Hq, D], the same on all devices along `axis`.
+      cache: the device's own.
+      block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included.
+      axis: mesh axis (or several) of the `shard_map` around this call.
+      interleave: static int, tokens in a row that one shard owns.
+      return_lse: also return the log-sum-exp of the scores.
+      **options: `layer`, `scale`, `k_scale`, `v_scale`, `logit_cap`, `implementation` as `jaxkv.decode_kv` has them,
+        and `plan`, one of this module's `plan_decode`.
+
+    Returns:
+      As `jaxkv.decode_kv`, the same on all devices along `axis`.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong, there is no such axis, or a `window` is given.
+    """
+    _no_window(options)
+    return _decode(
+        decode.decode_kv, {"q": (q, "D")}, cache, block_tables, seq_lens, axis, interleave, return_lse, options
+    )
+
+
+def plan_decode(
+    cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, tokens: int = 1, **options
+) -> plan.DecodePlan:
+    """`jaxkv.plan_decode` for this module's decodes: each device plans for its share; inside `shard_map`.
+
+    Args:
+      cache: the device's own.
+      block_tables: int32 [B, M], as the calls will get them.
+      seq_lens: int32 [B], as the calls will get them.
+      axis: that of the calls.
+      interleave: that of the calls.
+      tokens: query tokens a request of the calls.
+      **options: `num_heads`, `batch_invariant`, `implementation` as `jaxkv.plan_decode` has them.
+
+    Returns:
+      The device's plan.
+
+    Raises:
+      ValueError: a shape or dtype is wrong, there is no such axis, or a `window` is given.
+    """
+    _no_window(options)
+    tokens = positive_int("tokens", tokens)
+    return plan.plan_decode(cache, *_requests(block_tables, seq_lens, Dims(), tokens, axis, interleave), **options)
+
+
+def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave, return_lse, options):
+    dims, (name, (first, _)) = Dims(), next(iter(queries.items()))
+    axes = decode.query_axes(name, first)
+    for name, (q, content) in queries.items():
+        dims.check(name, q, f"{axes} {content}")
+    tokens = dims["Q"] if "Q" in axes.split() else 1
+    rows = [q.reshape(-1, *q.shape[-2:]) for q, _ in queries.values()]
+    requests = _requests(block_tables, seq_lens, dims, tokens, axis, interleave)
+    out, lse = operation(*rows, cache, *requests, return_lse=True, **options)
+    out, lse = merge_states(out, lse, axis=axis)
+    out, lse = out.reshape(*first.shape[:-1], out.shape[-1]), lse.reshape(first.shape[:-1])
+    return (out, lse) if return_lse else out
+
+
+def _requests(block_tables, seq_lens, dims, tokens, axis, interleave):
+    """Block tables [B * Q, M] and lengths [B * Q] of the shard, with a request for each query token."""
+    dims.check_ints("block_tables", block_tables, "B M")
+    dims.check_ints("seq_lens", seq_lens, "B")
+    seen = int32(seq_lens)[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
+    return jnp.repeat(int32(block_tables), tokens, axis=0), local_lengths(
+        seen.reshape(-1), **here(axis), interleave=interleave
+    )
+
+
+def _no_window(options):
+    if options.get("window") is not None:
+        raise ValueError(
+            f"`window` is {options['window']}: expected None, for how many of a request's last tokens a shard owns "
+            f"depends on its length"
+        )

@@ -1,0 +1,87 @@
+"""Which tokens of a request a shard owns, and where they lie in its cache."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.arguments import Dims, int32, positive_int, told
+from jaxkv.slots import slots_for
+
+
+def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> jax.Array:
+    """How many of the first `seq_lens` tokens of each request a shard owns.
+
+    Args:
+      seq_lens: int32 [...], tokens of each request; negative ones count as 0.
+      shard: int, or traced int32 scalar such as `lax.axis_index`.
+      num_shards: static int, devices that share a request.
+      interleave: static int, tokens in a row that one shard owns.
+
+    Returns:
+      int32 of the shape of `seq_lens`: the shard's own `seq_lens`, 0 where it owns nothing.
+
+    Raises:
+      ValueError: a dtype is wrong, a static number is not positive, or a static shard is out of range.
+    """
+    num_shards, interleave = positive_int("num_shards", num_shards), positive_int("interleave", interleave)
+    shard = _shard_index(shard, num_shards)
+    seq_lens = jnp.maximum(_ints("seq_lens", seq_lens), 0)
+    rounds, rest = jnp.divmod(seq_lens, num_shards * interleave)
+    return rounds * interleave + jnp.clip(rest - shard * interleave, 0, interleave)
+
+
+def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: int, interleave: int = 1) -> jax.Array:
+    """Slots, in a shard's cache, of token positions: every shard writes all new tokens, and skips what others own.
+
+    For ragged tokens [T], give the table of each one's request, `block_tables[request]` [T, M].
+
+    Args:
+      block_tables: int32 [B, M], the blocks of each request in the shard's cache, in order.
+      positions: int32 [B, ...], token positions of each request, counted from its first token on any shard.
+      block_size: tokens a block.
+      shard: int, or traced int32 scalar such as `lax.axis_index`.
+      num_shards: static int, devices that share a request.
+      interleave: static int, tokens in a row that one shard owns.
+
+    Returns:
+      int32, the shape of `positions`; -1 for tokens that other shards own, and where `slots_for` has -1.
+
+    Raises:
+      ValueError: a shape or dtype is wrong, a static number is not positive, or a static shard is out of range.
+    """
+    positions = _ints("positions", positions)
+    # As many of the shard's tokens come before one of its own as it owns of those before.
+    before = local_lengths(positions, shard=shard, num_shards=num_shards, interleave=interleave)
+    mine = (positions >= 0) & (positions // interleave % num_shards == _shard_index(shard, num_shards))
+    return slots_for(block_tables, jnp.where(mine, before, -1), block_size=block_size)
+
+
+def here(axis) -> dict[str, Any]:
+    """`shard` and `num_shards` of the device that runs this, along a mesh axis of the `shard_map` around it."""
+    try:
+        return {"shard": jax.lax.axis_index(axis), "num_shards": jax.lax.axis_size(axis)}
+    except NameError:
+        raise ValueError(f"`axis` is {axis!r}: expected a mesh axis of the shard_map around this call") from None
+
+
+def _ints(name, values) -> jax.Array:
+    Dims().check_ints(name, values, " ".join(f"n{i}" for i in range(len(getattr(values, "shape", ())))))
+    return int32(values)
+
+
+def _shard_index(shard: Any, num_shards: int) -> jax.Array:
+    """`shard` as an int32 scalar; ValueError where it is a Python int out of range, or no integer."""
+    expected = f"expected an int of 0 to {num_shards - 1}, or an int32 scalar"
+    if isinstance(shard, jax.Array):
+        if not jnp.issubdtype(shard.dtype, jnp.integer) or shard.shape != ():
+            raise ValueError(f"`shard` is {told(shard)}: {expected}")
+        return int32(shard)
+    try:
+        value = operator.index(shard)
+    except TypeError:
+        raise ValueError(f"`shard` is {told(shard)}: {expected}") from None
+    if not 0 <= value < num_shards:
+        raise ValueError(f"`shard` is {value}: {expected}")
+    return jnp.int32(value)
