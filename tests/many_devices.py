@@ -167,10 +167,10 @@ def test_tensor_parallel_latents(name, devices):
     check_shares(entry, mesh_of(devices), poisoned(layout_of(entry)), specs, heads)
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_tensor_parallel_kv_heads(devices):
+def test_tensor_parallel_kv_heads():
     """KV heads are sharded with the query heads that read them."""
-    mesh, heads = mesh_of(devices), P(None, None, "x")
+    devices, heads = 4, P(None, None, "x")
+    mesh = mesh_of(devices)
     specs = P("x"), heads, P(), heads, P(), P()
     check_shares(GQA, mesh, poisoned(layout_of(GQA, KV_HEADS // devices), mesh), specs, heads)
 
@@ -186,7 +186,6 @@ def shared(axis, interleave, plans, cache, new, positions, q, tables, lengths):
     return cache, decode(q, cache, tables, lengths, package=context, **keywords)
 
 
-@cache
 def on_shards(entry, devices, interleave, tokens=1, plans=False):
     mesh = mesh_of(devices)
     cache, specs = poisoned(layout_of(entry), mesh), (P("x"), *[P()] * 5)
@@ -226,24 +225,11 @@ def test_context_parallel(name, devices, interleave):
     assert_shards_hold_their_tokens_alone(after, whole, devices, interleave)
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "interleave", "tokens"), [("f32", 3, 1, 4), ("bf16", 8, 16, 2), ("gqa", 2, BLOCK, 3)]
-)
+@pytest.mark.parametrize(("name", "devices", "interleave", "tokens"), [("f32", 3, 1, 4), ("gqa", 8, 16, 2)])
 def test_several_query_tokens_are_causal(name, devices, interleave, tokens):
     """Also of requests that are shorter than that."""
     _, found = on_shards(ENTRIES[name], devices, interleave, tokens, plans=True)
     assert_equal_within_roundings(found, on_one_device(ENTRIES[name], tokens)[1:])
-
-
-def test_queries_without_a_token_axis():
-    entry, mesh = ENTRIES["f32"], mesh_of(2)
-    cache, right = on_shards(entry, 2, 1)
-    told = batch(entry)
-    bare = partial(decode, package=context, axis="x")
-    specs = P(), P("x"), P(), P()
-    found = run(bare, mesh, specs, P(), [x[:, 0] for x in told.q], cache, told.tables, told.lengths)
-    for one, other in zip(found, right, strict=True):
-        assert_same_bits(one, other[:, 0])
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [("a", "b"), (None, ("a", "b"))])

@@ -95,7 +95,8 @@ def plan_decode(
 
 
 def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave, return_lse, options):
-    dims, (name, (first, _)) = Dims(), next(iter(queries.items()))
+    dims, name = Dims(), next(iter(queries))
+    first = queries[name][0]
     axes = decode.query_axes(name, first)
     for name, (q, content) in queries.items():
         dims.check(name, q, f"{axes} {content}")
@@ -113,9 +114,8 @@ def _requests(block_tables, seq_lens, dims, tokens, axis, interleave):
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     seen = int32(seq_lens)[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
-    return jnp.repeat(int32(block_tables), tokens, axis=0), local_lengths(
-        seen.reshape(-1), **here(axis), interleave=interleave
-    )
+    lengths = local_lengths(seen.reshape(-1), **here(axis), interleave=interleave)
+    return jnp.repeat(int32(block_tables), tokens, axis=0), lengths
 
 
 def _no_window(options):
