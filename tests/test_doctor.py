@@ -49,6 +49,17 @@ def test_an_implementation_tells_what_it_refuses(monkeypatch):
     assert any(line.endswith("write_kv fp8: unknown (RuntimeError: no driver)") for line in refused)
 
 
+def test_a_reason_against_all_calls_is_told_once(monkeypatch):
+    def explain(operation, *args, **kwargs):
+        return jaxkv.Explanation(operation.__name__, {"triton": ("needs a GPU", "needs triton")})
+
+    monkeypatch.setattr(jaxkv, "explain", explain)
+    monkeypatch.setattr(jaxkv, "implementations", lambda: {"triton": "NVIDIA GPUs"})
+    headline, *refused = doctor._implementations()
+    assert headline.startswith("triton (NVIDIA GPUs): not usable, takes none of ")
+    assert refused == ["  refuses all: needs a GPU", "  refuses all: needs triton"]
+
+
 @pytest.mark.parametrize("probe", ["_version", "_environment", "jax.local_devices", "sample_calls"])
 def test_a_failing_probe_says_so_and_the_others_go_on(monkeypatch, probe):
     def fail(*args):

@@ -135,7 +135,9 @@ def _implementations() -> list[str]:
         usable = f"usable, takes {len(taken)}" if taken else "not usable, takes none"
         lines.append(f"{name} ({devices}): {usable} of {len(samples)} sample calls")
         lines += [f"  takes {', '.join(taken)}"] if taken and refused else []
-        lines += [f"  refuses {', '.join(told)}: {reason}" for reason, told in refused.items()]
+        for reason, told in refused.items():
+            which = ", ".join(told) if len(told) < len(samples) else "all"
+            lines.append(f"  refuses {which}: {reason}")
     return lines
 
 
