@@ -35,3 +35,12 @@ def interpreted():
 
     with without_races():
         yield
+
+
+@pytest.fixture
+def interpreting():
+    """Kernels run in Triton's interpreter."""
+    from jaxkv_kernels import triton
+
+    with triton.interpreting(True):
+        yield

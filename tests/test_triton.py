@@ -1,6 +1,5 @@
 """Triton kernels on any machine that has Triton: each compiled for every GPU generation; jax-triton's lowering."""
 
-import os
 import re
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -17,14 +16,9 @@ from jaxkv.support import sample_calls
 from jaxkv_kernels import triton as kernels
 from jaxkv_kernels.triton import available
 from triton_builds import SHARED, builds, without_a_gpu
+from triton_runs import INTERPRETS, compiles
 
 DRAWS = 2
-
-INTERPRETS = "TRITON_INTERPRET" in os.environ
-compiles = pytest.mark.skipif(
-    find_spec("triton") is None or INTERPRETS,
-    reason="Triton makes its kernels for the interpreter" if INTERPRETS else "Triton is not installed",
-)
 
 lowers = pytest.mark.skipif(
     INTERPRETS or None in (find_spec("triton"), find_spec("jax_triton")),

@@ -1,31 +1,9 @@
 """Triton kernels that copy: the whole suites on a GPU (`-m gpu`), telling parts of them in Triton's interpreter."""
 
-import os
-from importlib.util import find_spec
-
 import pytest
 
 import suites
-from jaxkv_kernels import triton as kernels
-
-on_gpu = pytest.mark.skipif(bool(kernels.unavailable()), reason="; ".join(kernels.unavailable()))
-interpreted = pytest.mark.skipif(
-    find_spec("triton") is None or "TRITON_INTERPRET" not in os.environ,
-    reason="needs Triton and TRITON_INTERPRET=1: its interpreter takes a process of its own",
-)
-
-
-@pytest.fixture
-def interpreting():
-    """Kernels run in Triton's interpreter."""
-    with kernels.interpreting(True):
-        yield
-
-
-class Triton:
-    """What every suite of these kernels says of itself."""
-
-    implementation = "triton"
+from triton_runs import Triton, interpreted, on_gpu
 
 
 @pytest.mark.gpu

@@ -1,39 +1,13 @@
 """Triton kernels that attend: the whole suites on a GPU (`-m gpu`) and interpreted; compiled at the sizes of models."""
 
-import os
-from importlib.util import find_spec
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxkv
 import suites
-from jaxkv_kernels import triton as kernels
 from triton_builds import SHARED, builds
-
-on_gpu = pytest.mark.skipif(bool(kernels.unavailable()), reason="; ".join(kernels.unavailable()))
-interpreted = pytest.mark.skipif(
-    find_spec("triton") is None or "TRITON_INTERPRET" not in os.environ,
-    reason="needs Triton and TRITON_INTERPRET=1: its interpreter takes a process of its own",
-)
-compiles = pytest.mark.skipif(
-    find_spec("triton") is None or "TRITON_INTERPRET" in os.environ,
-    reason="needs Triton, which makes its kernels for the interpreter where TRITON_INTERPRET is set",
-)
-
-
-@pytest.fixture
-def interpreting():
-    """Kernels run in Triton's interpreter."""
-    with kernels.interpreting(True):
-        yield
-
-
-class Triton:
-    """What every suite of these kernels says of itself."""
-
-    implementation = "triton"
+from triton_runs import Triton, compiles, interpreted, on_gpu
 
 
 @pytest.mark.gpu

@@ -1,8 +1,5 @@
 """Triton kernels of the indexer: the whole suite on a GPU (`-m gpu`), telling parts of it in Triton's interpreter."""
 
-import os
-from importlib.util import find_spec
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,32 +11,7 @@ from jaxkv.dispatch import call_of
 from jaxkv_kernels import triton as kernels
 from suites import scenes
 from triton_builds import SHARED, builds
-
-on_gpu = pytest.mark.skipif(bool(kernels.unavailable()), reason="; ".join(kernels.unavailable()))
-interpreted = pytest.mark.skipif(
-    find_spec("triton") is None or "TRITON_INTERPRET" not in os.environ,
-    reason="needs Triton and TRITON_INTERPRET=1: its interpreter takes a process of its own",
-)
-
-
-@pytest.fixture
-def interpreting():
-    """Kernels run in Triton's interpreter."""
-    with kernels.interpreting(True):
-        yield
-
-
-compiles = pytest.mark.skipif(
-    find_spec("triton") is None or "TRITON_INTERPRET" in os.environ,
-    reason="needs Triton, and no TRITON_INTERPRET in the environment: that makes kernels for the interpreter",
-)
-
-
-class Triton:
-    """What every suite of these kernels says of itself."""
-
-    implementation = "triton"
-    gaps = ("has no kernel for",)  # sparse decoding, which the whole path ends with
+from triton_runs import Triton, compiles, interpreted, on_gpu
 
 
 @pytest.mark.gpu

@@ -1,0 +1,26 @@
+"""Where and how the Triton kernels run in tests."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+from jaxkv_kernels import triton as kernels
+
+INTERPRETS = "TRITON_INTERPRET" in os.environ
+
+on_gpu = pytest.mark.skipif(bool(kernels.unavailable()), reason="; ".join(kernels.unavailable()))
+interpreted = pytest.mark.skipif(
+    find_spec("triton") is None or not INTERPRETS,
+    reason="needs Triton and TRITON_INTERPRET=1: its interpreter takes a process of its own",
+)
+compiles = pytest.mark.skipif(
+    find_spec("triton") is None or INTERPRETS,
+    reason="needs Triton, which makes its kernels for the interpreter where TRITON_INTERPRET is set",
+)
+
+
+class Triton:
+    """What every suite of these kernels says of itself."""
+
+    implementation = "triton"
