@@ -3,29 +3,18 @@
 Importing this costs nothing: Pallas comes in with the first kernel that is traced.
 """
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxkv_kernels.lazily import operations
 from jaxkv_kernels.mosaic_gpu import limits
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting as interpreting
 
-
-def _kernel(name: str) -> Callable[..., Any]:
-    """The function `name` of the module of that name, imported when it is called."""
-
-    def run(*args, **kwargs):
-        module = importlib.import_module(f"jaxkv_kernels.mosaic_gpu.{name}")
-        return getattr(module, name)(*args, **kwargs)
-
-    return run
-
-
-OPERATIONS = {
-    name: _kernel(name)
-    for name in (
+OPERATIONS = operations(
+    __name__,
+    (
         "write_mla",
         "write_kv",
         "gather_mla",
@@ -36,8 +25,8 @@ OPERATIONS = {
         "copy_blocks",
         "read_blocks",
         "write_blocks",
-    )
-}
+    ),
+)
 
 
 def unavailable() -> list[str]:

@@ -3,28 +3,17 @@
 Importing this costs nothing: Triton and jax-triton come in with the first kernel that is traced.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxkv_kernels.lazily import operations
 from jaxkv_kernels.triton import limits
 from jaxkv_kernels.triton.available import unavailable as unavailable
 from jaxkv_kernels.triton.interpreting import interpreting as interpreting
 
-
-def _kernel(name: str) -> Callable[..., Any]:
-    """The function `name` of the module of that name, imported when it is called."""
-
-    def run(*args, **kwargs):
-        module = importlib.import_module(f"jaxkv_kernels.triton.{name}")
-        return getattr(module, name)(*args, **kwargs)
-
-    return run
-
-
-OPERATIONS = {
-    name: _kernel(name)
-    for name in (
+OPERATIONS = operations(
+    __name__,
+    (
         "write_mla",
         "write_kv",
         "write_indexer_k",
@@ -41,8 +30,8 @@ OPERATIONS = {
         "merge_states",
         "indexer_logits",
         "select_topk",
-    )
-}
+    ),
+)
 
 
 def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
