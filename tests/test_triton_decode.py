@@ -73,7 +73,8 @@ def test_latents_compile_at_the_sizes_of_models(form, heads, tokens, capability)
     attend, combine = builds(capability, jaxkv.decode_mla, *q, cache, *REQUESTS, layer=0, scale=1.0, **options)
     assert max(attend.shared, combine.shared) <= SHARED[capability] * 1024
     # With 64 rows there, results and addresses are about all registers: Triton 3.9 spills, 3.6 just does not.
-    assert attend.stack <= SPILLED or (capability == 90 and heads * tokens >= 64), attend.registers
+    most = 512 if capability == 90 and heads * tokens >= 64 else SPILLED
+    assert attend.stack <= most, attend.registers
 
 
 @compiles
