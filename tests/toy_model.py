@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.models import OneDevice
 
 LAYERS, HIDDEN, HEADS, LATENT, ROPE, VOCAB, LONGEST = 2, 24, 2, 16, 8, 97, 512
 SCALE = 0.5
@@ -28,6 +29,7 @@ class ToyModel:
     params: Any
     config: Config = field(default=Config(), metadata={"static": True})
     implementation: Any = field(default=None, metadata={"static": True})
+    parallel: OneDevice = field(default=OneDevice(), metadata={"static": True})
 
     def cache(self, num_blocks, block_size, order):
         entry = jaxkv.MLAEntry("f32", latent=LATENT, rope=ROPE)

@@ -18,7 +18,12 @@ from jaxkv.models.decoder import head as head
 from jaxkv.models.decoder import prefill as prefill
 from jaxkv.models.engine import Engine as Engine
 from jaxkv.models.model import Model as Model
+from jaxkv.models.parallel import ContextParallel as ContextParallel
+from jaxkv.models.parallel import DataParallel as DataParallel
+from jaxkv.models.parallel import OneDevice as OneDevice
+from jaxkv.models.parallel import TensorParallel as TensorParallel
 from jaxkv.models.random import random_model as random_model
+from jaxkv.models.replicas import Replicas as Replicas
 from jaxkv.models.request import Request as Request
 from jaxkv.models.sampling import Sampling as Sampling
 from jaxkv.models.weights import load as load

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.decode import decode_mla, decode_mla_sparse
+from jaxkv.decode import decode_mla_sparse
 from jaxkv.models import indexer, rope
 from jaxkv.models.batch import Batch
 from jaxkv.models.layers import linear, product, rms_norm
@@ -18,13 +18,16 @@ LATENT_EPS = 1e-6
 
 
 def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
-    """Stores the entries of x [B, Q, hidden], attends to all cached tokens, them included; [B, Q, hidden]."""
+    """Stores the entries of x [B, Q, hidden], attends to all cached tokens, them included; [B, Q, hidden].
+
+    Of the model's `num_heads`: where devices divide them, what this one's add to the sum.
+    """
     config = model.config
     q_source = x
     if config.q_lora_rank is not None:
         q_source = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], LATENT_EPS)
     q = linear(q_source, weights["q"])
-    q = q.reshape(*x.shape[:2], config.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
+    q = q.reshape(*x.shape[:2], model.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
     kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
@@ -42,7 +45,7 @@ def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> 
     scale = rope.softmax_scale(config)
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
     if config.indexer is None:
-        out = decode_mla(
+        out = model.parallel.decode_mla(
             q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, scale=scale, plan=batch.plan, **options
         )
     else:

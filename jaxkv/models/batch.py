@@ -7,7 +7,7 @@ import jax
 from jaxkv.cache import KVCache
 from jaxkv.models import rope
 from jaxkv.models.model import Model
-from jaxkv.plan import DecodePlan, plan_decode
+from jaxkv.plan import DecodePlan
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Batch:
     seq_lens: jax.Array
     block_tables: jax.Array
     slots: jax.Array
-    """int32 [B * Q]."""
+    """int32 [B * Q], of this device."""
 
     plan: DecodePlan | None
     """Of dense attention, the same for all layers."""
@@ -32,12 +32,13 @@ class Batch:
         positions = seq_lens[:, None] - tokens + jax.numpy.arange(tokens)
         plan = None
         if config.indexer is None:
-            plan = plan_decode(
+            plan = model.parallel.plan_decode(
                 cache,
                 block_tables,
                 seq_lens,
-                num_heads=config.num_heads,
+                num_heads=model.num_heads,
                 tokens=tokens,
                 implementation=model.implementation,
             )
-        return cls(*rope.angles(config, positions), seq_lens, block_tables, slot_mapping.reshape(-1), plan)
+        slots = model.parallel.slots(slot_mapping.reshape(-1), cache.layout)
+        return cls(*rope.angles(config, positions), seq_lens, block_tables, slots, plan)

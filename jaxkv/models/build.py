@@ -5,6 +5,7 @@ from typing import Any
 from jaxkv.arguments import float_dtype
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
+from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parameters import Weight
 from jaxkv_kernels.entries import MLAEntry
 
@@ -14,13 +15,15 @@ PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 class Build:
     """What a model is to be; the arguments are those of `load`, checked here."""
 
-    def __init__(self, config: ModelConfig, dtype, entry_format: str | None, implementation):
+    def __init__(self, config: ModelConfig, dtype, entry_format: str | None, implementation, parallel: Parallel):
         self._config = config
         self._dtype = float_dtype("dtype", dtype)
         self._entry_format = entry_format or PLAIN_FORMATS[str(self._dtype)]
         # Refuses here, before gigabytes are read, what it would refuse when a cache is made.
         MLAEntry(self._entry_format, config.kv_lora_rank, config.qk_rope_head_dim)
         self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
+        parallel.check(config)
+        self._parallel = parallel
 
     def dtype_of(self, weight: Weight):
         """What a weight is kept in."""
@@ -29,7 +32,7 @@ class Build:
     def model(self, params: dict[str, Any]) -> Model:
         """The model of arrays in the tree that `parameters` describes."""
         params["stacks"] = tuple(self._absorb(stack) for stack in params["stacks"])
-        return Model(params, self._config, self._entry_format, self._implementation)
+        return Model(params, self._config, self._entry_format, self._implementation, self._parallel)
 
     def _absorb(self, stack):
         """The stack with `kv_b`, rows of W_UK and then W_UV for each head, split for attention to latents."""

@@ -59,25 +59,30 @@ def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_ma
 
 def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
     """`prefill` without the head: the cache, and [B, Q, hidden] after the last layer; padding rows have no meaning."""
-    config = model.config
     model.check_cache(cache)
     dims = Dims()
     dims.check_ints("tokens", tokens, "B Q")
     dims.check_ints("seq_lens", seq_lens, "B")
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("slot_mapping", slot_mapping, "B Q")
-    batch = Batch.of(model, cache, int32(seq_lens), int32(block_tables), int32(slot_mapping))
+    return model.parallel.run(_layers, model, cache, tokens, int32(seq_lens), int32(block_tables), int32(slot_mapping))
+
+
+def _layers(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
+    """`forward` on one device, with its part of the model, the cache and the batch."""
+    config, total = model.config, model.parallel.total
+    batch = Batch.of(model, cache, seq_lens, block_tables, slot_mapping)
 
     def step(carry, inputs):
         cache, x = carry
         layer, weights = inputs
         normed = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
         cache, out = attention(model, weights["attention"], normed, cache, batch, layer)
-        x = x + out
+        x = x + total(out)
         normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
         if config.experts is None or "dense" in weights:
-            return (cache, x + dense(weights["dense"], normed)), None
-        return (cache, x + mixture(config.experts, weights["mixture"], normed)), None
+            return (cache, x + total(dense(weights["dense"], normed))), None
+        return (cache, x + total(mixture(config.experts, weights["mixture"], normed))), None
 
     x, first = model.params["embed"][tokens], 0
     for layers in model.params["stacks"]:

@@ -13,6 +13,7 @@ from jaxkv.blocks import copy_blocks
 from jaxkv.cache import KVCache
 from jaxkv.models.decoder import decode, prefill
 from jaxkv.models.model import Model
+from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.pool import BlockPool
 from jaxkv.models.request import Request
 from jaxkv.models.rows import Rows
@@ -52,6 +53,8 @@ class Engine:
         max_len: int | None = None,
         chunk: int = 256,
     ):
+        if isinstance(model.parallel, DataParallel):
+            raise ValueError("`model` is data parallel, with requests of its own on each device: expected `Replicas`")
         self.model = model
         self.cache = model.cache(num_blocks, block_size, order)
         self.pool = BlockPool(num_blocks)
@@ -69,8 +72,8 @@ class Engine:
         # Donated, the cache is updated in place.
         self._prefill = jax.jit(_prefill_step, donate_argnames="cache")
         self._decode = jax.jit(_decode_step, donate_argnames="cache")
-        copy = partial(copy_blocks, implementation=model.implementation)
-        self._copy = jax.jit(copy, donate_argnames="cache")
+        copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
+        self._copy = jax.jit(copy, donate_argnums=0)
 
     def submit(
         self,

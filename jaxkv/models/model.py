@@ -8,6 +8,8 @@ import jax
 from jaxkv.cache import KVCache
 from jaxkv.layout import CacheLayout
 from jaxkv.models.config import Indexer, ModelConfig
+from jaxkv.models.parallel.base import Parallel
+from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv.packing import Group, PackedLayout
 from jaxkv_kernels.entries import IndexerEntry, MLAEntry
 
@@ -32,9 +34,17 @@ class Model:
     """Format of the cached latents."""
     implementation: Any = field(default=None, metadata={"static": True})
     """Passed to every operation on the cache."""
+    parallel: Parallel = field(default=OneDevice(), metadata={"static": True})
+    """Where it lies, and what devices divide."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of these weights: on a device that has a share of the model's, of that share."""
+        return self.params["stacks"][0]["attention"]["w_uk"].shape[1]
 
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
-        """The layout of a cache for this model; with an indexer (V3.2), its keys lie in the same blocks."""
+        """The layout of one device's cache; with an indexer (V3.2), its keys lie in the same blocks."""
+        block_size = self.parallel.device_block_size(block_size)
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
@@ -50,13 +60,16 @@ class Model:
     def _latent(self) -> MLAEntry:
         return MLAEntry(self.entry_format, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
 
-    def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC", device=None) -> KVCache:
-        """An empty cache of that layout; of a packed one, its view of the latents, which `prefill` and `decode` take.
+    def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> KVCache:
+        """An empty cache where the model lies; of a packed layout, its view of the latents.
+
+        `prefill` and `decode` take it.  `num_blocks` and `block_size` are those of block tables and slots: on several
+        devices, `parallel` says what each has of them.
 
         `copy_blocks` and the like move whole blocks of it, the indexer's keys included.
         """
         layout = self.layout(num_blocks, block_size, order)
-        return KVCache.zeros(layout["latent"] if isinstance(layout, PackedLayout) else layout, device=device)
+        return self.parallel.zeros(layout["latent"] if isinstance(layout, PackedLayout) else layout)
 
     def check_cache(self, cache: KVCache) -> None:
         """ValueError unless `cache` is one for this model: of any strides, but for a packed one."""

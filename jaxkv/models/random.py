@@ -6,10 +6,20 @@ import jax.numpy as jnp
 from jaxkv.models.build import Build
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
+from jaxkv.models.parallel.base import Parallel
+from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv.models.parameters import parameters
 
 
-def random_model(config: ModelConfig, seed: int = 0, *, dtype=None, entry_format=None, implementation=None) -> Model:
+def random_model(
+    config: ModelConfig,
+    seed: int = 0,
+    *,
+    dtype=None,
+    entry_format=None,
+    implementation=None,
+    parallel: Parallel = OneDevice(),
+) -> Model:
     """A model with normal weights of variance 1 / inputs, and norms of 1.
 
     Under `jax.eval_shape` it is a description of the model that takes no memory.
@@ -20,18 +30,21 @@ def random_model(config: ModelConfig, seed: int = 0, *, dtype=None, entry_format
       dtype: as in `load`.
       entry_format: as in `load`.
       implementation: as in `load`.
+      parallel: as in `load`.
 
     Raises:
-      ValueError: `dtype` is none of those, or `entry_format` cannot hold the model's latents.
+      ValueError: `dtype` is none of those, `entry_format` cannot hold the model's latents, or the model cannot be
+        divided as `parallel` would.
     """
-    build = Build(config, dtype or config.dtype, entry_format, implementation)
-    weights, structure = jax.tree.flatten(parameters(config))
-    keys = jax.random.split(jax.random.key(seed), len(weights))
+    build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
+    leaves, structure = jax.tree.flatten_with_path(parameters(config))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
     arrays = []
-    for key, weight in zip(keys, weights, strict=True):
+    for key, (path, weight) in zip(keys, leaves, strict=True):
         shape, kind = weight.stacked_shape, build.dtype_of(weight)
         if len(weight.shape) == 1:
-            arrays.append(jnp.ones(shape, kind))
+            array = jnp.ones(shape, kind)
         else:
-            arrays.append(jax.random.normal(key, shape, kind) * jnp.asarray(weight.shape[-1] ** -0.5, kind))
+            array = jax.random.normal(key, shape, kind) * jnp.asarray(weight.shape[-1] ** -0.5, kind)
+        arrays.append(jax.device_put(array, parallel.sharding(path, array.ndim)))
     return build.model(jax.tree.unflatten(structure, arrays))

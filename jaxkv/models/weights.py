@@ -10,10 +10,20 @@ from jaxkv.models.build import Build
 from jaxkv.models.checkpoint import Checkpoint
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
+from jaxkv.models.parallel.base import Parallel
+from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv.models.parameters import Weight, parameters
 
 
-def load(path, *, dtype=None, entry_format=None, implementation=None, device=None, progress=iter) -> Model:
+def load(
+    path,
+    *,
+    dtype=None,
+    entry_format=None,
+    implementation=None,
+    parallel: Parallel = OneDevice(),
+    progress=iter,
+) -> Model:
     """Reads a checkpoint; downloads nothing.
 
     Args:
@@ -22,7 +32,8 @@ def load(path, *, dtype=None, entry_format=None, implementation=None, device=Non
       entry_format: format of the cached latents: `bf16`, `f16`, `f32`, `fp8` (with scale 1), `fp8_ds_mla`; default the
         plain one of `dtype`.
       implementation: of the operations on the cache: None (the best that takes the call), a name, or a tuple of names.
-      device: where the weights go; default the default device.
+      parallel: where the weights go and what devices divide: `TensorParallel`, `ContextParallel`, `DataParallel`, or
+        `OneDevice` (the default: JAX's default device).  Each device is given what it keeps.
       progress: wraps the list of what is to be read, to show how far it is.
 
     Returns:
@@ -31,25 +42,36 @@ def load(path, *, dtype=None, entry_format=None, implementation=None, device=Non
     Raises:
       ImportError: safetensors is not installed.
       ValueError: an architecture or value of config.json is not supported, or `entry_format` cannot hold its latents;
-        a weight is missing, has another shape than the configuration tells, or holds NaN.
+        a weight is missing, has another shape than the configuration tells, or holds NaN; the model cannot be divided
+        as `parallel` would.
     """
     config = ModelConfig.read(path)
-    build = Build(config, dtype or config.dtype, entry_format, implementation)
-    weights, structure = jax.tree.flatten(parameters(config))
+    build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
+    leaves, structure = jax.tree.flatten_with_path(parameters(config))
+    paths, weights = zip(*leaves, strict=True)
     pieces = [(i, layer) for i, weight in enumerate(weights) for layer in weight.layers or [0]]
     with Checkpoint(path) as checkpoint:
         checkpoint.check({name: weights[i].shape for i, layer in pieces for name in weights[i].names(layer)})
-        arrays = [jnp.zeros(weight.stacked_shape, build.dtype_of(weight), device=device) for weight in weights]
+        arrays = [
+            jnp.zeros(shape, build.dtype_of(weight), device=parallel.sharding(path, len(shape)))
+            for path, weight in leaves
+            for shape in [weight.stacked_shape]
+        ]
         for i, layer in progress(pieces):
-            arrays[i] = _place(arrays[i], weights[i], layer, checkpoint)
+            piece = _read(weights[i], layer, checkpoint)
+            piece = jax.device_put(piece, parallel.sharding(paths[i], piece.ndim))
+            arrays[i] = _place(arrays[i], weights[i], layer, piece)
     return build.model(jax.tree.unflatten(structure, arrays))
 
 
-def _place(array, weight: Weight, layer: int, checkpoint: Checkpoint):
-    """`array` with a layer's weights, of all experts, in their place."""
+def _read(weight: Weight, layer: int, checkpoint: Checkpoint) -> np.ndarray:
+    """A layer's weights, of all experts."""
     pieces = [checkpoint.read(name) for name in weight.names(layer)]
-    piece = np.stack(pieces, weight.expert_axis) if weight.experts else pieces[0]
-    piece = jax.device_put(piece, array.sharding)
+    return np.stack(pieces, weight.expert_axis) if weight.experts else pieces[0]
+
+
+def _place(array, weight: Weight, layer: int, piece):
+    """`array` with a layer's weights in their place."""
     return _set(array, piece, layer - weight.layers.start) if weight.layers else piece.astype(array.dtype)
 
 

@@ -15,7 +15,7 @@ def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCac
     Args:
       layout: the layout of one device's cache.
       mesh: the devices, those of other processes included.
-      axis: the mesh axis, or several.
+      axis: the mesh axis, or several; of none, `()`, every device has the same cache.
 
     Returns:
       A cache whose buffer is the devices' buffers in a row, `layout.dtype` [n * layout.size], sharded over `axis`.
@@ -24,9 +24,15 @@ def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCac
     Raises:
       ValueError: the mesh has no such axis.
     """
-    names = (axis,) if isinstance(axis, str) else axis
-    if unknown := [name for name in names if name not in mesh.shape]:
-        raise ValueError(f"`axis` is {unknown[0]!r}: expected one of the mesh's, {', '.join(mesh.shape)}")
+    names = check_axis(mesh, axis)
     devices = math.prod(mesh.shape[name] for name in names)
     sharding = NamedSharding(mesh, PartitionSpec(names))
     return KVCache(jnp.zeros((devices * layout.size,), layout.dtype, device=sharding), layout)
+
+
+def check_axis(mesh: Mesh, axis: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The names in `axis`; ValueError unless they are of the mesh."""
+    names = (axis,) if isinstance(axis, str) else axis
+    if unknown := [name for name in names if name not in mesh.shape]:
+        raise ValueError(f"`axis` is {unknown[0]!r}: expected one of the mesh's, {', '.join(mesh.shape)}")
+    return names

@@ -1,0 +1,59 @@
+"""What the programs of a model ask of `model.parallel`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from jaxkv.cache import KVCache
+from jaxkv.decode import decode_mla
+from jaxkv.layout import CacheLayout
+from jaxkv.models.config import ModelConfig
+from jaxkv.plan import DecodePlan, plan_decode
+
+
+class Parallel(ABC):
+    """Where a model's arrays lie, and what one device does of a step; the defaults are for a device with all of it."""
+
+    def check(self, config: ModelConfig) -> None:
+        """ValueError where a model of that configuration cannot be divided so."""
+
+    @abstractmethod
+    def sharding(self, path, ndim: int) -> Sharding | jax.Device | None:
+        """Where a weight lies, by its path in the tree of weights; `ndim` axes, that of layers included or not."""
+
+    def device_block_size(self, block_size: int) -> int:
+        """How many tokens of a block of that many one device holds."""
+        return block_size
+
+    @abstractmethod
+    def zeros(self, layout: CacheLayout) -> KVCache:
+        """The empty cache, by the layout of one device's part."""
+
+    @abstractmethod
+    def run(self, function: Callable[..., Any], model, cache: KVCache, *batch) -> tuple[KVCache, jax.Array]:
+        """`function(model, cache, *batch)`, a cache and rows, on each device with its part of everything."""
+
+    @abstractmethod
+    def per_device(self, function: Callable[..., KVCache]) -> Callable[..., KVCache]:
+        """`function(cache, *ids)`, a cache, on each device's cache, with the same ids."""
+
+    # The rest is asked by functions inside `run`, on one device.
+
+    def total(self, x) -> jax.Array:
+        """The sum over the devices of x, what one found with its part of the weights."""
+        return x
+
+    def slots(self, slots, layout: CacheLayout) -> jax.Array:
+        """Slots int32 [T] of the blocks, as slots of the device's part of them, of that layout; -1 for another's."""
+        return slots
+
+    def plan_decode(self, *args, **options) -> DecodePlan:
+        """`jaxkv.plan_decode` for the device's part."""
+        return plan_decode(*args, **options)
+
+    def decode_mla(self, *args, **options) -> jax.Array:
+        """`jaxkv.decode_mla` of the device's heads to all cached tokens."""
+        return decode_mla(*args, **options)

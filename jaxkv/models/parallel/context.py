@@ -1,0 +1,62 @@
+"""Context parallelism: devices divide the tokens of every request."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxkv.arguments import positive_int
+from jaxkv.models.parallel.on_mesh import OnMesh
+from jaxkv.parallel import context
+from jaxkv.parallel.context.share import here
+
+
+@dataclass(frozen=True)
+class ContextParallel(OnMesh):
+    """Each device has its share of every block, all heads and all weights: a cache of n times the tokens.
+
+    Token i is on device `(i // interleave) % n`.  Attention is merged over the devices, by a maximum and a sum a layer;
+    all else is computed by each.
+
+    Args:
+      mesh: the devices, those of other processes included.
+      axis: the mesh axis that divides.
+      interleave: tokens in a row on one device; n times as many must divide the block size.
+
+    Raises:
+      ValueError: the mesh has no such axis, or `interleave` is no positive int.
+    """
+
+    interleave: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive_int("interleave", self.interleave)
+
+    def check(self, config):
+        if config.indexer is not None:
+            raise ValueError(
+                "`parallel` is context parallel, and the model has a sparse indexer, whose top-k would be of each "
+                "device's tokens instead of all: expected tensor or data parallel"
+            )
+
+    def device_block_size(self, block_size):
+        positive_int("block_size", block_size)
+        share, rest = divmod(block_size, self.num_devices)
+        if rest or share % self.interleave:
+            raise ValueError(
+                f"`block_size` is {block_size}: expected a multiple of {self.num_devices} devices x interleave "
+                f"{self.interleave}, for every block to be divided alike"
+            )
+        return share
+
+    def slots(self, slots, layout):
+        # The whole cache is like one long request: the first slots of each block are in that block's share, packed.
+        blocks = jnp.arange(layout.num_blocks, dtype=jnp.int32)
+        share = {**here(self.axis), "interleave": self.interleave}
+        return context.local_slots(blocks[None], slots[None], block_size=layout.block_size, **share)[0]
+
+    def plan_decode(self, *args, **options):
+        return context.plan_decode(*args, axis=self.axis, interleave=self.interleave, **options)
+
+    def decode_mla(self, *args, **options):
+        return context.decode_mla(*args, axis=self.axis, interleave=self.interleave, **options)

@@ -1,0 +1,44 @@
+"""Data parallelism: devices divide the requests."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxkv.models.parallel.on_mesh import OnMesh
+from jaxkv.models.parallel.one_device import OneDevice
+
+if TYPE_CHECKING:
+    from jaxkv.models.model import Model
+
+
+@dataclass(frozen=True)
+class DataParallel(OnMesh):
+    """Each device has a cache of its own, of its requests, and all weights; they have nothing to tell each other.
+
+    A batch of `prefill` and `decode` is divided by rows, whose number is a multiple of the devices; block tables and
+    slots of a row name blocks of its device's cache.  `Replicas` is the engine for it.
+
+    Args:
+      mesh: the devices, those of other processes included.
+      axis: the mesh axis that divides.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+
+    divides_rows = True
+
+    def run(self, function, model, cache, *batch):
+        rows = batch[0].shape[0]
+        if rows % self.num_devices:
+            raise ValueError(f"`tokens` are of {rows} requests: expected a multiple of {self.num_devices} devices")
+        return super().run(function, model, cache, *batch)
+
+    def replicas(self, model: "Model") -> "Iterator[Model]":
+        """The model on each device of this process, as a model of that device alone; no weight is copied."""
+        arrays, structure = jax.tree.flatten(model.params)
+        for shards in zip(*(array.addressable_shards for array in arrays), strict=True):
+            params = jax.tree.unflatten(structure, [shard.data for shard in shards])
+            yield replace(model, params=params, parallel=OneDevice(shards[0].device))

@@ -1,0 +1,75 @@
+"""What all ways to divide a model over a mesh have in common."""
+
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxkv.models.parallel.base import Parallel
+from jaxkv.parallel.caches import check_axis, zeros
+
+
+@dataclass(frozen=True)
+class OnMesh(Parallel):
+    """Something is divided along a mesh axis; along the others all is replicated.
+
+    Args:
+      mesh: the devices, those of other processes included.
+      axis: the mesh axis.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+
+    mesh: Mesh
+    axis: str
+
+    divides_cache = True
+    """Each device has a cache of its own; else all have the same."""
+    divides_rows = False
+    """Each device has requests of its own."""
+
+    def __post_init__(self):
+        check_axis(self.mesh, self.axis)
+        # Outside of the steps, XLA shards as it sees fit: of embeddings and logits nothing is said here.
+        object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
+
+    @property
+    def num_devices(self) -> int:
+        """Along the axis."""
+        return self.mesh.shape[self.axis]
+
+    def spec(self, path, ndim: int) -> PartitionSpec:
+        """How a weight is divided; as in `sharding`."""
+        return PartitionSpec()
+
+    def sharding(self, path, ndim):
+        return NamedSharding(self.mesh, self.spec(path, ndim))
+
+    def zeros(self, layout):
+        return zeros(layout, self.mesh, self.axis if self.divides_cache else ())
+
+    def run(self, function, model, cache, *batch):
+        weights = jax.tree.map_with_path(lambda path, x: self.spec(path, x.ndim), model)
+        rows = self._spec(self.divides_rows)
+        return self._on_each(function, (weights, self._cache, *[rows] * len(batch)), (self._cache, rows))(
+            model, cache, *batch
+        )
+
+    def per_device(self, function):
+        def on_each(cache, *ids):
+            specs = self._cache, *[PartitionSpec()] * len(ids)
+            return self._on_each(function, specs, self._cache)(cache, *ids)
+
+        return on_each
+
+    @property
+    def _cache(self) -> PartitionSpec:
+        return self._spec(self.divides_cache)
+
+    def _spec(self, divided: bool) -> PartitionSpec:
+        return PartitionSpec(self.axis) if divided else PartitionSpec()
+
+    def _on_each(self, function, in_specs, out_specs):
+        # JAX cannot follow in Pallas's GPU kernels what varies over the mesh.
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -1,0 +1,30 @@
+"""A model on one device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxkv.cache import KVCache
+from jaxkv.models.parallel.base import Parallel
+
+
+@dataclass(frozen=True)
+class OneDevice(Parallel):
+    """Nothing is divided.
+
+    Args:
+      device: where all is; default JAX's default device.
+    """
+
+    device: Any = None
+
+    def sharding(self, path, ndim):
+        return self.device
+
+    def zeros(self, layout):
+        return KVCache.zeros(layout, device=self.device)
+
+    def run(self, function, model, cache, *batch):
+        return function(model, cache, *batch)
+
+    def per_device(self, function):
+        return function

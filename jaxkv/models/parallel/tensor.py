@@ -1,0 +1,54 @@
+"""Tensor parallelism: devices divide the heads of attention and the inner values of feed-forwards."""
+
+from dataclasses import dataclass
+
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxkv.models.parallel.on_mesh import OnMesh
+
+DIVIDED = {"q": -2, "kv_b": -2, "w_uk": -3, "w_uv": -3, "o": -1, "gate": -2, "up": -2, "down": -1}
+"""Weights that are divided, and along which axis; of experts each one is, so that all devices have the same work."""
+
+
+@dataclass(frozen=True)
+class TensorParallel(OnMesh):
+    """Each device has its share of the weights of every layer, and the whole cache: latents have one head.
+
+    Two sums over the devices a layer: after the attention, and after the feed-forward.  Embedding, head, norms, routers
+    and V3.2's indexer are replicated.  It divides the weights, and the attention where that is bound by arithmetic
+    (many heads); the cache is neither smaller nor read less.
+
+    Args:
+      mesh: the devices, those of other processes included.
+      axis: the mesh axis that divides.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+
+    divides_cache = False
+
+    def check(self, config):
+        sizes = {"num_heads": config.num_heads}
+        if config.num_dense_layers or config.experts is None:
+            sizes["intermediate_size"] = config.intermediate_size
+        if config.experts is not None:
+            sizes["the experts' intermediate_size"] = config.experts.intermediate_size
+            sizes["the shared experts' intermediate_size"] = config.experts.shared_intermediate_size
+        for name, size in sizes.items():
+            if size % self.num_devices:
+                raise ValueError(
+                    f"`parallel` divides the model over {self.num_devices} devices, and {name} is {size}: "
+                    f"expected a multiple of the devices"
+                )
+
+    def spec(self, path, ndim):
+        names = [getattr(key, "key", None) for key in path]
+        if names[-1] not in DIVIDED or "indexer" in names:
+            return PartitionSpec()
+        axis = ndim + DIVIDED[names[-1]]
+        return PartitionSpec(*(self.axis if i == axis else None for i in range(ndim)))
+
+    def total(self, x):
+        return lax.psum(x, self.axis)
