@@ -57,7 +57,7 @@ def on_a_share(cache):
 def main(address, number):
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(address, num_processes=2, process_id=int(number), initialization_timeout=60)
-    mesh = jax.make_mesh((4,), ("x",))
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
     cache = parallel.zeros(layout, mesh, "x")
     assert not cache.buffer.is_fully_addressable
     found = jax.jit(jax.shard_map(on_a_share, mesh=mesh, in_specs=P("x"), out_specs=P()))(cache)

@@ -27,7 +27,9 @@ class Replicas:
 
     def __init__(self, model: Model, **options):
         if not isinstance(model.parallel, DataParallel):
-            raise ValueError(f"`model` is {type(model.parallel).__name__}: expected DataParallel; `Engine` takes others")
+            raise ValueError(
+                f"`model` is {type(model.parallel).__name__}: expected DataParallel; `Engine` takes others"
+            )
         self.engines = [Engine(replica, **options) for replica in model.parallel.replicas(model)]
         self._threads = ThreadPoolExecutor(len(self.engines))
 

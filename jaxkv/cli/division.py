@@ -1,0 +1,186 @@
+"""Attention that devices divide, as programs to time: a scan over the layers of a cache, planned once."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import parallel
+from jaxkv.parallel import context
+
+AXIS, BLOCK_SIZE, SCALE = "x", 64, 192**-0.5
+HIDDEN = 7168
+"""Width of what a layer's output projection gives, which tensor parallelism sums: DeepSeek V3's."""
+CHUNK = 2**14
+"""Tokens of a request that are written at once when a cache is filled."""
+LEAST_SECONDS = 0.2
+"""Steps are timed in a row for at least this long."""
+
+Parts = tuple[jax.Array, jax.Array]
+"""Results bf16 [requests, heads, latent] and their log-sum-exps float32 [requests, heads], of one device."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is divided; its first device has the most of it."""
+
+    divided: str
+    """`context`: the tokens of each request; `tensor`: the heads."""
+    requests: int
+    tokens: int
+    heads: int
+    layers: int
+    format: str
+
+    @property
+    def entry(self) -> jaxkv.MLAEntry:
+        """What the cache stores."""
+        return jaxkv.MLAEntry(self.format, latent=512, rope=64)
+
+    def blocks(self, devices: int) -> int:
+        """Blocks of a request on each of so many devices."""
+        shards = devices if self.divided == "context" else 1
+        return -(-self.tokens // (shards * BLOCK_SIZE))
+
+    def bytes_read(self, devices: int) -> int:
+        """Of a layer of the cache, by one of so many devices."""
+        shards = devices if self.divided == "context" else 1
+        return self.requests * self.tokens * self.entry.nbytes // shards
+
+    def flops(self, devices: int) -> int:
+        """Of a layer, by one of so many devices: products of queries with entries, and of weights with latents."""
+        return 2 * self.requests * self.heads * self.tokens * (2 * self.entry.latent + self.entry.rope) // devices
+
+
+class Division:
+    """The cache, filled with the same tokens on any number of devices, the queries, and the programs.
+
+    Args:
+      sizes: of all devices together.
+      devices: how many.
+      implementation: of the attention; None takes the best.
+    """
+
+    def __init__(self, sizes: Sizes, devices: int, implementation: str | None):
+        self._sizes, self._implementation = sizes, implementation
+        long = sizes.divided == "context"
+        self._mesh = jax.make_mesh((devices,), (AXIS,), devices=jax.devices()[:devices])
+        self._cache_spec, self._heads = (P(AXIS), P()) if long else (P(), P(None, AXIS))
+        blocks = sizes.blocks(devices)
+        layout = jaxkv.CacheLayout(
+            num_layers=sizes.layers, num_blocks=sizes.requests * blocks, block_size=BLOCK_SIZE, entry=sizes.entry
+        )
+        tables = np.random.default_rng(0).permutation(layout.num_blocks).astype(np.int32)
+        self._tables = self._placed(tables.reshape(sizes.requests, blocks), P())
+        cache = parallel.zeros(layout, self._mesh, AXIS if long else ())
+        fill = self._on_each(self._fill, (self._cache_spec, P()), self._cache_spec)
+        self._cache = fill(cache, self._tables)
+        keys = zip(jax.random.split(jax.random.key(1)), sizes.entry.sizes, strict=True)
+        q = [jax.random.normal(key, (sizes.requests, sizes.heads, n), jnp.bfloat16) for key, n in keys]
+        self._q = self._placed(q, self._heads)
+
+    def attention(self, repeats: int) -> tuple[float, np.ndarray]:
+        """Seconds of a layer of each device's part, and what the last layer of a step gave."""
+        return self._timed(self._attend, repeats)
+
+    def collective(self, repeats: int) -> float:
+        """Seconds of uniting the parts, alone."""
+        return self._timed(lambda q, cache, index, plan, layer, parts: self._unite(*parts), repeats)[0]
+
+    def both(self, repeats: int) -> tuple[float, np.ndarray]:
+        """The same as `attention`, the parts united."""
+        return self._timed(lambda *args: self._unite(*self._attend(*args)), repeats)
+
+    def free(self) -> None:
+        """Gives back the memory of the cache, whoever still refers to it."""
+        self._cache.buffer.delete()
+
+    def _timed(self, step: Callable[..., Parts], repeats: int) -> tuple[float, np.ndarray]:
+        """Steps of all layers in a row, each layer with what the one before it gave."""
+
+        def layers(parts, q, cache, tables):
+            index = tables, self._lengths()
+            plan = jaxkv.plan_decode(cache, *index, num_heads=q[0].shape[1], implementation=self._implementation)
+
+            def layer_step(parts, layer):
+                return step(q, cache, index, plan, layer, parts), None
+
+            return lax.scan(layer_step, parts, jnp.arange(self._sizes.layers, dtype=jnp.int32))[0]
+
+        specs = self._heads, self._heads, self._cache_spec, P()
+        program = self._on_each(layers, specs, self._heads)
+        parts = self._placed((jnp.zeros_like(self._q[0]), jnp.zeros(self._q[0].shape[:2])), self._heads)
+
+        def run(count: int) -> float:
+            nonlocal parts
+            start = time.perf_counter()
+            for _ in range(count):
+                parts = program(parts, self._q, self._cache, self._tables)
+                if jax.default_backend() == "cpu":
+                    # Simulated devices share threads: several steps under way could wait for each other for ever.
+                    jax.block_until_ready(parts)
+            jax.block_until_ready(parts)
+            return time.perf_counter() - start
+
+        run(1)  # compiles
+        first = np.asarray(parts[0].astype(jnp.float32))
+        count = max(1, round(LEAST_SECONDS / min(run(1) for _ in range(2))))
+        return float(np.median([run(count) for _ in range(repeats)])) / (count * self._sizes.layers), first
+
+    def _attend(self, q, cache, index, plan, layer, parts) -> Parts:
+        q_latent, q_pe = q
+        options: Any = {"plan": plan, "implementation": self._implementation}
+        return jaxkv.decode_mla(
+            q_latent + parts[0], q_pe, cache, *index, layer=layer, scale=SCALE, return_lse=True, **options
+        )
+
+    def _unite(self, out, lse) -> Parts:
+        if self._sizes.divided == "context":
+            return context.merge_states(out, lse, axis=AXIS)
+        # As after the output projection, which is not here.
+        x = lax.psum(jnp.broadcast_to(out[:, :1, 0], (len(out), HIDDEN)), AXIS)
+        return out + x[:, None, : out.shape[-1]], lse
+
+    def _lengths(self) -> jax.Array:
+        """Tokens of each request, int32 [requests], of this device."""
+        lengths = jnp.full(self._sizes.requests, self._sizes.tokens, jnp.int32)
+        return context.local_lengths(lengths, **self._share())
+
+    def _share(self) -> dict[str, Any]:
+        """Of the tokens, that this device has: of divided heads, all."""
+        if self._sizes.divided == "tensor":
+            return {"shard": 0, "num_shards": 1}
+        return {"shard": lax.axis_index(AXIS), "num_shards": self._mesh.size, "interleave": BLOCK_SIZE}
+
+    def _fill(self, cache, tables):
+        """Random entries of all tokens in all layers; the devices draw the same, and each keeps its share."""
+        sizes = self._sizes
+        chunks = -(-sizes.tokens // CHUNK)
+
+        def write(i, cache):
+            layer, row = jnp.divmod(i, sizes.requests * chunks)
+            request, chunk = jnp.divmod(row, chunks)
+            positions = chunk * CHUNK + jnp.arange(min(CHUNK, sizes.tokens), dtype=jnp.int32)
+            positions = jnp.where(positions < sizes.tokens, positions, -1)
+            slots = context.local_slots(tables[request][None], positions[None], block_size=BLOCK_SIZE, **self._share())
+            keys = zip(jax.random.split(jax.random.fold_in(jax.random.key(0), i)), sizes.entry.sizes, strict=True)
+            values = [jax.random.normal(key, (len(positions), n), jnp.bfloat16) for key, n in keys]
+            return jaxkv.write_mla(cache, *values, slots[0], layer=layer)
+
+        return lax.fori_loop(0, sizes.layers * sizes.requests * chunks, write, cache)
+
+    def _placed(self, arrays, spec: P):
+        return jax.device_put(arrays, NamedSharding(self._mesh, spec))
+
+    def _on_each(self, function, in_specs, out_specs):
+        sharded = jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.jit(sharded, donate_argnums=0)

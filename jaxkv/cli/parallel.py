@@ -1,0 +1,144 @@
+"""Time attention that several devices divide: the tokens of a long request, or the heads of a batch.
+
+A row is a layer of `decode_mla` on that many devices, from steps over all layers of a cache.  `attention` is each
+device's part, `collective` what unites the parts: the merge (context), or the sum of [requests, 7168] bf16 that follows
+a layer's output projection (tensor).  Each is timed alone, then `both` in turn; `share` is what the collective adds to
+the attention.  GB/s and TFLOP/s are of one device's attention.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkv
+from jaxkv.cli.division import Division, Sizes
+from jaxkv.cli.timing import measure_ceilings
+
+COLUMNS = (
+    ("devices", "devices", 7, "d"),
+    ("both ms", "both_ms", 9, ".4f"),
+    ("attention", "attention_ms", 9, ".4f"),
+    ("collective", "collective_ms", 10, ".4f"),
+    ("share", "collective_share", 5, ".0%"),
+    ("GB/s", "gigabytes_per_s", 7, ".1f"),
+    ("TFLOP/s", "tflop_per_s", 7, ".1f"),
+    ("peak GB", "peak_gigabytes", 7, ".2f"),
+)
+"""Heading, key of the row, width and format; `-` for what is None."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured on so many devices."""
+
+    devices: int
+    both_ms: float
+    attention_ms: float
+    collective_ms: float | None
+    """None on one device."""
+    collective_share: float | None
+    gigabytes_per_s: float
+    tflop_per_s: float
+    peak_gigabytes: float | None
+    """Of the first device; None where JAX does not tell."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is divided, the batch, and the numbers of devices."""
+    parser.add_argument("divided", choices=("context", "tensor"), help="the tokens of each request, or the heads")
+    parser.add_argument("--devices", type=int, nargs="+", metavar="N", help="default 1, 2, 4, ... of those here")
+    parser.add_argument("--requests", type=int, help="rows of the batch: 1 (context), 128 (tensor)")
+    parser.add_argument("--tokens", type=int, help="cached tokens of each: 1,000,000 or 4,096; on CPUs 2,000 or 100")
+    parser.add_argument("--heads", type=int, default=128, help="query heads (128)")
+    parser.add_argument("--layers", type=int, help="layers of the cache: 61, on CPUs 2")
+    parser.add_argument("--format", default="bf16", help="format of the cached latents (bf16)")
+    parser.add_argument("--implementation", help="default the best that takes a call")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of several steps each, for the median (5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write device, sizes, ceilings and rows")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table, and how the results of several devices differ from those of the fewest."""
+    try:
+        return _run(args)
+    except (ValueError, NotImplementedError) as error:
+        raise SystemExit(f"jaxkv parallel: {error}") from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    sizes, device = _sizes(args), jax.devices()[0]
+    counts = sorted(args.devices or [2**i for i in range(jax.device_count().bit_length())], reverse=True)
+    for count in counts:
+        if not 1 <= count <= jax.device_count():
+            raise ValueError(f"--devices has {count}: expected 1 to {jax.device_count()}, which are here")
+        if sizes.divided == "tensor" and sizes.heads % count:
+            raise ValueError(f"--devices has {count}: expected divisors of the {sizes.heads} heads")
+    print(f"{sizes.divided} parallel on {device.device_kind}, jax {jax.__version__}, jaxkv {jaxkv.__version__}")
+    print(f"{sizes.requests} x {sizes.tokens} tokens in {sizes.format}, {sizes.heads} heads, {sizes.layers} layers\n")
+    print(" ".join(heading.rjust(width) for heading, _, width, _ in COLUMNS), flush=True)
+    rows: list[Row] = []
+    results: list[np.ndarray] = []
+    # The peak of memory only grows: it is a row's own where every row takes more than those before it.
+    for count in counts:
+        division = Division(sizes, count, args.implementation)
+        row, result = _measured(division, sizes, count, args.repeats)
+        division.free()
+        rows.append(row)
+        results.append(result)
+        print(" ".join(_told(asdict(row)[key], width, form) for _, key, width, form in COLUMNS), flush=True)
+    ceilings = measure_ceilings(device, repeats=args.repeats)
+    print(f"\nceilings: read {ceilings.read / 1e9:.1f} GB/s, bf16 products {ceilings.matmul / 1e12:.2f} TFLOP/s")
+    for row, result in zip(rows[:-1], results[:-1], strict=True):
+        error = np.linalg.norm(result - results[-1]) / np.linalg.norm(results[-1])
+        print(
+            f"{row.devices} devices: {row.both_ms / rows[-1].both_ms:.3f} of the time of {counts[-1]}; "
+            f"results differ by {error:.1e} of their norm"
+        )
+    if args.json:
+        about = {"device": device.device_kind, "jax": jax.__version__, "sizes": asdict(sizes)}
+        found = {**about, "ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _sizes(args: argparse.Namespace) -> Sizes:
+    on_cpu, long = jax.default_backend() == "cpu", args.divided == "context"
+    usual = {
+        "requests": 1 if long else 128,
+        "tokens": (2_000 if on_cpu else 1_000_000) if long else (100 if on_cpu else 4_096),
+        "layers": 2 if on_cpu else 61,
+        "heads": args.heads,
+    }
+    asked = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in usual.items()}
+    for name, value in asked.items():
+        if value < 1:
+            raise ValueError(f"--{name} is {value}: expected 1 or more")
+    return Sizes(divided=args.divided, format=args.format, **asked)
+
+
+def _measured(division: Division, sizes: Sizes, count: int, repeats: int) -> tuple[Row, np.ndarray]:
+    """The row, and the results of a step: united where it is the results that are divided by tokens."""
+    attention, parts = division.attention(repeats)
+    collective = division.collective(repeats) if count > 1 else None
+    both, united = division.both(repeats) if count > 1 else (attention, parts)
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    row = Row(
+        devices=count,
+        both_ms=1e3 * both,
+        attention_ms=1e3 * attention,
+        collective_ms=None if collective is None else 1e3 * collective,
+        collective_share=None if collective is None else 1 - attention / both,
+        gigabytes_per_s=sizes.bytes_read(count) / attention / 1e9,
+        tflop_per_s=sizes.flops(count) / attention / 1e12,
+        peak_gigabytes=None if peak is None else peak / 1e9,
+    )
+    return row, united if sizes.divided == "context" else parts
+
+
+def _told(value: Any, width: int, form: str) -> str:
+    return ("-" if value is None else format(value, form)).rjust(width)
