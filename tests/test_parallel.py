@@ -21,10 +21,11 @@ from jaxkv.parallel import context
 TESTS = Path(__file__).parent
 
 
-def test_on_8_devices():
+@pytest.mark.parametrize("tests", ["many_devices.py", "many_devices_models.py"])
+def test_on_8_devices(tests):
     """In a process of its own, for the number of devices is fixed when JAX starts."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "many_devices.py"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", tests]
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=TESTS, env=env, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

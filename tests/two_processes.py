@@ -1,9 +1,10 @@
-"""One of two processes that share the tokens of their requests; `test_parallel.py` starts both.
+"""One of two processes that share requests' tokens, and a model's heads; `test_parallel.py` starts both.
 
 python two_processes.py ADDRESS NUMBER
 """
 
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from compare import assert_close
-from jaxkv import parallel
+from jaxkv import models, parallel
 from jaxkv.parallel import context
 
+MODEL = Path(__file__).parent / "data" / "models" / "deepseek_v3"
 HEADS, TOKENS, BLOCK, INTERLEAVE = 4, 20, 4, 2
 LENGTHS = np.asarray([0, 1, 2, 7, TOKENS], np.int32)
 
@@ -60,8 +62,16 @@ def main(address, number):
     mesh = jax.make_mesh((jax.device_count(),), ("x",))
     cache = parallel.zeros(layout, mesh, "x")
     assert not cache.buffer.is_fully_addressable
-    found = jax.jit(jax.shard_map(on_a_share, mesh=mesh, in_specs=P("x"), out_specs=P()))(cache)
+    on_shares = jax.shard_map(on_a_share, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
+    found = jax.jit(on_shares)(cache)
     assert_close(np.asarray(found), np.asarray(jax.jit(on_one_device)()), roundings=64, magnitude=1)
+    model = models.load(MODEL, parallel=models.TensorParallel(mesh, "x"))
+    engine = models.Engine(model, num_blocks=4, max_requests=2)
+    with np.load(MODEL / "truth.npz") as truth:
+        prompt, right = truth["prompts"][1, :63].tolist(), truth["tokens"][1, :8].tolist()
+    requests = [engine.submit([*prompt, *right[:known]], max_tokens=8 - known) for known in (0, 4)]
+    list(engine.run())
+    assert [request.tokens for request in requests] == [prompt + right] * 2
     print("equal")
 
 

@@ -172,8 +172,8 @@ class Division:
             positions = jnp.where(positions < sizes.tokens, positions, -1)
             slots = context.local_slots(tables[request][None], positions[None], block_size=BLOCK_SIZE, **self._share())
             keys = zip(jax.random.split(jax.random.fold_in(jax.random.key(0), i)), sizes.entry.sizes, strict=True)
-            values = [jax.random.normal(key, (len(positions), n), jnp.bfloat16) for key, n in keys]
-            return jaxkv.write_mla(cache, *values, slots[0], layer=layer)
+            kv_c, k_pe = (jax.random.normal(key, (len(positions), n), jnp.bfloat16) for key, n in keys)
+            return jaxkv.write_mla(cache, kv_c, k_pe, slots[0], layer=layer)
 
         return lax.fori_loop(0, sizes.layers * sizes.requests * chunks, write, cache)
 

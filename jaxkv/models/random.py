@@ -18,7 +18,7 @@ def random_model(
     dtype=None,
     entry_format=None,
     implementation=None,
-    parallel: Parallel = OneDevice(),
+    parallel: Parallel | None = None,
 ) -> Model:
     """A model with normal weights of variance 1 / inputs, and norms of 1.
 
@@ -36,6 +36,7 @@ def random_model(
       ValueError: `dtype` is none of those, `entry_format` cannot hold the model's latents, or the model cannot be
         divided as `parallel` would.
     """
+    parallel = parallel or OneDevice()
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
     leaves, structure = jax.tree.flatten_with_path(parameters(config))
     keys = jax.random.split(jax.random.key(seed), len(leaves))

@@ -27,9 +27,8 @@ class Replicas:
 
     def __init__(self, model: Model, **options):
         if not isinstance(model.parallel, DataParallel):
-            raise ValueError(
-                f"`model` is {type(model.parallel).__name__}: expected DataParallel; `Engine` takes others"
-            )
+            told = type(model.parallel).__name__
+            raise ValueError(f"`model` has `parallel` {told}: expected DataParallel; for others there is `Engine`")
         self.engines = [Engine(replica, **options) for replica in model.parallel.replicas(model)]
         self._threads = ThreadPoolExecutor(len(self.engines))
 

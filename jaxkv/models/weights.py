@@ -21,7 +21,7 @@ def load(
     dtype=None,
     entry_format=None,
     implementation=None,
-    parallel: Parallel = OneDevice(),
+    parallel: Parallel | None = None,
     progress=iter,
 ) -> Model:
     """Reads a checkpoint; downloads nothing.
@@ -33,7 +33,7 @@ def load(
         plain one of `dtype`.
       implementation: of the operations on the cache: None (the best that takes the call), a name, or a tuple of names.
       parallel: where the weights go and what devices divide: `TensorParallel`, `ContextParallel`, `DataParallel`, or
-        `OneDevice` (the default: JAX's default device).  Each device is given what it keeps.
+        `OneDevice`; default the default device.  Each device is given what it keeps.
       progress: wraps the list of what is to be read, to show how far it is.
 
     Returns:
@@ -45,7 +45,7 @@ def load(
         a weight is missing, has another shape than the configuration tells, or holds NaN; the model cannot be divided
         as `parallel` would.
     """
-    config = ModelConfig.read(path)
+    config, parallel = ModelConfig.read(path), parallel or OneDevice()
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
     leaves, structure = jax.tree.flatten_with_path(parameters(config))
     paths, weights = zip(*leaves, strict=True)

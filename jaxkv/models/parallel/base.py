@@ -17,6 +17,7 @@ from jaxkv.plan import DecodePlan, plan_decode
 class Parallel(ABC):
     """Where a model's arrays lie, and what one device does of a step; the defaults are for a device with all of it."""
 
+    @abstractmethod
     def check(self, config: ModelConfig) -> None:
         """ValueError where a model of that configuration cannot be divided so."""
 

@@ -1,6 +1,7 @@
 """Context parallelism: devices divide the tokens of every request."""
 
 from dataclasses import dataclass
+from typing import override
 
 import jax.numpy as jnp
 
@@ -32,6 +33,7 @@ class ContextParallel(OnMesh):
         super().__post_init__()
         positive_int("interleave", self.interleave)
 
+    @override
     def check(self, config):
         if config.indexer is not None:
             raise ValueError(
@@ -39,6 +41,7 @@ class ContextParallel(OnMesh):
                 "device's tokens instead of all: expected tensor or data parallel"
             )
 
+    @override
     def device_block_size(self, block_size):
         positive_int("block_size", block_size)
         share, rest = divmod(block_size, self.num_devices)
@@ -49,14 +52,17 @@ class ContextParallel(OnMesh):
             )
         return share
 
+    @override
     def slots(self, slots, layout):
         # The whole cache is like one long request: the first slots of each block are in that block's share, packed.
         blocks = jnp.arange(layout.num_blocks, dtype=jnp.int32)
         share = {**here(self.axis), "interleave": self.interleave}
         return context.local_slots(blocks[None], slots[None], block_size=layout.block_size, **share)[0]
 
+    @override
     def plan_decode(self, *args, **options):
         return context.plan_decode(*args, axis=self.axis, interleave=self.interleave, **options)
 
+    @override
     def decode_mla(self, *args, **options):
         return context.decode_mla(*args, axis=self.axis, interleave=self.interleave, **options)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 import jax
 
@@ -30,6 +30,7 @@ class DataParallel(OnMesh):
 
     divides_rows = True
 
+    @override
     def run(self, function, model, cache, *batch):
         rows = batch[0].shape[0]
         if rows % self.num_devices:

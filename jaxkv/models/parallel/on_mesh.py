@@ -1,6 +1,7 @@
 """What all ways to divide a model over a mesh have in common."""
 
 from dataclasses import dataclass
+from typing import override
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -39,23 +40,30 @@ class OnMesh(Parallel):
         """Along the axis."""
         return self.mesh.shape[self.axis]
 
+    @override
+    def check(self, config):
+        pass
+
     def spec(self, path, ndim: int) -> PartitionSpec:
         """How a weight is divided; as in `sharding`."""
         return PartitionSpec()
 
+    @override
     def sharding(self, path, ndim):
         return NamedSharding(self.mesh, self.spec(path, ndim))
 
+    @override
     def zeros(self, layout):
         return zeros(layout, self.mesh, self.axis if self.divides_cache else ())
 
+    @override
     def run(self, function, model, cache, *batch):
         weights = jax.tree.map_with_path(lambda path, x: self.spec(path, x.ndim), model)
         rows = self._spec(self.divides_rows)
-        return self._on_each(function, (weights, self._cache, *[rows] * len(batch)), (self._cache, rows))(
-            model, cache, *batch
-        )
+        specs = weights, self._cache, *[rows] * len(batch)
+        return self._on_each(function, specs, (self._cache, rows))(model, cache, *batch)
 
+    @override
     def per_device(self, function):
         def on_each(cache, *ids):
             specs = self._cache, *[PartitionSpec()] * len(ids)

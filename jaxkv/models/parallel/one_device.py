@@ -1,7 +1,7 @@
 """A model on one device."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 from jaxkv.cache import KVCache
 from jaxkv.models.parallel.base import Parallel
@@ -17,14 +17,22 @@ class OneDevice(Parallel):
 
     device: Any = None
 
+    @override
+    def check(self, config):
+        pass
+
+    @override
     def sharding(self, path, ndim):
         return self.device
 
+    @override
     def zeros(self, layout):
         return KVCache.zeros(layout, device=self.device)
 
+    @override
     def run(self, function, model, cache, *batch):
         return function(model, cache, *batch)
 
+    @override
     def per_device(self, function):
         return function

@@ -1,6 +1,7 @@
 """Tensor parallelism: devices divide the heads of attention and the inner values of feed-forwards."""
 
 from dataclasses import dataclass
+from typing import override
 
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -29,6 +30,7 @@ class TensorParallel(OnMesh):
 
     divides_cache = False
 
+    @override
     def check(self, config):
         sizes = {"num_heads": config.num_heads}
         if config.num_dense_layers or config.experts is None:
@@ -43,6 +45,7 @@ class TensorParallel(OnMesh):
                     f"expected a multiple of the devices"
                 )
 
+    @override
     def spec(self, path, ndim):
         names = [getattr(key, "key", None) for key in path]
         if names[-1] not in DIVIDED or "indexer" in names:
@@ -50,5 +53,6 @@ class TensorParallel(OnMesh):
         axis = ndim + DIVIDED[names[-1]]
         return PartitionSpec(*(self.axis if i == axis else None for i in range(ndim)))
 
+    @override
     def total(self, x):
         return lax.psum(x, self.axis)

@@ -1,16 +1,18 @@
 """Combining the partial attentions of the devices."""
 
 import jax
+from jax import lax
 
+from jaxkv import merge
 from jaxkv.arguments import FLOATS, Dims
 from jaxkv.parallel.context.share import here
-from jaxkv_kernels.xla.merge_states import merge_over
 
 
 def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
     """`jaxkv.merge_states` of one part a device: attention over the keys of all devices along a mesh axis.
 
-    Two collectives: the maximum of the log-sum-exps, then the sum of the float32 results and of their weights.
+    Every device gathers all parts and merges them for itself: a decode waits for the others once, where sums over
+    devices would make it wait for the maximum of the log-sum-exps, and then for the results.
 
     Args:
       out: float [..., D], this device's partial result of the queries that all devices share.
@@ -29,4 +31,5 @@ def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
     dims, axes = Dims(), " ".join(f"n{i}" for i in range(len(getattr(out, "shape", ())) - 1))
     dims.check("out", out, f"{axes} D", FLOATS)
     dims.check("lse", lse, axes, ("float32",))
-    return merge_over(out, lse, axis)
+    parts = lax.all_gather((out, lse), axis, to="invarying")
+    return merge.merge_states(*parts, implementation="xla")
