@@ -3,6 +3,7 @@
 `test_parallel.py` runs this where there are 8 devices, simulated.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -218,8 +219,8 @@ class TestHandOver:
 WRONG = {
     "heads": (lambda: load("deepseek_v3", tensor(3)), ["`parallel`", "3 devices", "num_heads is 4"]),
     "inner values": (
-        lambda: models.random_model(load("deepseek_v3").config, parallel=tensor(8)),
-        ["`parallel`", "8 devices", "num_heads is 4"],
+        lambda: models.random_model(replace(load(SMALL).config, intermediate_size=63), parallel=tensor(2)),
+        ["`parallel`", "2 devices", "intermediate_size is 63"],
     ),
     "an indexer's tokens": (lambda: load("deepseek_v32", context(2)), ["`parallel`", "context", "indexer", "top-k"]),
     "blocks": (lambda: load("youtu", context(8, 4)).cache(4, 16), ["`block_size` is 16", "8 devices", "interleave 4"]),
