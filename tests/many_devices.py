@@ -286,22 +286,8 @@ def test_the_command(divided, tmp_path, monkeypatch, capsys):
     """Both devices have what they should, and give what one gives."""
     monkeypatch.setattr(command, "measure_ceilings", lambda *_, **__: Ceilings(1e9, 1e9, 1e12))
     file = tmp_path / "rows.json"
-    sizes = [
-        "--requests",
-        "2",
-        "--tokens",
-        "150",
-        "--heads",
-        "8",
-        "--layers",
-        "3",
-        "--repeats",
-        "1",
-        "--devices",
-        "1",
-        "2",
-    ]
-    assert main(["parallel", divided, *sizes, "--json", str(file)]) == 0
+    sizes = f"--requests 2 --tokens 150 --heads 8 --layers 3 --repeats 1 --devices 1 2 --json {file}"
+    assert main(["parallel", divided, *sizes.split()]) == 0
     printed, told = capsys.readouterr().out, json.loads(file.read_text())
     assert float(printed.split("results differ by ")[1].split()[0]) < 1e-2
     assert [row["devices"] for row in told["rows"]] == [2, 1]
