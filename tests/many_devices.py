@@ -1,6 +1,5 @@
 """`jaxkv.parallel` on 8 devices, and the same on one; `test_parallel.py` runs this where there are 8, simulated."""
 
-import json
 import re
 from functools import cache, partial
 from pathlib import Path
@@ -18,9 +17,6 @@ import jaxkv
 import scenes
 from compare import assert_close, assert_same_bits
 from jaxkv import parallel
-from jaxkv.cli import main
-from jaxkv.cli import parallel as command
-from jaxkv.cli.timing import Ceilings
 from jaxkv.parallel import context
 from jaxkv_kernels import mosaic_gpu
 from suites.base import dtype_of
@@ -279,39 +275,6 @@ def test_every_device_updates_its_cache_in_place():
     memory, size = compiled.memory_analysis(), cache.layout.nbytes
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 10
-
-
-@pytest.mark.parametrize("divided", ["context", "tensor"])
-def test_the_command(divided, tmp_path, monkeypatch, capsys):
-    """Both devices have what they should, and give what one gives."""
-    monkeypatch.setattr(command, "measure_ceilings", lambda *_, **__: Ceilings(1e9, 1e9, 1e12))
-    file = tmp_path / "rows.json"
-    sizes = f"--requests 2 --tokens 150 --heads 8 --layers 3 --repeats 1 --devices 1 2 --json {file}"
-    assert main(["parallel", divided, *sizes.split()]) == 0
-    printed, told = capsys.readouterr().out, json.loads(file.read_text())
-    assert float(printed.split("results differ by ")[1].split()[0]) < 1e-2
-    assert [row["devices"] for row in told["rows"]] == [2, 1]
-    for row in told["rows"]:
-        share = 1 / row["devices"] if divided == "context" else 1
-        moved = row["gigabytes_per_s"] * row["attention_ms"] * 1e6
-        computed = row["tflop_per_s"] * row["attention_ms"] * 1e9
-        assert moved == pytest.approx(2 * 150 * 1152 * share)
-        assert computed == pytest.approx(2 * 2 * 150 * 8 * 1088 / row["devices"])
-        assert (row["collective_ms"] is None) == (row["devices"] == 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("context --devices 9", "--devices has 9: expected 1 to 8"),
-        ("tensor --devices 3", "--devices has 3: expected divisors of the 128 heads"),
-        ("context --tokens 0", "--tokens is 0: expected 1 or more"),
-        ("context --format fp7", "fp7"),
-    ],
-)
-def test_the_command_refuses(arguments, words):
-    with pytest.raises(SystemExit, match=f"jaxkv parallel: .*{words}"):
-        main(["parallel", *arguments.split()])
 
 
 def test_gradients_pass_the_merge():

@@ -50,7 +50,7 @@ def recorded(family):
     return [(prompt[:length], right) for prompt, length, right in zip(prompts, lengths, tokens, strict=True)]
 
 
-def serve(engine, family, count=20):
+def serve(engine, family, count=12):
     """Every recorded prompt twice, and its tokens are right; the blocks shared and the requests sent back meanwhile."""
     twice = [pair for pair in recorded(family) for _ in range(2)]
     todo = [(engine.submit(prompt, max_tokens=count, stop=()), right) for prompt, right in twice]
@@ -78,10 +78,10 @@ def serve(engine, family, count=20):
     ids=["tensor 2", "tensor 4", "context 2 by token", "context 8 by block"],
 )
 def test_the_engine(family, divided):
-    # 15 blocks of 16 tokens, of which the longest request takes 14: some wait, some are computed again; requests of one
+    # 14 blocks of 16 tokens, which the longest request needs: some wait, some are computed again; requests of one
     # prompt share blocks, and copy the last of them.
     model = load(family, divided())
-    shared, sent_back = serve(models.Engine(model, num_blocks=15, block_size=BLOCK, max_requests=4, chunk=64), family)
+    shared, sent_back = serve(models.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64), family)
     assert shared
     assert sent_back
 
@@ -227,6 +227,10 @@ WRONG = {
     "no interleave": (lambda: context(2, 0), ["`interleave`", "0", "positive"]),
     "no axis": (lambda: models.TensorParallel(mesh_of(2), "y"), ["`axis`", "'y'", "x"]),
     "an engine of data": (lambda: models.Engine(load("deepseek_v3", data(2)), num_blocks=4), ["`model`", "Replicas"]),
+    "replicas of one pool": (
+        lambda: models.Replicas(load(SMALL, data(2)), num_blocks=4, offload=object()),
+        ["`offload`", "one engine"],
+    ),
     "replicas of heads": (
         lambda: models.Replicas(load("deepseek_v3", tensor(4)), num_blocks=4),
         ["`model`", "TensorParallel", "DataParallel", "Engine"],

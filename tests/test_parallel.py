@@ -21,7 +21,7 @@ from jaxkv.parallel import context
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("tests", ["many_devices.py", "many_devices_models.py"])
+@pytest.mark.parametrize("tests", ["many_devices.py", "many_devices_models.py", "many_devices_command.py"])
 def test_on_8_devices(tests):
     """In a process of its own, for the number of devices is fixed when JAX starts."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"

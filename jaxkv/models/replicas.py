@@ -19,7 +19,7 @@ class Replicas:
 
     Args:
       model: from `jaxkv.models.load`, with `DataParallel`.
-      **options: those of each `Engine`; `num_blocks` and `max_requests` are of one device.
+      **options: those of each `Engine`, but `offload`; `num_blocks` and `max_requests` are of one device.
 
     Raises:
       ValueError: the model is not data parallel, or an option is one that `Engine` refuses.
@@ -29,6 +29,10 @@ class Replicas:
         if not isinstance(model.parallel, DataParallel):
             told = type(model.parallel).__name__
             raise ValueError(f"`model` has `parallel` {told}: expected DataParallel; for others there is `Engine`")
+        if "offload" in options:
+            raise ValueError(
+                "`offload` is given, and the engines are several: expected none, for a pool is one engine's"
+            )
         self.engines = [Engine(replica, **options) for replica in model.parallel.replicas(model)]
         self._threads = ThreadPoolExecutor(len(self.engines))
 
