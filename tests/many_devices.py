@@ -240,6 +240,30 @@ def test_several_query_tokens_are_causal(name, devices, interleave, tokens):
     assert_equal_within_roundings(found, on_one_device(ENTRIES[name], tokens)[1:])
 
 
+@pytest.mark.parametrize(("devices", "interleave"), [(2, 1), (3, 4), (8, 2)])
+@pytest.mark.parametrize("k", [1, 20, 90])
+def test_the_best_of_all_devices_are_those_of_one(devices, interleave, k):
+    """Where many are equal, too; rows have fewer than k."""
+    mesh, rng = mesh_of(devices), np.random.default_rng(0)
+    lengths = np.asarray([0, 1, 19, 21, 64], np.int32)
+    tokens = np.arange(64)
+    logits = rng.choice(np.asarray([-3, -0.0, 0, 1, 1.5], np.float32), (5, 64))
+    logits[tokens >= lengths[:, None]] = -np.inf
+    owned = [tokens[tokens // interleave % devices == shard] for shard in range(devices)]
+    longest = max(map(len, owned))
+    shares = [np.pad(logits[:, own], ((0, 0), (0, longest - len(own))), constant_values=-np.inf) for own in owned]
+
+    def choose(share):
+        return context.select_topk(share[0], k, axis="x", interleave=interleave)[None]
+
+    found = np.asarray(run(choose, mesh, (P("x"),), P("x"), jnp.asarray(np.stack(shares))))
+    for row, right in enumerate(np.asarray(jaxkv.select_topk(jnp.asarray(logits), k))):
+        chosen = [
+            own[position] for own, share in zip(owned, found, strict=True) for position in share[row] if position >= 0
+        ]
+        assert sorted(chosen) == sorted(right[right >= 0])
+
+
 @pytest.mark.parametrize(("requests", "tokens"), [("a", "b"), (None, ("a", "b"))])
 def test_several_axes(requests, tokens):
     """Requests over one axis and their tokens over another, or tokens over both."""

@@ -74,8 +74,9 @@ def serve(engine, family, count=12):
         ("deepseek_v3", partial(tensor, 4)),
         ("deepseek_v2_lite", partial(context, 2)),
         ("youtu", partial(context, 8, 2)),
+        ("deepseek_v32", partial(context, 2, 4)),
     ],
-    ids=["tensor 2", "tensor 4", "context 2 by token", "context 8 by block"],
+    ids=["tensor 2", "tensor 4", "context 2 by token", "context 8 by block", "sparse context 2"],
 )
 def test_the_engine(family, divided):
     # 14 blocks of 16 tokens, which the longest request needs: some wait, some are computed again; requests of one
@@ -222,7 +223,6 @@ WRONG = {
         lambda: models.random_model(replace(load(SMALL).config, intermediate_size=63), parallel=tensor(2)),
         ["`parallel`", "2 devices", "intermediate_size is 63"],
     ),
-    "an indexer's tokens": (lambda: load("deepseek_v32", context(2)), ["`parallel`", "context", "indexer", "top-k"]),
     "blocks": (lambda: load("youtu", context(8, 4)).cache(4, 16), ["`block_size` is 16", "8 devices", "interleave 4"]),
     "no interleave": (lambda: context(2, 0), ["`interleave`", "0", "positive"]),
     "no axis": (lambda: models.TensorParallel(mesh_of(2), "y"), ["`axis`", "'y'", "x"]),

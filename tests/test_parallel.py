@@ -127,6 +127,23 @@ def plan_decode(**keywords):
     return context.plan_decode(jaxkv.KVCache.zeros(GQA), TABLES, SEQ_LENS, axis="x", num_heads=2, **keywords).schedule
 
 
+def decode_mla_sparse(**keywords):
+    q = jnp.zeros((2, 1, 2, 8)), jnp.zeros((2, 1, 2, 4))
+    slots, options = jnp.zeros((2, 1, 3), jnp.int32), {"axis": "x", "layer": 0, "scale": 0.1, **keywords}
+    return context.decode_mla_sparse(*q, jaxkv.KVCache.zeros(MLA), slots, **options)
+
+
+def indexer_logits(weights=(2, 1, 2), axis="x"):
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=jaxkv.IndexerEntry("bf16", head_dim=8))
+    options = {"axis": axis, "layer": 0, "max_len": 8}
+    q = jnp.zeros((2, 1, 2, 8), jnp.bfloat16), jnp.zeros(weights)
+    return context.indexer_logits(*q, jaxkv.KVCache.zeros(layout), TABLES, SEQ_LENS, **options)
+
+
+def select_topk(k=2, axis="x", interleave=1, dtype="float32"):
+    return context.select_topk(jnp.zeros((2, 8), dtype), k, axis=axis, interleave=interleave)
+
+
 def merge(out=(2, 3, 8), lse=(2, 3), dtype="float32", axis="x"):
     return context.merge_states(jnp.zeros(out), jnp.zeros(lse, dtype), axis=axis)
 
@@ -148,6 +165,14 @@ WRONG = {
     "a window": (lambda: decode_kv(window=4), ["`window`", "4", "expected None", "shard"]),
     "a plan of a window": (lambda: plan_decode(window=4), ["`window`", "4", "expected None", "shard"]),
     "a plan of no tokens": (lambda: plan_decode(tokens=0), ["`tokens`", "0", "positive"]),
+    "sinks": (lambda: decode_mla_sparse(sinks=jnp.zeros(2)), ["`sinks`", "expected None", "every device"]),
+    "slots over no axis": (lambda: decode_mla_sparse(axis="y"), ["`axis`", "'y'", "shard_map"]),
+    "weights of other queries": (lambda: indexer_logits(weights=(2, 2, 2)), ["`weights`", "(2, 2, 2)", "`q`"]),
+    "logits over no axis": (lambda: indexer_logits(axis="y"), ["`axis`", "'y'", "shard_map"]),
+    "the best over no axis": (lambda: select_topk(axis="y"), ["`axis`", "'y'", "shard_map"]),
+    "the best 0": (lambda: select_topk(k=0), ["`k`", "0", "positive"]),
+    "the best of no interleave": (lambda: select_topk(interleave=0), ["`interleave`", "0", "positive"]),
+    "the best of bf16": (lambda: select_topk(dtype="bfloat16"), ["`logits`", "bfloat16", "float32"]),
     "lse of other queries": (lambda: merge(lse=(2, 4)), ["`lse`", "(2, 4)", "2, 3"]),
     "bf16 lse": (lambda: merge(dtype="bfloat16"), ["`lse`", "bfloat16", "float32"]),
     "a shard too many": (lambda: LENGTHS_OF(shard=2, num_shards=2), ["`shard`", "2", "0 to 1"]),
@@ -190,6 +215,9 @@ def test_wrong_calls_are_refused(call, words):
 def test_calls_that_are_not_wrong_pass():
     assert inside(decode_mla).shape == (2, 3, 2, 8)
     assert inside(decode_kv).shape == (2, 2, 8)
+    assert inside(decode_mla_sparse).shape == (2, 1, 2, 8)
+    assert inside(partial(decode_mla_sparse, return_lse=True))[1].shape == (2, 1, 2)
+    assert inside(lambda: jax.lax.pmax(indexer_logits(), "x")).shape == (2, 1, 8)
     assert [x.shape for x in inside(merge)] == [(2, 3, 8), (2, 3)]
     with pytest.raises(ValueError, match="`axis` is 'x'"):
         decode_mla()

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.decode import decode_mla_sparse
 from jaxkv.models import indexer, rope
 from jaxkv.models.batch import Batch
 from jaxkv.models.layers import linear, product, rms_norm
@@ -51,6 +50,6 @@ def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> 
     else:
         chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
         cache, slots = chosen
-        out = decode_mla_sparse(q_latent, q_pe, cache, slots, scale=scale, **options)
+        out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, scale=scale, **options)
     out = product("bqhr,hvr->bqhv", out, weights["w_uv"])
     return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.indexer import indexer_logits, positions_to_slots, select_topk
+from jaxkv.indexer import positions_to_slots
 from jaxkv.models import rope
 from jaxkv.models.batch import Batch
 from jaxkv.models.config import Indexer
@@ -18,7 +18,7 @@ KEY_EPS = 1e-6
 def select_slots(
     model: Model, config: Indexer, weights, x, q_latent, cache: KVCache, batch: Batch, layer
 ) -> tuple[KVCache, jax.Array]:
-    """Stores the indexer's keys of x [B, Q, hidden]; the slots int32 [B, Q, topk] with the highest scores.
+    """Stores the indexer's keys of x [B, Q, hidden]; the slots int32 [B, Q, <= topk] with the highest scores.
 
     score[j] = sum over heads h of w_h * relu(q_h . k_j / sqrt(heads * head_dim)), over the tokens j that a query sees.
     DeepSeek turns queries and keys by a Hadamard matrix first; the products stay the same, so it is left out.
@@ -44,8 +44,9 @@ def select_slots(
     max_len = batch.block_tables.shape[1] * block_size
     keys = cache.view(model.packed_layout(config, cache.layout.num_blocks, block_size)["indexer"])
     keys = write_indexer_k(keys, k.reshape(-1, config.head_dim), batch.slots, **options)
-    logits = indexer_logits(q, head_weights, keys, batch.block_tables, batch.seq_lens, max_len=max_len, **options)
-    positions = select_topk(logits, min(config.topk, max_len), implementation=model.implementation)
+    index = batch.block_tables, batch.seq_lens
+    logits = model.parallel.indexer_logits(q, head_weights, keys, *index, max_len=max_len, **options)
+    positions = model.parallel.select_topk(logits, config.topk, implementation=model.implementation)
     slots = positions_to_slots(positions, batch.block_tables, block_size=block_size)
     return keys.view(cache.layout), slots
 

@@ -11,7 +11,8 @@ Inside `shard_map` the operations of jaxkv are those of one device.  What is div
 - **Tensor parallel, GQA** divides the KV heads H and the query heads Hq with them: a cache for each device (`zeros`) of
   a layout of H / n heads; `k`, `v`, `q` and the results `P(None, "x")`.  H must be a multiple of n.
 - **Context parallel** divides the tokens of each request (`context`): a cache for each device (`zeros`), written at
-  `context.local_slots` and read by `context.decode_mla` or `context.decode_kv`; all else is replicated.
+  `context.local_slots` and read by `context.decode_mla`, `context.decode_kv`, or with V3.2's indexer by what is in
+  `context.sparse`; all else is replicated.
 
 A cache for each device is `P("x")` in the specs, for it is one array of all the buffers:
 

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import Sharding
 
 from jaxkv.cache import KVCache
-from jaxkv.decode import decode_mla
+from jaxkv.decode import decode_mla, decode_mla_sparse
+from jaxkv.indexer import indexer_logits, select_topk
 from jaxkv.layout import CacheLayout
 from jaxkv.models.config import ModelConfig
 from jaxkv.plan import DecodePlan, plan_decode
@@ -58,3 +59,15 @@ class Parallel(ABC):
     def decode_mla(self, *args, **options) -> jax.Array:
         """`jaxkv.decode_mla` of the device's heads to all cached tokens."""
         return decode_mla(*args, **options)
+
+    def indexer_logits(self, *args, **options) -> jax.Array:
+        """`jaxkv.indexer_logits` of the device's part of the cached tokens."""
+        return indexer_logits(*args, **options)
+
+    def select_topk(self, logits, k: int, **options) -> jax.Array:
+        """`jaxkv.select_topk` of those that are of the device's part."""
+        return select_topk(logits, min(k, logits.shape[-1]), **options)
+
+    def decode_mla_sparse(self, *args, **options) -> jax.Array:
+        """`jaxkv.decode_mla_sparse` of the device's heads to the slots of all devices."""
+        return decode_mla_sparse(*args, **options)

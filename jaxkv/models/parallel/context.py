@@ -34,14 +34,6 @@ class ContextParallel(OnMesh):
         positive_int("interleave", self.interleave)
 
     @override
-    def check(self, config):
-        if config.indexer is not None:
-            raise ValueError(
-                "`parallel` is context parallel, and the model has a sparse indexer, whose top-k would be of each "
-                "device's tokens instead of all: expected tensor or data parallel"
-            )
-
-    @override
     def device_block_size(self, block_size):
         positive_int("block_size", block_size)
         share, rest = divmod(block_size, self.num_devices)
@@ -66,3 +58,15 @@ class ContextParallel(OnMesh):
     @override
     def decode_mla(self, *args, **options):
         return context.decode_mla(*args, axis=self.axis, interleave=self.interleave, **options)
+
+    @override
+    def indexer_logits(self, *args, **options):
+        return context.indexer_logits(*args, axis=self.axis, interleave=self.interleave, **options)
+
+    @override
+    def select_topk(self, logits, k, **options):
+        return context.select_topk(logits, k, axis=self.axis, interleave=self.interleave, **options)
+
+    @override
+    def decode_mla_sparse(self, *args, **options):
+        return context.decode_mla_sparse(*args, axis=self.axis, **options)

@@ -12,3 +12,6 @@ from jaxkv.parallel.context.decode import plan_decode as plan_decode
 from jaxkv.parallel.context.merge import merge_states as merge_states
 from jaxkv.parallel.context.share import local_lengths as local_lengths
 from jaxkv.parallel.context.share import local_slots as local_slots
+from jaxkv.parallel.context.sparse import decode_mla_sparse as decode_mla_sparse
+from jaxkv.parallel.context.sparse import indexer_logits as indexer_logits
+from jaxkv.parallel.context.sparse import select_topk as select_topk

@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxkv import decode, plan
-from jaxkv.arguments import Dims, int32, positive_int
+from jaxkv.arguments import Dims, positive_int
 from jaxkv.cache import KVCache
 from jaxkv.parallel.context.merge import merge_states
-from jaxkv.parallel.context.share import here, local_lengths
+from jaxkv.parallel.context.share import requests_of_tokens
 
 
 def decode_mla(
@@ -91,7 +89,9 @@ def plan_decode(
     """
     _no_window(options)
     tokens = positive_int("tokens", tokens)
-    return plan.plan_decode(cache, *_requests(block_tables, seq_lens, Dims(), tokens, axis, interleave), **options)
+    return plan.plan_decode(
+        cache, *requests_of_tokens(block_tables, seq_lens, Dims(), tokens, axis, interleave), **options
+    )
 
 
 def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave, return_lse, options):
@@ -102,20 +102,11 @@ def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave,
         dims.check(name, q, f"{axes} {content}")
     tokens = dims["Q"] if "Q" in axes.split() else 1
     rows = [q.reshape(-1, *q.shape[-2:]) for q, _ in queries.values()]
-    requests = _requests(block_tables, seq_lens, dims, tokens, axis, interleave)
+    requests = requests_of_tokens(block_tables, seq_lens, dims, tokens, axis, interleave)
     out, lse = operation(*rows, cache, *requests, return_lse=True, **options)
     out, lse = merge_states(out, lse, axis=axis)
     out, lse = out.reshape(*first.shape[:-1], out.shape[-1]), lse.reshape(first.shape[:-1])
     return (out, lse) if return_lse else out
-
-
-def _requests(block_tables, seq_lens, dims, tokens, axis, interleave):
-    """Block tables [B * Q, M] and lengths [B * Q] of the shard, with a request for each query token."""
-    dims.check_ints("block_tables", block_tables, "B M")
-    dims.check_ints("seq_lens", seq_lens, "B")
-    seen = int32(seq_lens)[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
-    lengths = local_lengths(seen.reshape(-1), **here(axis), interleave=interleave)
-    return jnp.repeat(int32(block_tables), tokens, axis=0), lengths
 
 
 def _no_window(options):

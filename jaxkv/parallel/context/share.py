@@ -58,6 +58,15 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
     return slots_for(block_tables, jnp.where(mine, before, -1), block_size=block_size)
 
 
+def requests_of_tokens(block_tables, seq_lens, dims: Dims, tokens: int, axis, interleave: int):
+    """Tables [B * Q, M] and lengths [B * Q] on this shard, with a request for each of Q = `tokens` query tokens."""
+    dims.check_ints("block_tables", block_tables, "B M")
+    dims.check_ints("seq_lens", seq_lens, "B")
+    seen = int32(seq_lens)[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
+    lengths = local_lengths(seen.reshape(-1), **here(axis), interleave=interleave)
+    return jnp.repeat(int32(block_tables), tokens, axis=0), lengths
+
+
 def here(axis) -> dict[str, Any]:
     """`shard` and `num_shards` of the device that runs this, along a mesh axis of the `shard_map` around it."""
     try:
