@@ -15,8 +15,8 @@ from jaxkv.parallel.context.share import here
 class ContextParallel(OnMesh):
     """Each device has its share of every block, all heads and all weights: a cache of n times the tokens.
 
-    Token i is on device `(i // interleave) % n`.  Attention is merged over the devices, by a maximum and a sum a layer;
-    all else is computed by each.
+    Token i is on device `(i // interleave) % n`.  Attention is merged over the devices, by a gather a layer (two with
+    V3.2's indexer); all else is computed by each.
 
     Args:
       mesh: the devices, those of other processes included.
