@@ -12,7 +12,8 @@ def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
     """`jaxkv.merge_states` of one part a device: attention over the keys of all devices along a mesh axis.
 
     Every device gathers all parts and merges them for itself: a decode waits for the others once, where sums over
-    devices would make it wait for the maximum of the log-sum-exps, and then for the results.
+    devices would make it wait for the maximum of the log-sum-exps, and then for the results.  It receives the parts of
+    all others, in their dtype: on more than 4 devices more bytes than float32 sums, which only a large batch notices.
 
     Args:
       out: float [..., D], this device's partial result of the queries that all devices share.
