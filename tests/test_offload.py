@@ -276,6 +276,8 @@ class TestFailures:
         def full(array, sharding):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
+        monkeypatch.setattr(transfers, "PINNING_PLATFORMS", ("cpu",))
+        offload.HostPool(LAYOUT, 8)
         monkeypatch.setattr(transfers, "to_pinned", full)
         with pytest.raises(MemoryError, match=r"0\.0 GB of host memory cannot be pinned: make the pool smaller"):
             offload.HostPool(LAYOUT, 8)

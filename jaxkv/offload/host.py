@@ -59,7 +59,7 @@ class HostPool:
 
     Args:
       layout: that of the cache, or the PackedLayout of which the cache views a group: all groups travel.
-      num_blocks: blocks in host memory at most.  The memory is pinned now, which takes half a second a GB.
+      num_blocks: blocks in host memory at most.  On GPUs the memory is pinned now, which takes half a second a GB.
       disk: a pool of the same layout, for more blocks, and for those that are to survive the process.
       device: the device whose host's memory it is; default the first.
       implementation: of `read_blocks` and `write_blocks`.
