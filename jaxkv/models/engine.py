@@ -14,9 +14,13 @@ from jaxkv.cache import KVCache
 from jaxkv.models.decoder import decode, prefill
 from jaxkv.models.model import Model
 from jaxkv.models.pool import BlockPool
+from jaxkv.models.prefix import Prefix
 from jaxkv.models.request import Request
+from jaxkv.models.reuse import Reuse
 from jaxkv.models.rows import Rows
 from jaxkv.models.sampling import Sampling
+from jaxkv.models.tiers import Tiers
+from jaxkv.offload import HostPool
 
 GREEDY = Sampling()
 
@@ -25,10 +29,16 @@ class Engine:
     """Serves requests from one cache.
 
     Every step prefills a chunk of one prompt and decodes one token of every request that is past its prompt.  Both
-    programs have static shapes: what changes from step to step are values.  A request whose first tokens are those of
-    a running one shares the blocks of that prefix, and copies the last of them before it writes into it.  Where blocks
-    run out, the queue waits; and where a running request needs a block, the youngest one gives its blocks back, waits,
-    and is computed again later.  Tokens do not depend on any of this, up to the rounding of logits.
+    programs have static shapes: what changes from step to step are values.  Where blocks run out, the queue waits; and
+    where a running request needs a block, the youngest one gives its blocks back and waits.
+
+    No prefix is computed twice while it can be found.  Full blocks are known by their content, also when nobody holds
+    them any longer and until their room is needed: a request takes the longest prefix of its tokens from them, and of
+    a running request also a part of a block, copied before it is written.  With `offload`, a block goes to host memory
+    as soon as it is full: a step sends what it filled while the next one runs, so that no step waits for a transfer,
+    and a block's room can be taken at any time, for its content is below already.  What is missing on the device is
+    loaded from there; and what cannot be is computed.  Tokens do not depend on any of this, up to the rounding of
+    logits.
 
     Args:
       model: from `jaxkv.models.load`.
@@ -39,6 +49,11 @@ class Engine:
       max_len: tokens that a request may have in the cache, rounded up to blocks; default all that the cache holds, or
         the model's `max_position_embeddings` where that is less.
       chunk: prompt tokens a step: columns of the prefill program.
+      offload: where blocks also go, for prefixes that no longer fit the device; it may have a disk below it, and may
+        outlive the engine.  Made with a layout of the same fingerprint as `model.layout(num_blocks, block_size, order)`.
+
+    Raises:
+      ValueError: an argument is out of its range, or `offload` holds blocks of another layout.
     """
 
     def __init__(
@@ -51,10 +66,13 @@ class Engine:
         max_requests: int = 32,
         max_len: int | None = None,
         chunk: int = 256,
+        offload: HostPool | None = None,
     ):
         self.model = model
         self.cache = model.cache(num_blocks, block_size, order)
         self.pool = BlockPool(num_blocks)
+        self.reuse = Reuse()
+        self._tiers = Tiers(offload)
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
@@ -161,8 +179,10 @@ class Engine:
         """Runs a program on the next tokens of these requests; the tokens that it draws."""
         rows = Rows.of(requests, count, columns, table_blocks=self.table_blocks, block_size=self.block_size)
         self.cache, drawn = program(self.model, self.cache, rows)
-        new = []
+        new, full = [], []
         for request, length, token in zip(requests, rows.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
+            # Poison is not passed on.
+            full += self._fill(request, length) if token >= 0 else []
             request.cached = length
             if request.missing:
                 continue  # there is more of the prompt: what was drawn is its next token, known already
@@ -173,6 +193,8 @@ class Engine:
                 new.append((request, token))
             if request.finish_reason:
                 self._leave(request)
+        if not self._tiers.store(self.cache, [block for block, _ in full], [key for _, key in full]):
+            self.reuse.failures += 1
         return new
 
     def _admit(self) -> bool:
@@ -180,16 +202,27 @@ class Engine:
         if not self.waiting or len(self.running) == self.max_requests:
             return False
         request = self.waiting[0]
-        donor = max(self.running, key=request.common_prefix, default=request)
-        common = 0 if donor is request else request.common_prefix(donor)
-        # A block that the prefix does not fill will be written: it is copied, which takes a block as well.
-        if _blocks(len(request.tokens), self.block_size) - common // self.block_size > self.pool.num_free:
+        self._name(request)
+        prefix = Prefix.of(request, self.running, self.pool, self._tiers, self.block_size)
+        if prefix.takes(_blocks(len(request.tokens), self.block_size), self.pool) > self.pool.num_free:
             return False
+        if None in prefix.blocks:
+            self._load(request.keys, prefix.blocks)
+            return self._admit()  # all of it is on the device now, or not to be had
         self.running.append(self.waiting.popleft())
-        request.blocks = [self.pool.share(block) for block in donor.blocks[: _blocks(common, self.block_size)]]
-        request.cached = common
+        request.blocks = [self.pool.share(block) for block in prefix.blocks]
+        request.cached = prefix.tokens
+        self.reuse.tokens += len(request.tokens)
+        self.reuse.found += prefix.tokens
         self._own(request)
         return True
+
+    def _load(self, keys: list[bytes], blocks: list[int | None]) -> None:
+        """Brings what is in no block of the device there, into free ones; or nothing, where that fails."""
+        # Held meanwhile, lest a block of the prefix give its room to another.
+        held = [None if block is None else self.pool.share(block) for block in blocks]
+        
+
 
     def _make_room(self, request: Request) -> None:
         """Gives a running request the block of its next token: the youngest go back to the queue where none is free."""
