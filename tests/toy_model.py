@@ -29,11 +29,14 @@ class ToyModel:
     config: Config = field(default=Config(), metadata={"static": True})
     implementation: Any = field(default=None, metadata={"static": True})
 
-    def cache(self, num_blocks, block_size, order):
+    def layout(self, num_blocks, block_size, order="BLNHC"):
         entry = jaxkv.MLAEntry("f32", latent=LATENT, rope=ROPE)
-        layout = jaxkv.CacheLayout(
+        return jaxkv.CacheLayout(
             num_layers=LAYERS, num_blocks=num_blocks, block_size=block_size, entry=entry, order=order
         )
+
+    def cache(self, num_blocks, block_size, order):
+        layout = self.layout(num_blocks, block_size, order)
         # Whatever is read without having been written shows.
         return jaxkv.KVCache(jnp.full((layout.size,), jnp.nan, layout.dtype), layout)
 

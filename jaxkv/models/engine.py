@@ -12,6 +12,7 @@ from jaxkv.arguments import positive_int
 from jaxkv.blocks import copy_blocks
 from jaxkv.cache import KVCache
 from jaxkv.models.decoder import decode, prefill
+from jaxkv.models.identity import fingerprint
 from jaxkv.models.model import Model
 from jaxkv.models.pool import BlockPool
 from jaxkv.models.prefix import Prefix
@@ -20,7 +21,7 @@ from jaxkv.models.reuse import Reuse
 from jaxkv.models.rows import Rows
 from jaxkv.models.sampling import Sampling
 from jaxkv.models.tiers import Tiers
-from jaxkv.offload import HostPool
+from jaxkv.offload import HostPool, prefix_keys
 
 GREEDY = Sampling()
 
@@ -72,7 +73,16 @@ class Engine:
         self.cache = model.cache(num_blocks, block_size, order)
         self.pool = BlockPool(num_blocks)
         self.reuse = Reuse()
-        self._tiers = Tiers(offload)
+        self.tiers = Tiers(offload)
+        layout = model.layout(num_blocks, block_size, order).fingerprint
+        if offload is not None and offload.layout.fingerprint != layout:
+            raise ValueError(
+                f"`offload` holds blocks of\n{offload.layout}\nexpected those of `model.layout`, of this engine's "
+                f"`block_size` and `order`:\n{model.layout(num_blocks, block_size, order)}"
+            )
+        # Without tiers below, the keys do not leave this engine.
+        name = "" if offload is None else fingerprint(model)
+        self._keys = partial(prefix_keys, block_size=block_size, layout_fingerprint=layout, model=name)
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
@@ -179,10 +189,10 @@ class Engine:
         """Runs a program on the next tokens of these requests; the tokens that it draws."""
         rows = Rows.of(requests, count, columns, table_blocks=self.table_blocks, block_size=self.block_size)
         self.cache, drawn = program(self.model, self.cache, rows)
-        new, full = [], []
+        new, full = [], {}
         for request, length, token in zip(requests, rows.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
-            # Poison is not passed on.
-            full += self._fill(request, length) if token >= 0 else []
+            if token >= 0:  # NaN is not passed on
+                full |= self._name(request, length)
             request.cached = length
             if request.missing:
                 continue  # there is more of the prompt: what was drawn is its next token, known already
@@ -193,8 +203,7 @@ class Engine:
                 new.append((request, token))
             if request.finish_reason:
                 self._leave(request)
-        if not self._tiers.store(self.cache, [block for block, _ in full], [key for _, key in full]):
-            self.reuse.failures += 1
+        self.tiers.store(self.cache, full)
         return new
 
     def _admit(self) -> bool:
@@ -202,12 +211,12 @@ class Engine:
         if not self.waiting or len(self.running) == self.max_requests:
             return False
         request = self.waiting[0]
-        self._name(request)
-        prefix = Prefix.of(request, self.running, self.pool, self._tiers, self.block_size)
+        self._extend_keys(request)
+        prefix = Prefix.of(request, self.running, self.pool, self.tiers, self.block_size)
         if prefix.takes(_blocks(len(request.tokens), self.block_size), self.pool) > self.pool.num_free:
             return False
         if None in prefix.blocks:
-            self._load(request.keys, prefix.blocks)
+            self._load(request, prefix)
             return self._admit()  # all of it is on the device now, or not to be had
         self.running.append(self.waiting.popleft())
         request.blocks = [self.pool.share(block) for block in prefix.blocks]
@@ -217,12 +226,35 @@ class Engine:
         self._own(request)
         return True
 
-    def _load(self, keys: list[bytes], blocks: list[int | None]) -> None:
-        """Brings what is in no block of the device there, into free ones; or nothing, where that fails."""
-        # Held meanwhile, lest a block of the prefix give its room to another.
-        held = [None if block is None else self.pool.share(block) for block in blocks]
-        
+    def _load(self, request: Request, prefix: Prefix) -> None:
+        """Brings what is below the device into blocks of it, where the request will find it; nothing if that fails."""
+        # Held meanwhile, lest one block of the prefix give its room to another.
+        blocks = [block if block is None else self.pool.share(block) for block in prefix.blocks]
+        contents = {}
+        for index, block in enumerate(blocks):
+            if block is None:
+                blocks[index] = contents[request.keys[index]] = self.pool.take()
+        self.cache, loaded = self.tiers.load(self.cache, contents)
+        if loaded:
+            self.reuse.loaded += len(contents) * self.block_size
+            for key, block in contents.items():
+                self.pool.name(block, key)
+        self._release(blocks)
 
+    def _extend_keys(self, request: Request) -> None:
+        """The keys of the blocks that its tokens fill."""
+        known = len(request.keys) * self.block_size
+        if len(request.tokens) - known >= self.block_size:
+            request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)
+
+    def _name(self, request: Request, length: int) -> dict[bytes, int]:
+        """Makes the blocks findable that are full now that `length` tokens are cached; these blocks, by key."""
+        self._extend_keys(request)
+        filled = range(request.cached // self.block_size, length // self.block_size)
+        full = {request.keys[index]: request.blocks[index] for index in filled}
+        for key, block in full.items():
+            self.pool.name(block, key)
+        return full
 
     def _make_room(self, request: Request) -> None:
         """Gives a running request the block of its next token: the youngest go back to the queue where none is free."""
@@ -247,9 +279,13 @@ class Engine:
     def _leave(self, request: Request) -> None:
         """Takes a request out of the batch; blocks that it shared stay with the others."""
         self.running.remove(request)
-        for block in request.blocks:
-            self.pool.release(block)
+        self._release(request.blocks)
         request.blocks, request.cached = [], 0
+
+    def _release(self, blocks: list[int]) -> None:
+        # The last first: it is worth nothing without those before it, so it is the first to give its room to others.
+        for block in reversed(blocks):
+            self.pool.release(block)
 
 
 def _blocks(tokens: int, block_size: int) -> int:

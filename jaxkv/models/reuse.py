@@ -13,5 +13,3 @@ class Reuse:
     """Of these, not computed: their entries were found."""
     loaded: int = 0
     """Of those found, in blocks that came from the host or from disk; the others were on the device."""
-    failures: int = 0
-    """Transfers that failed, to or from the host: what they should have brought was computed."""

@@ -4,47 +4,47 @@ import logging
 from collections.abc import Sequence
 
 from jaxkv.cache import KVCache
-from jaxkv.offload import HostPool
+from jaxkv.offload import DamagedBlock, HostPool, LoadFailed
 
 _log = logging.getLogger("jaxkv")
 
-FAILURES = (OSError, RuntimeError, MemoryError, LookupError)
-"""What a transfer raises that did not come about: JAX's errors are RuntimeErrors."""
+FAILURES = (OSError, RuntimeError, MemoryError, LookupError, DamagedBlock)
+"""What a transfer raises that did not come about; JAX's errors are RuntimeErrors."""
 
 
 class Tiers:
-    """Host memory and disk, or nothing.
-
-    A content that could not be loaded counts as absent until it is stored again, so that it is computed instead.
-    """
+    """Host memory and the disk below it; or nothing, without a pool."""
 
     def __init__(self, pool: HostPool | None):
         self._pool = pool
         self._lost: set[bytes] = set()
+        """Keys that the pool has and could not load: absent until they are stored again."""
+        self.failures = 0
 
     def __contains__(self, key: bytes) -> bool:
-        return self._pool is not None and key not in self._lost and key in self._pool
+        return self._pool is not None and key in self._pool and key not in self._lost
 
-    def store(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> bool:
-        """Puts blocks of the cache into the host's pool; False where that failed."""
-        if self._pool is None or not keys:
-            return True
+    def store(self, cache: KVCache, contents: dict[bytes, int]) -> None:
+        """Sends blocks of the cache, by key, to the host."""
+        if self._pool is None or not contents:
+            return
         try:
-            self._pool.store(cache, blocks, keys)
+            self._pool.store(cache, list(contents.values()), list(contents))
+            self._lost.difference_update(contents)
         except FAILURES as error:
-            _log.warning("%d blocks were not stored: %s", len(keys), error)
-            return False
-        self._lost.difference_update(keys)
-        return True
+            self._failed("were not stored", len(contents), error)
 
-    def load(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> KVCache | None:
-        """The cache with contents in these blocks; None where that failed, with the cache as it was."""
-        assert self._pool is not None
+    def load(self, cache: KVCache, contents: dict[bytes, int]) -> tuple[KVCache, bool]:
+        """The cache, donated, with contents of these keys in these blocks; False where they hold anything instead."""
+        keys = list(contents)
         try:
-            return self._pool.load(cache, blocks, keys)
+            return self._pool.load(cache, list(contents.values()), keys), True
         except FAILURES as error:
-            if cache.buffer.is_deleted():
-                raise  # donated already
-            _log.warning("%d blocks were not loaded, and are computed instead: %s", len(keys), error)
-            self._lost.update(keys)
-            return None
+            self._failed("were not loaded, and are computed instead", len(contents), error)
+            if all(key in self._pool for key in keys):  # it does not know which is at fault
+                self._lost.update(keys)
+            return error.cache if isinstance(error, LoadFailed) else cache, False
+
+    def _failed(self, what: str, count: int, error: Exception) -> None:
+        self.failures += 1
+        _log.warning("%d blocks %s: %s", count, what, error)
