@@ -256,6 +256,18 @@ def test_nan_is_not_passed_on():
     assert len(host) == 1
 
 
+def test_models_of_one_layout_do_not_find_each_others_blocks():
+    host = host_pool()
+    serve(engine(offload=host), prompt(22))
+    other = toy_model.ToyModel(toy_model.random_params(seed=1))
+    served = Engine(other, num_blocks=16, block_size=BLOCK, max_requests=3, chunk=7, max_len=48, offload=host)
+    served.submit(prompt(22), max_tokens=1)
+    for _ in served.run():
+        pass
+    assert served.reuse.found == 0
+    assert len(host) == 11
+
+
 def test_blocks_of_another_layout_are_refused():
     with pytest.raises(ValueError, match="`offload` holds blocks of\n"):
         engine(offload=host_pool(order="LBNHC"), order="BHLNC", block_size=8)
