@@ -4,14 +4,13 @@ import hashlib
 import time
 from collections.abc import Container
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
-from jaxkv.arguments import positive_int
-from jaxkv.layout import CacheLayout
+from jaxkv.arguments import positive_int, told
 from jaxkv.offload.block_file import UNFINISHED, Description, read_block, write_block
-from jaxkv.offload.rows import row_dtype, row_elements
-from jaxkv.packing import PackedLayout
+from jaxkv.offload.rows import Layout, row_of
 
 ABANDONED_SECONDS = 600
 """Nobody takes this long to write a block: an unfinished file that is older was left by a process that died."""
@@ -21,7 +20,7 @@ class DiskPool:
     """One file a block, in a folder of the model and the layout's fingerprint under `path`.
 
     Files of other models and layouts are not seen; one that is moved here by hand, or damaged, is refused when it is
-    read.  Several processes may use the same folder: each sees the files that were there when it opened it, and its own.
+    read.  Several processes may use a folder: each sees the files that were there when it opened it, and its own.
 
     Args:
       path: a folder; made where it is missing.
@@ -33,17 +32,17 @@ class DiskPool:
       ValueError: `model` is no string, `num_blocks` no positive int, `layout` no layout.
     """
 
-    def __init__(
-        self, path: str | Path, layout: CacheLayout | PackedLayout, *, model: str, num_blocks: int | None = None
-    ):
+    def __init__(self, path: str | Path, layout: Layout, *, model: str, num_blocks: int | None = None):
         if not isinstance(model, str):
             raise ValueError(f"`model` is {model!r}: expected a name, a string")
         self.layout, self.model = layout, model
         self.num_blocks = None if num_blocks is None else positive_int("num_blocks", num_blocks)
-        self._dtype, self._nbytes = row_dtype(layout), row_elements(layout) * row_dtype(layout).itemsize
+        self._row = row_of(layout)
         self._fingerprint = layout.fingerprint
         self._folder = Path(path) / f"{self._fingerprint}-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock()
+        """Held while the order of keys changes: a HostPool writes from a thread of its own."""
         self._keys = dict.fromkeys(self._opened())
         """Least recently used first."""
 
@@ -87,21 +86,14 @@ class DiskPool:
           ValueError: `row` is no block of the layout.
           OSError: the disk is full, say; no other block is lost.
         """
-        if row.dtype != self._dtype or row.shape != (row_elements(self.layout),):
-            raise ValueError(
-                f"`row` is {row.dtype}{list(row.shape)}: expected {self._dtype}[{row_elements(self.layout)}], a block "
-                "of the layout"
-            )
-        if key not in self._keys and self.num_blocks is not None:
-            while len(self._keys) >= self.num_blocks:
-                victim = next((old for old in self._keys if old not in held), None)
-                if victim is None:
-                    return False
-                del self._keys[victim]
-                self.file(victim).unlink(missing_ok=True)
+        if (row.dtype, row.shape) != (self._row.dtype, self._row.shape):
+            raise ValueError(f"`row` is {told(row)}: expected {told(self._row)}, a block of the layout")
+        if key not in self and not self._make_room(held):
+            return False
         write_block(self.file(key), self._description(key), row)
-        self._keys.pop(key, None)
-        self._keys[key] = None
+        with self._lock:
+            self._keys.pop(key, None)
+            self._keys[key] = None
         return True
 
     def load(self, key: bytes) -> np.ndarray:
@@ -111,15 +103,26 @@ class DiskPool:
           KeyError: it is not there.
           DamagedBlock: its file is not what it should be; the pool forgets it, and leaves the file.
         """
-        if key not in self._keys:
-            raise KeyError(key.hex())
-        del self._keys[key]
         try:
+            with self._lock:
+                del self._keys[key]
             row = read_block(self.file(key), self._description(key))
-        except FileNotFoundError:
+        except (KeyError, FileNotFoundError):
             raise KeyError(key.hex()) from None
-        self._keys[key] = None
-        return row.view(self._dtype)
+        with self._lock:
+            self._keys[key] = None
+        return row.view(self._row.dtype)
+
+    def _make_room(self, held: Container[bytes]) -> bool:
+        """Removes files until there is room for one more; whether there is."""
+        while self.num_blocks is not None and len(self._keys) >= self.num_blocks:
+            with self._lock:
+                victim = next((key for key in self._keys if key not in held), None)
+                if victim is None:
+                    return False
+                del self._keys[victim]
+            self.file(victim).unlink(missing_ok=True)
+        return True
 
     def _description(self, key: bytes) -> Description:
-        return Description(str(self._dtype), self._fingerprint, self.model, key.hex())
+        return Description(str(self._row.dtype), self._fingerprint, self.model, key.hex())

@@ -1,36 +1,50 @@
 """Rows between a device and the memory of its host: asynchronous, on the device's own copy engines."""
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 
-Row = jax.Array | np.ndarray
-"""A block on the host: an array in pinned memory, or NumPy's where the device has none."""
+HostArray = jax.Array | np.ndarray
+"""An array in pinned memory, which devices read and write by themselves, or NumPy's where a device cannot."""
 
 PINNED = "pinned_host"
 
 
-def to_host(rows: Sequence[jax.Array]) -> list[Row]:
-    """Starts copies of arrays on a device into host memory; whoever reads one waits for it."""
-    sharding = rows[0].sharding
-    if has_pinned_memory(rows[0]):
-        return jax.device_put(list(rows), sharding.with_memory_kind(PINNED))
-    return jax.device_get(list(rows))
+def to_host(rows: jax.Array) -> HostArray:
+    """Starts the copy of an array on a device into host memory; whoever reads it waits for it."""
+    if not has_pinned_memory(rows.sharding):
+        return np.asarray(rows)
+    return jax.device_put(rows, rows.sharding.with_memory_kind(PINNED))
 
 
-def to_device(rows: Sequence[Row], like: jax.Array) -> list[jax.Array]:
-    """Starts copies of rows on the host to where `like` is."""
-    return jax.device_put(list(rows), like.sharding)
+def to_device(rows: HostArray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Starts the copy of an array in host memory to a device."""
+    return jax.device_put(rows, sharding)
 
 
-def to_pinned(row: np.ndarray, like: jax.Array) -> Row:
-    """A row of anywhere on the host where `to_host` would have put it; a copy."""
-    if has_pinned_memory(like):
-        return jax.device_put(row, like.sharding.with_memory_kind(PINNED), may_alias=False)
-    return np.array(row)
+def to_pinned(rows: np.ndarray, sharding: jax.sharding.Sharding) -> HostArray:
+    """NumPy's array where `to_host` puts arrays of that sharding."""
+    return jax.device_put(rows, sharding.with_memory_kind(PINNED)) if has_pinned_memory(sharding) else rows
 
 
-def has_pinned_memory(array: jax.Array) -> bool:
-    """Whether the array's devices read and write pinned memory of their host."""
-    return all(PINNED in (memory.kind for memory in device.addressable_memories()) for device in array.devices())
+def reserve(nbytes: int, device: jax.Device) -> None:
+    """Has that much memory pinned, for arrays to come.
+
+    Pinning takes half a second a GB on an H200's host.  JAX keeps what it has once pinned, so arrays that come and go
+    do not pay.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    if has_pinned_memory(sharding):
+        try:
+            jax.block_until_ready(to_pinned(np.zeros(nbytes, np.uint8), sharding))
+        except jax.errors.JaxRuntimeError as error:
+            raise MemoryError(
+                f"{nbytes / 1e9:.1f} GB of host memory cannot be pinned: make the pool smaller, or on GPUs raise "
+                f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 unless it is set ({error})"
+            ) from error
+
+
+def has_pinned_memory(sharding: jax.sharding.Sharding) -> bool:
+    """Whether all devices have pinned memory on their host."""
+    return all(
+        PINNED in (memory.kind for memory in device.addressable_memories()) for device in sharding.addressable_devices
+    )
