@@ -15,6 +15,7 @@ from jaxkv.models.identity import fingerprint
 from jaxkv.models.pool import BlockPool
 from jaxkv.offload import DiskPool, HostPool
 from jaxkv.offload import host as host_module
+from jaxkv.offload import transfers
 
 PARAMS = toy_model.random_params()
 MODEL = toy_model.ToyModel(PARAMS)
@@ -131,10 +132,10 @@ def test_another_engine_finds_a_prefix_on_the_host(order, calls):
     assert serve(other, prompt(22)) == 20
     assert calls["prefill"] == 1
     assert other.reuse.loaded == 20
-    assert host.stats.loaded_blocks == 5
+    assert host.stats.loaded == 5
     # Now it is on the device.
     assert serve(other, prompt(22)) == 20
-    assert host.stats.loaded_blocks == 5
+    assert host.stats.loaded == 5
 
 
 def test_what_left_the_device_is_on_the_host():
@@ -166,7 +167,7 @@ def test_a_later_engine_finds_a_prefix_on_disk(tmp_path, calls):
     other = engine(offload=host)
     assert serve(other, prompt(22)) == 20
     assert calls["prefill"] == 1
-    assert host.stats.disk_read_blocks == 5
+    assert host.stats.read == 5
 
 
 def test_a_damaged_file_costs_the_blocks_from_there_on(tmp_path):
@@ -192,7 +193,7 @@ def fail(*args, **kwargs):
 def test_a_store_that_fails_is_missed_and_comes_later(monkeypatch):
     host = host_pool()
     with monkeypatch.context() as broken:
-        broken.setattr(host_module, "to_host", fail)
+        broken.setattr(transfers, "to_host", fail)
         served = engine(offload=host)
         serve(served, prompt(22))
         assert served.tiers.failures > 0
@@ -201,13 +202,13 @@ def test_a_store_that_fails_is_missed_and_comes_later(monkeypatch):
     assert serve(engine(offload=host), prompt(22)) == 20
 
 
-@pytest.mark.parametrize("transfer", ["to_device", "write_rows"])
-def test_a_load_that_fails_is_computed_and_stored_again(transfer, monkeypatch):
+@pytest.mark.parametrize(("module", "transfer"), [(transfers, "to_device"), (host_module, "write_rows")])
+def test_a_load_that_fails_is_computed_and_stored_again(module, transfer, monkeypatch):
     host = host_pool()
     serve(engine(offload=host), prompt(22))
     other = engine(offload=host)
     with monkeypatch.context() as broken:
-        broken.setattr(host_module, transfer, fail)
+        broken.setattr(module, transfer, fail)
         assert serve(other, prompt(22)) == 0
     assert other.tiers.failures == 1
     serve(other, prompt(40, seed=1))
@@ -216,7 +217,6 @@ def test_a_load_that_fails_is_computed_and_stored_again(transfer, monkeypatch):
 
 
 def test_a_load_that_stops_half_way_leaves_nothing_half_visible(monkeypatch):
-    monkeypatch.setattr(host_module, "MAX_BATCH", 2)
     host = host_pool()
     serve(engine(offload=host), prompt(22))
     write, left = host_module.write_rows, [1]
@@ -281,8 +281,8 @@ class Walk:
         self.host = host_pool(num_blocks=8, disk=disk_pool(folder))
         self.served = engine(num_blocks=14, offload=self.host)
         self.sent_back = 0
-        for name in ("to_host", "to_device", "write_rows"):
-            monkeypatch.setattr(host_module, name, self.flaky(getattr(host_module, name)))
+        for place, name in ((transfers, "to_host"), (transfers, "to_device"), (host_module, "write_rows")):
+            monkeypatch.setattr(place, name, self.flaky(getattr(place, name)))
         monkeypatch.setattr(DiskPool, "load", self.flaky(DiskPool.load))
         monkeypatch.setattr(Engine, "_make_room", self.counted(Engine._make_room))
 
@@ -332,7 +332,7 @@ def test_any_interleaving_gives_the_tokens_of_an_engine_without_reuse(seed, monk
     reuse = served.reuse
     assert reuse.found > reuse.tokens / 4
     assert 0 < reuse.loaded < reuse.found
-    assert host.stats.disk_read_blocks > 0
+    assert host.stats.read > 0
     assert served.tiers.failures > 5
     assert walk.sent_back > 0
 

@@ -59,12 +59,12 @@ def test_cold_and_from_each_tier_the_tokens_are_the_same(tmp_path):
     assert first.reuse.loaded == 0
     second = engine(family, host)
     assert serve(family, second) == second.reuse.loaded == 192
-    assert host.stats.disk_read_blocks == 0
+    assert host.stats.read == 0
     host.flush()
     host = host_pool(family, disk_pool(family, tmp_path))
     third = engine(family, host)
     assert serve(family, third) == third.reuse.loaded == 192
-    assert host.stats.disk_read_blocks == 12
+    assert host.stats.read == 12
 
 
 IN_A_PROCESS = """
@@ -83,6 +83,6 @@ def test_a_prefix_outlives_its_process_on_disk(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
     host = host_pool(family, disk_pool(family, tmp_path))
     assert serve(family, engine(family, host)) == 192
-    assert host.stats.disk_read_blocks == 12
+    assert host.stats.read == 12
     assert serve(family, engine(family, host)) == 192
-    assert host.stats.disk_read_blocks == 12
+    assert host.stats.read == 12

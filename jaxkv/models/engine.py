@@ -189,10 +189,10 @@ class Engine:
         """Runs a program on the next tokens of these requests; the tokens that it draws."""
         rows = Rows.of(requests, count, columns, table_blocks=self.table_blocks, block_size=self.block_size)
         self.cache, drawn = program(self.model, self.cache, rows)
-        new, full = [], {}
+        new = []
         for request, length, token in zip(requests, rows.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
             if token >= 0:  # NaN is not passed on
-                full |= self._name(request, length)
+                self._fill(request, length)
             request.cached = length
             if request.missing:
                 continue  # there is more of the prompt: what was drawn is its next token, known already
@@ -203,7 +203,6 @@ class Engine:
                 new.append((request, token))
             if request.finish_reason:
                 self._leave(request)
-        self.tiers.store(self.cache, full)
         return new
 
     def _admit(self) -> bool:
@@ -247,14 +246,14 @@ class Engine:
         if len(request.tokens) - known >= self.block_size:
             request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)
 
-    def _name(self, request: Request, length: int) -> dict[bytes, int]:
-        """Makes the blocks findable that are full now that `length` tokens are cached; these blocks, by key."""
+    def _fill(self, request: Request, length: int) -> None:
+        """Makes the blocks findable, here and below, that are full now that `length` tokens are cached."""
         self._extend_keys(request)
         filled = range(request.cached // self.block_size, length // self.block_size)
-        full = {request.keys[index]: request.blocks[index] for index in filled}
-        for key, block in full.items():
+        contents = {request.keys[index]: request.blocks[index] for index in filled}
+        for key, block in contents.items():
             self.pool.name(block, key)
-        return full
+        self.tiers.store(self.cache, contents)
 
     def _make_room(self, request: Request) -> None:
         """Gives a running request the block of its next token: the youngest go back to the queue where none is free."""
