@@ -70,7 +70,9 @@ class Engine:
         offload: HostPool | None = None,
     ):
         self.model = model
-        self.cache = model.cache(num_blocks, block_size, order)
+        cache = model.cache(num_blocks, block_size, order)
+        # Committed to its device from the first: a cache that blocks were loaded into is, and programs know the difference.
+        self.cache = jax.device_put(cache, cache.buffer.sharding)
         self.pool = BlockPool(num_blocks)
         self.reuse = Reuse()
         self.tiers = Tiers(offload)
