@@ -168,9 +168,10 @@ class Engine:
         return [*self._prefill_next(), *self._decode_ready()]
 
     def warm_up(self) -> None:
-        """Compiles both programs, by running them on no request: later steps take only the time of their work."""
+        """Compiles the programs, by running them on no request: later steps take only the time of their work."""
         self._advance(self._prefill, [], count=1, columns=self.chunk)
         self._advance(self._decode, [], count=self.max_requests, columns=1)
+        self.cache = self.tiers.warm_up(self.cache)
 
     def _prefill_next(self) -> list[tuple[Request, int]]:
         unfinished = [request for request in self.running if request.missing > 1]

@@ -21,6 +21,10 @@ class Tiers:
         """Keys that the pool has and could not load: absent until they are stored again."""
         self.failures = 0
 
+    def warm_up(self, cache: KVCache) -> KVCache:
+        """Compiles what transfers need."""
+        return cache if self._pool is None else self._pool.warm_up(cache)
+
     def __contains__(self, key: bytes) -> bool:
         return self._pool is not None and key in self._pool and key not in self._lost
 
