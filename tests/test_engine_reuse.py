@@ -256,6 +256,31 @@ def test_nan_is_not_passed_on():
     assert len(host) == 1
 
 
+@pytest.fixture
+def compiled():
+    """The names of the programs that are compiled."""
+    names = []
+
+    def told(event, seconds, *, fun_name="", **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(told)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(told)
+
+
+def test_after_the_warm_up_nothing_is_compiled(compiled):
+    served = engine(num_blocks=15, offload=host_pool())  # no other test has compiled for this size
+    served.warm_up()
+    assert {"jit(_decode_step)", "jit(read_blocks)", "jit(write_blocks)"} <= set(compiled)
+    compiled.clear()
+    for seed in (0, 1, 0):
+        serve(served, prompt(29, seed), count=20)
+    assert served.reuse.loaded > 0
+    assert compiled == []
+
+
 def test_models_of_one_layout_do_not_find_each_others_blocks():
     host = host_pool()
     serve(engine(offload=host), prompt(22))

@@ -24,6 +24,8 @@ from jaxkv.models.tiers import Tiers
 from jaxkv.offload import HostPool, prefix_keys
 
 GREEDY = Sampling()
+NOWHERE = -1
+"""A block id outside every cache."""
 
 
 class Engine:
@@ -171,7 +173,7 @@ class Engine:
         """Compiles the programs, by running them on no request: later steps take only the time of their work."""
         self._advance(self._prefill, [], count=1, columns=self.chunk)
         self._advance(self._decode, [], count=self.max_requests, columns=1)
-        self.cache = self.tiers.warm_up(self.cache)
+        self.cache = self.tiers.warm_up(self._copy(self.cache, _ids(NOWHERE), _ids(NOWHERE)))
 
     def _prefill_next(self) -> list[tuple[Request, int]]:
         unfinished = [request for request in self.running if request.missing > 1]
