@@ -29,6 +29,17 @@ def test_the_whole_model_runs(capsys):
     assert sorted(line.split()[0] for line in printed) == ["0"] * 100 + ["1"] * 100
 
 
+def test_blocks_travel(tmp_path):
+    code = re.search(r"## Offload\n.*?```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    scope = {}
+    exec(code[1].replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
+    assert scope["found"] == 3
+    blocks = scope["cache"].buffer.reshape(64, 27, 64 * 576)
+    assert (blocks[20:23, 5] == 1).all()
+    assert len(list(tmp_path.glob("*/*.block"))) == 3
+
+
 def test_the_support_matrix_is_that_of_the_code():
     shown = re.search(r"<!-- matrix -->\n(.*?)\n?<!-- /matrix -->", README, re.DOTALL)
     assert shown

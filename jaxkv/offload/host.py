@@ -3,8 +3,9 @@
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 
 import jax
@@ -58,7 +59,7 @@ class HostPool:
 
     Args:
       layout: that of the cache, or the PackedLayout of which the cache views a group: all groups travel.
-      num_blocks: blocks in host memory at most.  The memory is pinned now, which takes half a second a GB.
+      num_blocks: blocks in host memory at most.  On GPUs the memory is pinned now, which takes half a second a GB.
       disk: a pool of the same layout, for more blocks, and for those that are to survive the process.
       device: the device whose host's memory it is; default the first.
       implementation: of `read_blocks` and `write_blocks`.
@@ -107,7 +108,10 @@ class HostPool:
         return STORES_UNDER_WAY * self._chunk_blocks
 
     def matched(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading keys are here or on disk; counted as hits and misses."""
+        """How many of the leading keys are here or on disk; counted as hits and misses.
+
+        Hold them to rely on it later: blocks on disk make room for others in the background.
+        """
         found = 0
         for key in keys:
             if key not in self:
@@ -137,7 +141,8 @@ class HostPool:
         """
         blocks = self._checked(cache, blocks, keys)
         new = {key: block for key, block in zip(keys, blocks, strict=True) if key not in self._chunks}
-        room = self._make_room(len(new), {self._chunks.place(key)[0] for key in keys if key in self._chunks})
+        with self._holding(keys):
+            room = self._make_room(len(new))
         self.stats.refused += len(new) - room
         for part in _split(islice(new, room), self._chunk_blocks):
             self._wait_for_stores(STORES_UNDER_WAY - 1)
@@ -166,8 +171,9 @@ class HostPool:
           ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not go together.
         """
         blocks = self._checked(cache, blocks, keys)
-        self._check_present(keys)
-        places = self._fetched(keys, cache.buffer.sharding)
+        with self._holding(keys):
+            self._check_present(keys)
+            places = self._fetched(keys, cache.buffer.sharding)
         self._chunks.use(keys)
         try:
             arriving = None
@@ -208,8 +214,18 @@ class HostPool:
     def hold(self, keys: Iterable[bytes]) -> None:
         """Keeps blocks, here or on disk, until released as often.  KeyError names one that is not here."""
         keys = list(keys)
-        self._check_present(keys)
+        with self._holding(keys):  # first: the disk makes room in the background
+            self._check_present(keys)
+            self._holds.update(keys)
+
+    @contextmanager
+    def _holding(self, keys: Sequence[bytes]) -> Iterator[None]:
+        """Holds blocks, those of them that are here, for a while."""
         self._holds.update(keys)
+        try:
+            yield
+        finally:
+            self.release(keys)
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Ends one hold of each block.  KeyError names one that nobody holds."""
@@ -256,14 +272,14 @@ class HostPool:
         self.stats.stored += len(chunk.keys)
         self.stats.stored_bytes += len(chunk.keys) * self.block_nbytes
 
-    def _make_room(self, count: int, keep: Collection[Chunk]) -> int:
-        """Evicts until `count` blocks fit, or only chunks are left that are held or to be kept; how many blocks fit."""
+    def _make_room(self, count: int) -> int:
+        """Evicts until `count` blocks fit, or only chunks are left that are held; how many of the blocks fit."""
         self._wait_for_stores(STORES_UNDER_WAY)
         free = self.num_blocks - len(self._chunks)
         for chunk in list(self._chunks) if count > free else []:
             if free >= count:
                 break
-            if chunk in keep or any(key in self._holds for key in chunk.keys):
+            if any(key in self._holds for key in chunk.keys):
                 continue
             self._wait_for_disk(chunk)
             self._chunks.remove(chunk)
@@ -313,7 +329,7 @@ class HostPool:
             self.stats.read += len(part)
             self.stats.read_bytes += rows.nbytes
             self.stats.read_seconds += time.perf_counter() - start
-            if self._make_room(len(part), {chunk for chunk, _ in places.values()}) == len(part):
+            if self._make_room(len(part)) == len(part):
                 self._chunks.add(chunk)
             places.update((key, (chunk, row)) for row, key in enumerate(part))
         return places

@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-import operator
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv.arguments import positive_int
+from jaxkv.arguments import positive_int, told
 
 
 def prefix_keys(
@@ -35,7 +34,7 @@ def prefix_keys(
       T // block_size keys of 32 bytes.
 
     Raises:
-      ValueError: `block_size` is no positive int, or `tokens` is no sequence of integers.
+      ValueError: `block_size` is no positive int, or `tokens` are no integers.
     """
     block_size = positive_int("block_size", block_size)
     ids = _token_ids(tokens)
@@ -49,8 +48,7 @@ def prefix_keys(
 
 def _token_ids(tokens) -> np.ndarray:
     """`tokens` as little-endian int64 [T]: the same bytes on every machine, from every integer dtype."""
-    try:
-        ids = [operator.index(token) for token in tokens]
-    except TypeError:
-        raise ValueError(f"`tokens` is {tokens!r}: expected a sequence of token ids, each an int") from None
-    return np.asarray(ids, "<i8")
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"`tokens` is {told(ids)}: expected token ids, integers [T]")
+    return ids.astype("<i8")

@@ -7,6 +7,8 @@ HostArray = jax.Array | np.ndarray
 """An array in pinned memory, which devices read and write by themselves, or NumPy's where a device cannot."""
 
 PINNED = "pinned_host"
+PINNING_PLATFORMS = ("gpu",)
+"""Where pinning takes time and is kept; on CPUs it is a name for memory like any other."""
 
 
 def to_host(rows: jax.Array) -> HostArray:
@@ -33,7 +35,7 @@ def reserve(nbytes: int, device: jax.Device) -> None:
     do not pay.
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
-    if has_pinned_memory(sharding):
+    if device.platform in PINNING_PLATFORMS and has_pinned_memory(sharding):
         try:
             jax.block_until_ready(to_pinned(np.zeros(nbytes, np.uint8), sharding))
         except jax.errors.JaxRuntimeError as error:
