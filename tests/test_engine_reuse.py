@@ -13,9 +13,8 @@ from jaxkv.models import engine as engine_module
 from jaxkv.models.engine import Engine
 from jaxkv.models.identity import fingerprint
 from jaxkv.models.pool import BlockPool
-from jaxkv.offload import DiskPool, HostPool
+from jaxkv.offload import DiskPool, HostPool, transfers
 from jaxkv.offload import host as host_module
-from jaxkv.offload import transfers
 
 PARAMS = toy_model.random_params()
 MODEL = toy_model.ToyModel(PARAMS)
@@ -294,7 +293,7 @@ def test_models_of_one_layout_do_not_find_each_others_blocks():
 
 
 def test_blocks_of_another_layout_are_refused():
-    with pytest.raises(ValueError, match="`offload` holds blocks of\n"):
+    with pytest.raises(ValueError, match="`offload` is a pool of other blocks\n"):
         engine(offload=host_pool(order="LBNHC"), order="BHLNC", block_size=8)
 
 

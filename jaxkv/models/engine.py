@@ -15,7 +15,7 @@ from jaxkv.models.decoder import decode, prefill
 from jaxkv.models.identity import fingerprint
 from jaxkv.models.model import Model
 from jaxkv.models.pool import BlockPool
-from jaxkv.models.prefix import Prefix
+from jaxkv.models.prefix import BELOW, Prefix
 from jaxkv.models.request import Request
 from jaxkv.models.reuse import Reuse
 from jaxkv.models.rows import Rows
@@ -35,13 +35,12 @@ class Engine:
     programs have static shapes: what changes from step to step are values.  Where blocks run out, the queue waits; and
     where a running request needs a block, the youngest one gives its blocks back and waits.
 
-    No prefix is computed twice while it can be found.  Full blocks are known by their content, also when nobody holds
-    them any longer and until their room is needed: a request takes the longest prefix of its tokens from them, and of
-    a running request also a part of a block, copied before it is written.  With `offload`, a block goes to host memory
-    as soon as it is full: a step sends what it filled while the next one runs, so that no step waits for a transfer,
-    and a block's room can be taken at any time, for its content is below already.  What is missing on the device is
-    loaded from there; and what cannot be is computed.  Tokens do not depend on any of this, up to the rounding of
-    logits.
+    A request takes the longest prefix of its tokens that is found, and computes the rest.  Full blocks are known by
+    their content, until their room is needed, whether somebody holds them or not; of a block that others fill just now,
+    the beginning that is common is copied.  With `offload`, blocks are written through: a step sends those that it
+    filled to host memory, while the next one runs, so that steps do not wait, and those that lose their room on the
+    device have their content below already.  What is found there is loaded when its request joins, and the step waits
+    for it; what cannot be loaded is computed.  Tokens do not depend on any of this, up to the rounding of logits.
 
     Args:
       model: from `jaxkv.models.load`.
@@ -52,11 +51,11 @@ class Engine:
       max_len: tokens that a request may have in the cache, rounded up to blocks; default all that the cache holds, or
         the model's `max_position_embeddings` where that is less.
       chunk: prompt tokens a step: columns of the prefill program.
-      offload: where blocks also go, for prefixes that no longer fit the device; it may have a disk below it, and may
-        outlive the engine.  Made with a layout of the same fingerprint as `model.layout(num_blocks, block_size, order)`.
+      offload: where blocks also go, in host memory, and on disk if it has a disk pool: a pool for blocks of
+        `model.layout(num_blocks, block_size, order)`, for any number of blocks.  It may outlive the engine.
 
     Raises:
-      ValueError: an argument is out of its range, or `offload` holds blocks of another layout.
+      ValueError: an argument is out of its range, or `offload` is for other blocks, or the model is on several devices.
     """
 
     def __init__(
@@ -72,21 +71,16 @@ class Engine:
         offload: HostPool | None = None,
     ):
         self.model = model
-        cache = model.cache(num_blocks, block_size, order)
-        # Committed to its device from the first: a cache that blocks were loaded into is, and programs know the difference.
+        cache, layout = model.cache(num_blocks, block_size, order), model.layout(num_blocks, block_size, order)
+        # Committed to its device from the start: a cache that blocks were loaded into is, and jit tells them apart.
         self.cache = jax.device_put(cache, cache.buffer.sharding)
         self.pool = BlockPool(num_blocks)
-        self.reuse = Reuse()
         self.tiers = Tiers(offload)
-        layout = model.layout(num_blocks, block_size, order).fingerprint
-        if offload is not None and offload.layout.fingerprint != layout:
-            raise ValueError(
-                f"`offload` holds blocks of\n{offload.layout}\nexpected those of `model.layout`, of this engine's "
-                f"`block_size` and `order`:\n{model.layout(num_blocks, block_size, order)}"
-            )
-        # Without tiers below, the keys do not leave this engine.
+        self.tiers.check(self.cache, layout)
+        self.reuse = Reuse()
+        # Without tiers below, keys do not leave this engine, which has one model.
         name = "" if offload is None else fingerprint(model)
-        self._keys = partial(prefix_keys, block_size=block_size, layout_fingerprint=layout, model=name)
+        self._keys = partial(prefix_keys, block_size=block_size, layout_fingerprint=layout.fingerprint, model=name)
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
@@ -219,7 +213,7 @@ class Engine:
         prefix = Prefix.of(request, self.running, self.pool, self.tiers, self.block_size)
         if prefix.takes(_blocks(len(request.tokens), self.block_size), self.pool) > self.pool.num_free:
             return False
-        if None in prefix.blocks:
+        if BELOW in prefix.blocks:
             self._load(request, prefix)
             return self._admit()  # all of it is on the device now, or not to be had
         self.running.append(self.waiting.popleft())
@@ -233,10 +227,10 @@ class Engine:
     def _load(self, request: Request, prefix: Prefix) -> None:
         """Brings what is below the device into blocks of it, where the request will find it; nothing if that fails."""
         # Held meanwhile, lest one block of the prefix give its room to another.
-        blocks = [block if block is None else self.pool.share(block) for block in prefix.blocks]
+        blocks = [block if block == BELOW else self.pool.share(block) for block in prefix.blocks]
         contents = {}
         for index, block in enumerate(blocks):
-            if block is None:
+            if block == BELOW:
                 blocks[index] = contents[request.keys[index]] = self.pool.take()
         self.cache, loaded = self.tiers.load(self.cache, contents)
         if loaded:

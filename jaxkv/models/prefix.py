@@ -8,6 +8,9 @@ from jaxkv.models.pool import BlockPool
 from jaxkv.models.request import Request
 from jaxkv.models.tiers import Tiers
 
+BELOW = -1
+"""In place of a block's id: its content is not on the device, but in a tier below."""
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -15,8 +18,8 @@ class Prefix:
 
     tokens: int
     """Its length; without the request's last token, whose logits are needed."""
-    blocks: list[int | None]
-    """Where it is on the device; None for a block that is in a tier below."""
+    blocks: list[int]
+    """Where it is on the device, or `BELOW`."""
     copied: bool
     """Whether the last block must be copied: the request will write into it, and others hold it."""
 
@@ -25,25 +28,31 @@ class Prefix:
         cls, request: Request, running: Sequence[Request], pool: BlockPool, tiers: Tiers, block_size: int
     ) -> "Prefix":
         """What is found by the request's keys, and the part of a block that follows where a running request has it."""
-        found = [(pool.find(key), key) for key in request.keys]
-        known = takewhile(lambda pair: pair[0] is not None or pair[1] in tiers, found)
-        blocks = [block for block, _ in known]
+        blocks = []
+        for key in request.keys:
+            block = pool.find(key)
+            if block is None and key not in tiers:
+                break
+            blocks.append(BELOW if block is None else block)
         start = len(blocks) * block_size
-        donors = [donor for donor in running if donor.keys[: len(blocks)] == request.keys[: len(blocks)]]
-        common = [_common(request, donor, start, block_size) for donor in donors]
-        if most := max(common, default=0):
-            blocks.append(donors[common.index(most)].blocks[len(blocks)])
-            return cls(start + most, blocks, True)
+        common = {donor: _common(request, donor, len(blocks), block_size) for donor in running}
+        donor = max(common, key=common.__getitem__, default=request)
+        if common.get(donor):
+            return cls(start + common[donor], [*blocks, donor.blocks[len(blocks)]], True)
         tokens = min(start, len(request.tokens) - 1)
-        return cls(tokens, blocks, tokens < start and blocks[-1] is not None and not pool.is_free(blocks[-1]))
+        return cls(tokens, blocks, tokens < start and blocks[-1] != BELOW and not pool.is_free(blocks[-1]))
 
     def takes(self, count: int, pool: BlockPool) -> int:
         """How many of the pool's free blocks a request of `count` blocks takes that has this prefix."""
-        kept = [block for block in self.blocks if block is not None and not pool.is_free(block)]
+        kept = [block for block in self.blocks if block != BELOW and not pool.is_free(block)]
         return count - len(kept) + self.copied
 
 
-def _common(request: Request, donor: Request, start: int, count: int) -> int:
-    """How many of `count` tokens from `start` are the same, `donor` has cached, and are not the request's last."""
-    ours, theirs = request.tokens[start:-1][:count], donor.tokens[start : donor.cached][:count]
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+def _common(request: Request, donor: Request, block: int, block_size: int) -> int:
+    """How many tokens of a block both have, `donor` has cached, and are not the request's last; 0 unless all before."""
+    if block and donor.keys[block - 1 : block] != request.keys[block - 1 : block]:
+        return 0  # a key stands for all tokens so far
+    start = block * block_size
+    ours, theirs = request.tokens[start:-1], donor.tokens[start : donor.cached]
+    pairs = zip(ours[:block_size], theirs[:block_size], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,10 +1,11 @@
 """The tiers below the device, as the engine uses them: what fails there costs time, never a request."""
 
 import logging
-from collections.abc import Sequence
 
 from jaxkv.cache import KVCache
+from jaxkv.layout import CacheLayout
 from jaxkv.offload import DamagedBlock, HostPool, LoadFailed
+from jaxkv.packing import PackedLayout
 
 _log = logging.getLogger("jaxkv")
 
@@ -20,6 +21,18 @@ class Tiers:
         self._lost: set[bytes] = set()
         """Keys that the pool has and could not load: absent until they are stored again."""
         self.failures = 0
+
+    def check(self, cache: KVCache, layout: CacheLayout | PackedLayout) -> None:
+        """ValueError unless the cache, of that layout, can exchange blocks with the host's pool."""
+        if self._pool is None:
+            return
+        if self._pool.layout.fingerprint != layout.fingerprint:
+            raise ValueError(
+                f"`offload` is a pool of other blocks\n{self._pool.layout}\nexpected those of `model.layout` with the "
+                f"engine's `block_size` and `order`\n{layout}"
+            )
+        if len(cache.buffer.sharding.device_set) > 1:
+            raise ValueError(f"`offload` takes blocks of one device: the cache is on {cache.buffer.sharding}")
 
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles what transfers need."""
@@ -40,6 +53,8 @@ class Tiers:
 
     def load(self, cache: KVCache, contents: dict[bytes, int]) -> tuple[KVCache, bool]:
         """The cache, donated, with contents of these keys in these blocks; False where they hold anything instead."""
+        if self._pool is None:
+            return cache, False
         keys = list(contents)
         try:
             return self._pool.load(cache, list(contents.values()), keys), True
