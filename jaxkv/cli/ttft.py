@@ -8,6 +8,7 @@ system may still have them in memory.
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from functools import partial
@@ -58,12 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxkv import models
 
     try:
-        unit = np.lcm(BLOCK_SIZE, args.chunk)
-        if args.prefix < 1 or args.prefix % unit or args.rounds < 1:
-            raise ValueError(
-                f"--prefix is {args.prefix} and --rounds is {args.rounds}: expected a multiple of {unit} (of --chunk "
-                f"and of blocks of {BLOCK_SIZE}), and 1 or more"
-            )
+        _check(args)
         config = models.ModelConfig.read(args.config if args.config.is_dir() else args.config.parent)
         options = {"entry_format": args.entry_format, "implementation": args.implementation}
         model = jax.jit(partial(models.random_model, config, **options))()
@@ -94,6 +90,16 @@ def run(args: argparse.Namespace) -> int:
         }
         args.json.write_text(json.dumps(about, indent=1) + "\n")
     return 1 if wrong else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.chunk < 1 or args.rounds < 1:
+        raise ValueError(f"--chunk is {args.chunk} and --rounds is {args.rounds}: expected 1 or more of each")
+    unit = math.lcm(BLOCK_SIZE, args.chunk)
+    if args.prefix < 1 or args.prefix % unit:
+        raise ValueError(
+            f"--prefix is {args.prefix}: expected a multiple of {unit}, of the chunk and of blocks of {BLOCK_SIZE}"
+        )
 
 
 class Bench:
