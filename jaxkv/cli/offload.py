@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv import offload
+from jaxkv.cli.options import output_file, positive
 from jaxkv.offload import transfers
 
 BLOCK_SIZE = 64
@@ -33,13 +33,6 @@ STEPS = 20
 """Decode steps in a row."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The blocks, and the batch that is decoded beside them; what is not given depends on the device."""
-    for name, (told, *_) in SIZES.items():
-        parser.add_argument(f"--{name}", type=_positive, metavar="N", help=told)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers")
-
-
 SIZES = {
     "layers": ("layers of latents of 512 + 64 bf16 values, in blocks of 64 tokens (61; 4 on CPUs)", 61, 4),
     "blocks": ("blocks to move (2048; 64 on CPUs)", 2048, 64),
@@ -51,10 +44,11 @@ SIZES = {
 """Options: what they are, and their defaults on GPUs and on CPUs."""
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
-    return int(text)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The blocks, and the batch that is decoded beside them; what is not given depends on the device."""
+    for name, (told, *_) in SIZES.items():
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help=told)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the numbers")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,9 +76,10 @@ def run(args: argparse.Namespace) -> int:
         f"each, {steps['store']:.1f} GB/s beside it"
     )
     if args.json:
-        told = {"device": device.device_kind, "jax": jax.__version__, **{name: getattr(args, name) for name in SIZES}}
-        rates = {"large": large, "rows": rows, "steps": steps}
-        args.json.write_text(json.dumps({**told, "block_bytes": layout.block_nbytes, **rates}, indent=1) + "\n")
+        sizes = {name: getattr(args, name) for name in SIZES}
+        found = {"block_bytes": layout.block_nbytes, "large": large, "rows": rows, "steps": steps}
+        about = {"device": device.device_kind, "jax": jax.__version__}
+        args.json.write_text(json.dumps({**about, **sizes, **found}, indent=1) + "\n")
     return 0
 
 

@@ -6,6 +6,7 @@ the description (uint32), bytes of the block (uint64), the description in JSON, 
 
 import json
 import os
+import secrets
 import struct
 import zlib
 from dataclasses import asdict, dataclass
@@ -53,7 +54,7 @@ def write_block(path: Path, description: Description, row: np.ndarray) -> None:
     """
     payload = memoryview(np.ascontiguousarray(row).view(np.uint8)).cast("B")
     header = _header(description, payload)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with open(unfinished, "wb") as file:
             file.write(header)
