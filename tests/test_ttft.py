@@ -45,8 +45,6 @@ def test_a_case_that_is_wrong_is_told(change, monkeypatch, capsys):
         (["nowhere/config.json"], "expected a folder with a config.json"),
         ([str(MODEL), "--prefix", "100"], "--prefix is 100: expected a multiple of 512"),
         ([str(MODEL), "--chunk", "96", "--prefix", "96"], "expected a multiple of 192"),
-        ([str(MODEL), "--rounds", "0"], "--rounds is 0"),
-        ([str(MODEL), "--chunk", "0"], "--chunk is 0"),
         ([str(MODEL), "--entry-format", "int3"], "format 'int3'"),
     ],
 )

@@ -21,6 +21,7 @@ import jaxlib
 import numpy as np
 
 import jaxkv
+from jaxkv.cli.options import output_file, positive
 from jaxkv.offload import DiskPool, HostPool
 
 if TYPE_CHECKING:
@@ -44,14 +45,16 @@ class Case(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the prompt, and where blocks go on disk."""
     parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
-    parser.add_argument("--prefix", type=int, default=1024, help="tokens of the prompt that are found again (1024)")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of a prefill step (512)")
-    parser.add_argument("--rounds", type=int, default=3, help="their median is told (3)")
+    parser.add_argument(
+        "--prefix", type=positive, default=1024, help="tokens of the prompt that are found again (1024)"
+    )
+    parser.add_argument("--chunk", type=positive, default=512, help="tokens of a prefill step (512)")
+    parser.add_argument("--rounds", type=positive, default=3, help="their median is told (3)")
     parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help="of the cache's axes (BLNHC)")
     parser.add_argument("--entry-format", help="format of the cached latents (fp8_ds_mla, ...); default the weights'")
     parser.add_argument("--implementation", help="default the best that takes a call")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="where blocks go on disk; default a temporary folder")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write device, versions, sizes and times")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,10 +96,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.chunk < 1 or args.rounds < 1:
-        raise ValueError(f"--chunk is {args.chunk} and --rounds is {args.rounds}: expected 1 or more of each")
     unit = math.lcm(BLOCK_SIZE, args.chunk)
-    if args.prefix < 1 or args.prefix % unit:
+    if args.prefix % unit:
         raise ValueError(
             f"--prefix is {args.prefix}: expected a multiple of {unit}, of the chunk and of blocks of {BLOCK_SIZE}"
         )
