@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import toy_model
-from jaxkv.models import engine as engine_module
 from jaxkv.models.engine import Engine
 from jaxkv.models.identity import fingerprint
 from jaxkv.models.pool import BlockPool
 from jaxkv.offload import DiskPool, HostPool, transfers
 from jaxkv.offload import host as host_module
+from toy_model import prompt
 
 PARAMS = toy_model.random_params()
 MODEL = toy_model.ToyModel(PARAMS)
@@ -23,8 +23,7 @@ BLOCK = 4
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setattr(engine_module, "prefill", toy_model.prefill)
-    monkeypatch.setattr(engine_module, "decode", toy_model.decode)
+    toy_model.install(monkeypatch)
 
 
 def engine(num_blocks=16, **options):
@@ -38,10 +37,6 @@ def host_pool(num_blocks=64, disk=None, order="BLNHC"):
 
 def disk_pool(folder):
     return DiskPool(folder, MODEL.layout(1, BLOCK), model=fingerprint(MODEL))
-
-
-def prompt(length, seed=0):
-    return tuple(np.random.default_rng([length, seed]).integers(0, toy_model.VOCAB, length).tolist())
 
 
 @cache

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.models import engine
 
 LAYERS, HIDDEN, HEADS, LATENT, ROPE, VOCAB, LONGEST = 2, 24, 2, 16, 8, 97, 512
 SCALE = 0.5
@@ -55,6 +56,16 @@ def random_params(seed=0):
     for name in ("query", "entry", "output", "head"):
         params[name] /= params[name].shape[-2] ** 0.5
     return params
+
+
+def prompt(length, seed=0):
+    return tuple(np.random.default_rng([length, seed]).integers(0, VOCAB, length).tolist())
+
+
+def install(monkeypatch):
+    """Has engines run this model's programs."""
+    monkeypatch.setattr(engine, "prefill", prefill)
+    monkeypatch.setattr(engine, "decode", decode)
 
 
 def prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping):

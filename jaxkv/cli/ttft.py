@@ -45,9 +45,7 @@ class Case(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the prompt, and where blocks go on disk."""
     parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
-    parser.add_argument(
-        "--prefix", type=positive, default=1024, help="tokens of the prompt that are found again (1024)"
-    )
+    parser.add_argument("--prefix", type=positive, default=1024, help="tokens that are found again (1024)")
     parser.add_argument("--chunk", type=positive, default=512, help="tokens of a prefill step (512)")
     parser.add_argument("--rounds", type=positive, default=3, help="their median is told (3)")
     parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help="of the cache's axes (BLNHC)")
