@@ -61,7 +61,7 @@ class HostPool:
       layout: that of the cache, or the PackedLayout of which the cache views a group: all groups travel.
       num_blocks: blocks in host memory at most.  On GPUs the memory is pinned now, which takes half a second a GB.
       disk: a pool of the same layout, for more blocks, and for those that are to survive the process.
-      device: the device whose host's memory it is; default the first.
+      device: the device whose host's memory it is; default this process's first.
       implementation: of `read_blocks` and `write_blocks`.
 
     Raises:
@@ -92,7 +92,7 @@ class HostPool:
         """Stores that may be under way, oldest first."""
         self._writer = ThreadPoolExecutor(1, "jaxkv-disk")
         pinned = int(self.num_blocks * self.block_nbytes * (1 + SLACK))
-        transfers.reserve(pinned, device or jax.devices()[0])
+        transfers.reserve(pinned, device or jax.local_devices()[0])
 
     def __len__(self) -> int:
         """Blocks in host memory."""
