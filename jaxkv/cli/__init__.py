@@ -1,10 +1,12 @@
-"""The command line: `jaxkv demo`, `generate`, `verify`, `bench`, `step`, `offload`, `doctor`, `layout`, `matrix`."""
+"""The command line: `jaxkv demo`, `generate`, `verify`, `bench`, `step`, `ttft`, `offload`, `doctor`, `layout`,
+`matrix`.
+"""
 
 import argparse
 import importlib
 from collections.abc import Sequence
 
-COMMANDS = ("demo", "generate", "verify", "bench", "step", "offload", "doctor", "layout", "matrix")
+COMMANDS = ("demo", "generate", "verify", "bench", "step", "ttft", "offload", "doctor", "layout", "matrix")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

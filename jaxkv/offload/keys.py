@@ -10,7 +10,12 @@ from jaxkv.arguments import positive_int, told
 
 
 def prefix_keys(
-    tokens: Sequence[int] | np.ndarray, *, block_size: int, layout_fingerprint: str, model: str
+    tokens: Sequence[int] | np.ndarray,
+    *,
+    block_size: int,
+    layout_fingerprint: str,
+    model: str,
+    after: bytes | None = None,
 ) -> list[bytes]:
     """A key for each full block of a prompt.
 
@@ -23,6 +28,7 @@ def prefix_keys(
       block_size: tokens a block.
       layout_fingerprint: `fingerprint` of the cache's layout (of the PackedLayout where there are several groups).
       model: names the weights, and whatever else changes what a token stores.
+      after: key of the block before `tokens`, to go on with a prompt that grows; default they are its first.
 
     Returns:
       T // block_size keys of 32 bytes.
@@ -32,8 +38,8 @@ def prefix_keys(
     """
     block_size = positive_int("block_size", block_size)
     ids = _token_ids(tokens)
-    key = hashlib.sha256(json.dumps(["jaxkv", 1, model, layout_fingerprint, block_size]).encode()).digest()
-    keys = []
+    first = hashlib.sha256(json.dumps(["jaxkv", 1, model, layout_fingerprint, block_size]).encode()).digest()
+    key, keys = first if after is None else after, []
     for end in range(block_size, ids.size + 1, block_size):
         key = hashlib.sha256(key + ids[end - block_size : end].tobytes()).digest()
         keys.append(key)
