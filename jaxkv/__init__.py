@@ -11,6 +11,7 @@ from jaxkv.blocks import read_blocks as read_blocks
 from jaxkv.blocks import write_blocks as write_blocks
 from jaxkv.cache import KVCache as KVCache
 from jaxkv.checks import checked as checked
+from jaxkv.conversion import convert_blocks as convert_blocks
 from jaxkv.decode import decode_kv as decode_kv
 from jaxkv.decode import decode_mla as decode_mla
 from jaxkv.decode import decode_mla_sparse as decode_mla_sparse

@@ -277,19 +277,12 @@ class CacheLayout:
         return fingerprint(self._block_description())
 
     def _block_description(self) -> dict[str, Any]:
-        strides, offset = {}, self.offset
-        if self.blocks_are_runs:
-            strides = {axis: stride for axis, _, stride in self.pages.inner_axes}
-        else:
-            extent, offset = self.width, 0
-            for axis, count, _ in reversed(self.pages.inner_axes):
-                strides[axis] = extent
-                extent *= count
+        strides = {axis: stride for axis, _, stride in self.pages.row_axes}
         return {
             "entry": [type(self.entry).__name__, self.entry.format, *self.entry.sizes],
             "counts": [self.num_layers, self.num_heads, self.block_size],
             "strides_bytes": [strides[axis] * self.itemsize for axis in ("layer", "head", "token")],
-            "offset_bytes": offset * self.itemsize,
+            "offset_bytes": self.pages.row_offset * self.itemsize,
             "block_bytes": self.block_nbytes,
             "dtype": str(self.dtype),
         }

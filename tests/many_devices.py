@@ -15,8 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 import scenes
+import toy_model
 from compare import assert_close, assert_same_bits
 from jaxkv import parallel
+from jaxkv.models import Engine
+from jaxkv.offload import HostPool
 from jaxkv.parallel import context
 from jaxkv_kernels import mosaic_gpu
 from suites.base import dtype_of
@@ -299,6 +302,15 @@ def test_every_device_updates_its_cache_in_place():
     memory, size = compiled.memory_analysis(), cache.layout.nbytes
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 10
+
+
+def test_an_engine_on_several_devices_takes_no_host_pool(monkeypatch):
+    model, mesh = toy_model.ToyModel(toy_model.random_params()), jax.make_mesh((2,), ("x",))
+    layout = model.layout(4, 4)
+    cache = parallel.zeros(layout, mesh, "x")
+    monkeypatch.setattr(toy_model.ToyModel, "cache", lambda *_: cache)
+    with pytest.raises(ValueError, match="`offload` takes blocks of one device: the cache is on NamedSharding"):
+        Engine(model, num_blocks=4, block_size=4, offload=HostPool(layout, 4))
 
 
 def test_gradients_pass_the_merge():

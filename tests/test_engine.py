@@ -11,6 +11,7 @@ from jaxkv.models import engine as engine_module
 from jaxkv.models.engine import Engine
 from jaxkv.models.pool import BlockPool
 from jaxkv.models.sampling import Sampling
+from toy_model import prompt
 
 PARAMS = toy_model.random_params()
 BLOCK = 4
@@ -18,17 +19,12 @@ BLOCK = 4
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setattr(engine_module, "prefill", toy_model.prefill)
-    monkeypatch.setattr(engine_module, "decode", toy_model.decode)
+    toy_model.install(monkeypatch)
 
 
 def engine(num_blocks=64, **options):
     defaults = {"block_size": BLOCK, "max_requests": 4, "chunk": 7, "max_len": 96}
     return Engine(toy_model.ToyModel(PARAMS), num_blocks=num_blocks, **{**defaults, **options})
-
-
-def prompt(length, seed=0):
-    return tuple(np.random.default_rng([length, seed]).integers(0, toy_model.VOCAB, length).tolist())
 
 
 @cache

@@ -10,6 +10,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 import suites
+from compare import assert_same_bits
 from hopper import on_hopper
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
@@ -67,6 +68,24 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
     def test_small_pages_and_a_cap(self):
         self.case((77,), 16, block_size=16, logit_cap=2.0)
+
+    @pytest.mark.parametrize("power", [2.0**60, 2.0**-60])
+    def test_pieces_of_a_cut_request_keep_the_range_of_the_entries(self, power):
+        entry = self.entry("bf16")
+        scene = suites.scenes.scene(entry, lengths=(600,))
+        cache, q = scene.cache(suites.layout_of("BLNHC", entry), 1), suites.queries(entry, 1, 1, 16)
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths)
+        plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=16, implementation="mosaic_gpu")
+        assert plan.schedule.cuts[0, 0] == 0
+
+        def decode(power):
+            scaled = jaxkv.KVCache(cache.buffer * jnp.bfloat16(power), cache.layout)
+            options = {"layer": 1, "scale": 0.11 / power, "return_lse": True, "plan": plan}
+            return jaxkv.decode_mla(*q, scaled, tables, lengths, **options)
+
+        (out, lse), (scaled, same_lse) = decode(1.0), decode(power)
+        assert_same_bits(scaled, out * jnp.bfloat16(power))
+        assert_same_bits(same_lse, lse)
 
     test_blocks_outside_the_cache_are_masked = suites.DecodeMLA.test_blocks_outside_the_cache_are_masked
     test_traced_layer_outside_the_cache_is_empty = suites.DecodeMLA.test_traced_layer_outside_the_cache_is_empty

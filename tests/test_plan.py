@@ -16,7 +16,7 @@ from jaxkv_kernels.mosaic_gpu.plan_decode import OVERHEAD, PAIR, make_plan
 
 def items_by_request(plan, batch):
     """(first pair, end, piece) of the items of each request in order; and the cost of each part, in pairs."""
-    starts, items = np.asarray(plan.starts), np.asarray(plan.items)
+    starts, items = np.asarray(plan.starts[:, 0]), np.asarray(plan.items)
     assert starts[0] == 0
     assert (np.diff(starts) >= 0).all()
     found, loads = [[] for _ in range(batch)], []

@@ -29,6 +29,27 @@ def test_the_whole_model_runs(capsys):
     assert sorted(line.split()[0] for line in printed) == ["0"] * 100 + ["1"] * 100
 
 
+def test_the_engine_finds_prefixes_of_an_earlier_run(tmp_path):
+    code = re.search(r"## A whole model\n.*?```python\n(from jaxkv import models, offload\n.*?)```", README, re.DOTALL)
+    assert code
+    code = code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3")))
+    for found in (0, 128):
+        scope = {"prompt": [n % 97 for n in range(130)]}
+        exec(code.replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
+        assert scope["engine"].reuse.found == found
+
+
+def test_blocks_travel(tmp_path):
+    code = re.search(r"## Offload\n.*?```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    scope = {}
+    exec(code[1].replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
+    assert scope["found"] == 3
+    blocks = scope["cache"].buffer.reshape(64, 27, 64 * 576)
+    assert (blocks[20:23, 5] == 1).all()
+    assert len(list(tmp_path.glob("*/*.block"))) == 3
+
+
 def test_the_support_matrix_is_that_of_the_code():
     shown = re.search(r"<!-- matrix -->\n(.*?)\n?<!-- /matrix -->", README, re.DOTALL)
     assert shown

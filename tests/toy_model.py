@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.models import OneDevice
+from jaxkv.models import OneDevice, engine
 
 LAYERS, HIDDEN, HEADS, LATENT, ROPE, VOCAB, LONGEST = 2, 24, 2, 16, 8, 97, 512
 SCALE = 0.5
@@ -31,11 +31,14 @@ class ToyModel:
     implementation: Any = field(default=None, metadata={"static": True})
     parallel: OneDevice = field(default=OneDevice(), metadata={"static": True})
 
-    def cache(self, num_blocks, block_size, order):
+    def layout(self, num_blocks, block_size, order="BLNHC"):
         entry = jaxkv.MLAEntry("f32", latent=LATENT, rope=ROPE)
-        layout = jaxkv.CacheLayout(
+        return jaxkv.CacheLayout(
             num_layers=LAYERS, num_blocks=num_blocks, block_size=block_size, entry=entry, order=order
         )
+
+    def cache(self, num_blocks, block_size, order):
+        layout = self.layout(num_blocks, block_size, order)
         # Whatever is read without having been written shows.
         return jaxkv.KVCache(jnp.full((layout.size,), jnp.nan, layout.dtype), layout)
 
@@ -54,6 +57,16 @@ def random_params(seed=0):
     for name in ("query", "entry", "output", "head"):
         params[name] /= params[name].shape[-2] ** 0.5
     return params
+
+
+def prompt(length, seed=0):
+    return tuple(np.random.default_rng([length, seed]).integers(0, VOCAB, length).tolist())
+
+
+def install(monkeypatch):
+    """Has engines run this model's programs."""
+    monkeypatch.setattr(engine, "prefill", prefill)
+    monkeypatch.setattr(engine, "decode", decode)
 
 
 def prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping):

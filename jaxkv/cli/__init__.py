@@ -1,10 +1,12 @@
-"""The command line: `jaxkv demo`, `generate`, `verify`, `bench`, `step`, `parallel`, `doctor`, `layout`, `matrix`."""
+"""The command line: `jaxkv demo`, `generate`, `verify`, `bench`, `step`, `ttft`, `offload`, `parallel`, `doctor`,
+`layout`, `matrix`.
+"""
 
 import argparse
 import importlib
 from collections.abc import Sequence
 
-COMMANDS = ("demo", "generate", "verify", "bench", "step", "parallel", "doctor", "layout", "matrix")
+COMMANDS = ("demo", "generate", "verify", "bench", "step", "ttft", "offload", "parallel", "doctor", "layout", "matrix")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

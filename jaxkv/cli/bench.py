@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from itertools import batched
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import jaxlib
 
 import jaxkv
+from jaxkv.cli.options import output_file, positive
 from jaxkv.cli.programs import Program
 from jaxkv.cli.progress import progress
 from jaxkv.cli.timing import Ceilings, device_memory, measure_ceilings
@@ -55,8 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", choices=SUITES, help="default: cpu on CPUs, else peers and copies")
     parser.add_argument("--shape", nargs="+", choices=WORKLOADS, metavar="NAME", help="names as the table shows them")
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the best that takes a call")
-    parser.add_argument("--repeats", type=_positive, default=20, metavar="N", help="chains to time a shape (20)")
-    parser.add_argument("--json", type=_file, metavar="FILE", help="also write device, versions, ceilings and rows")
+    parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="chains to time a shape (20)")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write device, versions, ceilings and rows"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,19 +98,6 @@ def run(args: argparse.Namespace) -> int:
         for shape, ms, kernel_ms in ratios:
             print(f"{shape.ljust(width)} {ms:.3f}" + (f", kernels {kernel_ms:.3f}" if kernel_ms else ""))
     return 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
-    return int(text)
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file in an existing folder")
-    return path
 
 
 def _selected(args: argparse.Namespace, device: jax.Device) -> list[Workload]:

@@ -12,24 +12,36 @@ from jaxkv.arguments import positive_int
 from jaxkv.blocks import copy_blocks
 from jaxkv.cache import KVCache
 from jaxkv.models.decoder import decode, prefill
+from jaxkv.models.identity import fingerprint
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.pool import BlockPool
+from jaxkv.models.prefix import BELOW, Prefix
 from jaxkv.models.request import Request
+from jaxkv.models.reuse import Reuse
 from jaxkv.models.rows import Rows
 from jaxkv.models.sampling import Sampling
+from jaxkv.models.tiers import Tiers
+from jaxkv.offload import HostPool, prefix_keys
 
 GREEDY = Sampling()
+NOWHERE = -1
+"""A block id outside every cache."""
 
 
 class Engine:
     """Serves requests from one cache.
 
     Every step prefills a chunk of one prompt and decodes one token of every request that is past its prompt.  Both
-    programs have static shapes: what changes from step to step are values.  A request whose first tokens are those of
-    a running one shares the blocks of that prefix, and copies the last of them before it writes into it.  Where blocks
-    run out, the queue waits; and where a running request needs a block, the youngest one gives its blocks back, waits,
-    and is computed again later.  Tokens do not depend on any of this, up to the rounding of logits.
+    programs have static shapes: what changes from step to step are values.  Where blocks run out, the queue waits; and
+    where a running request needs a block, the youngest one gives its blocks back and waits.
+
+    A request takes the longest prefix of its tokens that is found, and computes the rest.  Full blocks are known by
+    their content, until their room is needed, whether somebody holds them or not; of a block that others fill just now,
+    the beginning that is common is copied.  With `offload`, blocks are written through: a step sends those that it
+    filled to host memory, while the next one runs, so that steps do not wait, and those that lose their room on the
+    device have their content below already.  What is found there is loaded when its request joins, and the step waits
+    for it; what cannot be loaded is computed.  Tokens do not depend on any of this, up to the rounding of logits.
 
     Args:
       model: from `jaxkv.models.load`.
@@ -40,6 +52,11 @@ class Engine:
       max_len: tokens that a request may have in the cache, rounded up to blocks; default all that the cache holds, or
         the model's `max_position_embeddings` where that is less.
       chunk: prompt tokens a step: columns of the prefill program.
+      offload: where blocks also go, in host memory, and on disk if it has a disk pool: a pool for blocks of
+        `model.layout(num_blocks, block_size, order)`, for any number of blocks.  It may outlive the engine.
+
+    Raises:
+      ValueError: an argument is out of its range, or `offload` is for other blocks, or the model is on several devices.
     """
 
     def __init__(
@@ -52,12 +69,21 @@ class Engine:
         max_requests: int = 32,
         max_len: int | None = None,
         chunk: int = 256,
+        offload: HostPool | None = None,
     ):
         if isinstance(model.parallel, DataParallel):
             raise ValueError("`model` is data parallel, with requests of its own on each device: expected `Replicas`")
         self.model = model
-        self.cache = model.cache(num_blocks, block_size, order)
+        cache, layout = model.cache(num_blocks, block_size, order), model.layout(num_blocks, block_size, order)
+        # Committed to its device from the start: a cache that blocks were loaded into is, and jit tells them apart.
+        self.cache = jax.device_put(cache, cache.buffer.sharding)
         self.pool = BlockPool(num_blocks)
+        self.tiers = Tiers(offload)
+        self.tiers.check(self.cache, layout)
+        self.reuse = Reuse()
+        # Without tiers below, keys do not leave this engine, which has one model.
+        name = "" if offload is None else fingerprint(model)
+        self._keys = partial(prefix_keys, block_size=block_size, layout_fingerprint=layout.fingerprint, model=name)
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
@@ -141,9 +167,10 @@ class Engine:
         return [*self._prefill_next(), *self._decode_ready()]
 
     def warm_up(self) -> None:
-        """Compiles both programs, by running them on no request: later steps take only the time of their work."""
+        """Compiles the programs, by running them on no request: later steps take only the time of their work."""
         self._advance(self._prefill, [], count=1, columns=self.chunk)
         self._advance(self._decode, [], count=self.max_requests, columns=1)
+        self.cache = self.tiers.warm_up(self._copy(self.cache, _ids(NOWHERE), _ids(NOWHERE)))
 
     def _prefill_next(self) -> list[tuple[Request, int]]:
         unfinished = [request for request in self.running if request.missing > 1]
@@ -166,6 +193,8 @@ class Engine:
         self.cache, drawn = program(self.model, self.cache, rows)
         new = []
         for request, length, token in zip(requests, rows.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
+            if token >= 0:  # NaN is not passed on
+                self._fill(request, length)
             request.cached = length
             if request.missing:
                 continue  # there is more of the prompt: what was drawn is its next token, known already
@@ -183,16 +212,50 @@ class Engine:
         if not self.waiting or len(self.running) == self.max_requests:
             return False
         request = self.waiting[0]
-        donor = max(self.running, key=request.common_prefix, default=request)
-        common = 0 if donor is request else request.common_prefix(donor)
-        # A block that the prefix does not fill will be written: it is copied, which takes a block as well.
-        if _blocks(len(request.tokens), self.block_size) - common // self.block_size > self.pool.num_free:
+        self._extend_keys(request)
+        prefix = Prefix.of(request, self.running, self.pool, self.tiers, self.block_size)
+        if prefix.takes(_blocks(len(request.tokens), self.block_size), self.pool) > self.pool.num_free:
             return False
+        if BELOW in prefix.blocks:
+            self._load(request, prefix)
+            return self._admit()  # all of it is on the device now, or not to be had
         self.running.append(self.waiting.popleft())
-        request.blocks = [self.pool.share(block) for block in donor.blocks[: _blocks(common, self.block_size)]]
-        request.cached = common
+        request.blocks = [self.pool.share(block) for block in prefix.blocks]
+        request.cached = prefix.tokens
+        self.reuse.tokens += len(request.tokens)
+        self.reuse.found += prefix.tokens
         self._own(request)
         return True
+
+    def _load(self, request: Request, prefix: Prefix) -> None:
+        """Brings what is below the device into blocks of it, where the request will find it; nothing if that fails."""
+        # Held meanwhile, lest one block of the prefix give its room to another.
+        blocks = [block if block == BELOW else self.pool.share(block) for block in prefix.blocks]
+        contents = {}
+        for index, block in enumerate(blocks):
+            if block == BELOW:
+                blocks[index] = contents[request.keys[index]] = self.pool.take()
+        self.cache, loaded = self.tiers.load(self.cache, contents)
+        if loaded:
+            self.reuse.loaded += len(contents) * self.block_size
+            for key, block in contents.items():
+                self.pool.name(block, key)
+        self._release(blocks)
+
+    def _extend_keys(self, request: Request) -> None:
+        """The keys of the blocks that its tokens fill."""
+        known = len(request.keys) * self.block_size
+        if len(request.tokens) - known >= self.block_size:
+            request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)
+
+    def _fill(self, request: Request, length: int) -> None:
+        """Makes the blocks findable, here and below, that are full now that `length` tokens are cached."""
+        self._extend_keys(request)
+        filled = range(request.cached // self.block_size, length // self.block_size)
+        contents = {request.keys[index]: request.blocks[index] for index in filled}
+        for key, block in contents.items():
+            self.pool.name(block, key)
+        self.tiers.store(self.cache, contents)
 
     def _make_room(self, request: Request) -> None:
         """Gives a running request the block of its next token: the youngest go back to the queue where none is free."""
@@ -217,9 +280,13 @@ class Engine:
     def _leave(self, request: Request) -> None:
         """Takes a request out of the batch; blocks that it shared stay with the others."""
         self.running.remove(request)
-        for block in request.blocks:
-            self.pool.release(block)
+        self._release(request.blocks)
         request.blocks, request.cached = [], 0
+
+    def _release(self, blocks: list[int]) -> None:
+        # The last first: it is worth nothing without those before it, so it is the first to give its room to others.
+        for block in reversed(blocks):
+            self.pool.release(block)
 
 
 def _blocks(tokens: int, block_size: int) -> int:

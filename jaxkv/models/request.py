@@ -1,7 +1,6 @@
 """A request: what was asked for, and how far it has come."""
 
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from jaxkv.models.sampling import Sampling
 
@@ -20,6 +19,8 @@ class Request:
     """Its blocks, in order."""
     cached: int = field(default=0, init=False)
     """How many of its tokens, from the first, have entries in its blocks."""
+    keys: list[bytes] = field(default_factory=list, init=False)
+    """What its full blocks contain, in order; of all its tokens, or of those when it joined or filled a block last."""
     finish_reason: str | None = field(default=None, init=False)
     """None while it waits or runs; then "stop" (its last token is a stop token), "length", "cancelled", or "nan": its
     logits are NaN."""
@@ -36,11 +37,6 @@ class Request:
     def missing(self) -> int:
         """Tokens without entries: 1 where the next step is a decode step, more where it is a prefill."""
         return len(self.tokens) - self.cached
-
-    def common_prefix(self, donor: "Request") -> int:
-        """How many of its tokens, from the first, `donor` has cached; not its last, whose logits are needed."""
-        pairs = zip(self.tokens[:-1], donor.tokens[: donor.cached], strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def append(self, token: int) -> None:
         """Takes the next token, and ends where it is a stop token or the last."""

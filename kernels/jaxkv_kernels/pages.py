@@ -54,3 +54,19 @@ class Pages:
         if self.blocks_are_runs:
             return self.block_stride
         return self.num_layers * self.num_heads * self.block_size * self.width
+
+    @property
+    def row_axes(self) -> tuple[tuple[str, int, int], ...]:
+        """`inner_axes` with their strides in a block that travels."""
+        if self.blocks_are_runs:
+            return self.inner_axes
+        axes, extent = [], self.width
+        for axis, count, _ in reversed(self.inner_axes):
+            axes.append((axis, count, extent))
+            extent *= count
+        return tuple(reversed(axes))
+
+    @property
+    def row_offset(self) -> int:
+        """Where the first entry of a block that travels begins."""
+        return self.offset if self.blocks_are_runs else 0

@@ -145,16 +145,19 @@ def any_positive(x: jax.Array, *, interpret: bool) -> jax.Array:
     return asked(x) != 0
 
 
-def first_row_of_warp(*, interpret: bool) -> jax.Array:
-    """The first of the 16 rows of a WGMMA tile that the asking warp holds."""
+def prefetch(run, *, interpret: bool) -> None:
+    """Has contiguous device memory, `run` in whole, brought to the L2 cache by one instruction of one thread."""
     if interpret:
-        return jnp.int32(0)  # a warpgroup is one thread there
+        return
     from jax.experimental.mosaic import gpu as mgpu
     from jax.extend.mlir import ir
 
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def thread(_):
-        found = mgpu.utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=ir.IntegerType.get_signless(32))
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def ask(_, ref):
+        kind = ir.MemRefType(ref.type)
+        nbytes = math.prod(kind.shape) * mgpu.utils.bytewidth(kind.element_type)
+        one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
+        instruction = f"cp.async.bulk.prefetch.L2.global [$0], {nbytes};"
+        mgpu.utils.inline_ptx(instruction, mgpu.utils.memref_ptr(ref), predicate=one, has_side_effects=True)
 
-    return jax.lax.rem(jax.lax.div(thread(), jnp.int32(32)), jnp.int32(4)) * 16
+    ask(run)

@@ -53,7 +53,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
-from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, described, plan_decode
+from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, begun, described, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 
@@ -91,7 +91,7 @@ def _decode(q, buffer, block_tables, layer, scale, plan, *, pages, entry, logit_
     )  # fmt: skip
     out, part_out = (x.reshape(x.shape[0], heads * padded, -1) for x in (out, part_out))
     lse, part_lse = (x.reshape(x.shape[0], heads * padded) for x in (lse, part_lse))
-    out, lse = combine(out, lse, part_out, part_lse, plan, rows=heads * padded, interpret=interpret)
+    out, lse = combine(out, lse, part_out, part_lse, None, plan, rows=heads * padded, interpret=interpret)
 
     def by_token(x):
         x = x.reshape(batch, heads, padded, -1)[:, :, :rows].reshape(batch, heads, tokens, group, -1)
@@ -129,7 +129,6 @@ def _attend(
         head, row0 = divided(group_tile, tiles), lax.rem(group_tile, jnp.int32(tiles)) * TILE
         table = PageTable(table_ref, pages)
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
-        first_item, end = start_ref[part], start_ref[part + 1]
         rows = pl.ds(pl.multiple_of(row0, 8), TILE)
         about = partial(described, item_ref)
 
@@ -140,6 +139,7 @@ def _attend(
         @pl.when(wg == 2)
         def _copier():
             plgpu.set_max_registers(40, action="decrease")
+            first_item, end, told = begun(start_ref, part)
             safe_layer = jnp.where(in_cache, layer_ref[0], 0)
             column = view.column(safe_layer, head)
 
@@ -191,7 +191,7 @@ def _attend(
                 blocks = tuple(table.blocks(b, token_of(begin, side)) for side in range(2))
                 return lax.fori_loop(begin, stop, pair, (counts, blocks))[0], upcoming
 
-            start = (jnp.int32(0), jnp.int32(0)), about(first_item)
+            start = (jnp.int32(0), jnp.int32(0)), told
             counts, _ = lax.fori_loop(first_item, end, run, start)
             # Wait for the last use of everything.
             for slot in range(q_slots):
@@ -210,6 +210,7 @@ def _attend(
         def consumer(side):
             scratch = operands.at[side] if interpret else None
             plgpu.set_max_registers(232, action="increase")
+            first_item, end, told = begun(start_ref, part)
             scale = scale_ref[0] * LOG2E
 
             def run(item, carry):
@@ -325,7 +326,7 @@ def _attend(
                     pl.when(piece >= 0)(lambda: store(part_out_ref, part_lse_ref, piece))
                 return used + jnp.maximum(stop - begin, 0), upcoming
 
-            lax.fori_loop(first_item, end, run, (jnp.int32(0), about(first_item)))
+            lax.fori_loop(first_item, end, run, (jnp.int32(0), told))
             if side == 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -6,7 +6,8 @@ cluster, and each key tile is fetched once for both by TMA multicast.
 
 Who does what: two computing warpgroups and one that copies.  With K0 and K1 the two key tiles of a pair:
 
-    copier       Q of the request; for each pair the halves of K0, then of K1, and their rotary parts
+    copier       Q of the request; for each pair the halves of K0, then of K1, and their rotary parts; in a cluster, has
+                 the next pair brought to the L2 cache
     warpgroup 0  S0 = Q K0'; softmax, P0; O[:, :256] += P0 K0[:, :256], then P1 K1[:, :256]
     warpgroup 1  S1 = Q K1'; O[:, 256:] += P0 K0[:, 256:], beside it softmax, P1; then P1 K1[:, 256:]
 
@@ -51,10 +52,10 @@ from jaxkv_kernels.mosaic_gpu.build import (
     across,
     any_positive,
     capped,
-    first_row_of_warp,
     folded,
     kernel,
     multiply_add,
+    prefetch,
     row_of,
     swizzled,
     zeros,
@@ -63,10 +64,12 @@ from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
-from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, described, plan_decode
+from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, begun, described, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 HALF = 256
+PIECES, FINITE = jnp.float16, 1e37
+"""Dtype of the pieces of cut requests, whose rows are divided by their largest value; and the most that may be."""
 SLACK = 8
 """Powers of 2 by which weights may exceed 1 before what has been summed is rescaled."""
 
@@ -98,12 +101,13 @@ def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, plan, *, pages, 
     # TMA tiles are of 8 rows; whole tiles past the last row it fills with zeros and clips by itself.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
-    out, lse, part_out, part_lse = _attend(
+    out, lse, part_out, part_lse, part_scale = _attend(
         q_latent, q_pe, buffer, block_tables, layer, scale, plan,
         tokens=tokens, heads=heads, cluster=cluster, groups=groups, pages=pages, logit_cap=logit_cap,
         interpret=interpret,
     )  # fmt: skip
-    out, lse = combine(out, lse, part_out, part_lse, plan, rows=rows, interpret=interpret)
+    part_out = lax.bitcast_convert_type(part_out, PIECES)
+    out, lse = combine(out, lse, part_out, part_lse, part_scale, plan, rows=rows, interpret=interpret)
     return out[:, :rows].reshape(batch, tokens, heads, LATENT), lse[:, :rows].reshape(batch, tokens, heads)
 
 
@@ -116,31 +120,40 @@ def _attend(
     view = token_rows(pages)
     dtype = q_latent.dtype
     copies = copies_of(pages)
-    padded = groups * cluster * TILE
-    stored = min(rows, TILE)  # rows of a tile whose log-sum-exp is stored, by a copy that nothing clips
+    stored = min(rows, TILE)  # of a tile, of what is one value a row: a copy that nothing clips
+    padded = (groups * cluster - 1) * TILE + stored
     shared: Any = {"collective_axes": "cta"} if cluster > 1 else {}
+    # Where memory is the limit, requests for it are too: without a cluster this costs 10 %.
+    prefetching = cluster > 1 and pages.token_stride == pages.width
 
     def body(
         q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref,
-        out_ref, lse_ref, part_out_ref, part_lse_ref,
+        out_ref, lse_ref, part_out_ref, part_lse_ref, part_scale_ref,
         q, k, r, p, stats, q_full, qr_full, q_free, p_free, k_full, r_full, k_free, p_ready, met, operands: Any = None
     ):  # fmt: skip
         part, group, cta, wg = (lax.axis_index(axis) for axis in ("part", "group", "cta", "wg"))
         tile = group * cluster + cta
         row0 = tile * TILE
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
-        first, end = start_ref[part], start_ref[part + 1]
         table = PageTable(table_ref, pages)
         about = partial(described, item_ref)
 
         @pl.when(wg == 2)
         def _copier():
             plgpu.set_max_registers(24, action="decrease")
+            first, end, told = begun(start_ref, part)
             safe_layer = jnp.where(in_cache, layer_ref[0], 0)
 
             def blocks_of(b, pair):
                 """The blocks of a pair's tiles."""
                 return tuple(table.blocks(b, pair * PAIR + slot * TILE) for slot in range(2))
+
+            def tokens_of(block, first_token):
+                """Where the entries of a copy's tokens lie."""
+                in_block = lax.rem(first_token, jnp.int32(pages.block_size))
+                block = jnp.where(table.known(block), block, 0)
+                index, row = view.index(safe_layer, block, in_block)
+                return kv_ref.at[index, pl.ds(row, table.copy_rows)]
 
             def fetch(blocks, pair, slot, half, with_rope, used):
                 @pl.when(used > 0)
@@ -148,12 +161,8 @@ def _attend(
                     plgpu.barrier_wait(k_free.at[2 * slot + half])
 
                 for c, block in enumerate(blocks[slot]):
-                    token = (2 * pair + slot) * TILE + c * table.copy_rows
-                    in_block = lax.rem(token, jnp.int32(pages.block_size))
-                    block = jnp.where(table.known(block), block, 0)
-                    index, row = view.index(safe_layer, block, in_block)
+                    source = tokens_of(block, (2 * pair + slot) * TILE + c * table.copy_rows)
                     into = pl.ds(c * table.copy_rows, table.copy_rows)
-                    source = kv_ref.at[index, pl.ds(row, table.copy_rows)]
                     column = view.column(safe_layer) + half * HALF
                     plgpu.copy_gmem_to_smem(
                         source.at[:, pl.ds(column, HALF)], k.at[slot, half, into], k_full.at[2 * slot + half], **shared
@@ -163,6 +172,12 @@ def _attend(
                         plgpu.copy_gmem_to_smem(
                             source.at[:, pl.ds(column, ROPE)], r.at[slot, into], r_full.at[slot], **shared
                         )
+
+            def prefetch_tile(blocks, pair):
+                """Brings this CTA's tile of a pair to the L2 cache: one of the two that the cluster will fetch."""
+                for c, both in enumerate(zip(*blocks, strict=True)):
+                    first_token = (2 * pair + cta) * TILE + c * table.copy_rows
+                    prefetch(tokens_of(jnp.where(cta == 0, *both), first_token), interpret=interpret)
 
             def fetch_queries(b, again):
                 """The queries of a request, once the last one's are no longer needed."""
@@ -198,12 +213,14 @@ def _attend(
 
                     fetch(blocks, i, 1, 1, True, used)
                     fetch(blocks, i, 1, 0, False, used)
+                    if prefetching:
+                        pl.when(i + 1 < stop)(partial(prefetch_tile, ahead, i + 1))
                     return used + 1, ahead
 
                 used, _ = lax.fori_loop(begin, stop, pair, (used, blocks_of(b, begin)))
                 return used, ahead
 
-            lax.fori_loop(first, end, run, (jnp.int32(0), about(first)))
+            lax.fori_loop(first, end, run, (jnp.int32(0), told))
 
             # Wait for the last use of everything: a peer may still arrive on these barriers.
             @pl.when(end > first)
@@ -379,30 +396,42 @@ def _attend(
                 empty = total == 0
                 acc = acc * across(jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total)), HALF)
                 lse = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, total)))
-                columns = pl.ds(side * HALF, HALF)
+                stage = k.at[divided(last, 1 << 20) + 1, side]
+
+                def store(values, to, rows, place):
+                    """This half of the values, and `rows`: pairs of what is one value a row and where it goes."""
+                    stage[...] = values
+                    if side == 0:
+                        for slot, (row, _) in enumerate(rows):
+                            stats[slot] = row
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(stage, to.at[place, pl.ds(row0, TILE), pl.ds(side * HALF, HALF)])
+                    if side == 0:
+                        for slot, (_, row_to) in enumerate(rows):
+                            into = row_to.at[place, pl.ds(row0, stored)]
+                            plgpu.copy_smem_to_gmem(stats.at[slot, pl.ds(0, stored)], into)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                 @pl.when(piece < 0)
                 def _():
-                    stage = k.at[divided(last, 1 << 20) + 1, side]
-                    stage[...] = acc.astype(dtype)
-                    if side == 0:
-                        stats[0] = lse * (1 / LOG2E)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(stage, out_ref.at[b, pl.ds(row0, TILE), columns])
-                    if side == 0:
-                        plgpu.copy_smem_to_gmem(stats.at[0, pl.ds(0, stored)], lse_ref.at[b, pl.ds(row0, stored)])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    store(acc.astype(dtype), out_ref, [(lse * (1 / LOG2E), lse_ref)], b)
 
-                @pl.when((piece >= 0) & (row0 + first_row_of_warp(interpret=interpret) < tokens * heads))
+                @pl.when(piece >= 0)
                 def _():
-                    part_out_ref[piece, pl.ds(row0, TILE), columns] = acc
-                    if side == 0:
-                        part_lse_ref[piece, pl.ds(row0, TILE)] = lse
+                    stats[2 + side] = jnp.maximum(acc, -acc).max(axis=1)
+                    meet()
+                    most = jnp.maximum(plgpu.load(stats.at[2], layout=ROW), plgpu.load(stats.at[3], layout=ROW))
+                    # Rows with infinities or NaN stay as they are.
+                    most = jnp.where(most < FINITE, jnp.maximum(most, 1 / FINITE), 1.0)
+                    values = (acc * across(1 / most, HALF)).astype(PIECES)
+                    values = lax.bitcast_convert_type(values, dtype)
+                    store(values, part_out_ref, [(lse, part_lse_ref), (most, part_scale_ref)], piece)
 
                 plgpu.barrier_arrive(k_free.at[2 + side])
                 return ahead
 
-            lax.fori_loop(first, end, run, about(first))
+            first, end, told = begun(start_ref, part)
+            lax.fori_loop(first, end, run, told)
 
         pl.when(wg == 0)(partial(consumer, 0))
         pl.when(wg == 1)(partial(consumer, 1))
@@ -417,8 +446,9 @@ def _attend(
         auto_barriers=False,
         out_type=(
             jax.ShapeDtypeStruct((batch, rows, LATENT), dtype),
-            jax.ShapeDtypeStruct((batch, padded - TILE + stored), float32),
-            jax.ShapeDtypeStruct((plan.pieces, padded, LATENT), float32),
+            jax.ShapeDtypeStruct((batch, padded), float32),
+            jax.ShapeDtypeStruct((plan.pieces, rows, LATENT), dtype),
+            jax.ShapeDtypeStruct((plan.pieces, padded), float32),
             jax.ShapeDtypeStruct((plan.pieces, padded), float32),
         ),
         grid=(groups, plan.parts),

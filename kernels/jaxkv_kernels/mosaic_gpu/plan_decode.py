@@ -1,10 +1,10 @@
 """Split-KV: which CTA attends to which tokens, computed on the device from the lengths.
 
-The tokens of a request come in pairs of 64-token tiles.  By default the pairs of all requests are laid end to end, each
-request followed by a fixed cost for its start and its end, and cut into equal parts: as many as there are CTAs (or
-clusters), or somewhat fewer where that cuts fewer requests and the work on the pieces would cost more than it gains.  A
-batch-invariant plan cuts a request by its own length alone.  What lies between two cuts is an item; the
-items of a request that was cut leave pieces, which are combined afterwards.
+The tokens of a request come in pairs of 64-token tiles.  By default the pairs of all requests are laid end to end, with
+gaps for what starting and ending a request costs or without, and cut into equal parts: as many as there are CTAs (or
+clusters), or somewhat fewer.  Of these layouts the one is taken whose longest part takes the least time, the work on
+the pieces of requests that were cut included.  A batch-invariant plan cuts a request by its own length alone.  What
+lies between two cuts is an item; the items of a request that was cut leave pieces, which are combined afterwards.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Plan:
     """A schedule; arrays of int32."""
 
     starts: jax.Array
-    """[parts + 1]: the first item of each part."""
+    """[parts + 1, 8]: the first item of each part, and its columns: a part begins with one load, not two in a row."""
     items: jax.Array
     """[items, 7]: request, first pair, end of the pairs, tokens of the request in sight, end of its pairs that need no
     mask, the piece that the item leaves (-1: it is the whole request), the token where pair 0 begins."""
@@ -54,6 +54,12 @@ def described(items, item):
     return tuple(items[item, column] for column in range(items.shape[1]))
 
 
+def begun(starts, part):
+    """The first item of a part, the end of its items, and the columns of the first, in a kernel's hands."""
+    first, *told = described(starts, part)
+    return first, starts[part + 1, 0], tuple(told)
+
+
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens a request, with as many parts as the GPU takes."""
     del buffer, entry
@@ -63,6 +69,28 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
         seq_lens, block_tables, parts=parts, tokens=tokens, block_size=pages.block_size, num_blocks=pages.num_blocks,
         window=window, batch_invariant=batch_invariant,
     )  # fmt: skip
+
+
+def _laid_out(pairs, parts: int):
+    """Where requests of `pairs` [B] begin, laid end to end, and the length of the parts into which that is cut.
+
+    Of all layouts that are tried, the one with the least cost, in 32nds of a pair.
+    """
+    used = jnp.arange(parts - parts // 8, parts + 1, dtype=jnp.int32)  # parts that are left over stay empty
+    gap = jnp.asarray([OVERHEAD, 0], jnp.int32)[:, None]  # without gaps, requests of one length are cut alike
+    ends = jnp.cumsum(pairs + gap, axis=1)
+    begins = ends - pairs - gap
+    payload = -(-ends[:, -1:] // used)
+    # [gap, used, part, request]
+    low = (payload[..., None] * jnp.arange(parts, dtype=jnp.int32))[..., None]
+    high = low + payload[..., None, None]
+    begin = begins[:, None, None]
+    taken = jnp.maximum(jnp.minimum(high, begin + pairs) - jnp.maximum(low, begin), 0)
+    load = (taken + jnp.where(taken > 0, OVERHEAD, 0)).sum(axis=3).max(axis=2)
+    cuts = ((begins[:, None] + pairs - 1) // payload[..., None] - begins[:, None] // payload[..., None]).sum(axis=2)
+    cost = 32 * load + jnp.where(cuts > 0, COMBINING, 0) + PIECE * cuts
+    best = cost.argmin()
+    return begins[best // used.size], payload.reshape(-1)[best]
 
 
 @partial(jax.jit, static_argnames=("parts", "tokens", "block_size", "num_blocks", "window", "batch_invariant"))
@@ -82,18 +110,14 @@ def make_plan(
         origin = jnp.maximum(lengths - tokens + 1 - window, 0) // TILE * TILE
     seen = lengths - origin
     pairs = jnp.maximum(-(-seen // PAIR), 1)
-    ends = jnp.cumsum(pairs + OVERHEAD)
-    begins = ends - pairs - OVERHEAD
-    payload = -(-ends[-1] // parts)
     if batch_invariant:
+        ends = jnp.cumsum(pairs + OVERHEAD)
+        begins = ends - pairs - OVERHEAD
+        payload = -(-ends[-1] // parts)
         counts = jnp.clip(pairs // LEAST, 1, SPLITS)
         first = jnp.zeros_like(counts)
     else:
-        # The parts that are left over stay empty.
-        tried = -(-ends[-1] // jnp.arange(parts - parts // 8, parts + 1, dtype=jnp.int32))[:, None]
-        cuts = ((begins + pairs - 1) // tried - begins // tried).sum(axis=1)
-        cost = 32 * tried[:, 0] + jnp.where(cuts > 0, COMBINING, 0) + PIECE * cuts
-        payload = tried[cost.argmin(), 0]
+        begins, payload = _laid_out(pairs, parts)
         first = begins // payload
         counts = (begins + pairs - 1) // payload - first + 1
     after = jnp.cumsum(counts)
@@ -114,7 +138,8 @@ def make_plan(
         part = first[request] + nth
         begin, end = (jnp.clip(p * payload - begins[request], 0, size) for p in (part, part + 1))
     ordered = jnp.where(live, part, parts)
-    starts = jnp.searchsorted(ordered, jnp.arange(parts + 1, dtype=jnp.int32), method="compare_all").astype(jnp.int32)
+    first_items = jnp.searchsorted(ordered, jnp.arange(parts + 1, dtype=jnp.int32), method="compare_all")
+    first_items = first_items.astype(jnp.int32)
 
     columns = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
     in_sight = (columns + block_size > origin[:, None]) & (columns < lengths[:, None])
@@ -126,8 +151,10 @@ def make_plan(
     if batch <= parts or batch_invariant:
         ending, whole = jnp.arange(batch, dtype=jnp.int32), ~cut
     else:  # a cut request ends with the first item of a part
-        starting = jnp.minimum(starts[:-1], item.size - 1)
+        starting = jnp.minimum(first_items[:-1], item.size - 1)
         ending = request[starting]
         whole = ~cut[ending] | ~live[starting] | (nth[starting] != counts[ending] - 1)
     cuts = jnp.stack([jnp.where(whole, -1, ending), piece[ending], counts[ending]], axis=1)
+    described_first = items[jnp.minimum(first_items, item.size - 1)]
+    starts = jnp.concatenate([first_items[:, None], described_first], axis=1)
     return Plan(starts, items, cuts, pieces=item.size if batch_invariant else min(item.size, 2 * parts))

@@ -1,0 +1,210 @@
+"""Time blocks on their way between the device and host memory, and decode steps beside them.
+
+The ceiling is the rate of one large array in the same run.  Stores and loads are timed from the call until all has
+arrived, the median of several.  `a copy a layer` is what a cache costs where nothing gathers its blocks: a transfer for
+each layer of each block.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxkv
+from jaxkv import offload
+from jaxkv.cli.options import output_file, positive
+from jaxkv.offload import transfers
+
+BLOCK_SIZE = 64
+LARGE_BYTES = 2**31
+"""Of the array that shows the ceiling; as many as the blocks have where that is less."""
+PATTERN_BLOCKS = 16
+"""Blocks with entries of their own; a longer cache repeats them."""
+LAYERWISE_BLOCKS = 2
+"""Blocks that are moved layer by layer, which is slow."""
+STEPS = 20
+"""Decode steps in a row."""
+
+
+SIZES = {
+    "layers": ("layers of latents of 512 + 64 bf16 values, in blocks of 64 tokens (61; 4 on CPUs)", 61, 4),
+    "blocks": ("blocks to move (2048; 64 on CPUs)", 2048, 64),
+    "requests": ("requests to decode (64; 2 on CPUs)", 64, 2),
+    "tokens": ("cached tokens of each (4096; 256 on CPUs)", 4096, 256),
+    "heads": ("query heads (128; 4 on CPUs)", 128, 4),
+    "repeats": ("times that everything is timed (5; 3 on CPUs)", 5, 3),
+}
+"""Options: what they are, and their defaults on GPUs and on CPUs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The blocks, and the batch that is decoded beside them; what is not given depends on the device."""
+    for name, (told, *_) in SIZES.items():
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help=told)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the numbers")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the rates, as parts of the ceiling, and the times of steps."""
+    device = jax.devices()[0]
+    cpu = device.platform == "cpu"
+    for name, (_, gpu_default, cpu_default) in SIZES.items():
+        setattr(args, name, getattr(args, name) or (cpu_default if cpu else gpu_default))
+    layout = _layout(args, "BLNHC", args.blocks)
+    pool = offload.HostPool(layout, args.blocks)
+    print(f"{device.device_kind}, jax {jax.__version__}: {args.blocks} blocks of {layout.block_nbytes / 1e6:.2f} MB")
+    large = _large(min(LARGE_BYTES, layout.nbytes), args.repeats)
+    print("one large array: to the host {store:.1f} GB/s, back {load:.1f} GB/s".format(**large))
+    rows = {}
+    for order in ("BLNHC", "LBNHC"):
+        rows[order] = _whole(_filled(_layout(args, order, args.blocks)), pool, args.repeats)
+    rows["LBNHC, a copy a layer"] = _layerwise(_filled(_layout(args, "LBNHC", LAYERWISE_BLOCKS)), args.repeats)
+    for name, row in rows.items():
+        told = (f"{way} {row[way]:.1f} GB/s ({row[way] / large[way]:.2f})" for way in ("store", "load"))
+        print(f"{name}: {', '.join(told)}")
+    steps = _steps(args, pool)
+    print(
+        f"decode of {args.requests} requests x {args.tokens} tokens, {args.heads} heads, {args.layers} layers: "
+        f"{steps['alone_ms']:.2f} ms a step; {steps['beside_ms']:.2f} ms with {steps['blocks']} blocks stored after "
+        f"each, {steps['store']:.1f} GB/s beside it"
+    )
+    if args.json:
+        sizes = {name: getattr(args, name) for name in SIZES}
+        found = {"block_bytes": layout.block_nbytes, "large": large, "rows": rows, "steps": steps}
+        about = {"device": device.device_kind, "jax": jax.__version__}
+        args.json.write_text(json.dumps({**about, **sizes, **found}, indent=1) + "\n")
+    return 0
+
+
+def _layout(args: argparse.Namespace, order: str, num_blocks: int) -> jaxkv.CacheLayout:
+    entry = jaxkv.MLAEntry("bf16")
+    return jaxkv.CacheLayout(
+        num_layers=args.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, entry=entry, order=order
+    )
+
+
+def _filled(layout: jaxkv.CacheLayout) -> jaxkv.KVCache:
+    """A cache of random entries."""
+
+    @jax.jit
+    def fill():
+        shape = (PATTERN_BLOCKS, layout.block_nbytes // layout.itemsize)
+        pattern = jax.random.normal(jax.random.key(0), shape, layout.dtype)
+        first = jnp.arange(PATTERN_BLOCKS, dtype=jnp.int32)
+
+        def some(i, cache):  # ids beyond the last block are skipped
+            return jaxkv.write_blocks(cache, i * PATTERN_BLOCKS + first, pattern)
+
+        return lax.fori_loop(0, -(-layout.num_blocks // PATTERN_BLOCKS), some, jaxkv.KVCache.zeros(layout))
+
+    # Committed to its device, as the caches that loads return.
+    return jax.block_until_ready(jax.device_put(fill(), jax.devices()[0]))
+
+
+def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Until what `call` gives has arrived; and that."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(call())
+    return time.perf_counter() - start, result
+
+
+def _rates(nbytes: int, stores: list[float], loads: list[float]) -> dict[str, float]:
+    """GB/s, each way: of all but the first, which compiles."""
+    return {way: nbytes / float(np.median(s[1:])) / 1e9 for way, s in (("store", stores), ("load", loads))}
+
+
+def _large(nbytes: int, repeats: int) -> dict[str, float]:
+    """The ceiling: one array, whose memory on the host the first transfers have pinned."""
+    stores, loads = [], []
+    array = jax.device_put(jax.random.bits(jax.random.key(0), (nbytes // 4,)), jax.devices()[0])
+    for _ in range(1 + repeats):
+        seconds, there = _seconds(lambda: transfers.to_host(array))
+        stores.append(seconds)
+        loads.append(_seconds(partial(transfers.to_device, there, array.sharding))[0])
+    return _rates(nbytes, stores, loads)
+
+
+def _keys(*about: Any, count: int) -> list[bytes]:
+    """Keys of blocks that were never stored."""
+    return [repr((*about, i)).encode() for i in range(count)]
+
+
+def _whole(cache: jaxkv.KVCache, pool: offload.HostPool, repeats: int) -> dict[str, float]:
+    """All blocks of a cache, shuffled, into the pool and back."""
+    stores, loads = [], []
+    count, order = cache.layout.num_blocks, cache.layout.order
+    blocks = np.random.default_rng(0).permutation(count).tolist()
+    for repeat in range(1 + repeats):
+        keys = _keys(order, repeat, count=count)
+
+        def store(keys=keys, cache=cache):
+            pool.store(cache, blocks, keys)
+            pool.flush()
+
+        stores.append(_seconds(store)[0])
+        seconds, cache = _seconds(partial(pool.load, cache, blocks, keys))
+        loads.append(seconds)
+    return _rates(count * pool.block_nbytes, stores, loads)
+
+
+def _layerwise(cache: jaxkv.KVCache, repeats: int) -> dict[str, float]:
+    """The pages of all layers, each as a transfer of its own."""
+    pages = jax.jit(lambda x: list(x.reshape(-1, x.size // (cache.layout.num_layers * cache.layout.num_blocks))))
+    stores, loads = [], []
+    for _ in range(1 + repeats):
+        there = jax.block_until_ready(pages(cache.buffer))
+        seconds, there = _seconds(lambda there=there: list(map(transfers.to_host, there)))
+        stores.append(seconds)
+        back = partial(transfers.to_device, sharding=cache.buffer.sharding)
+        loads.append(_seconds(lambda there=there, back=back: list(map(back, there)))[0])
+    return _rates(cache.buffer.nbytes, stores, loads)
+
+
+def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]:
+    """Milliseconds of a decode step alone, and with as many blocks stored after each as are let under way at a time."""
+    per_request = -(-args.tokens // BLOCK_SIZE)
+    blocks = np.random.default_rng(1).permutation(args.requests * per_request)
+    cache = _filled(_layout(args, "BLNHC", blocks.size))
+    tables = jnp.asarray(blocks.reshape(args.requests, per_request), jnp.int32)
+    lengths = jnp.full(args.requests, args.tokens, jnp.int32)
+    keys = jax.random.split(jax.random.key(0))
+    sizes = zip(keys, cache.layout.entry.sizes, strict=True)
+    queries = [jax.random.normal(key, (args.requests, args.heads, n), jnp.bfloat16) for key, n in sizes]
+    step = jax.jit(_step, donate_argnums=0)
+    piece = blocks[: pool.blocks_under_way].tolist()
+
+    def steps(store: bool) -> float:
+        nonlocal cache
+        start = time.perf_counter()
+        for i in range(STEPS):
+            cache, _ = step(cache, *queries, tables, lengths)
+            if store:
+                pool.store(cache, piece, _keys(args.requests, start, i, count=len(piece)))
+        jax.block_until_ready(cache.buffer)
+        return (time.perf_counter() - start) / STEPS
+
+    alone, beside = (np.median([steps(store) for _ in range(1 + args.repeats)][1:]) for store in (False, True))
+    moved = len(piece) * pool.block_nbytes / beside / 1e9
+    return {"alone_ms": 1e3 * alone, "beside_ms": 1e3 * beside, "blocks": len(piece), "store": moved}
+
+
+def _step(cache: jaxkv.KVCache, q_latent, q_pe, block_tables, seq_lens):
+    """Attention of all layers, and the writes of the new tokens."""
+    slots = jaxkv.slots_for(block_tables, seq_lens[:, None] - 1, block_size=BLOCK_SIZE)[:, 0]
+    plan = jaxkv.plan_decode(cache, block_tables, seq_lens, num_heads=q_pe.shape[1])
+
+    def layer(carry, i):
+        cache, x = carry
+        cache = jaxkv.write_mla(cache, x[:, 0], q_pe[:, 0], slots, layer=i)
+        out = jaxkv.decode_mla(x, q_pe, cache, block_tables, seq_lens, layer=i, scale=192**-0.5, plan=plan)
+        return (cache, out), None
+
+    (cache, x), _ = lax.scan(layer, (cache, q_latent), jnp.arange(cache.layout.num_layers))
+    return cache, x

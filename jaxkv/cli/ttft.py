@@ -1,0 +1,163 @@
+"""Time to first token of a prompt whose prefix is computed, or found on the device, on the host or on disk.
+
+The weights are random: their values change no time.  The prompt is a prefix that fills blocks and chunks, and one token
+more, so that all cases compute their first token by the same program from the same entries: the tokens must be equal.
+A round of all cases goes before those that are timed.  The files on disk were written a moment before: the operating
+system may still have them in memory.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jaxlib
+import numpy as np
+
+import jaxkv
+from jaxkv.cli.options import output_file, positive
+from jaxkv.offload import DiskPool, HostPool
+
+if TYPE_CHECKING:
+    from jaxkv.models import Engine, Model
+
+BLOCK_SIZE = 64
+NEW_TOKENS = 16
+"""Drawn in each case, and compared."""
+
+
+class Case(NamedTuple):
+    """How a prompt was served."""
+
+    seconds: float
+    """To its first token."""
+    found: int
+    """Tokens of it that were not computed."""
+    tokens: list[int]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the prompt, and where blocks go on disk."""
+    parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
+    parser.add_argument("--prefix", type=positive, default=1024, help="tokens that are found again (1024)")
+    parser.add_argument("--chunk", type=positive, default=512, help="tokens of a prefill step (512)")
+    parser.add_argument("--rounds", type=positive, default=3, help="their median is told (3)")
+    parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help="of the cache's axes (BLNHC)")
+    parser.add_argument("--entry-format", help="format of the cached latents (fp8_ds_mla, ...); default the weights'")
+    parser.add_argument("--implementation", help="default the best that takes a call")
+    parser.add_argument("--disk", type=Path, metavar="DIR", help="where blocks go on disk; default a temporary folder")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a line a case; 1 where their tokens differ, or the prefix was not found."""
+    from jaxkv import models
+
+    try:
+        _check(args)
+        config = models.ModelConfig.read(args.config if args.config.is_dir() else args.config.parent)
+        options = {"entry_format": args.entry_format, "implementation": args.implementation}
+        model = jax.jit(partial(models.random_model, config, **options))()
+        with tempfile.TemporaryDirectory() as scratch:
+            bench = Bench(model, args.prefix, args.chunk, args.order, args.disk or Path(scratch))
+            print(bench)
+            rounds = [bench.round() for _ in range(1 + args.rounds)][1:]
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"jaxkv ttft: {error}") from None
+    ms = {name: [1e3 * cases[name].seconds for cases in rounds] for name in rounds[0]}
+    for name, times in ms.items():
+        print(f"{name:7}{median(times):10.2f} ms ({min(times):.2f} to {max(times):.2f})")
+    wrong = [
+        f"{name}, round {number}: {case.found} tokens found, then {case.tokens} drawn; cold {cases['cold'].tokens}"
+        for number, cases in enumerate(rounds, 1)
+        for name, case in cases.items()
+        if case.tokens != cases["cold"].tokens or case.found != (0 if name == "cold" else args.prefix)
+    ]
+    print("\n".join(wrong) or f"all found what they should, and drew the same {NEW_TOKENS} tokens")
+    if args.json:
+        about = {
+            "device": jax.devices()[0].device_kind,
+            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
+            "model": {"architecture": config.architecture, "layers": config.num_layers, "entries": model.entry_format},
+            "prefix": {"tokens": args.prefix, "bytes": bench.nbytes, "order": args.order, "chunk": args.chunk},
+            "ms": ms,
+            "wrong": wrong,
+        }
+        args.json.write_text(json.dumps(about, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    unit = math.lcm(BLOCK_SIZE, args.chunk)
+    if args.prefix % unit:
+        raise ValueError(
+            f"--prefix is {args.prefix}: expected a multiple of {unit}, of the chunk and of blocks of {BLOCK_SIZE}"
+        )
+
+
+class Bench:
+    """A model, and pools that outlive its engines."""
+
+    def __init__(self, model: "Model", prefix: int, chunk: int, order: str, folder: Path):
+        from jaxkv.models import fingerprint
+
+        self._model, self._prefix, self._chunk, self._order = model, prefix, chunk, order
+        self._layout = model.layout(self._num_blocks, BLOCK_SIZE, order)
+        self._disk = DiskPool(folder, self._layout, model=fingerprint(model))
+        self._host = self._pool()
+        self.nbytes = prefix // BLOCK_SIZE * self._host.block_nbytes
+        """Of the prefix."""
+
+    def __str__(self):
+        config = self._model.config
+        return (
+            f"{config.architecture} of {config.num_layers} layers on {jax.devices()[0].device_kind}; a prefix of "
+            f"{self._prefix} tokens is {self.nbytes / 1e6:.1f} MB of {self._model.entry_format} latents\n"
+            "time to first token:"
+        )
+
+    def round(self) -> dict[str, Case]:
+        """A new prompt, served in all cases."""
+        # Without a seed: the folder may hold the blocks of an earlier run.
+        prompt = np.random.default_rng().integers(0, self._model.config.vocab_size, self._prefix + 1).tolist()
+        engine = self._engine(self._host)
+        cases = {"cold": _served(engine, prompt), "device": _served(engine, prompt)}
+        cases["host"] = _served(self._engine(self._host), prompt)
+        self._host.flush()
+        cases["disk"] = _served(self._engine(self._pool()), prompt)
+        return cases
+
+    @property
+    def _num_blocks(self) -> int:
+        """Of a request."""
+        return -(-(self._prefix + NEW_TOKENS) // BLOCK_SIZE)
+
+    def _pool(self) -> HostPool:
+        return HostPool(self._layout, 2 * self._num_blocks, disk=self._disk)
+
+    def _engine(self, host: HostPool) -> "Engine":
+        """One that knows no prompt."""
+        from jaxkv.models import Engine
+
+        sizes = {"num_blocks": self._num_blocks, "block_size": BLOCK_SIZE, "chunk": self._chunk, "max_requests": 1}
+        max_len = self._num_blocks * BLOCK_SIZE
+        engine = Engine(self._model, **sizes, order=self._order, max_len=max_len, offload=host)
+        engine.warm_up()
+        return engine
+
+
+def _served(engine: "Engine", prompt: list[int]) -> Case:
+    before, start = engine.reuse.found, time.perf_counter()
+    request = engine.submit(prompt, max_tokens=NEW_TOKENS, stop=())
+    while not request.generated:
+        engine.step()
+    seconds = time.perf_counter() - start
+    for _ in engine.run():
+        pass
+    return Case(seconds, engine.reuse.found - before, request.generated)

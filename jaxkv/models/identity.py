@@ -1,0 +1,44 @@
+"""Which model it is whose entries a block contains."""
+
+import hashlib
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def fingerprint(model) -> str:
+    """A stable name (32 hex digits) of the model, whatever computes it and wherever it came from.
+
+    Models may use each other's entries only if theirs agree: it covers the configuration, and every weight with its
+    place, shape and dtype.  All weights are read once, where they are.
+
+    Args:
+      model: from `load` or `random_model`.
+    """
+    digest = hashlib.sha256(f"jaxkv model 1 {model.config}".encode())
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model.params)
+    checksums = _checksums([weight for _, weight in leaves])
+    for (path, weight), checksum in zip(leaves, jax.device_get(checksums), strict=True):
+        digest.update(f" {jax.tree_util.keystr(path)} {weight.shape} {weight.dtype} {checksum}".encode())
+    return digest.hexdigest()[:32]
+
+
+@jax.jit
+def _checksums(weights) -> list[jax.Array]:
+    """uint32 of each: the bits of its values, times odd numbers that depend on where they stand, summed.
+
+    Integers wrap around: any order of summation gives the same sum, and one value changed always another.
+    """
+    return [_checksum(weight) for weight in weights]
+
+
+def _checksum(weight) -> jax.Array:
+    bits = lax.bitcast_convert_type(weight, f"uint{8 * weight.dtype.itemsize}").astype(jnp.uint32)
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    for axis in range(bits.ndim):
+        stride = math.prod(bits.shape[axis + 1 :]) % 2**32
+        place += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride)
+    # Knuth's multiplicative hash spreads neighbours over all bits.
+    return jnp.sum(bits * (place * jnp.uint32(2654435761) << 1 | 1), dtype=jnp.uint32)

@@ -1,0 +1,54 @@
+"""Names of blocks by their content: equal keys, equal tokens before and in the block."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxkv.arguments import positive_int, told
+
+
+def prefix_keys(
+    tokens: Sequence[int] | np.ndarray,
+    *,
+    block_size: int,
+    layout_fingerprint: str,
+    model: str,
+    after: bytes | None = None,
+) -> list[bytes]:
+    """A key for each full block of a prompt.
+
+    Keys are chained: key i covers all of `tokens[: (i + 1) * block_size]`, as what a block stores depends on every
+    token before it, and with them the layout and the model.  So two prompts have as many leading keys in common as full
+    blocks.
+
+    Args:
+      tokens: token ids, ints or an integer array [T].
+      block_size: tokens a block.
+      layout_fingerprint: `fingerprint` of the cache's layout (of the PackedLayout where there are several groups).
+      model: names the weights, and whatever else changes what a token stores.
+      after: key of the block before `tokens`, to go on with a prompt that grows; default they are its first.
+
+    Returns:
+      T // block_size keys of 32 bytes.
+
+    Raises:
+      ValueError: `block_size` is no positive int, or `tokens` are no integers.
+    """
+    block_size = positive_int("block_size", block_size)
+    ids = _token_ids(tokens)
+    first = hashlib.sha256(json.dumps(["jaxkv", 1, model, layout_fingerprint, block_size]).encode()).digest()
+    key, keys = first if after is None else after, []
+    for end in range(block_size, ids.size + 1, block_size):
+        key = hashlib.sha256(key + ids[end - block_size : end].tobytes()).digest()
+        keys.append(key)
+    return keys
+
+
+def _token_ids(tokens) -> np.ndarray:
+    """`tokens` as little-endian int64 [T]: the same bytes on every machine, from every integer dtype."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"`tokens` is {told(ids)}: expected token ids, integers [T]")
+    return ids.astype("<i8")

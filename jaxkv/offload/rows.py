@@ -1,0 +1,46 @@
+"""Blocks as rows: what of a layout matters to who moves them, and the programs that read and write them."""
+
+import jax
+
+from jaxkv.arguments import check_cache
+from jaxkv.blocks import read_blocks, write_blocks
+from jaxkv.cache import KVCache
+from jaxkv.layout import CacheLayout
+from jaxkv.packing import PackedLayout
+from jaxkv_kernels.entries import Entry
+
+Layout = CacheLayout | PackedLayout
+
+read_rows = jax.jit(read_blocks, static_argnames="implementation")
+"""`read_blocks`, compiled."""
+write_rows = jax.jit(write_blocks, static_argnames="implementation", donate_argnames="cache")
+"""`write_blocks`, compiled, in place."""
+
+
+def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
+    """Shape [E] and dtype of a block that travels, with all its groups; ValueError for what is no layout."""
+    group = _groups(layout)[0]
+    return jax.ShapeDtypeStruct((group.pages.block_elements,), group.dtype)
+
+
+def row_nbytes(layout: Layout) -> int:
+    """Bytes of a block that travels."""
+    return _groups(layout)[0].block_nbytes
+
+
+def check_travels(cache: KVCache, layout: Layout) -> None:
+    """ValueError unless blocks of `cache` are blocks of `layout`; of a packed one, `cache` views any group."""
+    check_cache(cache, Entry)
+    if cache.layout.fingerprint not in (group.fingerprint for group in _groups(layout)):
+        raise ValueError(
+            "`cache` has other blocks than the pool: make a pool for them, or convert them by `jaxkv.convert_blocks`\n"
+            f"the cache has\n{cache.layout}\nthe pool takes\n{layout}"
+        )
+
+
+def _groups(layout: Layout) -> list[CacheLayout]:
+    if isinstance(layout, PackedLayout):
+        return list(layout.values())
+    if isinstance(layout, CacheLayout):
+        return [layout]
+    raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout or a PackedLayout")

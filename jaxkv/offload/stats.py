@@ -1,0 +1,48 @@
+"""What a pool of blocks has done so far."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Stats:
+    """Counts since the pool was made, of blocks unless they say bytes or seconds.
+
+    Transfers between device and host have no seconds here: they are asynchronous, and nobody waits to see one end.
+    `jaxkv offload` measures them.
+    """
+
+    stored: int = 0
+    """From a cache to host memory."""
+    stored_bytes: int = 0
+    refused: int = 0
+    """Not stored, as all room was held."""
+    loaded: int = 0
+    """From host memory to a cache, those that came from disk included."""
+    loaded_bytes: int = 0
+    host_hits: int = 0
+    """Keys that `matched` found in host memory."""
+    disk_hits: int = 0
+    """Keys that `matched` found on disk only."""
+    misses: int = 0
+    """Keys that `matched` did not count."""
+    evicted: int = 0
+    """Taken out of host memory to make room."""
+    written: int = 0
+    """From host memory to disk."""
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    """In the background."""
+    read: int = 0
+    """From disk to host memory."""
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+
+    @property
+    def write_rate(self) -> float:
+        """Bytes/s to disk; 0 before the first."""
+        return self.written_bytes / self.write_seconds if self.written else 0.0
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes/s from disk; 0 before the first."""
+        return self.read_bytes / self.read_seconds if self.read else 0.0

@@ -1,0 +1,62 @@
+"""`jaxkv offload`: what it prints, and that it is what was moved."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxkv import offload
+from jaxkv.cli import main
+from jaxkv.cli import offload as command
+
+SMALL = ["--layers", "2", "--blocks", "16", "--requests", "2", "--tokens", "100", "--heads", "2", "--repeats", "1"]
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    monkeypatch.setattr(command, "STEPS", 2)
+
+
+def test_rates_and_steps_are_told(capsys, tmp_path):
+    file = tmp_path / "numbers.json"
+    assert main(["offload", *SMALL, "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = (
+        "cpu, jax ",
+        "one large array: ",
+        "BLNHC: store ",
+        "LBNHC: store ",
+        "LBNHC, a copy a layer: store ",
+        "decode",
+    )
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 6
+    assert "16 blocks of 0.15 MB" in lines[0]
+    found = json.loads(file.read_text())
+    assert found["block_bytes"] == 2 * 64 * 576 * 2
+    rates = [row[way] for row in (found["large"], *found["rows"].values()) for way in ("store", "load")]
+    assert len(rates) == 8
+    assert min(*rates, *found["steps"].values()) > 0
+
+
+def test_all_blocks_move_and_come_back(monkeypatch):
+    counts = []
+    load = offload.HostPool.load
+
+    def counted(pool, cache, blocks, keys):
+        before = np.asarray(cache.buffer).copy()
+        cache = load(pool, cache, blocks, keys)
+        assert np.array_equal(np.asarray(cache.buffer).view(np.uint8), before.view(np.uint8))
+        assert np.count_nonzero(before) > 0.99 * before.size
+        counts.append(len(set(blocks)))
+        return cache
+
+    monkeypatch.setattr(offload.HostPool, "load", counted)
+    main(["offload", *SMALL])
+    assert counts == [16] * 4  # two orders, the first time and once more
+
+
+@pytest.mark.parametrize("wrong", ["0", "-3", "many"])
+def test_sizes_are_positive(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main(["offload", "--blocks", wrong])
+    assert "is no positive integer" in capsys.readouterr().err
