@@ -56,7 +56,8 @@ class Engine:
         `model.layout(num_blocks, block_size, order)`, for any number of blocks.  It may outlive the engine.
 
     Raises:
-      ValueError: an argument is out of its range, or `offload` is for other blocks, or the model is on several devices.
+      ValueError: an argument is out of its range; `offload` is for other blocks, or is given for a cache on several
+        devices; the model is data parallel (`Replicas` serves it).
     """
 
     def __init__(

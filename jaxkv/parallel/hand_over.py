@@ -39,7 +39,7 @@ def hand_over(source: KVCache, source_blocks, target: KVCache, target_blocks, *,
     if source.layout.fingerprint != target.layout.fingerprint:
         raise ValueError(
             f"`target` holds blocks of {target.layout.fingerprint}: expected those of `source`, "
-            f"{source.layout.fingerprint}"
+            f"{source.layout.fingerprint}; `convert_blocks` makes rows of one those of the other"
         )
     ours, theirs = (cache.buffer.size // cache.layout.size for cache in (source, target))
     if ours != theirs:
