@@ -164,7 +164,8 @@ def _attend_latents(
     block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
     sight = tl.load(seq_lens + request) - (TOKENS - 1) + row // HEADS  # the end of what each row sees
     top = tl.full((ROWS,), EMPTY, tl.float32)
-    sums = tl.zeros((ROWS, KEYS) if ROWS < 64 else (ROWS,), tl.float32)
+    spread: tl.constexpr = HALVED and NATIVE and ROWS < 64  # where registers are left for sums by place
+    sums = tl.zeros((ROWS, KEYS) if spread else (ROWS,), tl.float32)
     for start in tl.range(begin, end, KEYS):
         position = start + key
         known = (block >= 0) & (block < blocks)
@@ -191,7 +192,7 @@ def _attend_latents(
 
     if HALVED:
         acc = _whole(acc, tl.load(kv_scales))
-    total = tl.sum(sums, axis=1) if ROWS < 64 else sums
+    total = tl.sum(sums, axis=1) if spread else sums
     below = divisor(total)
     if piece == 0:
         if SINKS:
