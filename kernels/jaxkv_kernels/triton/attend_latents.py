@@ -29,10 +29,21 @@ from jaxkv_kernels.triton.e4m3_pairs import in_halves
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.load_latents import load_latent, load_rope
 from jaxkv_kernels.triton.plan_decode import Plan
-from jaxkv_kernels.triton.softmax import EMPTY, LOG2E, MASKED, added, capped, divisor, divisor_with_sink, log_sum, weighted
+from jaxkv_kernels.triton.softmax import (
+    EMPTY,
+    LOG2E,
+    MASKED,
+    added,
+    capped,
+    divisor,
+    divisor_with_sink,
+    log_sum,
+    weighted,
+)
 from jaxkv_kernels.triton.tiles import load_pieces
 
 SMALLEST_EXPONENT = tl.constexpr(-100)
+"""Of what queries are divided by: that of queries of zeros."""
 
 
 def attend_latents(

@@ -41,11 +41,7 @@ def added(sums, shrink, weight):
 
     The latter takes registers, and spares the threads that share a row a word about every tile.
     """
-    if len(sums.shape) == 1:
-        found = sums * shrink + tl.sum(weight, axis=1)
-    else:
-        found = sums * shrink[:, None] + weight
-    return found
+    return sums * shrink + tl.sum(weight, axis=1) if len(sums.shape) == 1 else sums * shrink[:, None] + weight
 
 
 @triton.jit
