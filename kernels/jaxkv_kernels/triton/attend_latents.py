@@ -5,13 +5,19 @@ request's tokens, and walks it in tiles of keys.  Latents are loaded once and us
 is the whole request gives the result; one that is a piece leaves its part for `combine`.
 Tokens come through a table of blocks, or of slots, which is one of blocks of one token.
 
-What orders what.  Triton fetches tiles ahead, `stages` of them, by asynchronous copies; the table is read one tile
+What orders what.  Triton fetches tiles by asynchronous copies, which it asks for when a turn of the loop ends: of two
+stages, the next turn begins by waiting for them, of three, they have that turn to arrive.  The table is read one tile
 earlier still, as addresses depend on it.  Products with parts of a latent, `columns` wide, do not wait for each other,
 which a single product of 512 would, and take fewer registers.
 
-Budget on sm_90, bf16.  Rows 64, keys 64, 8 warps: queries 72 KiB + 2 tiles of 72 = 216 KiB of shared memory, and 128
+Factors.  They have the queries' dtype, but those of `fp8` entries are float16, which has e4m3 exactly: the GPU converts
+to it, two values at a time (`e4m3_pairs`), and queries are divided by a power of two a row, so that it has them, too.
+
+Budget on sm_90.  bf16, rows 64, keys 64, 8 warps: queries 72 KiB + 2 tiles of 72 = 216 KiB of shared memory, and 128
 registers a thread for the results, of 255.  Rows 16, keys 32, 4 warps: 18 + 2 x 36 = 91 KiB, 168 registers: two
-programs a multiprocessor.
+programs a multiprocessor.  fp8, rows 16, keys 64, 4 warps: 18 + 2 x 36 + 2 = 92 KiB, 193 registers: two programs.
+fp8_ds_mla, rows 64, keys 64, 8 warps: queries 72 KiB, a tile's values 64, two tiles as they are 66, three of rotary keys
+24 = 226 KiB.
 """
 
 import jax

@@ -23,7 +23,7 @@ class Tiles:
     keys: int
     """Tokens of the cache."""
     columns: int
-    """Of a latent, in one product."""
+    """Of a latent, loaded at a time: for one product, or two where e4m3 values come in pairs."""
     warps: int
     stages: int
     """Tiles of keys that are under way at a time."""
