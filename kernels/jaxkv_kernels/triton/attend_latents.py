@@ -16,7 +16,7 @@ to it, two values at a time (`e4m3_pairs`), and queries are divided by a power o
 Budget on sm_90.  bf16, rows 64, keys 64, 8 warps: queries 72 KiB + 2 tiles of 72 = 216 KiB of shared memory, and 128
 registers a thread for the results, of 255.  Rows 16, keys 32, 4 warps: 18 + 2 x 36 = 91 KiB, 168 registers: two
 programs a multiprocessor.  fp8, rows 16, keys 64, 4 warps: 18 + 2 x 36 + 2 = 92 KiB, 193 registers: two programs.
-fp8_ds_mla, rows 64, keys 64, 8 warps: queries 72 KiB, a tile's values 64, two tiles as they are 66, three of rotary keys
+fp8_ds_mla, rows 64, keys 64, 8 warps: queries 72 KiB, a tile's values 64, two tiles as stored 66, three of rotary keys
 24 = 226 KiB.
 """
 
@@ -85,7 +85,7 @@ def attend_latents(
         ),
         grid=(items * groups,), warps=tiles.warps, stages=tiles.stages,
         PAGES=in_memory, FORMAT=entry.format, STORED=element_type(entry.dtype),
-        DTYPE=element_type(factors), NATIVE=has_e4m3(), HALVED=halved, TABLE=table.shape[1], TABLE_BLOCK=table_block,
+        DTYPE=element_type(factors), NATIVE=has_e4m3(), TABLE=table.shape[1], TABLE_BLOCK=table_block,
         EVEN=not any(n % 2 for n in (*steps, *entry.sizes)), SIZES=entry.sizes, TOKENS=tokens, HEADS=heads,
         GROUPS=groups, CAP=logit_cap, SINKS=sinks is not None, ROWS=tiles.rows, KEYS=tiles.keys, COLUMNS=columns,
         PARTS=-(-latent // columns), ROPE=max(least, power_of_two(entry.sizes[1])),
@@ -148,12 +148,13 @@ def _store_result(array, row, live, acc, below, LATENT: tl.constexpr):
 def _attend_latents(
     q_latent, q_pe, buffer, table, seq_lens, items, layers, scales, kv_scales, sinks, out, lse, part_out, part_lse,
     PAGES: tl.constexpr, FORMAT: tl.constexpr, STORED: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr,
-    HALVED: tl.constexpr, EVEN: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SIZES: tl.constexpr,
+    EVEN: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SIZES: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     LATENT: tl.constexpr = SIZES[0]
     ALL: tl.constexpr = TOKENS * HEADS
+    HALVED: tl.constexpr = FORMAT == "fp8"
     item = tl.program_id(0) // GROUPS
     request = tl.load(items + item * 4)
     if request < 0:
@@ -181,8 +182,8 @@ def _attend_latents(
     block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
     sight = tl.load(seq_lens + request) - (TOKENS - 1) + row // HEADS  # the end of what each row sees
     top = tl.full((ROWS,), EMPTY, tl.float32)
-    spread: tl.constexpr = HALVED and NATIVE and ROWS < 64  # where registers are left for sums by place
-    sums = tl.zeros((ROWS, KEYS) if spread else (ROWS,), tl.float32)
+    SPREAD: tl.constexpr = HALVED and NATIVE and ROWS < 64  # where registers are left for sums by place
+    sums = tl.zeros((ROWS, KEYS) if SPREAD else (ROWS,), tl.float32)
     for start in tl.range(begin, end, KEYS):
         position = start + key
         known = (block >= 0) & (block < blocks)
@@ -209,7 +210,7 @@ def _attend_latents(
 
     if HALVED:
         acc = _whole(acc, tl.load(kv_scales))
-    total = tl.sum(sums, axis=1) if spread else sums
+    total = tl.sum(sums, axis=1) if SPREAD else sums
     below = divisor(total)
     if piece == 0:
         if SINKS:
