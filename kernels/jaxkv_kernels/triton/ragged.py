@@ -9,9 +9,6 @@ import triton.language as tl
 
 from jaxkv_kernels.triton.addresses import slots_of
 
-AT_ONCE = tl.constexpr(32)
-"""Requests that a token's is looked for among in one step."""
-
 
 def ragged_operands(block_tables, cu_seq_lens, seq_starts, layer) -> tuple[jax.Array, ...]:
     """What kernels that gather read beside the cache: tables, running sum, first tokens, layer."""
@@ -32,15 +29,11 @@ def ragged_slots(token, tables, sums, starts, layer, RUNS: tl.constexpr, PAGES: 
     """
     REQUESTS: tl.constexpr = RUNS[0]
     request = tl.zeros_like(token)  # how many runs end at or before the token
-    # By halves, each of which waits for the one before; then the last AT_ONCE at once.
-    spans: tl.constexpr = triton.next_power_of_2(triton.cdiv(REQUESTS, AT_ONCE))
-    for i in tl.static_range(1, spans.bit_length()):
-        ahead = request + (spans >> i) * AT_ONCE
+    span: tl.constexpr = triton.next_power_of_2(REQUESTS)
+    for i in tl.static_range(span.bit_length()):
+        ahead = request + (span >> i)
         ended = tl.load(sums + tl.minimum(ahead, REQUESTS)) <= token
         request = tl.where((ahead <= REQUESTS) & ended, ahead, request)
-    ahead = request[:, None] + 1 + tl.arange(0, AT_ONCE)
-    ended = tl.load(sums + tl.minimum(ahead, REQUESTS)) <= token[:, None]
-    request += tl.sum(((ahead <= REQUESTS) & ended).to(tl.int32), axis=1)
     live = request < REQUESTS
     request = tl.where(live, request, 0)
     position = token - tl.load(sums + request)
