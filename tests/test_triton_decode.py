@@ -78,6 +78,17 @@ def test_latents_compile_at_the_sizes_of_models(form, heads, tokens, capability)
 
 
 @compiles
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
+def test_two_programs_of_few_heads_share_a_multiprocessor(form):
+    """As they would not if e4m3 values of `fp8` went through shared memory on their way to products."""
+    q = array("bfloat16", 64, 1, 16, 512), array("bfloat16", 64, 1, 16, 64)
+    cache, options = cache_of(jaxkv.MLAEntry(form)), {"kv_scale": 1.0} if form == "fp8" else {}
+    attend, _ = builds(90, jaxkv.decode_mla, *q, cache, *REQUESTS, layer=0, scale=1.0, **options)
+    assert 2 * (attend.shared + 1024) <= 228 * 1024  # a program has 1 KiB more than it asks for
+    assert 2 * 4 * 32 * attend.registers <= 2**16
+
+
+@compiles
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(
     ("form", "sizes", "sharing", "tokens", "options"),

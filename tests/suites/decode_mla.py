@@ -1,5 +1,7 @@
 """Dense MLA decode: bit-equal to the packed cache, right against the oracle, deaf to poison."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -146,6 +148,60 @@ class DecodeMLA(DecodeMLAChecks):
             scene = scenes.scene(entry)
             cache = scene.cache(layout_of("BLNHC", entry), 1)
             self.check(queries(entry, len(scene.lengths), 1, 3, jnp.float32), cache, scene, 1)
+
+    def test_quantised_entries_of_odd_sizes(self):
+        entry = jaxkv.MLAEntry("fp8", latent=77, rope=14)  # 91 bytes: of any two tokens, one begins at an odd address
+        scene = scenes.scene(entry)
+        layout = jaxkv.CacheLayout(num_layers=3, num_blocks=scenes.BLOCKS, block_size=64, entry=entry)
+        self.check(queries(entry, len(scene.lengths), self.tokens, self.heads), scene.cache(layout, 1), scene, 1)
+
+    @pytest.mark.parametrize("power", [-60, 60])
+    @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
+    def test_queries_of_any_magnitude(self, form, power):
+        entry = self.entry(form)
+        scene = scenes.scene(entry)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), 1, 3)
+        moved = [x * jnp.asarray(2.0**power, x.dtype) for x in q]
+        for a, b in zip(
+            self.decode(q, cache, scene, 1), self.decode(moved, cache, scene, 1, scale=SCALE * 2.0**-power), strict=True
+        ):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla"])
+    def test_a_nan_in_a_quantised_entry_is_seen(self, form):
+        entry = self.entry(form)
+        whole = scenes.scene(entry)
+        request = int(np.argmax(whole.lengths))
+        block = whole.tables[request, 0]
+        for byte in (0x7F, 0xFF):
+            entries = whole.entries.copy()
+            entries[block, 0, 1, 2] = byte
+            broken, layout = replace(whole, entries=entries), layout_of("BLNHC", entry)
+            q = queries(entry, len(whole.lengths), 1, 3)
+            before, _ = self.decode(q, whole.cache(layout, 1), whole, 1)
+            after, lse = self.decode(q, broken.cache(layout, 1), broken, 1)
+            others = np.arange(len(whole.lengths)) != request
+            assert np.isnan(np.asarray(after[request], np.float32)).all()
+            assert np.isnan(np.asarray(lse[request])).all()
+            assert_same_bits(after[others], before[others])
+
+    def test_many_small_weights_add_up_on_quantised_entries(self):
+        entry, tokens, power = self.entry("fp8"), 2500, 25.5
+        layout = jaxkv.CacheLayout(num_layers=1, num_blocks=40, block_size=64, entry=entry)
+        # The first token outweighs every other one by 2**power, and has no value where they have 448.
+        latent = np.zeros((tokens, entry.latent), np.float32)
+        latent[0, 0], latent[1:, 1] = 16, 448
+        cache = jaxkv.write_mla(
+            jaxkv.KVCache.zeros(layout), jnp.asarray(latent), jnp.zeros((tokens, entry.rope)), jnp.arange(tokens),
+            layer=0, kv_scale=1.0, implementation="xla",
+        )  # fmt: skip
+        q = jnp.zeros((1, 1, 16, entry.latent), jnp.bfloat16).at[..., 0].set(1)
+        out = self.run(
+            jaxkv.decode_mla, q, jnp.zeros((1, 1, 16, entry.rope), jnp.bfloat16), cache, jnp.arange(40)[None],
+            jnp.asarray([tokens]), layer=0, kv_scale=1.0, scale=power * np.log(2) / 16,
+        )  # fmt: skip
+        rest = (tokens - 1) * 2.0**-power
+        np.testing.assert_allclose(np.asarray(out[..., 1], np.float32), 448 * rest / (1 + rest), rtol=0.02)
 
     def test_lengths_far_apart_in_one_batch(self):
         entry = self.entry()

@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+IEEE = tl.constexpr("ieee")
+"""Triton 3.6 takes no plain string for the default of a constant."""
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):
+def dot(a, b, acc, PRECISION: tl.constexpr = IEEE):
     """`acc` + a [M, K] @ b [K, N], float32 [M, N].
 
     PRECISION is of float32 factors: "ieee" takes all their bits, but no tensor cores, and Triton has all factors of a

@@ -5,13 +5,19 @@ request's tokens, and walks it in tiles of keys.  Latents are loaded once and us
 is the whole request gives the result; one that is a piece leaves its part for `combine`.
 Tokens come through a table of blocks, or of slots, which is one of blocks of one token.
 
-What orders what.  Triton fetches tiles ahead, `stages` of them, by asynchronous copies; the table is read one tile
+What orders what.  Triton fetches tiles by asynchronous copies, which it asks for when a turn of the loop ends: of two
+stages, the next turn begins by waiting for them, of three, they have that turn to arrive.  The table is read one tile
 earlier still, as addresses depend on it.  Products with parts of a latent, `columns` wide, do not wait for each other,
 which a single product of 512 would, and take fewer registers.
 
-Budget on sm_90, bf16.  Rows 64, keys 64, 8 warps: queries 72 KiB + 2 tiles of 72 = 216 KiB of shared memory, and 128
+Factors.  They have the queries' dtype, but those of `fp8` entries are float16, which has e4m3 exactly: the GPU converts
+to it, two values at a time (`e4m3_pairs`), and queries are divided by a power of two a row, so that it has them, too.
+
+Budget on sm_90.  bf16, rows 64, keys 64, 8 warps: queries 72 KiB + 2 tiles of 72 = 216 KiB of shared memory, and 128
 registers a thread for the results, of 255.  Rows 16, keys 32, 4 warps: 18 + 2 x 36 = 91 KiB, 168 registers: two
-programs a multiprocessor.
+programs a multiprocessor.  fp8, rows 16, keys 64, 4 warps: 18 + 2 x 36 + 2 = 92 KiB, 193 registers: two programs.
+fp8_ds_mla, rows 64, keys 64, 8 warps: queries 72 KiB, a tile's values 64, two tiles as stored 66, three of rotary keys
+24 = 226 KiB.
 """
 
 import jax
@@ -24,11 +30,26 @@ from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.combine import combine
 from jaxkv_kernels.triton.decode_tiles import latent_tiles, power_of_two
 from jaxkv_kernels.triton.dtypes import element_type
-from jaxkv_kernels.triton.e4m3 import has_e4m3
+from jaxkv_kernels.triton.e4m3 import has_e4m3, power_of_two_scale
+from jaxkv_kernels.triton.e4m3_pairs import in_halves
 from jaxkv_kernels.triton.launch import launch
-from jaxkv_kernels.triton.load_latents import load_columns, load_latent, load_rope
+from jaxkv_kernels.triton.load_latents import load_latent, load_rope
 from jaxkv_kernels.triton.plan_decode import Plan
-from jaxkv_kernels.triton.softmax import EMPTY, LOG2E, MASKED, capped, divisor, divisor_with_sink, log_sum, weighted
+from jaxkv_kernels.triton.softmax import (
+    EMPTY,
+    LOG2E,
+    MASKED,
+    added,
+    capped,
+    divisor,
+    divisor_with_sink,
+    log_sum,
+    weighted,
+)
+from jaxkv_kernels.triton.tiles import load_pieces
+
+SMALLEST_EXPONENT = tl.constexpr(-100)
+"""Of what queries are divided by: that of queries of zeros."""
 
 
 def attend_latents(
@@ -43,7 +64,12 @@ def attend_latents(
     rows, dtype = tokens * heads, q_latent.dtype
     tiles = latent_tiles(entry, rows, dtype)
     groups, items = tiles.groups(rows), plan.items.shape[0]
-    columns = min(tiles.columns, power_of_two(latent))
+    halved = entry.codec.scaled
+    least = 32 if halved else 16  # columns that products take
+    columns = min(tiles.columns, max(least, power_of_two(latent)))
+    factors = jnp.float16 if halved and dtype != jnp.float32 else dtype
+    in_memory = in_bytes(pages, buffer.dtype.itemsize)
+    steps = (in_memory.offset, in_memory.layer_stride, in_memory.block_stride, in_memory.token_stride)
     one = (1,)
     out, lse, part_out, part_lse = launch(
         _attend_latents,
@@ -58,11 +84,11 @@ def attend_latents(
             jax.ShapeDtypeStruct((items if plan.cutting else 1, rows), jnp.float32),
         ),
         grid=(items * groups,), warps=tiles.warps, stages=tiles.stages,
-        PAGES=in_bytes(pages, buffer.dtype.itemsize), FORMAT=entry.format, STORED=element_type(entry.dtype),
-        DTYPE=element_type(dtype), NATIVE=has_e4m3(), TABLE=table.shape[1], TABLE_BLOCK=table_block,
-        SIZES=entry.sizes, TOKENS=tokens, HEADS=heads, GROUPS=groups, CAP=logit_cap,
-        SINKS=sinks is not None, ROWS=tiles.rows, KEYS=tiles.keys, COLUMNS=columns,
-        PARTS=-(-latent // columns), ROPE=max(16, power_of_two(entry.sizes[1])),
+        PAGES=in_memory, FORMAT=entry.format, STORED=element_type(entry.dtype),
+        DTYPE=element_type(factors), NATIVE=has_e4m3(), TABLE=table.shape[1], TABLE_BLOCK=table_block,
+        EVEN=not any(n % 2 for n in (*steps, *entry.sizes)), SIZES=entry.sizes, TOKENS=tokens, HEADS=heads,
+        GROUPS=groups, CAP=logit_cap, SINKS=sinks is not None, ROWS=tiles.rows, KEYS=tiles.keys, COLUMNS=columns,
+        PARTS=-(-latent // columns), ROPE=max(least, power_of_two(entry.sizes[1])),
     )  # fmt: skip
     if plan.cutting:
         out, lse = combine(out, lse, part_out, part_lse, plan, sinks)
@@ -70,24 +96,65 @@ def attend_latents(
 
 
 @triton.jit
-def _store_result(array, row, live, acc, below, LATENT: tl.constexpr, DTYPE: tl.constexpr):
+def _unit(tiles):
+    """Powers of two [n] by which rows of tiles [n, m] are divided for float16 to hold them; NaN of rows with NaN."""
+    most = tl.zeros((tiles[0].shape[0],), tl.float32)
+    for i in tl.static_range(len(tiles)):
+        most = tl.maximum(most, tl.max(tl.abs(tiles[i].to(tl.float32)), axis=1))
+    return power_of_two_scale(most[:, None], SMALLEST_EXPONENT)[0]
+
+
+@triton.jit
+def _halved(tiles, unit, DTYPE: tl.constexpr):
+    """Tiles of queries, divided by `unit` [n], in halves."""
+    found = ()
+    for i in tl.static_range(len(tiles)):
+        low, high = in_halves(rounded(tiles[i].to(tl.float32) / unit[:, None], DTYPE))
+        found += (low, high)
+    return found
+
+
+@triton.jit
+def _whole(halves, factor):
+    """Tiles from their halves, multiplied by `factor`."""
+    found = ()
+    for i in tl.static_range(len(halves) // 2):
+        found += (tl.interleave(halves[2 * i], halves[2 * i + 1]) * factor,)
+    return found
+
+
+@triton.jit
+def _scores(q, k, score):
+    """`score` [rows, keys] and the products of the tiles `q` [rows, n] with the tiles `k` [keys, n]."""
+    for part in tl.static_range(len(k)):
+        if score.shape[0] < 64:  # small products wait for their own sums: several at a time
+            score += dot(q[part], tl.trans(k[part]), tl.zeros(score.shape, tl.float32))
+        else:
+            score = dot(q[part], tl.trans(k[part]), score)
+    return score
+
+
+@triton.jit
+def _store_result(array, row, live, acc, below, LATENT: tl.constexpr):
     """The parts `acc` of a tile of sums, divided by `below` [n], to rows `row` [n] of `array` [..., LATENT]."""
     for part in tl.static_range(len(acc)):
         column = part * acc[part].shape[1] + tl.arange(0, acc[part].shape[1])
         target = array + row[:, None] * LATENT + column[None, :]
-        tl.store(target, rounded(acc[part] / below[:, None], DTYPE), mask=live[:, None] & (column < LATENT)[None, :])
+        result = rounded(acc[part] / below[:, None], array.dtype.element_ty)
+        tl.store(target, result, mask=live[:, None] & (column < LATENT)[None, :])
 
 
 @triton.jit
 def _attend_latents(
     q_latent, q_pe, buffer, table, seq_lens, items, layers, scales, kv_scales, sinks, out, lse, part_out, part_lse,
     PAGES: tl.constexpr, FORMAT: tl.constexpr, STORED: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr,
-    TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SIZES: tl.constexpr,
+    EVEN: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SIZES: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     LATENT: tl.constexpr = SIZES[0]
     ALL: tl.constexpr = TOKENS * HEADS
+    HALVED: tl.constexpr = FORMAT == "fp8"
     item = tl.program_id(0) // GROUPS
     request = tl.load(items + item * 4)
     if request < 0:
@@ -98,12 +165,15 @@ def _attend_latents(
     query = request.to(tl.int64) * ALL + row
     q, acc = (), ()
     for part in tl.static_range(PARTS):
-        q += (load_columns(q_latent + query * LATENT + part * COLUMNS, live, LATENT - part * COLUMNS, COLUMNS),)
-        acc += (tl.zeros((ROWS, COLUMNS), tl.float32),)
-    q_rope = load_columns(q_pe + query * SIZES[1], live, SIZES[1], ROPE)
-    scale, kv_scale = tl.load(scales), tl.load(kv_scales)
-    if FORMAT == "fp8":
-        scale *= kv_scale
+        q += (load_pieces(q_latent + query * LATENT + part * COLUMNS, live, LATENT - part * COLUMNS, COLUMNS),)
+    q_rope = (load_pieces(q_pe + query * SIZES[1], live, SIZES[1], ROPE),)
+    scale = tl.load(scales)
+    if HALVED:
+        unit = _unit(q + q_rope)
+        scale *= tl.load(kv_scales) * unit[:, None]
+        q, q_rope = _halved(q, unit, DTYPE), _halved(q_rope, unit, DTYPE)
+    for part in tl.static_range(len(q)):
+        acc += (tl.zeros(q[part].shape, tl.float32),)
 
     layer = tl.load(layers)
     blocks = slots_of(layer, PAGES) // TABLE_BLOCK
@@ -112,7 +182,8 @@ def _attend_latents(
     block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
     sight = tl.load(seq_lens + request) - (TOKENS - 1) + row // HEADS  # the end of what each row sees
     top = tl.full((ROWS,), EMPTY, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    SPREAD: tl.constexpr = HALVED and NATIVE and ROWS < 64  # where registers are left for sums by place
+    sums = tl.zeros((ROWS, KEYS) if SPREAD else (ROWS,), tl.float32)
     for start in tl.range(begin, end, KEYS):
         position = start + key
         known = (block >= 0) & (block < blocks)
@@ -122,37 +193,31 @@ def _attend_latents(
         place = token_address(buffer, layer, slot, 0, PAGES)
         k = ()
         for part in tl.static_range(PARTS):
-            k += (load_latent(place, known, part * COLUMNS, COLUMNS, LATENT, FORMAT, STORED, DTYPE, NATIVE),)
-        k_rope = load_rope(place, known, LATENT, SIZES[1], ROPE, FORMAT, STORED, DTYPE, NATIVE)
-        score = dot(q_rope, tl.trans(k_rope), tl.zeros((ROWS, KEYS), tl.float32))
-        for part in tl.static_range(PARTS):
-            if ROWS < 64:  # small products wait for their own sums: several at a time
-                score += dot(q[part], tl.trans(k[part]), tl.zeros((ROWS, KEYS), tl.float32))
-            else:
-                score = dot(q[part], tl.trans(k[part]), score)
+            k += load_latent(place, known, part * COLUMNS, COLUMNS, LATENT, FORMAT, STORED, DTYPE, NATIVE, EVEN)
+        k_rope = load_rope(place, known, LATENT, SIZES[1], ROPE, FORMAT, STORED, DTYPE, NATIVE, EVEN)
+        score = _scores(q, k, _scores(q_rope, k_rope, tl.zeros((ROWS, KEYS), tl.float32)))
         seen = known[None, :]
         if TOKENS > 1:
             seen = seen & (position[None, :] < sight[:, None])
         score = tl.where(seen, capped(score * scale, CAP), MASKED)
-        weight, shrink, top, total = weighted(score, top, total)
+        weight, shrink, top = weighted(score, top, DTYPE)
+        sums = added(sums, shrink, weight)
         weight = rounded(weight, DTYPE)
         summed = ()
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(len(k)):
             summed += (dot(weight, k[part], acc[part] * shrink[:, None]),)
         acc = summed
 
-    if FORMAT == "fp8":
-        scaled = ()
-        for part in tl.static_range(PARTS):
-            scaled += (acc[part] * kv_scale,)
-        acc = scaled
+    if HALVED:
+        acc = _whole(acc, tl.load(kv_scales))
+    total = tl.sum(sums, axis=1) if SPREAD else sums
     below = divisor(total)
     if piece == 0:
         if SINKS:
             below = divisor_with_sink(top, total, tl.load(sinks + row % HEADS, mask=live))
-        _store_result(out, query, live, acc, below, LATENT, DTYPE)
+        _store_result(out, query, live, acc, below, LATENT)
         tl.store(lse + query, log_sum(top, total) / LOG2E, mask=live)
     else:
         left = item.to(tl.int64) * ALL + row
-        _store_result(part_out, left, live, acc, below, LATENT, tl.float32)
+        _store_result(part_out, left, live, acc, below, LATENT)
         tl.store(part_lse + left, log_sum(top, total), mask=live)

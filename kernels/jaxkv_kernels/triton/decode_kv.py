@@ -25,9 +25,9 @@ from jaxkv_kernels.triton.decode_tiles import pair_tiles, power_of_two
 from jaxkv_kernels.triton.dtypes import element_type
 from jaxkv_kernels.triton.e4m3 import has_e4m3
 from jaxkv_kernels.triton.launch import launch
-from jaxkv_kernels.triton.load_latents import load_columns
 from jaxkv_kernels.triton.plan_decode import plan_decode
-from jaxkv_kernels.triton.softmax import EMPTY, LOG2E, MASKED, capped, divisor, log_sum, weighted
+from jaxkv_kernels.triton.softmax import EMPTY, LOG2E, MASKED, added, capped, divisor, log_sum, weighted
+from jaxkv_kernels.triton.tiles import load_pieces
 from jaxkv_kernels.triton.widen import widened
 
 
@@ -75,7 +75,7 @@ def _load_values(
     SCALED: tl.constexpr, STORED: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Values FIRST, FIRST + 1, ... of entries as a tile [n, COLUMNS] of DTYPE; those of a scaled format as stored."""
-    values = load_columns(place.to(tl.pointer_type(STORED)) + FIRST, known, SIZE, COLUMNS)
+    values = load_pieces(place.to(tl.pointer_type(STORED)) + FIRST, known, SIZE, COLUMNS)
     return widened(values, None, DTYPE, NATIVE) if SCALED else rounded(values, DTYPE)
 
 
@@ -98,7 +98,7 @@ def _attend_pairs(
     token = row // SHARING
     live = token < TOKENS
     line = token * HEADS + head * SHARING + row % SHARING
-    queries = load_columns(q + (request.to(tl.int64) * (TOKENS * HEADS) + line) * SIZES[0], live, SIZES[0], KEY_COLUMNS)
+    queries = load_pieces(q + (request.to(tl.int64) * (TOKENS * HEADS) + line) * SIZES[0], live, SIZES[0], KEY_COLUMNS)
     scale = tl.load(scales)
     if SCALED:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
@@ -128,7 +128,8 @@ def _attend_pairs(
         if WINDOW is not None:
             seen = seen & (position[None, :] >= sight[:, None] - WINDOW)
         score = tl.where(seen, capped(score * scale, CAP), MASKED)
-        weight, shrink, top, total = weighted(score, top, total)
+        weight, shrink, top = weighted(score, top, DTYPE)
+        total = added(total, shrink, weight)
         acc = dot(rounded(weight, DTYPE), v, acc * shrink[:, None])
 
     if SCALED:

@@ -23,7 +23,7 @@ class Tiles:
     keys: int
     """Tokens of the cache."""
     columns: int
-    """Of a latent, in one product."""
+    """Of a latent, loaded at a time: for one product, or two where e4m3 values come in pairs."""
     warps: int
     stages: int
     """Tiles of keys that are under way at a time."""
@@ -56,13 +56,19 @@ def latent_tiles(entry, rows: int, dtype) -> Tiles:
     if jnp.dtype(dtype) == jnp.float32:
         return Tiles(rows=16, keys=16, columns=128, warps=4, stages=1, programs=1)
     roomy = capability() in (80, 90)
+    quantised = entry.dtype.itemsize == 1
     if rows <= 16:
-        return Tiles(rows=16, keys=32, columns=128, warps=4, stages=3 if roomy else 2, programs=2 if roomy else 1)
+        if entry.codec.scaled and capability() == 90:
+            return Tiles(rows=16, keys=64, columns=64, warps=4, stages=3, programs=2)
+        columns = 64 if entry.codec.scaled else 128
+        return Tiles(rows=16, keys=32, columns=columns, warps=4, stages=3 if roomy else 2, programs=2 if roomy else 1)
+    columns = 256 if entry.codec.scaled else 128
     if capability() == 90:
-        return Tiles(rows=_padded(rows, 64), keys=64, columns=128, warps=8, stages=2, programs=1)
+        stages = 3 if quantised else 2
+        return Tiles(rows=_padded(rows, 64), keys=64, columns=columns, warps=8, stages=stages, programs=1)
     # Quantised entries take room beside their values; without their type, making values of them takes registers.
-    most = 64 if roomy and entry.dtype.itemsize > 1 else 32
-    return Tiles(rows=_padded(rows, most), keys=32, columns=128, warps=8, stages=2, programs=1)
+    most = 64 if roomy and not quantised else 32
+    return Tiles(rows=_padded(rows, most), keys=32, columns=columns, warps=8, stages=2, programs=1)
 
 
 def pair_tiles(entry, rows: int, dtype) -> Tiles:

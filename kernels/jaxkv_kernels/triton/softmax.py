@@ -8,6 +8,9 @@ MASKED = tl.constexpr(-1e33)
 """Score of a masked key: finite, and so far below `EMPTY` that its exponential is 0 even in a row of masked keys."""
 EMPTY = tl.constexpr(-1e30)
 """Running maximum of a row that has seen no key."""
+LIFT = tl.constexpr(14.0)
+"""How far the running maximum stays below the scores where weights are float16, which has less room below 1 than above:
+a weight of 2**-38 of the largest is not 0 yet."""
 
 
 @triton.jit
@@ -23,12 +26,22 @@ def capped(score, CAP: tl.constexpr):
 
 
 @triton.jit
-def weighted(score, top, total):
-    """Weights of a tile of scores [rows, keys]; what earlier results shrink by, the maxima and the sums [rows]."""
-    new = tl.maximum(top, tl.max(score, axis=1))
-    weight = tl.exp2(score - new[:, None])
-    shrink = tl.exp2(top - new)
-    return weight, shrink, new, total * shrink + tl.sum(weight, axis=1)
+def weighted(score, top, DTYPE: tl.constexpr):
+    """Weights of a tile of scores [rows, keys] that are to be DTYPE; what earlier results shrink by; `top` [rows]."""
+    new = tl.max(score, axis=1)
+    if tl.float16 == DTYPE:
+        new -= LIFT
+    new = tl.maximum(top, new)
+    return tl.exp2(score - new[:, None]), tl.exp2(top - new), new
+
+
+@triton.jit
+def added(sums, shrink, weight):
+    """Running sums of weights [rows, keys], by row, or by row and place in a tile, to be added up at the end.
+
+    The latter takes registers, and spares the threads that share a row a word about every tile.
+    """
+    return sums * shrink + tl.sum(weight, axis=1) if len(sums.shape) == 1 else sums * shrink[:, None] + weight
 
 
 @triton.jit

@@ -34,9 +34,13 @@ def store_rows(array, row, tile, COUNT: tl.constexpr, SIZE: tl.constexpr, COLUMN
 
 @triton.jit
 def load_pieces(place, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """SIZE elements from each of the pointers `place` [n] as a tile [n, COLUMNS]; 0 where `keep` [n] does not hold."""
+    """SIZE elements from each of the pointers `place` [n] as a tile [n, COLUMNS].
+
+    0 past them, and where `keep` [n] does not hold.
+    """
     column = tl.arange(0, COLUMNS)[None, :]
-    return tl.load(place[:, None] + column, mask=keep[:, None] & (column < SIZE), other=0)
+    mask = keep[:, None] if SIZE >= COLUMNS else keep[:, None] & (column < SIZE)
+    return tl.load(place[:, None] + column, mask=mask, other=0)
 
 
 @triton.jit
