@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxkv
 from jaxkv.cli import bench, timing
-from jaxkv.cli.inputs import PATTERN_BLOCKS, filled
+from jaxkv.cli.inputs import PATTERN_BLOCKS, arguments, filled, inputs
 from jaxkv.cli.programs import Measured, Program
 from jaxkv.cli.workloads import OPERATIONS, WORKLOADS, Workload
 
@@ -52,6 +53,16 @@ def test_sparse_decoding_moves_chosen_entries_only():
     workload = WORKLOADS["decode_mla_sparse-128x128x1x8192-61"]
     assert workload.flops == 2 * 128 * 128 * 2048 * (576 + 512)
     assert workload.traffic == 128 * 2048 * 656 + 128 * 128 * (576 + 512) * 2
+
+
+@pytest.mark.parametrize("name", ["decode_mla-128x16x1x8192-1-fp8", "decode_kv-64x64x1x4096-61-fp8"])
+def test_shapes_of_fp8_entries_can_be_called(name):
+    workload = replace(WORKLOADS[name], requests=2, tokens=100, layers=2)
+    assert workload.entry.nbytes == sum(workload.entry.sizes)
+    cache, (varying, shared) = filled(workload), inputs(workload)
+    args, options = arguments(workload, cache, varying, shared, 1)
+    out = getattr(jaxkv, workload.operation)(*args, **options, implementation="xla")
+    assert 0 < np.abs(np.asarray(out, np.float32)).max() < 5
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def arguments(
     workload: Workload, cache, varying: Varying, shared: Shared, layer
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of one call of the workload's operation."""
-    options: dict[str, Any] = {} if workload.operation in BLOCK_OPERATIONS else {"layer": layer}
+    options: dict[str, Any] = {} if workload.operation in BLOCK_OPERATIONS else {"layer": layer, **workload.scales}
     if workload.operation.startswith("decode"):
         options["scale"] = 192**-0.5
     if shared.plan is not None:
@@ -97,7 +97,14 @@ def inputs(workload: Workload) -> tuple[Varying, Shared]:
 def filled(workload: Workload) -> jaxkv.KVCache:
     """A cache with random entries in every slot of every layer."""
     layout = workload.layout
-    pattern = _pattern(workload.writer, layout.num_layers, workload.block_size, workload.kv_heads, workload.entry)
+    pattern = _pattern(
+        workload.writer,
+        tuple(workload.scales.items()),
+        layout.num_layers,
+        workload.block_size,
+        workload.kv_heads,
+        workload.entry,
+    )
     blocks = jnp.arange(layout.num_blocks, dtype=jnp.int32) % PATTERN_BLOCKS
     # The orders of benchmarked caches are block-major: a block is a row.
     return jaxkv.KVCache(_repeated(pattern.reshape(PATTERN_BLOCKS, -1), blocks), layout)
@@ -109,14 +116,14 @@ def _repeated(rows, index):
 
 
 @lru_cache(maxsize=1)  # successive shapes often agree in all but the number of blocks
-def _pattern(writer: str, layers: int, block_size: int, heads: int, entry) -> jax.Array:
+def _pattern(writer: str, scales, layers: int, block_size: int, heads: int, entry) -> jax.Array:
     """The buffer of a cross-layer cache of `PATTERN_BLOCKS` blocks, full."""
     layout = jaxkv.CacheLayout(
         num_layers=layers, num_blocks=PATTERN_BLOCKS, block_size=block_size, num_heads=heads, entry=entry
     )
     slots = jnp.arange(layout.num_slots, dtype=jnp.int32)
     shapes = [(layout.num_slots, *(() if entry.one_head else (heads,)), n) for n in entry.sizes]
-    write = partial(getattr(jaxkv, writer), implementation="xla")
+    write = partial(getattr(jaxkv, writer), **dict(scales), implementation="xla")
 
     def of_layer(layer, cache):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(3), layer), len(shapes))

@@ -54,9 +54,13 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Operation, requests x heads x q_len x tokens (v: at most as many), layers; no heads where no queries are."""
+        """Operation, requests x heads x q_len x tokens (v: at most as many), layers; no heads where no queries are.
+
+        Of the formats only fp8 is told: the others come with one operation each.
+        """
         queries = f"{self.heads}x{self.q_len}x" if self.has_queries else ""
-        return f"{self.operation}-{self.requests}x{queries}{self.tokens}{'v' * self.varlen}-{self.layers}"
+        sizes = f"{self.requests}x{queries}{self.tokens}{'v' * self.varlen}"
+        return f"{self.operation}-{sizes}-{self.layers}{'-fp8' * (self.format == 'fp8')}"
 
     @property
     def has_queries(self) -> bool:
@@ -69,6 +73,12 @@ class Workload:
         if "kv" in self.operation:
             return jaxkv.KVEntry(self.format, head_dim=128)
         return jaxkv.IndexerEntry() if "indexer" in self.operation else jaxkv.MLAEntry(self.format)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Of the entries, as keyword arguments."""
+        names = ("k_scale", "v_scale") if "kv" in self.operation else ("kv_scale",)
+        return dict.fromkeys(names, 1.0) if self.entry.codec.scaled else {}
 
     @property
     def writer(self) -> str:
@@ -200,11 +210,13 @@ def _copies() -> Iterator[Workload]:
 
 
 def _models() -> Iterator[Workload]:
-    """Grouped-query attention of 64 heads on 8, and DeepSeek V3.2's sparse attention and indexer."""
+    """Grouped-query attention of 64 heads on 8, fp8 entries, and DeepSeek V3.2's sparse attention and indexer."""
     for layers in (1, MLA_LAYERS):
         model = partial(Workload, suite="models", layers=layers)
         sparse = partial(model, operation="decode_mla_sparse", chosen=2048, format="fp8_ds_mla")
         yield model(operation="decode_kv", requests=64, heads=64, tokens=4096, kv_heads=8)
+        yield model(operation="decode_kv", requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
+        yield model(operation="decode_mla", requests=128, heads=16, tokens=8192, format="fp8")
         yield sparse(requests=128, heads=128, tokens=8192)
         yield sparse(requests=128, heads=128, q_len=2, tokens=32768)
         yield sparse(requests=64, heads=64, tokens=8192)
