@@ -17,7 +17,7 @@ def fingerprint(model) -> str:
     Args:
       model: from `load` or `random_model`.
     """
-    digest = hashlib.sha256(f"jaxkv model 1 {model.config}".encode())
+    digest = hashlib.sha256(f"jaxkv model 2 {model.config}".encode())
     leaves, _ = jax.tree_util.tree_flatten_with_path(model.params)
     checksums = _checksums([weight for _, weight in leaves])
     for (path, weight), checksum in zip(leaves, jax.device_get(checksums), strict=True):
@@ -27,9 +27,10 @@ def fingerprint(model) -> str:
 
 @jax.jit
 def _checksums(weights) -> list[jax.Array]:
-    """uint32 of each: the bits of its values, times odd numbers that depend on where they stand, summed.
+    """uint32 of each: the bits of its values, mixed with where they stand, summed.
 
-    Integers wrap around: any order of summation gives the same sum, and one value changed always another.
+    Integers wrap around: any order of summation gives the same sum.  Mixing is one to one, so that one value changed
+    gives another sum always; and not linear, so that signs turned or values doubled do not cancel out.
     """
     return [_checksum(weight) for weight in weights]
 
@@ -40,5 +41,7 @@ def _checksum(weight) -> jax.Array:
     for axis in range(bits.ndim):
         stride = math.prod(bits.shape[axis + 1 :]) % 2**32
         place += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride)
-    # Knuth's multiplicative hash spreads neighbours over all bits.
-    return jnp.sum(bits * (place * jnp.uint32(2654435761) << 1 | 1), dtype=jnp.uint32)
+    mixed = bits + place * jnp.uint32(2654435761)  # Knuth's multiplicative hash spreads neighbours over all bits
+    for multiplier in (0x85EBCA6B, 0xC2B2AE35):  # of MurmurHash3's finalizer
+        mixed = (mixed ^ mixed >> 16) * jnp.uint32(multiplier)
+    return jnp.sum(mixed ^ mixed >> 16, dtype=jnp.uint32)
