@@ -203,6 +203,10 @@ def test_what_can_never_be_served_is_refused_at_once():
         served.submit(())
     with pytest.raises(ValueError, match="`prompt` holds 97: expected"):
         served.submit((3, 97))
+    with pytest.raises(TypeError, match="`prompt` is 'hello': expected token ids; tokenize the text first"):
+        served.submit("hello")
+    with pytest.raises(TypeError, match="`sampling` is None: expected a Sampling"):
+        served.submit([1], max_tokens=1, sampling=None)
     with pytest.raises(ValueError, match="`max_tokens` is 0"):
         served.submit((3,), max_tokens=0)
     assert served.submit(prompt(30), max_tokens=3).prompt == prompt(30)

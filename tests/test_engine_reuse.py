@@ -395,4 +395,36 @@ def test_a_model_is_known_by_its_weights_and_configuration():
         bit = weight.copy()
         bit.reshape(-1).view(np.uint32)[weight.size // 2] ^= 1
         others.add(fingerprint(toy_model.ToyModel({**PARAMS, name: bit})))
-    assert len(others) == 1 + 3 * len(PARAMS)
+        others |= {fingerprint(toy_model.ToyModel({**PARAMS, name: weight * factor})) for factor in (-1, 2, 0.5)}
+    assert len(others) == 1 + 6 * len(PARAMS)
+
+
+def test_a_block_that_another_shares_by_then_is_copied_when_there_is_room():
+    served = engine(num_blocks=3)
+    serve(served, range(1, 9), count=1)
+    requests = [served.submit(tokens, max_tokens=1) for tokens in (range(1, 9), range(1, 10))]
+    for _ in served.run():
+        pass
+    assert [request.generated for request in requests] == [right(tuple(request.prompt), 1) for request in requests]
+    assert served.pool.num_free == 3
+
+
+def test_an_interrupted_load_gives_its_blocks_back(monkeypatch):
+    host = host_pool()
+    serve(engine(offload=host), range(20))
+    served = engine(offload=host)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "load", interrupted)
+        served.submit(range(20), max_tokens=1)
+        with pytest.raises(KeyboardInterrupt):
+            served.step()
+    assert served.pool.num_free == served.pool.num_blocks
+
+
+def test_what_is_no_host_pool_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`offload` is a DiskPool: expected a HostPool, which takes a DiskPool as its"):
+        engine(offload=disk_pool(tmp_path))

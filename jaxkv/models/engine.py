@@ -122,11 +122,13 @@ class Engine:
           The request; `step` and `run` fill it.
 
         Raises:
-          TypeError: a token id is no integer.
+          TypeError: a token id is no integer, or `sampling` no Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or could never be served: with
             `max_tokens` it is longer than the block table or the cache.
         """
         vocabulary = self.model.config.vocab_size
+        if isinstance(prompt, str):
+            raise TypeError(f"`prompt` is {prompt!r}: expected token ids; tokenize the text first")
         prompt = tuple(map(operator.index, prompt))
         outside = [token for token in prompt if not 0 <= token < vocabulary]
         if not prompt or outside:
@@ -140,6 +142,8 @@ class Engine:
                 f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries: a request's "
                 f"table holds {table} and the cache {cache}; shorten them, or make the engine with more blocks"
             )
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
         stop = self.model.config.stop_tokens if stop is None else stop
         request = Request(prompt, max_tokens, sampling, frozenset(stop))
         self.waiting.append(request)
@@ -236,12 +240,14 @@ class Engine:
         for index, block in enumerate(blocks):
             if block == BELOW:
                 blocks[index] = contents[request.keys[index]] = self.pool.take()
-        self.cache, loaded = self.tiers.load(self.cache, contents)
-        if loaded:
-            self.reuse.loaded += len(contents) * self.block_size
-            for key, block in contents.items():
-                self.pool.name(block, key)
-        self._release(blocks)
+        try:
+            self.cache, loaded = self.tiers.load(self.cache, contents)
+            if loaded:
+                self.reuse.loaded += len(contents) * self.block_size
+                for key, block in contents.items():
+                    self.pool.name(block, key)
+        finally:
+            self._release(blocks)
 
     def _extend_keys(self, request: Request) -> None:
         """The keys of the blocks that its tokens fill."""
@@ -260,13 +266,18 @@ class Engine:
 
     def _make_room(self, request: Request) -> None:
         """Gives a running request the block of its next token: the youngest go back to the queue where none is free."""
-        while _blocks(len(request.tokens), self.block_size) - len(request.blocks) > self.pool.num_free:
+        while self._lacks(request) > self.pool.num_free:
             youngest = self.running[-1]
             self._leave(youngest)
             self.waiting.appendleft(youngest)
             if youngest is request:
                 return
         self._own(request)
+
+    def _lacks(self, request: Request) -> int:
+        """Blocks that `_own` will take: new ones, and for copies."""
+        shared = map(self.pool.is_shared, request.blocks[request.cached // self.block_size :])
+        return _blocks(len(request.tokens), self.block_size) - len(request.blocks) + sum(shared)
 
     def _own(self, request: Request) -> None:
         """Blocks of its own for every token that it will write: new ones, and copies of shared ones."""

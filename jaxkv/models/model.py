@@ -24,7 +24,7 @@ INDEXER_FORMATS = {
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A pytree of weights with a static configuration; goes through `jit`."""
 
@@ -36,6 +36,10 @@ class Model:
     """Passed to every operation on the cache."""
     parallel: Parallel = field(default=OneDevice(), metadata={"static": True})
     """Where it lies, and what devices divide."""
+
+    def __repr__(self):
+        layers = f"{self.config.num_layers} layers"
+        return f"Model({layers}, entries of {self._latent}, {self.parallel})"  # without all weights
 
     @property
     def num_heads(self) -> int:

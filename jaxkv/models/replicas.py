@@ -1,7 +1,7 @@
 """Data parallel serving: an engine a device."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 
 from jaxkv.models.engine import Engine
@@ -35,6 +35,8 @@ class Replicas:
             )
         self.engines = [Engine(replica, **options) for replica in model.parallel.replicas(model)]
         self._threads = ThreadPoolExecutor(len(self.engines))
+        self._drawn: list[tuple[Request, int]] = []
+        """Tokens of steps that nobody was given yet."""
 
     def submit(self, prompt: Sequence[int], **options) -> Request:
         """Queues a request; arguments, result and errors are those of `Engine.submit`."""
@@ -51,8 +53,17 @@ class Replicas:
             yield from self.step()
 
     def step(self) -> list[tuple[Request, int]]:
-        """A step of every engine: the new tokens."""
-        return list(chain.from_iterable(self._threads.map(Engine.step, self.engines)))
+        """A step of every engine: the new tokens.
+
+        Where an engine raises, the others end their step first; their tokens come with the next.
+        """
+        steps = [self._threads.submit(engine.step) for engine in self.engines]
+        wait(steps)
+        self._drawn += chain.from_iterable(step.result() for step in steps if step.exception() is None)
+        for step in steps:
+            step.result()  # raises what it raised
+        drawn, self._drawn = self._drawn, []
+        return drawn
 
     def warm_up(self) -> None:
         """Compiles all programs: later steps take only the time of their work."""

@@ -26,6 +26,9 @@ class Tiers:
         """ValueError unless the cache, of that layout, can exchange blocks with the host's pool."""
         if self._pool is None:
             return
+        if not isinstance(self._pool, HostPool):
+            told = type(self._pool).__name__
+            raise ValueError(f"`offload` is a {told}: expected a HostPool, which takes a DiskPool as its `disk`")
         if self._pool.layout.fingerprint != layout.fingerprint:
             raise ValueError(
                 f"`offload` is a pool of other blocks\n{self._pool.layout}\nexpected those of `model.layout` with the "
@@ -59,7 +62,7 @@ class Tiers:
         try:
             return self._pool.load(cache, list(contents.values()), keys), True
         except FAILURES as error:
-            self._failed("were not loaded, and are computed instead", len(contents), error)
+            self._failed("were not loaded; what cannot be read is computed instead", len(contents), error)
             if all(key in self._pool for key in keys):  # it does not know which is at fault
                 self._lost.update(keys)
             return error.cache if isinstance(error, LoadFailed) else cache, False

@@ -45,7 +45,9 @@ def load(
         a weight is missing, has another shape than the configuration tells, or holds NaN; the model cannot be divided
         as `parallel` would.
     """
-    config, parallel = ModelConfig.read(path), parallel or OneDevice()
+    config, parallel = ModelConfig.read(path), OneDevice() if parallel is None else parallel
+    if not isinstance(parallel, Parallel):
+        raise ValueError(f"`parallel` is {parallel!r}: expected a TensorParallel, or another of its kind")
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
     leaves, structure = jax.tree.flatten_with_path(parameters(config))
     paths, weights = zip(*leaves, strict=True)
