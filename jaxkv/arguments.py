@@ -167,6 +167,20 @@ def positive_int(name: str, value) -> int:
     return int(value)
 
 
+def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
+    """`ids`, on the host, as int32 [n]; ValueError unless they are ints, and ids of blocks of the cache, each once."""
+    found = np.asarray(ids)
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise ValueError(f"`{name}` is {told(ids)}: expected block ids, ints [n]")
+    outside = found[(found < 0) | (found >= num_blocks)]
+    if outside.size:
+        raise ValueError(f"`{name}` has {outside[0]}: expected ids from 0 to {num_blocks - 1}, those of the cache")
+    some, counts = np.unique(found, return_counts=True)
+    if distinct and (counts > 1).any():
+        raise ValueError(f"`{name}` has {some[counts > 1][0]} more than once: expected another block each time")
+    return found.astype(np.int32)
+
+
 def told(value) -> str:
     """`value` as a message shows it: arrays by dtype and shape."""
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)

@@ -9,7 +9,7 @@ from jaxkv.layout import CacheLayout
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
     """A pytree of one flat array and its static layout; goes through `jit`, `scan` and `shard_map`.
 
@@ -24,6 +24,9 @@ class KVCache:
     def zeros(cls, layout: CacheLayout, *, device=None) -> "KVCache":
         """A cache of zeros, on `device` (or with that sharding)."""
         return cls(jnp.zeros((layout.size,), layout.dtype, device=device), layout)
+
+    def __repr__(self):
+        return f"KVCache({self.layout!r})"  # without the buffer's values
 
     def view(self, layout: CacheLayout) -> "KVCache":
         """The same buffer read through another layout: another group of a packed block, say."""

@@ -33,7 +33,7 @@ def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | Pac
     Raises:
       ValueError: the layouts do not store the same, or `data` is not of `src`; the message has the difference.
     """
-    pairs = _pairs(src, dst)
+    pairs = pairs_of_groups(src=src, dst=dst)
     (first, target), *_ = pairs
     dims = Dims(E=(first.pages.block_elements, "the elements of a block of `src`"))
     dims.check("data", data, "n E", (str(first.dtype),))
@@ -52,24 +52,24 @@ def _bits(layout: CacheLayout):
     return jnp.dtype(f"uint{8 * layout.itemsize}")
 
 
-def _pairs(src, dst) -> list[tuple[CacheLayout, CacheLayout]]:
-    """Groups of both, the same in each pair."""
-    groups = []
-    for name, layout in (("src", src), ("dst", dst)):
+def pairs_of_groups(**layouts: CacheLayout | PackedLayout) -> list[tuple[CacheLayout, CacheLayout]]:
+    """Groups of two layouts, the same in each pair; ValueError with the difference where they do not store the same."""
+    groups, (src, dst) = [], layouts
+    for name, layout in layouts.items():
         if not isinstance(layout, CacheLayout | PackedLayout):
             raise ValueError(f"`{name}` is {layout!r}: expected a CacheLayout or a PackedLayout")
         groups.append(layout if isinstance(layout, Mapping) else {"": layout})
     if set(groups[0]) != set(groups[1]):
         told = ["one group" if list(names) == [""] else f"groups {', '.join(sorted(names))}" for names in groups]
-        raise ValueError(f"`src` has {told[0]} and `dst` {told[1]}: expected the same groups in both")
+        raise ValueError(f"`{src}` has {told[0]} and `{dst}` {told[1]}: expected the same groups in both")
     for name, old in groups[0].items():
         for what in ("entry", "num_layers", "num_heads", "block_size"):
             one, other = getattr(old, what), getattr(groups[1][name], what)
             if one != other:
                 where = f" of group {name!r}" * bool(name)
                 raise ValueError(
-                    f"`{what}`{where} is {one} in `src` and {other} in `dst`: only order, strides, padding, dtype and "
-                    "number of blocks may differ"
+                    f"`{what}`{where} is {one} in `{src}` and {other} in `{dst}`: only order, strides, padding, dtype "
+                    "and number of blocks may differ"
                 )
     return [(old, groups[1][name]) for name, old in groups[0].items()]
 

@@ -102,6 +102,19 @@ def test_replicas():
         served.cancel(requests[0])
 
 
+def test_where_a_replica_raises_the_others_keep_their_tokens(monkeypatch):
+    served = models.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    requests = [served.submit([3, 1, 4], max_tokens=3) for _ in range(2)]
+    broken, healthy = served.engines
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            served.step()
+    assert [len(engine.running) for engine in (broken, healthy)] == [0, 1]
+    stream = list(served.run())
+    assert [len([token for told, token in stream if told is request]) for request in requests] == [3, 3]
+
+
 def step(model, cache, prompts, blocks, columns=64):
     """A prefill of the last `columns` tokens of prompts [B] that have one block each; logits [B, vocab]."""
     rows = [np.asarray(prompt[:columns], np.int32) for prompt in prompts]
@@ -202,19 +215,38 @@ class TestHandOver:
     def test_over_other_numbers_of_devices(self):
         layout = load(SMALL).layout(4, BLOCK)
         source, target = (parallel.zeros(layout, mesh_of(devices), "x") for devices in (2, 4))
-        with pytest.raises(ValueError, match=r"`target` is 4 caches in a row: expected as many as `source`, 2"):
+        with pytest.raises(ValueError, match=r"`target` is divided over 4 devices: expected as many as `source`, 2"):
             parallel.hand_over(source, [0], target, [0])
 
     def test_of_other_blocks(self):
         source, target = (load(SMALL).cache(4, block_size) for block_size in (16, 32))
-        with pytest.raises(ValueError, match=r"`target` holds blocks of \w{32}: expected those of `source`, \w{32}"):
+        sizes = {name: getattr(source.layout, name) for name in ("num_layers", "num_blocks", "block_size", "entry")}
+        padded = jaxkv.CacheLayout(**sizes, block_padding=8)
+        with pytest.raises(ValueError, match="`block_size` is 16 in `source` and 32 in `target`"):
             parallel.hand_over(source, [0], target, [0])
+        with pytest.raises(ValueError, match=r"same entries as `source` in another order.*convert_blocks"):
+            parallel.hand_over(source, [0], jaxkv.KVCache.zeros(padded), [0])
 
-    @pytest.mark.parametrize(("source", "target", "name"), [([0.5], [0], "source_blocks"), ([0], [0, 1], "target")])
-    def test_ids_that_do_not_fit(self, source, target, name):
+    @pytest.mark.parametrize(
+        ("source", "target", "told"),
+        [
+            ([0.5], [0], r"`source_blocks` is \[0.5\]: expected block ids"),
+            ([0], [0, 1], "`target_blocks` has 2 ids: expected as many as `source_blocks`, 1"),
+            ([4], [0], "`source_blocks` has 4: expected ids from 0 to 3"),
+            ([0], [-1], "`target_blocks` has -1: expected ids from 0 to 3"),
+            ([2**32], [0], f"`source_blocks` has {2**32}: expected"),
+            ([0, 1], [2, 2], "`target_blocks` has 2 more than once"),
+        ],
+    )
+    def test_ids_that_do_not_fit(self, source, target, told):
         ours = load(SMALL).cache(4, 16)
-        with pytest.raises(ValueError, match=f"^`{name}"):
-            parallel.hand_over(ours, np.asarray(source), ours, np.asarray(target))
+        with pytest.raises(ValueError, match=told):
+            parallel.hand_over(ours, source, ours, target)
+
+    def test_of_no_blocks(self):
+        ours = load(SMALL).cache(4, 16)
+        before = np.asarray(ours.buffer)
+        assert_same_bits(parallel.hand_over(load(SMALL).cache(4, 16), [], ours, []).buffer, before)
 
 
 WRONG = {

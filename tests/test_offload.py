@@ -77,6 +77,11 @@ class TestKeys:
             self.keys([1.5])
         with pytest.raises(ValueError, match=r"`tokens` is int64\[1, 2\]: expected token ids"):
             self.keys([[1, 2]])
+        for tokens in ([-1], np.asarray([2**64 - 1], np.uint64)):
+            with pytest.raises(ValueError, match=r"`tokens` holds .*: expected token ids, at least 0 and below"):
+                self.keys(tokens)
+        with pytest.raises(ValueError, match="`layout_fingerprint` is a CacheLayout: expected a string"):
+            self.keys([1], layout_fingerprint=LAYOUT)
 
 
 @pytest.mark.parametrize("name", scenes.LAYOUTS)
@@ -315,6 +320,12 @@ def test_misuse_is_told():
         offload.HostPool(LAYOUT, 0)
     with pytest.raises(ValueError, match="`blocks` has 2 ids and `keys` 1: expected as many"):
         pool.store(cache, [0, 1], names(1))
+    with pytest.raises(ValueError, match="`keys` has a str: expected bytes, as `prefix_keys` makes them"):
+        pool.store(cache, [0], ["key"])
+    with pytest.raises(ValueError, match="`blocks` has 3 more than once: expected another block each time"):
+        pool.load(cache, [3, 3], names(2))
+    with pytest.raises(ValueError, match="`disk` is a str: expected a DiskPool, or None"):
+        offload.HostPool(LAYOUT, 8, disk="folder")
     for operation in (pool.store, pool.load):
         with pytest.raises(ValueError, match="`blocks` has 16: expected ids from 0 to 15"):
             operation(cache, [16], names(1))

@@ -100,17 +100,28 @@ class TestFiles:
         assert KEY not in disk
         assert list(disk.file(KEY).parent.iterdir()) == [disk.file(OTHER)]
 
+    def test_a_file_that_cannot_be_read_now_is_not_forgotten(self, disk, row, monkeypatch):
+        def many_open(*args):
+            raise OSError(24, "Too many open files")
+
+        disk.store(KEY, row)
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxkv.offload.disk.read_block", many_open)
+            with pytest.raises(OSError, match="Too many open files"):
+                disk.load(KEY)
+        assert_same_bits(disk.load(KEY), row)
+
     def test_misuse_is_told(self, disk, row, tmp_path):
         with pytest.raises(ValueError, match=r"`row` is bfloat16\[143\]: expected bfloat16\[144\]"):
             disk.store(KEY, row[1:])
         with pytest.raises(ValueError, match=r"`row` is uint16\[144\]: expected bfloat16\[144\]"):
             disk.store(KEY, row.view(np.uint16))
-        with pytest.raises(ValueError, match="`model` is None: expected a name"):
+        with pytest.raises(ValueError, match="`model` is a NoneType: expected a string, such as"):
             reopened(tmp_path, model=None)
         with pytest.raises(ValueError, match="`num_blocks` is 0"):
             reopened(tmp_path, num_blocks=0)
         with pytest.raises(ValueError, match="too long: shorten `model`"):
-            reopened(tmp_path, model="m" * 5000).store(KEY, row)
+            reopened(tmp_path, model="m" * 5000)
         with pytest.raises(ValueError, match="`layout` is None: expected a CacheLayout or a PackedLayout"):
             offload.DiskPool(tmp_path, None, model="m")
 
@@ -259,6 +270,24 @@ class TestBehindTheHost:
             host.flush()
         host.release(names(1))
         assert names(1)[0] in host
+
+    def test_what_could_not_be_written_is_tried_again(self, disk, monkeypatch):
+        cache, before = filled(LAYOUT)
+        host, keys = offload.HostPool(LAYOUT, 8, disk=disk), names(8)
+
+        def full_for_one(path, *args):
+            if path == disk.file(keys[2]):
+                raise OSError(28, "No space left on device")
+            block_file.write_block(path, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxkv.offload.disk.write_block", full_for_one)
+            assert host.store(cache, range(8), keys) == 8
+            with pytest.raises(OSError, match="No space left"):
+                host.flush()
+        assert len(disk) == 7
+        host.flush()
+        assert_same_bits(np.stack([disk.load(key) for key in keys]), before[:8])
 
     def test_a_full_disk_stops_nobody(self, disk, monkeypatch):
         def full(*args):

@@ -40,6 +40,10 @@ class Description:
     key: str
     """In hex."""
 
+    def check(self) -> None:
+        """ValueError where it is too long for a header."""
+        _header(self, memoryview(b""))
+
 
 def write_block(path: Path, description: Description, row: np.ndarray) -> None:
     """Writes a file that is there whole or not at all, whenever the process or the machine stops.

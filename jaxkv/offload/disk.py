@@ -9,7 +9,7 @@ from threading import Lock
 import numpy as np
 
 from jaxkv.arguments import positive_int, told
-from jaxkv.offload.block_file import UNFINISHED, Description, read_block, write_block
+from jaxkv.offload.block_file import UNFINISHED, DamagedBlock, Description, read_block, write_block
 from jaxkv.offload.rows import Layout, row_of
 
 ABANDONED_SECONDS = 600
@@ -29,12 +29,13 @@ class DiskPool:
       num_blocks: files at most, those least recently used go first; default as many as the disk holds.
 
     Raises:
-      ValueError: `model` is no string, `num_blocks` no positive int, `layout` no layout.
+      ValueError: `model` is no string or too long, `num_blocks` no positive int, `layout` no layout.
     """
 
     def __init__(self, path: str | Path, layout: Layout, *, model: str, num_blocks: int | None = None):
         if not isinstance(model, str):
-            raise ValueError(f"`model` is {model!r}: expected a name, a string")
+            told_type = type(model).__name__
+            raise ValueError(f"`model` is a {told_type}: expected a string, such as `jaxkv.models.fingerprint(model)`")
         self.layout, self.model = layout, model
         self.num_blocks = None if num_blocks is None else positive_int("num_blocks", num_blocks)
         self._row = row_of(layout)
@@ -43,6 +44,7 @@ class DiskPool:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = Lock()
         """Held while the order of keys changes: a HostPool writes from a thread of its own."""
+        self._description(b"\0" * 32).check()
         self._keys = dict.fromkeys(self._opened())
         """Least recently used first."""
 
@@ -64,8 +66,12 @@ class DiskPool:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __repr__(self):
+        return f"DiskPool({str(self._folder)!r}, {len(self)} blocks)"
+
     def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
+        with self._lock:  # whoever makes room has removed what it chose, or sees what is held by now
+            return key in self._keys
 
     def file(self, key: bytes) -> Path:
         """Where the block of that key lies, or would lie."""
@@ -103,15 +109,18 @@ class DiskPool:
           KeyError: it is not there.
           DamagedBlock: its file is not what it should be; the pool forgets it, and leaves the file.
         """
-        try:
-            with self._lock:
-                del self._keys[key]
-            row = read_block(self.file(key), self._description(key))
-        except (KeyError, FileNotFoundError):
-            raise KeyError(key.hex()) from None
         with self._lock:
-            self._keys[key] = None
-        return row.view(self._row.dtype)
+            if key not in self._keys:
+                raise KeyError(key.hex())
+            self._keys[key] = self._keys.pop(key)  # used most recently
+        try:
+            return read_block(self.file(key), self._description(key)).view(self._row.dtype)
+        except (DamagedBlock, FileNotFoundError) as error:
+            with self._lock:
+                self._keys.pop(key, None)
+            if isinstance(error, FileNotFoundError):
+                raise KeyError(key.hex()) from None
+            raise
 
     def _make_room(self, held: Container[bytes]) -> bool:
         """Removes files until there is room for one more; whether there is."""

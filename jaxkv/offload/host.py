@@ -4,19 +4,19 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import islice
 
 import jax
 import numpy as np
 
-from jaxkv.arguments import positive_int
+from jaxkv.arguments import block_ids, positive_int
 from jaxkv.cache import KVCache
 from jaxkv.offload import transfers
 from jaxkv.offload.chunks import Chunk, Chunks
 from jaxkv.offload.disk import DiskPool
-from jaxkv.offload.rows import Layout, check_travels, read_rows, row_nbytes, write_rows
+from jaxkv.offload.rows import Layout, check_travels, read_rows, row_nbytes, row_of, write_rows
 from jaxkv.offload.stats import Stats
 
 CHUNK_BYTES = 2**26
@@ -80,8 +80,11 @@ class HostPool:
     ):
         self.layout, self.disk = layout, disk
         self.num_blocks, self.block_nbytes = positive_int("num_blocks", num_blocks), row_nbytes(layout)
+        if not isinstance(disk, DiskPool | None):
+            raise ValueError(f"`disk` is a {type(disk).__name__}: expected a DiskPool, or None")
         if disk is not None and disk.layout.fingerprint != layout.fingerprint:
             raise ValueError(f"`disk` holds other blocks\n{disk.layout}\nexpected those of\n{layout}")
+        self._row = row_of(layout)
         self.stats = Stats()
         self._implementation = implementation
         longest = max(1, min(CHUNK_BYTES // self.block_nbytes, self.num_blocks // POOL_CHUNKS))
@@ -97,6 +100,9 @@ class HostPool:
     def __len__(self) -> int:
         """Blocks in host memory."""
         return len(self._chunks)
+
+    def __repr__(self):
+        return f"HostPool({len(self)} of {self.num_blocks} blocks of {self.block_nbytes} bytes, disk={self.disk})"
 
     def __contains__(self, key: bytes) -> bool:
         """Whether `load` finds it: here, or on disk."""
@@ -157,7 +163,7 @@ class HostPool:
 
         Args:
           cache: donated.
-          blocks: ids [n], to be overwritten.
+          blocks: ids [n], to be overwritten, each once.
           keys: of what is to stand in them, [n].
 
         Returns:
@@ -170,7 +176,7 @@ class HostPool:
           LoadFailed: a transfer failed; the error has the cache.
           ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not go together.
         """
-        blocks = self._checked(cache, blocks, keys)
+        blocks = self._checked(cache, blocks, keys, distinct=True)
         with self._holding(keys):
             self._check_present(keys)
             places = self._fetched(keys, cache.buffer.sharding)
@@ -240,24 +246,29 @@ class HostPool:
         """Returns when all stores have arrived, and are on disk where there is a disk pool.
 
         Raises:
-          OSError: blocks could not be written.
+          OSError: blocks could not be written; the next `flush` tries again.
           JaxRuntimeError: a transfer failed; its blocks are not here.
         """
         self._wait_for_stores(0)
         for chunk in self._chunks:
-            if chunk.written is not None:
-                chunk.written.result()
+            if chunk.written is not None and chunk.written.done() and chunk.written.exception():
+                self._write_later(chunk)  # perhaps there is room by now
+        under_way = [chunk.written for chunk in self._chunks if chunk.written is not None]
+        wait(under_way)
+        for written in under_way:
+            written.result()  # raises what it raised
 
-    def _checked(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+    def _checked(
+        self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, distinct: bool = False
+    ) -> list[int]:
         """`blocks` as ints."""
         check_travels(cache, self.layout)
-        blocks, count = [int(block) for block in blocks], cache.layout.num_blocks
-        if len(blocks) != len(keys):
-            raise ValueError(f"`blocks` has {len(blocks)} ids and `keys` {len(keys)}: expected as many")
-        outside = [block for block in blocks if not 0 <= block < count]
-        if outside:
-            raise ValueError(f"`blocks` has {outside[0]}: expected ids from 0 to {count - 1}, those of the cache")
-        return blocks
+        ids = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct)
+        if len(ids) != len(keys):
+            raise ValueError(f"`blocks` has {len(ids)} ids and `keys` {len(keys)}: expected as many")
+        if strange := [key for key in keys if not isinstance(key, bytes)]:
+            raise ValueError(f"`keys` has a {type(strange[0]).__name__}: expected bytes, as `prefix_keys` makes them")
+        return ids.tolist()
 
     def _check_present(self, keys: Iterable[bytes]) -> None:
         missing = next((key for key in keys if key not in self), None)
@@ -267,8 +278,7 @@ class HostPool:
     def _add(self, chunk: Chunk) -> None:
         self._chunks.add(chunk)
         self._arriving.append(chunk)
-        if self.disk is not None:
-            chunk.written = self._writer.submit(self._write, chunk, self.disk)
+        self._write_later(chunk)
         self.stats.stored += len(chunk.keys)
         self.stats.stored_bytes += len(chunk.keys) * self.block_nbytes
 
@@ -302,20 +312,31 @@ class HostPool:
         try:
             if chunk.written is not None:
                 chunk.written.result()
-        except OSError as error:
+        except Exception as error:
             warnings.warn(
                 f"{len(chunk.keys)} blocks are evicted that could not be written to disk: {error}", stacklevel=4
             )
 
+    def _write_later(self, chunk: Chunk) -> None:
+        if self.disk is not None:
+            chunk.written = self._writer.submit(self._write, chunk, self.disk)
+
     def _write(self, chunk: Chunk, disk: DiskPool) -> None:
-        """In the background."""
-        rows = np.asarray(chunk.rows)
-        for key, row in zip(chunk.keys, rows, strict=True):
+        """In the background: all blocks that can be written; raises what the first one raised that cannot."""
+        errors = []
+        for key, row in zip(chunk.keys, transfers.to_numpy(chunk.rows), strict=True):
             start = time.perf_counter()
-            if key not in disk and disk.store(key, row, held=self._holds):
+            try:
+                written = key not in disk and disk.store(key, row, held=self._holds)
+            except OSError as error:
+                errors.append(error)
+                continue
+            if written:
                 self.stats.written += 1
                 self.stats.written_bytes += self.block_nbytes
                 self.stats.write_seconds += time.perf_counter() - start
+        if errors:
+            raise errors[0]
 
     def _fetched(self, keys: Sequence[bytes], sharding: jax.sharding.Sharding) -> dict[bytes, tuple[Chunk, int]]:
         """Places of blocks in host memory.  Those on disk are read, and stay here if there is room."""
@@ -324,7 +345,9 @@ class HostPool:
             return places
         for part in _split((key for key in dict.fromkeys(keys) if key not in places), self._chunk_blocks):
             start = time.perf_counter()
-            rows = np.stack([self.disk.load(key) for key in part])
+            rows = np.empty((len(part), *self._row.shape), self._row.dtype)
+            for n, key in enumerate(part):  # one file open at a time
+                rows[n] = self.disk.load(key)
             chunk = Chunk(part, transfers.to_pinned(rows, sharding))
             self.stats.read += len(part)
             self.stats.read_bytes += rows.nbytes

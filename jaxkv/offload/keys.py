@@ -37,6 +37,9 @@ def prefix_keys(
       ValueError: `block_size` is no positive int, or `tokens` are no integers.
     """
     block_size = positive_int("block_size", block_size)
+    for name, value in (("layout_fingerprint", layout_fingerprint), ("model", model)):
+        if not isinstance(value, str):
+            raise ValueError(f"`{name}` is a {type(value).__name__}: expected a string, the `fingerprint` of it")
     ids = _token_ids(tokens)
     first = hashlib.sha256(json.dumps(["jaxkv", 1, model, layout_fingerprint, block_size]).encode()).digest()
     key, keys = first if after is None else after, []
@@ -51,4 +54,6 @@ def _token_ids(tokens) -> np.ndarray:
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"`tokens` is {told(ids)}: expected token ids, integers [T]")
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**63:
+        raise ValueError(f"`tokens` holds {ids.min()} to {ids.max()}: expected token ids, at least 0 and below 2**63")
     return ids.astype("<i8")

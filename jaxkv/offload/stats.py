@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Stats:
     """Counts since the pool was made, of blocks unless they say bytes or seconds.
 
-    Transfers between device and host have no seconds here: they are asynchronous, and nobody waits to see one end.
+    An engine finds prefixes by itself: what it found is in its `reuse`, and hits and misses stay 0 here.  Transfers
+    between device and host have no seconds here: they are asynchronous, and nobody waits to see one end.
     `jaxkv offload` measures them.
     """
 

@@ -28,6 +28,14 @@ def to_pinned(rows: np.ndarray, sharding: jax.sharding.Sharding) -> HostArray:
     return jax.device_put(rows, sharding.with_memory_kind(PINNED)) if has_pinned_memory(sharding) else rows
 
 
+def to_numpy(rows: HostArray) -> np.ndarray:
+    """NumPy's array of one in host memory; waits for it."""
+    if isinstance(rows, np.ndarray):
+        return rows
+    # JAX keeps a copy that it made for NumPy as long as the array: as long as this other one of the same memory.
+    return np.asarray(jax.make_array_from_single_device_arrays(rows.shape, rows.sharding, [rows]))
+
+
 def reserve(nbytes: int, device: jax.Device) -> None:
     """Has that much memory pinned, for arrays to come.
 

@@ -33,6 +33,8 @@ def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCac
 def check_axis(mesh: Mesh, axis: str | tuple[str, ...]) -> tuple[str, ...]:
     """The names in `axis`; ValueError unless they are of the mesh."""
     names = (axis,) if isinstance(axis, str) else axis
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"`mesh` is a {type(mesh).__name__}: expected a Mesh, from `jax.make_mesh`")
     if unknown := [name for name in names if name not in mesh.shape]:
         raise ValueError(f"`axis` is {unknown[0]!r}: expected one of the mesh's, {', '.join(mesh.shape)}")
     return names

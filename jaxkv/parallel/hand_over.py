@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxkv import blocks
-from jaxkv.arguments import Dims
+from jaxkv.arguments import block_ids
 from jaxkv.cache import KVCache
+from jaxkv.conversion import pairs_of_groups
 
 
 def hand_over(source: KVCache, source_blocks, target: KVCache, target_blocks, *, implementation=None) -> KVCache:
@@ -23,30 +23,36 @@ def hand_over(source: KVCache, source_blocks, target: KVCache, target_blocks, *,
       source: where the blocks are read.
       source_blocks: ints [n], on the host.
       target: the cache they are written to; donated.
-      target_blocks: ints [n], on the host; where the blocks go.
+      target_blocks: ints [n], on the host; where the blocks go, each another place.
       implementation: None (the best that takes the call), a name, or a sequence of names.
 
     Returns:
       The target with the blocks stored.
 
     Raises:
-      ValueError: the layouts' fingerprints differ, or the tokens are divided over other numbers of devices.
+      ValueError: an id is none of its cache's, or stands twice in `target_blocks`; the layouts' fingerprints differ;
+        or the caches are divided over other numbers of devices.
     """
-    source_blocks, target_blocks = np.asarray(source_blocks), np.asarray(target_blocks)
-    dims = Dims()
-    dims.check_ints("source_blocks", source_blocks, "n")
-    dims.check_ints("target_blocks", target_blocks, "n")
-    if source.layout.fingerprint != target.layout.fingerprint:
-        raise ValueError(
-            f"`target` holds blocks of {target.layout.fingerprint}: expected those of `source`, "
-            f"{source.layout.fingerprint}; `convert_blocks` makes rows of one those of the other"
-        )
+    source_ids = block_ids("source_blocks", source_blocks, source.layout.num_blocks)
+    target_ids = block_ids("target_blocks", target_blocks, target.layout.num_blocks, distinct=True)
+    if source_ids.size != target_ids.size:
+        count = source_ids.size
+        raise ValueError(f"`target_blocks` has {target_ids.size} ids: expected as many as `source_blocks`, {count}")
     ours, theirs = (cache.buffer.size // cache.layout.size for cache in (source, target))
     if ours != theirs:
-        raise ValueError(f"`target` is {theirs} caches in a row: expected as many as `source`, {ours}")
-    data = _read(source, source_blocks.astype(np.int32), source.buffer.sharding, implementation)
+        raise ValueError(
+            f"`target` is divided over {theirs} devices: expected as many as `source`, {ours}; caches whose tokens are "
+            "divided (context parallel) hand over to such only"
+        )
+    if source.layout.fingerprint != target.layout.fingerprint:
+        pairs_of_groups(source=source.layout, target=target.layout)
+        raise ValueError(
+            "`target` has the same entries as `source` in another order, with other padding or of another dtype: make "
+            "both caches alike, or take the blocks through `jaxkv.convert_blocks`"
+        )
+    data = _read(source, source_ids, source.buffer.sharding, implementation)
     data = jax.device_put(data, target.buffer.sharding)
-    return _write(target, target_blocks.astype(np.int32), data, target.buffer.sharding, implementation)
+    return _write(target, target_ids, data, target.buffer.sharding, implementation)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
