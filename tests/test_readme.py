@@ -34,9 +34,18 @@ def test_the_engine_finds_prefixes_of_an_earlier_run(tmp_path):
     assert code
     code = code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3")))
     for found in (0, 128):
-        scope = {"prompt": [n % 97 for n in range(130)]}
+        scope = {}
         exec(code.replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
         assert scope["engine"].reuse.found == found
+
+
+def test_prefill_and_decode_run():
+    code = re.search(r"Underneath, two pure functions.*?```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    scope = {}
+    exec(code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), scope)
+    assert scope["logits"].shape == (1, scope["model"].config.vocab_size)
+    assert scope["logits"].argmax() != scope["token"]
 
 
 def test_blocks_travel(tmp_path):
