@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     requests, tokens, heads, layers = (counted(getattr(args, name), name) for name in names)
     print(
         f"decode of {requests} x {tokens}, {heads}, {layers}: {steps['alone_ms']:.2f} ms a step; "
-        f"{steps['beside_ms']:.2f} ms with {counted(steps['blocks'], 'blocks')} stored after each, "
+        f"{steps['beside_ms']:.2f} ms with {steps['blocks']} blocks stored after each, "
         f"{steps['store']:.1f} GB/s beside it"
     )
     if args.json:
