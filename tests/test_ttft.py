@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxkv.cli import main, ttft
@@ -53,7 +55,7 @@ def test_a_case_that_is_wrong_is_told(change, monkeypatch, capsys):
     ],
 )
 def test_misuse_is_told_before_there_are_weights(arguments, told, monkeypatch):
-    monkeypatch.setattr(ttft.jax, "jit", None)
+    monkeypatch.setattr(ttft, "jax", SimpleNamespace(eval_shape=jax.eval_shape))  # and no jit
     with pytest.raises(SystemExit, match=f"jaxkv ttft: .*{told}"):
         main(["ttft", *arguments])
 
