@@ -113,7 +113,7 @@ def test_another_entry_format_is_told(capsys):
     [
         ((), "no prompt: give --prompt or --ids"),
         (("--prompt", "Hi"), "--prompt 'Hi': .* has no tokenizer.json; give the prompt as --ids"),
-        (("--ids", "1 97"), "`prompt` holds 97: expected one or more token ids from 0 to 96"),
+        (("--ids", "1", "--ids", "1 97"), "prompt 2: `prompt` holds 97: expected one or more token ids from 0 to 96"),
         (("--ids", "1", "--max-tokens", "600"), "600 entries: a request's table holds 512 and the cache 512"),
         (("--ids", "1", "--temperature", "-1"), "`temperature` is -1.0"),
         (("--ids", "1", "--top-p", "0"), "`top_p` is 0.0"),
@@ -132,7 +132,14 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path):
         generate("--ids", "1", model=tmp_path)
 
 
-def test_ids_are_numbers(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--ids", "1 two"), "argument --ids: 'two' is no token id"),
+        (("--ids", "1", "--implementation", "xla", "foo"), "argument --implementation: invalid choice: 'foo'"),
+    ],
+)
+def test_options_are_refused_before_anything_is_done(arguments, told, capsys):
     with pytest.raises(SystemExit):
-        generate("--ids", "1 two")
-    assert "argument --ids: invalid" in capsys.readouterr().err
+        generate(*arguments, model="nowhere")
+    assert told in capsys.readouterr().err

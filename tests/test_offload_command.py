@@ -31,6 +31,7 @@ def test_rates_and_steps_are_told(capsys, tmp_path):
     )
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 6
     assert "16 blocks of 0.15 MB" in lines[0]
+    assert all(line.count(" of one large array)") == 2 for line in lines[2:5])
     found = json.loads(file.read_text())
     assert found["block_bytes"] == 2 * 64 * 576 * 2
     rates = [row[way] for row in (found["large"], *found["rows"].values()) for way in ("store", "load")]
@@ -53,6 +54,14 @@ def test_all_blocks_move_and_come_back(monkeypatch):
     monkeypatch.setattr(offload.HostPool, "load", counted)
     main(["offload", *SMALL])
     assert counts == [16] * 4  # two orders, the first time and once more
+
+
+def test_the_large_array_is_timed_once_its_memory_is_warm(monkeypatch):
+    seconds = command._seconds
+    took = iter([1.0] * 2 * command.WARM_UP + [0.5] * 2 * 3)  # stores and loads, in turn
+    monkeypatch.setattr(command, "_seconds", lambda call: (next(took), seconds(call)[1]))
+    assert command._large(10**6, repeats=3) == {"store": 2e-3, "load": 2e-3}
+    assert not list(took)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-3", "many"])

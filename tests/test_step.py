@@ -21,7 +21,7 @@ def brief(monkeypatch):
 def test_sizes_and_the_time_of_a_step_are_told(family, form, capsys):
     assert main(["step", str(MODELS / family), "--requests", "3", "--tokens", "100", "--entry-format", form]) == 0
     told = capsys.readouterr().out
-    assert f"of {form} latents" in told
+    assert f" MB of {form} latents" in told
     assert "a step of 3 requests x 100 tokens: " in told
 
 
@@ -43,12 +43,38 @@ def test_the_share_of_the_kernels_is_told(monkeypatch, capsys):
 
     monkeypatch.setattr(step, "time_kernels", timed)
     monkeypatch.setattr(step, "_seconds", lambda model, cache, tokens, index: (20e-3, cache))
-    main(["step", str(MODELS / "deepseek_v3" / "config.json"), "--requests", "2", "--tokens", "10"])
+    main(["step", str(MODELS / "deepseek_v3" / "config.json"), "--requests", "1", "--tokens", "1"])
     told = capsys.readouterr().out
+    assert "a step of 1 request x 1 token: " in told
     assert "10.000 ms (50% of the step); those of jaxkv: 2, 4.000 ms (20%)" in told
 
 
-@pytest.mark.parametrize("arguments", [["nowhere/config.json"], [str(MODELS / "kimi"), "--requests", "0"]])
-def test_misuse_is_told(arguments):
-    with pytest.raises(SystemExit, match="jaxkv step: "):
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere/config.json"], "`path` is 'nowhere'"),
+        (["/nowhere"], "`path` is '/nowhere'"),
+        ([str(MODELS / "kimi"), "--requests", "0"], "--requests is 0"),
+        ([str(MODELS / "deepseek_v3"), "--tokens", "1", "--implementation", "mosaic_gpu"], "mosaic_gpu: "),
+    ],
+)
+def test_misuse_is_told(arguments, told):
+    with pytest.raises(SystemExit, match=f"jaxkv step: .*{told}"):
         main(["step", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "told"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory", SystemExit, "2 requests x 1 token do not fit in memory"),
+        ("INTERNAL: a fault", jax.errors.JaxRuntimeError, "a fault"),
+    ],
+)
+def test_only_what_does_not_fit_is_told_so(error, raised, told, monkeypatch, capsys):
+    def fail(model, num_blocks):
+        raise jax.errors.JaxRuntimeError(error)
+
+    monkeypatch.setattr(step, "_filled", fail)
+    with pytest.raises(raised, match=told):
+        main(["step", str(MODELS / "deepseek_v3"), "--requests", "2", "--tokens", "1"])
+    assert not capsys.readouterr().out

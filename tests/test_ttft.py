@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxkv.cli import main, ttft
 
-MODEL = Path(__file__).parent / "data" / "models" / "deepseek_v2_lite"
+MODELS = Path(__file__).parent / "data" / "models"
+MODEL = MODELS / "deepseek_v2_lite"
 SIZES = ["--prefix", "128", "--chunk", "64", "--rounds", "2"]
 
 
@@ -42,12 +45,21 @@ def test_a_case_that_is_wrong_is_told(change, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere/config.json"], "expected a folder with a config.json"),
-        ([str(MODEL), "--prefix", "100"], "--prefix is 100: expected a multiple of 512"),
+        (["nowhere/config.json"], "`path` is 'nowhere': expected a folder with a config.json"),
+        (["/nowhere"], "`path` is '/nowhere'"),
+        ([str(MODEL), "--prefix", "100"], "--prefix is 100: expected a multiple of 512, .* a smaller --chunk"),
+        ([str(MODEL), "--disk", str(MODEL / "config.json")], "--disk is .*config.json': expected a folder"),
         ([str(MODEL), "--chunk", "96", "--prefix", "96"], "expected a multiple of 192"),
         ([str(MODEL), "--entry-format", "int3"], "format 'int3'"),
+        ([str(MODELS / "deepseek_v32"), "--order", "LBNHC"], "`order` is 'LBNHC'"),
     ],
 )
-def test_misuse_is_told(arguments, told):
+def test_misuse_is_told_before_there_are_weights(arguments, told, monkeypatch):
+    monkeypatch.setattr(ttft, "jax", SimpleNamespace(eval_shape=jax.eval_shape))  # and no jit
     with pytest.raises(SystemExit, match=f"jaxkv ttft: .*{told}"):
         main(["ttft", *arguments])
+
+
+def test_an_implementation_that_does_not_run_here_is_told():
+    with pytest.raises(SystemExit, match=r"jaxkv ttft: .*mosaic_gpu: "):
+        main(["ttft", str(MODEL), *SIZES, "--implementation", "mosaic_gpu"])

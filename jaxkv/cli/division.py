@@ -45,6 +45,11 @@ class Sizes:
         """What the cache stores."""
         return jaxkv.MLAEntry(self.format, latent=512, rope=64)
 
+    @property
+    def scales(self) -> dict[str, Any]:
+        """Of the entries, as keyword arguments."""
+        return {"kv_scale": 1.0} if self.entry.codec.scaled else {}
+
     def blocks(self, devices: int) -> int:
         """Blocks of a request on each of so many devices."""
         shards = devices if self.divided == "context" else 1
@@ -137,7 +142,7 @@ class Division:
 
     def _attend(self, q, cache, index, plan, layer, parts) -> Parts:
         q_latent, q_pe = q
-        options: Any = {"plan": plan, "implementation": self._implementation}
+        options: Any = {"plan": plan, "implementation": self._implementation, **self._sizes.scales}
         return jaxkv.decode_mla(
             q_latent + parts[0], q_pe, cache, *index, layer=layer, scale=SCALE, return_lse=True, **options
         )
@@ -173,7 +178,7 @@ class Division:
             slots = context.local_slots(tables[request][None], positions[None], block_size=BLOCK_SIZE, **self._share())
             keys = zip(jax.random.split(jax.random.fold_in(jax.random.key(0), i)), sizes.entry.sizes, strict=True)
             kv_c, k_pe = (jax.random.normal(key, (len(positions), n), jnp.bfloat16) for key, n in keys)
-            return jaxkv.write_mla(cache, kv_c, k_pe, slots[0], layer=layer)
+            return jaxkv.write_mla(cache, kv_c, k_pe, slots[0], layer=layer, **sizes.scales)
 
         return lax.fori_loop(0, sizes.layers * sizes.requests * chunks, write, cache)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+import jaxkv
 from jaxkv.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -27,15 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The checkpoint, the prompts, the sampling and the cache."""
     parser.add_argument("--model", required=True, metavar="DIR", help="folder with config.json and safetensors")
     parser.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT", help="may be given several times")
-    parser.add_argument("--ids", dest="prompts", action="append", type=_ids, help='a prompt as token ids: "1 2 3"')
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate for each prompt")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that reach this sum")
-    parser.add_argument("--seed", type=int, default=0, help="of the first prompt; the next has the next seed")
+    ids = 'a prompt as token ids: "1 2 3"'
+    parser.add_argument("--ids", dest="prompts", action="append", type=_ids, metavar="IDS", help=ids)
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate for each prompt (64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens up to this sum (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first prompt (0); the next has the next seed")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the checkpoint's end-of-text tokens")
-    parser.add_argument("--blocks", type=int, default=256, help="blocks of 64 tokens in the cache")
+    parser.add_argument("--blocks", type=int, default=256, help="blocks of 64 tokens in the cache (256)")
     parser.add_argument("--entry-format", help="format of the cached latents (fp8_ds_mla, ...); default the weights'")
-    parser.add_argument("--implementation", nargs="+", help="names, the best first; default the best that takes a call")
+    best_first = "names, the best first; default the best that takes a call"
+    parser.add_argument("--implementation", nargs="+", choices=jaxkv.implementations(), help=best_first)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,10 +67,12 @@ def _run(args: argparse.Namespace) -> int:
     )
     engine = models.Engine(model, num_blocks=args.blocks, max_requests=min(len(prompts), MOST_ROWS))
     stop = () if args.ignore_eos else None
-    requests = [
-        engine.submit(prompt, max_tokens=args.max_tokens, sampling=sampling, stop=stop)
-        for prompt, sampling in zip(prompts, samplings, strict=True)
-    ]
+    requests = []
+    for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True), 1):
+        try:
+            requests.append(engine.submit(prompt, max_tokens=args.max_tokens, sampling=sampling, stop=stop))
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from None
     _tell(f"{model.config.architecture}, {model.config.num_layers} layers, on {jax.devices()[0].device_kind}")
     _tell(f"cache: {model.layout(args.blocks)}")
     _tell("compiling")
@@ -89,7 +94,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _ids(text: str) -> list[int]:
-    return [int(word) for word in text.replace(",", " ").split()]
+    words = text.replace(",", " ").split()
+    if wrong := [word for word in words if not word.isdecimal()]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no token id")
+    return [int(word) for word in words]
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Callable[[Sequence[int]], str]]:

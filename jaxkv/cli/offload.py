@@ -20,11 +20,16 @@ from jax import lax
 import jaxkv
 from jaxkv import offload
 from jaxkv.cli.options import output_file, positive
+from jaxkv.cli.words import counted
 from jaxkv.offload import transfers
 
 BLOCK_SIZE = 64
 LARGE_BYTES = 2**31
 """Of the array that shows the ceiling; as many as the blocks have where that is less."""
+CPU_LARGE_BYTES = 2**24
+"""The same on CPUs: memory of larger arrays goes back to the operating system, and its pages would be timed."""
+WARM_UP = 5
+"""Of the large array, untimed: until its memory is pinned, or on CPUs touched."""
 PATTERN_BLOCKS = 16
 """Blocks with entries of their own; a longer cache repeats them."""
 LAYERWISE_BLOCKS = 2
@@ -59,21 +64,24 @@ def run(args: argparse.Namespace) -> int:
         setattr(args, name, getattr(args, name) or (cpu_default if cpu else gpu_default))
     layout = _layout(args, "BLNHC", args.blocks)
     pool = offload.HostPool(layout, args.blocks)
-    print(f"{device.device_kind}, jax {jax.__version__}: {args.blocks} blocks of {layout.block_nbytes / 1e6:.2f} MB")
-    large = _large(min(LARGE_BYTES, layout.nbytes), args.repeats)
+    blocks = counted(args.blocks, "blocks")
+    print(f"{device.device_kind}, jax {jax.__version__}: {blocks} of {layout.block_nbytes / 1e6:.2f} MB")
+    large = _large(min(CPU_LARGE_BYTES if cpu else LARGE_BYTES, layout.nbytes), args.repeats)
     print("one large array: to the host {store:.1f} GB/s, back {load:.1f} GB/s".format(**large))
     rows = {}
     for order in ("BLNHC", "LBNHC"):
         rows[order] = _whole(_filled(_layout(args, order, args.blocks)), pool, args.repeats)
     rows["LBNHC, a copy a layer"] = _layerwise(_filled(_layout(args, "LBNHC", LAYERWISE_BLOCKS)), args.repeats)
     for name, row in rows.items():
-        told = (f"{way} {row[way]:.1f} GB/s ({row[way] / large[way]:.2f})" for way in ("store", "load"))
-        print(f"{name}: {', '.join(told)}")
+        parts = {way: f"({row[way] / large[way]:.2f} of one large array)" for way in row}
+        print(f"{name}: " + ", ".join(f"{way} {rate:.1f} GB/s {parts[way]}" for way, rate in row.items()))
     steps = _steps(args, pool)
+    names = "requests", "tokens", "heads", "layers"
+    requests, tokens, heads, layers = (counted(getattr(args, name), name) for name in names)
     print(
-        f"decode of {args.requests} requests x {args.tokens} tokens, {args.heads} heads, {args.layers} layers: "
-        f"{steps['alone_ms']:.2f} ms a step; {steps['beside_ms']:.2f} ms with {steps['blocks']} blocks stored after "
-        f"each, {steps['store']:.1f} GB/s beside it"
+        f"decode of {requests} x {tokens}, {heads}, {layers}: {steps['alone_ms']:.2f} ms a step; "
+        f"{steps['beside_ms']:.2f} ms with {steps['blocks']} blocks stored after each, "
+        f"{steps['store']:.1f} GB/s beside it"
     )
     if args.json:
         sizes = {name: getattr(args, name) for name in SIZES}
@@ -115,20 +123,20 @@ def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def _rates(nbytes: int, stores: list[float], loads: list[float]) -> dict[str, float]:
-    """GB/s, each way: of all but the first, which compiles."""
-    return {way: nbytes / float(np.median(s[1:])) / 1e9 for way, s in (("store", stores), ("load", loads))}
+def _rates(nbytes: int, stores: list[float], loads: list[float], *, warm_up: int = 1) -> dict[str, float]:
+    """GB/s, each way: of all but the first `warm_up`, of which one compiles."""
+    return {way: nbytes / float(np.median(s[warm_up:])) / 1e9 for way, s in (("store", stores), ("load", loads))}
 
 
 def _large(nbytes: int, repeats: int) -> dict[str, float]:
-    """The ceiling: one array, whose memory on the host the first transfers have pinned."""
+    """The ceiling: one array, whose memory the first transfers have made ready."""
     stores, loads = [], []
     array = jax.device_put(jax.random.bits(jax.random.key(0), (nbytes // 4,)), jax.devices()[0])
-    for _ in range(1 + repeats):
+    for _ in range(WARM_UP + repeats):
         seconds, there = _seconds(lambda: transfers.to_host(array))
         stores.append(seconds)
         loads.append(_seconds(partial(transfers.to_device, there, array.sharding))[0])
-    return _rates(nbytes, stores, loads)
+    return _rates(nbytes, stores, loads, warm_up=WARM_UP)
 
 
 def _keys(*about: Any, count: int) -> list[bytes]:

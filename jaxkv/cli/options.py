@@ -11,6 +11,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def model_folder(text: str) -> Path:
+    """The folder of a model, which may be told by its config.json."""
+    path = Path(text)
+    return path.parent if path.name == "config.json" else path
+
+
 def output_file(text: str) -> Path:
     """A file that can be written: in a folder that is there."""
     path = Path(text)

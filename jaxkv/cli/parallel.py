@@ -9,7 +9,6 @@ the attention.  GB/s and TFLOP/s are of one device's attention.
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,10 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cli.division import Division, Sizes
+from jaxkv.cli.options import output_file
+from jaxkv.cli.progress import progress
 from jaxkv.cli.timing import measure_ceilings
+from jaxkv.cli.words import counted
 
 COLUMNS = (
     ("devices", "devices", 7, "d"),
@@ -56,10 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="cached tokens of each: 1,000,000 or 4,096; on CPUs 2,000 or 100")
     parser.add_argument("--heads", type=int, default=128, help="query heads (128)")
     parser.add_argument("--layers", type=int, help="layers of the cache: 61, on CPUs 2")
-    parser.add_argument("--format", default="bf16", help="format of the cached latents (bf16)")
-    parser.add_argument("--implementation", help="default the best that takes a call")
+    form = "of the cached latents (bf16)"
+    parser.add_argument("--format", choices=jaxkv.MLAEntry.formats, default="bf16", help=form)
+    best = "default the best that takes a call"
+    parser.add_argument("--implementation", choices=jaxkv.implementations(), help=best)
     parser.add_argument("--repeats", type=int, default=5, help="runs of several steps each, for the median (5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write device, sizes, ceilings and rows")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, sizes, ceilings and rows")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,31 +76,32 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     sizes, device = _sizes(args), jax.devices()[0]
-    counts = sorted(args.devices or [2**i for i in range(jax.device_count().bit_length())], reverse=True)
+    counts = args.devices or [2**i for i in range(jax.device_count().bit_length())]
     for count in counts:
         if not 1 <= count <= jax.device_count():
             raise ValueError(f"--devices has {count}: expected 1 to {jax.device_count()}, which are here")
         if sizes.divided == "tensor" and sizes.heads % count:
             raise ValueError(f"--devices has {count}: expected divisors of the {sizes.heads} heads")
-    print(f"{sizes.divided} parallel on {device.device_kind}, jax {jax.__version__}, jaxkv {jaxkv.__version__}")
-    print(f"{sizes.requests} x {sizes.tokens} tokens in {sizes.format}, {sizes.heads} heads, {sizes.layers} layers\n")
-    print(" ".join(heading.rjust(width) for heading, _, width, _ in COLUMNS), flush=True)
-    rows: list[Row] = []
-    results: list[np.ndarray] = []
+    measured: list[tuple[Row, np.ndarray]] = []
     # The peak of memory only grows: it is a row's own where every row takes more than those before it.
-    for count in counts:
+    for count in progress(sorted(counts, reverse=True), "measuring"):
         division = Division(sizes, count, args.implementation)
-        row, result = _measured(division, sizes, count, args.repeats)
+        measured.append(_measured(division, sizes, count, args.repeats))
         division.free()
-        rows.append(row)
-        results.append(result)
-        print(" ".join(_told(asdict(row)[key], width, form) for _, key, width, form in COLUMNS), flush=True)
     ceilings = measure_ceilings(device, repeats=args.repeats)
+    rows, results = zip(*reversed(measured), strict=True)
+    print(f"{sizes.divided} parallel on {device.device_kind}, jax {jax.__version__}, jaxkv {jaxkv.__version__}")
+    names = "requests", "tokens", "heads", "layers"
+    requests, tokens, heads, layers = (counted(getattr(sizes, name), name) for name in names)
+    print(f"{requests} x {tokens} in {sizes.format}, {heads}, {layers}\n")
+    print(" ".join(heading.rjust(width) for heading, _, width, _ in COLUMNS))
+    for row in rows:
+        print(" ".join(_told(asdict(row)[key], width, form) for _, key, width, form in COLUMNS))
     print(f"\nceilings: read {ceilings.read / 1e9:.1f} GB/s, bf16 products {ceilings.matmul / 1e12:.2f} TFLOP/s")
-    for row, result in zip(rows[:-1], results[:-1], strict=True):
-        error = np.linalg.norm(result - results[-1]) / np.linalg.norm(results[-1])
+    for row, result in zip(rows[1:], results[1:], strict=True):
+        error = np.linalg.norm(result - results[0]) / np.linalg.norm(results[0])
         print(
-            f"{row.devices} devices: {row.both_ms / rows[-1].both_ms:.3f} of the time of {counts[-1]}; "
+            f"{row.devices} devices take {row.both_ms / rows[0].both_ms:.3f} times as long as {rows[0].devices}; "
             f"results differ by {error:.1e} of their norm"
         )
     if args.json:

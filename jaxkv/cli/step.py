@@ -7,7 +7,6 @@ import argparse
 import re
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +15,9 @@ import numpy as np
 from jax import lax
 
 import jaxkv
+from jaxkv.cli.options import model_folder
 from jaxkv.cli.timing import time_kernels
+from jaxkv.cli.words import counted, size
 
 if TYPE_CHECKING:
     from jaxkv.models import Model
@@ -28,35 +29,46 @@ LEAST_SECONDS = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the batch, and how it is cached."""
-    parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
+    parser.add_argument("config", type=model_folder, help="config.json of a model, or its folder")
     parser.add_argument("--requests", type=int, default=32, help="rows of the batch (32)")
-    parser.add_argument("--tokens", type=int, default=4096, help="cached tokens of each request, the new one included")
+    tokens = "cached tokens of each request, the new one included (4096)"
+    parser.add_argument("--tokens", type=int, default=4096, help=tokens)
     parser.add_argument("--entry-format", help="format of the cached latents (fp8_ds_mla, ...); default the weights'")
-    parser.add_argument("--implementation", help="default the best that takes a call")
+    parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default the best that takes a call")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the sizes, the time of a step, and on NVIDIA GPUs what its kernels take."""
+    try:
+        return _run(args)
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise SystemExit(f"jaxkv step: {error}") from None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        told = f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
+        raise SystemExit(f"jaxkv step: {told} do not fit in memory: take fewer --requests or --tokens") from None
+
+
+def _run(args: argparse.Namespace) -> int:
     from jaxkv import models
 
-    try:
-        config = models.ModelConfig.read(args.config if args.config.is_dir() else args.config.parent)
-        options = {"entry_format": args.entry_format, "implementation": args.implementation}
-        model = jax.jit(partial(models.random_model, config, **options))()
-        tables = _tables(args.requests, args.tokens)
-        cache = _filled(model, tables.size)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"jaxkv step: {error}") from None
+    config = models.ModelConfig.read(args.config)
+    options = {"entry_format": args.entry_format, "implementation": args.implementation}
+    model = jax.jit(partial(models.random_model, config, **options))()
+    tables = _tables(args.requests, args.tokens)
+    cache = jax.block_until_ready(_filled(model, tables.size))  # or it is told as if it were there
     weights = sum(array.nbytes for array in jax.tree.leaves(model.params))
-    print(f"{config.architecture} of {config.num_layers} layers on {jax.devices()[0].device_kind}")
-    print(f"weights {weights / 1e9:.2f} GB, cache {cache.buffer.nbytes / 1e9:.2f} GB of {model.entry_format} latents")
+    print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
+    print(f"weights {size(weights)}, cache {size(cache.buffer.nbytes)} of {model.entry_format} latents")
     lengths = jnp.full(args.requests, args.tokens, jnp.int32)
     slots = jnp.asarray(tables[:, -1] * BLOCK_SIZE + (args.tokens - 1) % BLOCK_SIZE)
     index = lengths, jnp.asarray(tables), slots
     first = jnp.zeros(args.requests, jnp.int32)
     seconds, cache = _seconds(model, cache, first, index)
     rate = args.requests / seconds
-    print(f"a step of {args.requests} requests x {args.tokens} tokens: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
+    told = f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
+    print(f"a step of {told}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
     _print_kernels(model, cache, first, index, seconds)
     return 0
 

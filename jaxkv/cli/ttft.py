@@ -21,7 +21,8 @@ import jaxlib
 import numpy as np
 
 import jaxkv
-from jaxkv.cli.options import output_file, positive
+from jaxkv.cli.options import model_folder, output_file, positive
+from jaxkv.cli.words import size
 from jaxkv.offload import DiskPool, HostPool
 
 if TYPE_CHECKING:
@@ -44,13 +45,14 @@ class Case(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the prompt, and where blocks go on disk."""
-    parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
-    parser.add_argument("--prefix", type=positive, default=1024, help="tokens that are found again (1024)")
+    parser.add_argument("config", type=model_folder, help="config.json of a model, or its folder")
+    prefix = f"tokens that are found again, a multiple of --chunk and of {BLOCK_SIZE} (1024)"
+    parser.add_argument("--prefix", type=positive, default=1024, help=prefix)
     parser.add_argument("--chunk", type=positive, default=512, help="tokens of a prefill step (512)")
     parser.add_argument("--rounds", type=positive, default=3, help="their median is told (3)")
     parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help="of the cache's axes (BLNHC)")
     parser.add_argument("--entry-format", help="format of the cached latents (fp8_ds_mla, ...); default the weights'")
-    parser.add_argument("--implementation", help="default the best that takes a call")
+    parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default the best that takes a call")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="where blocks go on disk; default a temporary folder")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
@@ -61,14 +63,17 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         _check(args)
-        config = models.ModelConfig.read(args.config if args.config.is_dir() else args.config.parent)
+        config = models.ModelConfig.read(args.config)
         options = {"entry_format": args.entry_format, "implementation": args.implementation}
-        model = jax.jit(partial(models.random_model, config, **options))()
+        make = partial(models.random_model, config, **options)
+        # What no model of these options can do is refused before the weights are drawn.
+        jax.eval_shape(make).layout(_num_blocks(args.prefix), BLOCK_SIZE, args.order)
+        model = jax.jit(make)()
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(model, args.prefix, args.chunk, args.order, args.disk or Path(scratch))
             print(bench)
             rounds = [bench.round() for _ in range(1 + args.rounds)][1:]
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         raise SystemExit(f"jaxkv ttft: {error}") from None
     ms = {name: [1e3 * cases[name].seconds for cases in rounds] for name in rounds[0]}
     for name, times in ms.items():
@@ -97,8 +102,19 @@ def _check(args: argparse.Namespace) -> None:
     unit = math.lcm(BLOCK_SIZE, args.chunk)
     if args.prefix % unit:
         raise ValueError(
-            f"--prefix is {args.prefix}: expected a multiple of {unit}, of the chunk and of blocks of {BLOCK_SIZE}"
+            f"--prefix is {args.prefix}: expected a multiple of {unit}, of the chunk and of blocks of {BLOCK_SIZE} "
+            "(or a smaller --chunk)"
         )
+    if args.disk:
+        try:
+            args.disk.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--disk is {str(args.disk)!r}: expected a folder, or a place for one ({error})") from None
+
+
+def _num_blocks(prefix: int) -> int:
+    """Of a request."""
+    return -(-(prefix + NEW_TOKENS) // BLOCK_SIZE)
 
 
 class Bench:
@@ -108,6 +124,7 @@ class Bench:
         from jaxkv.models import fingerprint
 
         self._model, self._prefix, self._chunk, self._order = model, prefix, chunk, order
+        self._num_blocks = _num_blocks(prefix)
         self._layout = model.layout(self._num_blocks, BLOCK_SIZE, order)
         self._disk = DiskPool(folder, self._layout, model=fingerprint(model))
         self._host = self._pool()
@@ -118,7 +135,7 @@ class Bench:
         config = self._model.config
         return (
             f"{config.architecture} of {config.num_layers} layers on {jax.devices()[0].device_kind}; a prefix of "
-            f"{self._prefix} tokens is {self.nbytes / 1e6:.1f} MB of {self._model.entry_format} latents\n"
+            f"{self._prefix} tokens is {size(self.nbytes)} of {self._model.entry_format} latents\n"
             "time to first token:"
         )
 
@@ -132,11 +149,6 @@ class Bench:
         self._host.flush()
         cases["disk"] = _served(self._engine(self._pool()), prompt)
         return cases
-
-    @property
-    def _num_blocks(self) -> int:
-        """Of a request."""
-        return -(-(self._prefix + NEW_TOKENS) // BLOCK_SIZE)
 
     def _pool(self) -> HostPool:
         return HostPool(self._layout, 2 * self._num_blocks, disk=self._disk)
