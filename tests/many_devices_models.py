@@ -257,6 +257,7 @@ WRONG = {
     ),
     "blocks": (lambda: load("youtu", context(8, 4)).cache(4, 16), ["`block_size` is 16", "8 devices", "interleave 4"]),
     "no interleave": (lambda: context(2, 0), ["`interleave`", "0", "positive"]),
+    "no way to divide": (lambda: load(SMALL, "tensor"), ["`parallel`", "'tensor'", "expected"]),
     "no axis": (lambda: models.TensorParallel(mesh_of(2), "y"), ["`axis`", "'y'", "x"]),
     "an engine of data": (lambda: models.Engine(load("deepseek_v3", data(2)), num_blocks=4), ["`model`", "Replicas"]),
     "replicas of one pool": (

@@ -7,7 +7,6 @@ from jaxkv.models.build import Build
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
-from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv.models.parameters import parameters
 
 
@@ -36,7 +35,6 @@ def random_model(
       ValueError: `dtype` is none of those, `entry_format` cannot hold the model's latents, or the model cannot be
         divided as `parallel` would.
     """
-    parallel = parallel or OneDevice()
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
     leaves, structure = jax.tree.flatten_with_path(parameters(config))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -47,5 +45,5 @@ def random_model(
             array = jnp.ones(shape, kind)
         else:
             array = jax.random.normal(key, shape, kind) * jnp.asarray(weight.shape[-1] ** -0.5, kind)
-        arrays.append(jax.device_put(array, parallel.sharding(path, array.ndim)))
+        arrays.append(jax.device_put(array, build.parallel.sharding(path, array.ndim)))
     return build.model(jax.tree.unflatten(structure, arrays))

@@ -11,7 +11,6 @@ from jaxkv.models.checkpoint import Checkpoint
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
-from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv.models.parameters import Weight, parameters
 
 
@@ -45,9 +44,7 @@ def load(
         a weight is missing, has another shape than the configuration tells, or holds NaN; the model cannot be divided
         as `parallel` would.
     """
-    config, parallel = ModelConfig.read(path), OneDevice() if parallel is None else parallel
-    if not isinstance(parallel, Parallel):
-        raise ValueError(f"`parallel` is {parallel!r}: expected a TensorParallel, or another of its kind")
+    config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
     leaves, structure = jax.tree.flatten_with_path(parameters(config))
     paths, weights = zip(*leaves, strict=True)
@@ -55,13 +52,13 @@ def load(
     with Checkpoint(path) as checkpoint:
         checkpoint.check({name: weights[i].shape for i, layer in pieces for name in weights[i].names(layer)})
         arrays = [
-            jnp.zeros(shape, build.dtype_of(weight), device=parallel.sharding(path, len(shape)))
+            jnp.zeros(shape, build.dtype_of(weight), device=build.parallel.sharding(path, len(shape)))
             for path, weight in leaves
             for shape in [weight.stacked_shape]
         ]
         for i, layer in progress(pieces):
             piece = _read(weights[i], layer, checkpoint)
-            piece = jax.device_put(piece, parallel.sharding(paths[i], piece.ndim))
+            piece = jax.device_put(piece, build.parallel.sharding(paths[i], piece.ndim))
             arrays[i] = _place(arrays[i], weights[i], layer, piece)
     return build.model(jax.tree.unflatten(structure, arrays))
 
