@@ -16,7 +16,7 @@ from jaxkv.cache import KVCache
 from jaxkv.offload import transfers
 from jaxkv.offload.chunks import Chunk, Chunks
 from jaxkv.offload.disk import DiskPool
-from jaxkv.offload.rows import Layout, check_travels, read_rows, row_nbytes, row_of, write_rows
+from jaxkv.offload.rows import Layout, check_travels, read_rows, row_of, write_rows
 from jaxkv.offload.stats import Stats
 
 CHUNK_BYTES = 2**26
@@ -79,12 +79,12 @@ class HostPool:
         implementation=None,
     ):
         self.layout, self.disk = layout, disk
-        self.num_blocks, self.block_nbytes = positive_int("num_blocks", num_blocks), row_nbytes(layout)
+        self.num_blocks, self._row = positive_int("num_blocks", num_blocks), row_of(layout)
+        self.block_nbytes = self._row.size * self._row.dtype.itemsize
         if not isinstance(disk, DiskPool | None):
             raise ValueError(f"`disk` is a {type(disk).__name__}: expected a DiskPool, or None")
         if disk is not None and disk.layout.fingerprint != layout.fingerprint:
             raise ValueError(f"`disk` holds other blocks\n{disk.layout}\nexpected those of\n{layout}")
-        self._row = row_of(layout)
         self.stats = Stats()
         self._implementation = implementation
         longest = max(1, min(CHUNK_BYTES // self.block_nbytes, self.num_blocks // POOL_CHUNKS))

@@ -23,11 +23,6 @@ def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((group.pages.block_elements,), group.dtype)
 
 
-def row_nbytes(layout: Layout) -> int:
-    """Bytes of a block that travels."""
-    return _groups(layout)[0].block_nbytes
-
-
 def check_travels(cache: KVCache, layout: Layout) -> None:
     """ValueError unless blocks of `cache` are blocks of `layout`; of a packed one, `cache` views any group."""
     check_cache(cache, Entry)
