@@ -9,7 +9,7 @@ import pytest
 import jaxkv
 import oracle
 import scenes
-from compare import assert_close, assert_same_bits
+from compare import EPSILON, assert_close, assert_same_bits
 from suites.base import Suite, dtype_of, every_layout, layout_of
 
 SCALE = 0.11
@@ -201,7 +201,9 @@ class DecodeMLA(DecodeMLAChecks):
             jnp.asarray([tokens]), layer=0, kv_scale=1.0, scale=power * np.log(2) / 16,
         )  # fmt: skip
         rest = (tokens - 1) * 2.0**-power
-        np.testing.assert_allclose(np.asarray(out[..., 1], np.float32), 448 * rest / (1 + rest), rtol=0.02)
+        # All weights but one are the same number: their rounding, and that of the result, do not average out.
+        expected = 448 * rest / (1 + rest)
+        np.testing.assert_allclose(np.asarray(out[..., 1], np.float32), expected, rtol=4 * EPSILON["bfloat16"])
 
     def test_lengths_far_apart_in_one_batch(self):
         entry = self.entry()
