@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS, frozen, kernel
 
 LN2 = math.log(2)
-MOST_CTAS = 8 * MULTIPROCESSORS
+MOST_CTAS = 4 * MULTIPROCESSORS
 """Rows of cut requests beyond these share CTAs: so many run at once, and idle ones take time as well."""
 MOST_ROWS, AT_ONCE = 4, 32
 """Rows, and rows times pieces, of which a CTA has the loads under way at once."""

@@ -138,8 +138,7 @@ def _attend(
         table = PageTable(table_ref, pages)
         about = partial(described, item_ref)
 
-        @pl.when(wg == 2)
-        def _copier():
+        def copier():
             plgpu.set_max_registers(24, action="decrease")
             first, end, told = begun(start_ref, part)
             safe_layer = jnp.where(in_cache, layer_ref[0], 0)
@@ -433,8 +432,8 @@ def _attend(
             first, end, told = begun(start_ref, part)
             lax.fori_loop(first, end, run, told)
 
-        pl.when(wg == 0)(partial(consumer, 0))
-        pl.when(wg == 1)(partial(consumer, 1))
+        # One branch in another: were they three in a row, what the last needs would live, and be spilled, in the first.
+        lax.cond(wg == 2, copier, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     free = (
         plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4) if cluster > 1 else plgpu.Barrier(num_barriers=4)
