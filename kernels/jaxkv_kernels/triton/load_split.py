@@ -3,7 +3,8 @@
 Who does what.  A program has ROWS consecutive rows of the result.  It finds the tokens' requests by a binary search,
 their slots in the tables, loads values and scales from the two halves of the pages, multiplies, rounds and stores.
 Order.  None: no two programs write the same rows.
-Budget.  Registers: 2,048 values, 16 a thread.  No shared memory.
+Budget.  Registers: 2,048 values, 16 a thread.  Shared memory: 2 KiB, through which they go to the threads that store
+them.
 """
 
 from functools import partial
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from jaxkv_kernels.triton.addresses import in_bytes, scale_address, value_address
 from jaxkv_kernels.triton.arithmetic import rounded
-from jaxkv_kernels.triton.e4m3 import from_e4m3
+from jaxkv_kernels.triton.e4m3 import from_e4m3, has_e4m3
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.ragged import ragged_constants, ragged_operands, ragged_slots
 from jaxkv_kernels.triton.tiles import WARPS, load_pieces, store_rows, tile_shape
@@ -30,6 +31,7 @@ def load_split(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, e
         "SIZE": entry.head_dim,
         **ragged_constants(block_tables, seq_starts),
         "COUNT": total,
+        "NATIVE": has_e4m3(),
     }
     operands = (buffer, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
     result = jax.ShapeDtypeStruct((total, entry.head_dim), dtype)
@@ -41,12 +43,12 @@ def load_split(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, e
 def _load_split(
     buffer, tables, sums, starts, layers, k,
     PAGES: tl.constexpr, SIZE: tl.constexpr,
-    RUNS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RUNS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     layer = tl.load(layers)
     slot, known = ragged_slots(row, tables, sums, starts, layer, RUNS, PAGES)
     values = load_pieces(value_address(buffer, layer, slot, PAGES, SIZE), known, SIZE, COLUMNS[0])
     scale = tl.load(scale_address(buffer, layer, slot, PAGES, SIZE), mask=known, other=0)
-    key = rounded(from_e4m3(values) * scale[:, None], k.dtype.element_ty)
+    key = rounded(from_e4m3(values, NATIVE) * scale[:, None], k.dtype.element_ty)
     store_rows(k, row, key, COUNT, SIZE, COLUMNS[0])

@@ -1,7 +1,8 @@
 """Stores `fp8_ds_mla` entries at slots of a layer, in place.
 
-Who does what.  A program has ROWS consecutive tokens: it loads their parts, meanwhile their slots, finds a scale for
-each tile of 128 values, and stores values, scales and rotary keys where the slots say.
+Who does what.  A program has ROWS consecutive tokens: it loads their parts, meanwhile their slots, stores rotary keys
+where the slots say (first, so that they are loaded with the rest), finds a scale for each tile of 128 values, and
+stores values and scales.
 Order.  None: no two programs write the same bytes, unless a slot is given twice.
 Budget.  Registers: 2,048 values, 16 a thread.  Shared memory: a float32 a tile for the maxima, where a warp has not
 all of the tile.
@@ -51,15 +52,16 @@ def _store_ds_mla(
     TILES: tl.constexpr = COLUMNS[0] // TILE
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < COUNT, other=-1)
-    keep = (slot >= 0) & (slot < slots_of(tl.load(layers), PAGES))
+    layer = tl.load(layers)
+    keep = (slot >= 0) & (slot < slots_of(layer, PAGES))
     latent = load_rows(kv_c, row, COUNT, SIZES[0], COLUMNS[0]).to(tl.float32)
     rope = load_rows(k_pe, row, COUNT, SIZES[1], COLUMNS[1])
-    place = token_address(buffer, tl.load(layers), slot, 0, PAGES)
+    place = token_address(buffer, layer, slot, 0, PAGES)
+    ropes = (place + SIZES[0] + 4 * (SIZES[0] // TILE)).to(tl.pointer_type(tl.bfloat16))
+    store_pieces(ropes, rounded(rope, tl.bfloat16), keep, SIZES[1], COLUMNS[1])
     tiles = tl.reshape(latent, (ROWS, TILES, TILE))
-    scale, inverse = power_of_two_scale(tiles, SMALLEST_EXPONENT)
+    scale, inverse = power_of_two_scale(tiles, SMALLEST_EXPONENT, keep[:, None, None])
     values = tl.reshape(to_e4m3(tiles * inverse[:, :, None], NATIVE), (ROWS, COLUMNS[0]))
     store_pieces(place, values, keep, SIZES[0], COLUMNS[0])
     scales = (place + SIZES[0]).to(tl.pointer_type(tl.float32))
     store_pieces(scales, scale, keep, SIZES[0] // TILE, TILES)
-    ropes = (place + SIZES[0] + 4 * (SIZES[0] // TILE)).to(tl.pointer_type(tl.bfloat16))
-    store_pieces(ropes, rounded(rope, tl.bfloat16), keep, SIZES[1], COLUMNS[1])

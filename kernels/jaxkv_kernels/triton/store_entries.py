@@ -17,7 +17,7 @@ import triton.language as tl
 from jaxkv_kernels.triton.addresses import in_bytes, slots_of, token_address
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.dtypes import element_type
-from jaxkv_kernels.triton.e4m3 import has_e4m3, to_e4m3
+from jaxkv_kernels.triton.e4m3 import has_e4m3, load_scales, to_e4m3
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.tiles import WARPS, load_rows, store_pieces, tile_shape
 
@@ -63,20 +63,21 @@ def _store_entries(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = row % PAGES.num_heads
     slot = tl.load(slots + row // PAGES.num_heads, mask=row < COUNT, other=-1)
-    keep = (slot >= 0) & (slot < slots_of(tl.load(layers), PAGES))
+    layer = tl.load(layers)
+    keep = (slot >= 0) & (slot < slots_of(layer, PAGES))
+    scales = load_scales(first_scale, second_scale, head, SCALE_STEPS)
     tile = load_rows(first, row, COUNT, SIZES[0], COLUMNS[0])
     other = load_rows(second, row, COUNT, SIZES[1], COLUMNS[1])
-    place = token_address(buffer, tl.load(layers), slot, head, PAGES).to(tl.pointer_type(DTYPE))
+    place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
     if SCALE_STEPS is None:
         tile, other = rounded(tile, DTYPE), rounded(other, DTYPE)
     else:
-        tile = _quantised(tile, first_scale + head * SCALE_STEPS[0], NATIVE)
-        other = _quantised(other, second_scale + head * SCALE_STEPS[1], NATIVE)
+        tile, other = _quantised(tile, scales[0], NATIVE), _quantised(other, scales[1], NATIVE)
     store_pieces(place, tile, keep, SIZES[0], COLUMNS[0])
     store_pieces(place + SIZES[0], other, keep, SIZES[1], COLUMNS[1])
 
 
 @triton.jit
-def _quantised(tile, scales, NATIVE: tl.constexpr):
-    """The bytes of a tile [n, columns] divided by the scales that [n] pointers point to."""
-    return to_e4m3(tl.div_rn(tile.to(tl.float32), tl.load(scales)[:, None]), NATIVE)
+def _quantised(tile, scale, NATIVE: tl.constexpr):
+    """The bytes of a tile [n, columns] divided by `scale` [n]."""
+    return to_e4m3(tl.div_rn(tile.to(tl.float32), scale[:, None]), NATIVE)

@@ -51,7 +51,7 @@ def _store_split(
     slot = tl.load(slots + row, mask=row < COUNT, other=-1)
     keep = (slot >= 0) & (slot < slots_of(layer, PAGES))
     key = load_rows(k, row, COUNT, SIZE, COLUMNS[0]).to(tl.float32)
-    scale, inverse = power_of_two_scale(key, SMALLEST_EXPONENT)
+    scale, inverse = power_of_two_scale(key, SMALLEST_EXPONENT, keep[:, None])
     values = to_e4m3(key * inverse[:, None], NATIVE)
     store_pieces(value_address(buffer, layer, slot, PAGES, SIZE), values, keep, SIZE, COLUMNS[0])
     tl.store(scale_address(buffer, layer, slot, PAGES, SIZE), scale, mask=keep)

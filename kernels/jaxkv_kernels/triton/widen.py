@@ -10,7 +10,7 @@ from jaxkv_kernels.triton.e4m3 import from_e4m3
 @triton.jit
 def widened(byte, scale, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """e4m3 bytes, multiplied by `scale` in float32 (None: by nothing), as DTYPE; NATIVE: the GPU has the type."""
-    value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) if NATIVE else from_e4m3(byte)
+    value = from_e4m3(byte, NATIVE)
     if scale is not None:
         value = value * scale
     return pinned(rounded(value, DTYPE))
