@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 WGMMA = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one value a row of a WGMMA tile."""
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""Layout of one value a column."""
 SCALAR = plgpu.Layout.WG_SPLAT
 """Layout of what all lanes of a warp agree on."""
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
@@ -25,7 +27,7 @@ MULTIPROCESSORS, SHARED_MEMORY = 132, 232_448
 """Of an H100 or H200; bytes a CTA."""
 
 
-def kernel(body, *, interpret: bool, auto_barriers: bool = True, **spec) -> Any:
+def kernel(body, *, interpret: bool, auto_barriers: bool = True, reduction_bytes: int = 0, **spec) -> Any:
     """`plgpu.kernel` with what all kernels here share.
 
     Without `auto_barriers`, loads and stores do not wait for the other warps of the warpgroup: the kernel itself orders
@@ -37,7 +39,7 @@ def kernel(body, *, interpret: bool, auto_barriers: bool = True, **spec) -> Any:
         interpret=params,
         # Row reductions stay inside a quad of lanes: no scratch.
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=not auto_barriers
+            approx_math=True, reduction_scratch_bytes=reduction_bytes, unsafe_no_auto_barriers=not auto_barriers
         ),
         **spec,
     )
@@ -117,8 +119,11 @@ def folded(op: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
     return x
 
 
-def any_positive(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Whether any value of a register tile is, among those that the asking warp holds: warps may hear differently."""
+def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False) -> jax.Array:
+    """Whether any value of a register tile is, among those that the asking warp holds: warps may hear differently.
+
+    With `warpgroup`, among all: its warps wait for each other.
+    """
     if interpret:
         return (x > 0).any()
     from jax.experimental.mosaic import gpu as mgpu
@@ -135,7 +140,11 @@ def any_positive(x: jax.Array, *, interpret: bool) -> jax.Array:
             for i in range(ir.VectorType(register.type).shape[0])
         ]
         others = "".join(f"setp.gt.or.f32 p, ${n}, 0f00000000, p; " for n in range(2, len(values) + 1))
-        vote = f"setp.gt.f32 p, $1, 0f00000000; {others}vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p;"
+        ask = "vote.sync.any.pred p, p, -1;"
+        if warpgroup:
+            ask = f"bar.red.or.pred p, ${len(values) + 1}, {mgpu.utils.WARPGROUP_SIZE}, p;"
+            values.append(mgpu.utils.warpgroup_barrier_idx(sync=False))
+        vote = f"setp.gt.f32 p, $1, 0f00000000; {others}{ask} selp.b32 $0, 1, 0, p;"
         i32 = ir.IntegerType.get_signless(32)
         found = mgpu.utils.inline_ptx(
             f"{{.reg .pred p; {vote}}}", *values, result_types=i32, has_side_effects=True, convergent=True

@@ -42,6 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.mosaic_gpu.attend_few_rows import attend_few_rows
 from jaxkv_kernels.mosaic_gpu.build import (
     EMPTY,
     FOLDED,
@@ -67,6 +68,8 @@ from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
 from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, begun, described, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
+FEW_ROWS = 32
+"""Up to so many rows a request take the kernel with swapped operands."""
 HALF = 256
 PIECES, FINITE = jnp.float16, 1e37
 """Dtype of the pieces of cut requests, whose rows are divided by their largest value; and the most that may be."""
@@ -101,10 +104,10 @@ def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, plan, *, pages, 
     # TMA tiles are of 8 rows; whole tiles past the last row it fills with zeros and clips by itself.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
-    out, lse, part_out, part_lse, part_scale = _attend(
+    attend = attend_few_rows if rows <= FEW_ROWS else partial(_attend, cluster=cluster, groups=groups)
+    out, lse, part_out, part_lse, part_scale = attend(
         q_latent, q_pe, buffer, block_tables, layer, scale, plan,
-        tokens=tokens, heads=heads, cluster=cluster, groups=groups, pages=pages, logit_cap=logit_cap,
-        interpret=interpret,
+        tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, interpret=interpret,
     )  # fmt: skip
     part_out = lax.bitcast_convert_type(part_out, PIECES)
     out, lse = combine(out, lse, part_out, part_lse, part_scale, plan, rows=rows, interpret=interpret)
