@@ -11,7 +11,7 @@ import jaxkv
 import scenes
 import suites
 from compare import assert_same_bits
-from jaxkv_kernels.mosaic_gpu.plan_decode import OVERHEAD, PAIR, make_plan
+from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, PAIRS, make_plan
 
 
 def items_by_request(plan, batch):
@@ -23,7 +23,7 @@ def items_by_request(plan, batch):
     for first, end in pairwise(starts):
         for request, begin, stop, _, _, piece, _ in items[first:end]:
             found[request].append((int(begin), int(stop), int(piece)))
-        loads.append(int(sum(stop - begin + OVERHEAD for _, begin, stop, *_ in items[first:end])))
+        loads.append(int(sum(stop - begin + PAIRS.overhead for _, begin, stop, *_ in items[first:end])))
     return found, loads
 
 
@@ -58,7 +58,7 @@ def test_items_cover_every_request(seed, batch_invariant):
         taken |= {*numbers}
     assert all(piece < plan.pieces for piece in taken)
     if not batch_invariant:  # an eighth of the parts may stay empty, and whoever starts a request pays for it
-        assert max(loads) <= 8 / 7 * (pairs + OVERHEAD).sum() / parts + OVERHEAD + 2
+        assert max(loads) <= 8 / 7 * (pairs + PAIRS.overhead).sum() / parts + PAIRS.overhead + 2
 
 
 def test_requests_are_not_cut_for_little():

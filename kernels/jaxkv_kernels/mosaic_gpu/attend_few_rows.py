@@ -1,6 +1,6 @@
 """Dense MLA decode for few rows (query tokens x heads of a request), with the operands of the products swapped."""
 
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,14 @@ from jaxkv_kernels.mosaic_gpu.build import (
 )
 from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
-from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, begun, described
+from jaxkv_kernels.mosaic_gpu.plan_decode import Plan, begun, described
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 PIECES, FINITE = jnp.float16, 1e37
 SLACK = 8
 PART = 192
-PARTS = 3
-WIDTHS = 192, 192, 128
+PARTS = (LATENT + ROPE) // PART
+WIDTHS = [min(PART, LATENT - n * PART) for n in range(PARTS)]
 """Columns of a part of a tile, parts of a tile, and how many columns of each are values."""
 
 
@@ -43,7 +43,8 @@ def attend_few_rows(
     view = token_rows(pages)
     dtype = q_latent.dtype
     copies = copies_of(pages)
-    fixed = 2 * rows * (LATENT + ROPE) * 2 + rows * TILE * 2 + 6 * 1024
+    reduction = rows // 8 * 1024
+    fixed = 2 * rows * (LATENT + ROPE) * 2 + rows * TILE * 2 + reduction + 2048
     slots = (SHARED_MEMORY - fixed) // (TILE * PART * 2)
 
     def body(
@@ -56,15 +57,6 @@ def attend_few_rows(
         table = PageTable(table_ref, pages)
         about = partial(described, item_ref)
         first, end, told = begun(start_ref, part)
-
-        def tiles_of(told):
-            """The first tile of an item, the end of its tiles, and how many tokens of the request are in sight."""
-            _, begin, stop, length, *_ = told
-            length = jnp.where(in_cache, length, 0)
-            tile = begin * (PAIR // TILE)
-            # The last pair of a request may have one tile; a request without tokens has one too.
-            stop = jnp.minimum(stop * (PAIR // TILE), divided(length + (TILE - 1), TILE))
-            return tile, jnp.maximum(stop, tile + 1), length
 
         def slot_of(used):
             return lax.rem(used, jnp.int32(slots))
@@ -95,12 +87,14 @@ def attend_few_rows(
                         source.at[:, pl.ds(column, PART)], k.at[slot, into], k_full.at[slot]
                     )
 
+            def first_blocks(told):
+                """The blocks of an item's first tile."""
+                return table.blocks(told[0], told[1] * TILE)
+
             def run(item, carry):
-                used, told = carry
+                used, told, blocks = carry
                 ahead = about(item + 1)
-                b = told[0]
-                tile, stop, _ = tiles_of(told)
-                blocks = table.blocks(b, tile * TILE)
+                b, tile, stop, *_ = told
                 turn = lax.rem(item - first, jnp.int32(2))
 
                 @pl.when(item - first >= 2)
@@ -117,10 +111,12 @@ def attend_few_rows(
                         fetch(blocks, i, n, used + n)
                     return used + PARTS, ahead
 
-                used, _ = lax.fori_loop(tile, stop, fetch_tile, (used, blocks))
-                return used, ahead
+                carry = fetch_tile(tile, (used, blocks))
+                next_blocks = first_blocks(ahead)
+                used, _ = lax.fori_loop(tile + 1, stop, fetch_tile, carry)
+                return used, ahead, next_blocks
 
-            used, _ = lax.fori_loop(first, end, run, (jnp.int32(0), told))
+            used, *_ = lax.fori_loop(first, end, run, (jnp.int32(0), told, first_blocks(told)))
 
             # A barrier is to be waited on as often as it completes.
             def drain(used, carry):
@@ -147,9 +143,8 @@ def attend_few_rows(
             def run(item, carry):
                 used, told = carry
                 ahead = about(item + 1)
-                b, *_, clear, piece, _ = told
-                tile, stop, length = tiles_of(told)
-                clear = jnp.where(in_cache, clear, 0) * (PAIR // TILE)
+                b, tile, stop, length, clear, piece, _ = told
+                length, clear = (jnp.where(in_cache, x, 0) for x in (length, clear))
                 turn = lax.rem(item - first, jnp.int32(2))
                 plgpu.barrier_wait(q_full.at[turn])
 
@@ -247,8 +242,8 @@ def attend_few_rows(
 
                 @pl.when(piece >= 0)
                 def _():
-                    most = [jnp.maximum(a, -a).max(axis=0) for a in acc]
-                    most = jnp.maximum(jnp.maximum(most[0], most[1]), most[2])
+                    blocks = [a[i : i + TILE] for a in acc for i in range(0, a.shape[0], TILE)]
+                    most = reduce(jnp.maximum, [jnp.maximum(a, -a) for a in blocks]).max(axis=0)
                     # Rows with infinities or NaN stay as they are.
                     most = jnp.where(most < FINITE, jnp.maximum(most, 1 / FINITE), 1.0)
                     values = [(a * down(1 / most, a.shape)).astype(PIECES) for a in acc]
@@ -265,7 +260,7 @@ def attend_few_rows(
         body,
         interpret=interpret,
         auto_barriers=False,
-        reduction_bytes=1024,
+        reduction_bytes=reduction,
         out_type=(
             jax.ShapeDtypeStruct((batch, rows, LATENT), dtype),
             jax.ShapeDtypeStruct((batch, rows), float32),

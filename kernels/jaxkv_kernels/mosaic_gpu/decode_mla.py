@@ -63,13 +63,11 @@ from jaxkv_kernels.mosaic_gpu.build import (
 )
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
-from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
+from jaxkv_kernels.mosaic_gpu.limits import FEW_ROWS, LATENT, ROPE
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
 from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, begun, described, plan_decode
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
-FEW_ROWS = 32
-"""Up to so many rows a request take the kernel with swapped operands."""
 HALF = 256
 PIECES, FINITE = jnp.float16, 1e37
 """Dtype of the pieces of cut requests, whose rows are divided by their largest value; and the most that may be."""

@@ -1,8 +1,8 @@
 """Split-KV: which CTA attends to which tokens, computed on the device from the lengths.
 
-The tokens of a request come in pairs of 64-token tiles.  By default the pairs of all requests are laid end to end, with
-gaps for what starting and ending a request costs or without, and cut into equal parts: as many as there are CTAs (or
-clusters), or somewhat fewer.  Of these layouts the one is taken whose longest part takes the least time, the work on
+The tokens of a request come in steps: pairs of 64-token tiles, or tiles where calls have few rows.  By default the steps
+of all requests are laid end to end, with gaps for what starting and ending a request costs or without, and cut into
+equal parts: as many as there are CTAs (or clusters), or somewhat fewer.  Of these layouts the one is taken whose longest part takes the least time, the work on
 the pieces of requests that were cut included.  A batch-invariant plan cuts a request by its own length alone.  What
 lies between two cuts is an item; the items of a request that was cut leave pieces, which are combined afterwards.
 """
@@ -15,16 +15,31 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.limits import FEW_ROWS
 from jaxkv_kernels.mosaic_gpu.page_table import TILE
 
 PAIR = 128
-"""Tokens a step: two tiles of 64."""
-OVERHEAD = 2
-"""What starting and ending a request costs, in pairs."""
-COMBINING, PIECE = 32, 2
-"""What combining costs at all, and a piece, in 32nds of a pair."""
-SPLITS, LEAST = 8, 8
-"""Batch-invariant: most pieces of a request, and the least pairs of a piece."""
+"""Tokens of two tiles."""
+SPLITS, LEAST = 8, 1024
+"""Batch-invariant: most pieces of a request, and the least tokens of a piece."""
+UNIT = 256
+"""What a step costs."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What kernels take the tokens of a request in, and what else costs them time."""
+
+    tokens: int
+    overhead: int
+    """What starting and ending a request costs, in steps."""
+    combining: int
+    """What combining costs at all, a step being UNIT."""
+    piece: int
+    """What a piece costs, likewise."""
+
+
+PAIRS, TILES = Steps(PAIR, 2, 256, 16), Steps(TILE, 0, 128, 2)
 
 
 @jax.tree_util.register_dataclass
@@ -35,8 +50,8 @@ class Plan:
     starts: jax.Array
     """[parts + 1, 8]: the first item of each part, and its columns: a part begins with one load, not two in a row."""
     items: jax.Array
-    """[items, 7]: request, first pair, end of the pairs, tokens of the request in sight, end of its pairs that need no
-    mask, the piece that the item leaves (-1: it is the whole request), the token where pair 0 begins."""
+    """[items, 7]: request, first step, end of the steps, tokens of the request in sight, end of its steps that need no
+    mask, the piece that the item leaves (-1: it is the whole request), the token where step 0 begins."""
     cuts: jax.Array
     """[cuts, 3]: a request that was cut (-1: none), its first piece, its number of pieces."""
     pieces: int = field(metadata={"static": True})
@@ -62,45 +77,46 @@ def begun(starts, part):
 
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens a request, with as many parts as the GPU takes."""
-    del buffer, entry
+    del buffer
+    steps = TILES if entry.one_head and tokens * heads <= FEW_ROWS else PAIRS
     tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
     parts = 4 if interpreting.value else max(MULTIPROCESSORS // tiles, 1)
     return make_plan(
         seq_lens, block_tables, parts=parts, tokens=tokens, block_size=pages.block_size, num_blocks=pages.num_blocks,
-        window=window, batch_invariant=batch_invariant,
+        window=window, batch_invariant=batch_invariant, steps=steps,
     )  # fmt: skip
 
 
-def _laid_out(pairs, parts: int):
-    """Where requests of `pairs` [B] begin, laid end to end, and the length of the parts into which that is cut.
+def _laid_out(sizes, parts: int, steps: Steps):
+    """Where requests of `sizes` [B], in steps, begin, laid end to end, and the length of the parts into which that is cut.
 
-    Of all layouts that are tried, the one with the least cost, in 32nds of a pair.
+    Of all layouts that are tried, the one with the least cost.
     """
     used = jnp.arange(parts - parts // 8, parts + 1, dtype=jnp.int32)  # parts that are left over stay empty
-    gap = jnp.asarray([OVERHEAD, 0], jnp.int32)[:, None]  # without gaps, requests of one length are cut alike
-    ends = jnp.cumsum(pairs + gap, axis=1)
-    begins = ends - pairs - gap
+    gap = jnp.asarray([steps.overhead, 0], jnp.int32)[:, None]  # without gaps, requests of one length are cut alike
+    ends = jnp.cumsum(sizes + gap, axis=1)
+    begins = ends - sizes - gap
     payload = -(-ends[:, -1:] // used)
     # [gap, used, part, request]
     low = (payload[..., None] * jnp.arange(parts, dtype=jnp.int32))[..., None]
     high = low + payload[..., None, None]
     begin = begins[:, None, None]
-    taken = jnp.maximum(jnp.minimum(high, begin + pairs) - jnp.maximum(low, begin), 0)
-    load = (taken + jnp.where(taken > 0, OVERHEAD, 0)).sum(axis=3).max(axis=2)
-    cuts = ((begins[:, None] + pairs - 1) // payload[..., None] - begins[:, None] // payload[..., None]).sum(axis=2)
-    cost = 32 * load + jnp.where(cuts > 0, COMBINING, 0) + PIECE * cuts
+    taken = jnp.maximum(jnp.minimum(high, begin + sizes) - jnp.maximum(low, begin), 0)
+    load = (taken + jnp.where(taken > 0, steps.overhead, 0)).sum(axis=3).max(axis=2)
+    cuts = ((begins[:, None] + sizes - 1) // payload[..., None] - begins[:, None] // payload[..., None]).sum(axis=2)
+    cost = UNIT * load + jnp.where(cuts > 0, steps.combining, 0) + steps.piece * cuts
     best = cost.argmin()
     return begins[best // used.size], payload.reshape(-1)[best]
 
 
-@partial(jax.jit, static_argnames=("parts", "tokens", "block_size", "num_blocks", "window", "batch_invariant"))
+@partial(jax.jit, static_argnames=("parts", "tokens", "block_size", "num_blocks", "window", "batch_invariant", "steps"))
 def make_plan(
     seq_lens, block_tables, *, parts: int, tokens: int, block_size: int, num_blocks: int, window: int | None = None,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, steps: Steps = PAIRS,
 ) -> Plan:  # fmt: skip
     """The schedule of `parts` parts for requests of `seq_lens` [B] with `tokens` query tokens each.
 
-    A request without tokens has one pair too, all of it masked.  With a window, requests begin at the tile that holds
+    A request without tokens has one step too, all of it masked.  With a window, requests begin at the tile that holds
     the first key in sight.
     """
     batch = seq_lens.size
@@ -109,17 +125,17 @@ def make_plan(
     if window is not None:
         origin = jnp.maximum(lengths - tokens + 1 - window, 0) // TILE * TILE
     seen = lengths - origin
-    pairs = jnp.maximum(-(-seen // PAIR), 1)
+    sizes = jnp.maximum(-(-seen // steps.tokens), 1)
     if batch_invariant:
-        ends = jnp.cumsum(pairs + OVERHEAD)
-        begins = ends - pairs - OVERHEAD
+        ends = jnp.cumsum(sizes + steps.overhead)
+        begins = ends - sizes - steps.overhead
         payload = -(-ends[-1] // parts)
-        counts = jnp.clip(pairs // LEAST, 1, SPLITS)
+        counts = jnp.clip(sizes // (LEAST // steps.tokens), 1, SPLITS)
         first = jnp.zeros_like(counts)
     else:
-        begins, payload = _laid_out(pairs, parts)
+        begins, payload = _laid_out(sizes, parts, steps)
         first = begins // payload
-        counts = (begins + pairs - 1) // payload - first + 1
+        counts = (begins + sizes - 1) // payload - first + 1
     after = jnp.cumsum(counts)
     cut = counts > 1
     piece = jnp.cumsum(jnp.where(cut, counts, 0)) - counts
@@ -130,7 +146,7 @@ def make_plan(
     )
     nth = item - (after - counts)[request]
     live = item < after[-1]
-    size = pairs[request]
+    size = sizes[request]
     if batch_invariant:
         begin, end = (n * size // counts[request] for n in (nth, nth + 1))
         part = (begins[request] + begin) // payload
@@ -144,7 +160,7 @@ def make_plan(
     columns = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
     in_sight = (columns + block_size > origin[:, None]) & (columns < lengths[:, None])
     bad = ((block_tables < 0) | (block_tables >= num_blocks)) & in_sight
-    clear = jnp.where(bad.any(axis=1), 0, jnp.maximum(seen - tokens + 1, 0) // PAIR)
+    clear = jnp.where(bad.any(axis=1), 0, jnp.maximum(seen - tokens + 1, 0) // steps.tokens)
     left = jnp.where(cut[request], piece[request] + nth, -1)
     items = jnp.stack([request, begin, end, seen[request], clear[request], left, origin[request]], axis=1)
 
