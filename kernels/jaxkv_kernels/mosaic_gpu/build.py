@@ -73,6 +73,11 @@ def across(row: jax.Array, columns: int) -> jax.Array:
     return jax.lax.broadcast_in_dim(row, (row.shape[0], columns), [0])
 
 
+def down(column: jax.Array, rows: int) -> jax.Array:
+    """A vector of one value a column broadcast over the rows of a tile."""
+    return jax.lax.broadcast_in_dim(column, (rows, column.shape[0]), [1])
+
+
 def multiply_add(onto: jax.Array, a, b, meanwhile: Callable[[], Any] | None = None, *, scratch=None) -> Any:
     """`onto + a @ b` in registers, drained on return, and the result of `meanwhile`, which runs beside the product.
 
