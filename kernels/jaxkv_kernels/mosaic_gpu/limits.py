@@ -9,7 +9,7 @@ from jaxkv_kernels.mosaic_gpu.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.row_view import ROW_LIMIT, row_view
 
 LATENT, ROPE = 512, 64
-FEW_ROWS = 32
+FEW_ROWS = 16
 """Rows (query tokens x heads of a request) up to which `decode_mla` takes the kernel with swapped operands."""
 HEAD_DIMS = (64, 128, 192, 256)
 BULK = 16

@@ -31,6 +31,8 @@ class Steps:
     """What kernels take the tokens of a request in, and what else costs them time."""
 
     tokens: int
+    least: int
+    """The least that a part is given, in steps: pieces are work as well."""
     overhead: int
     """What starting and ending a request costs, in steps."""
     combining: int
@@ -39,7 +41,7 @@ class Steps:
     """What a piece costs, likewise."""
 
 
-PAIRS, TILES = Steps(PAIR, 2, 256, 16), Steps(TILE, 0, 128, 2)
+PAIRS, TILES = Steps(PAIR, 1, 2, 256, 16), Steps(TILE, 2, 0, 128, 2)
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +98,7 @@ def _laid_out(sizes, parts: int, steps: Steps):
     gap = jnp.asarray([steps.overhead, 0], jnp.int32)[:, None]  # without gaps, requests of one length are cut alike
     ends = jnp.cumsum(sizes + gap, axis=1)
     begins = ends - sizes - gap
-    payload = -(-ends[:, -1:] // used)
+    payload = jnp.maximum(-(-ends[:, -1:] // used), steps.least)
     # [gap, used, part, request]
     low = (payload[..., None] * jnp.arange(parts, dtype=jnp.int32))[..., None]
     high = low + payload[..., None, None]
