@@ -57,8 +57,12 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
         q = suites.queries(entry, len(lengths), tokens, heads)
         return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
 
-    def test_one_tile_of_rows_and_lengths_round_the_edges(self):
-        self.case((0, 1, 64, 65, 130), 16)
+    @pytest.mark.parametrize("heads", [5, 16, 64])
+    def test_lengths_round_the_edges(self, heads):
+        self.case((0, 1, 64, 65, 130), heads)
+
+    def test_few_rows_of_more_requests_than_a_cta_has_places_for(self):
+        self.case((1, 66, 0, 3, 0) * 4, 2, 3)
 
     def test_a_cluster_shares_the_keys(self):
         self.case((200, 129), 128, form="f16")
@@ -66,16 +70,17 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_several_tokens_and_odd_heads_on_a_layer_major_cache(self):
         self.case((3, 140), 20, 2, layout="LBNHC", layer=2)
 
-    def test_small_pages_and_a_cap(self):
-        self.case((77,), 16, block_size=16, logit_cap=2.0)
+    @pytest.mark.parametrize("heads", [16, 64])
+    def test_small_pages_and_a_cap(self, heads):
+        self.case((77,), heads, block_size=16, logit_cap=2.0)
 
-    @pytest.mark.parametrize("power", [2.0**60, 2.0**-60])
-    def test_pieces_of_a_cut_request_keep_the_range_of_the_entries(self, power):
+    @pytest.mark.parametrize(("heads", "power"), [(16, 2.0**60), (16, 2.0**-60), (64, 2.0**60), (64, 2.0**-60)])
+    def test_pieces_of_a_cut_request_keep_the_range_of_the_entries(self, heads, power):
         entry = self.entry("bf16")
         scene = suites.scenes.scene(entry, lengths=(600,))
-        cache, q = scene.cache(suites.layout_of("BLNHC", entry), 1), suites.queries(entry, 1, 1, 16)
+        cache, q = scene.cache(suites.layout_of("BLNHC", entry), 1), suites.queries(entry, 1, 1, heads)
         tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths)
-        plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=16, implementation="mosaic_gpu")
+        plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=heads, implementation="mosaic_gpu")
         assert plan.schedule.cuts[0, 0] == 0
 
         def decode(power):
@@ -94,7 +99,14 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 @pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "block_size", "cap"),
-    [(1, 16, 64, None), (1, 128, 64, 30.0), (2, 128, 16, None), (3, 20, 128, None)],
+    [
+        (1, 16, 64, None),
+        (4, 2, 16, 30.0),
+        (1, 64, 64, None),
+        (1, 128, 64, 30.0),
+        (2, 128, 16, None),
+        (3, 20, 128, None),
+    ],
 )
 def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
     entry = jaxkv.MLAEntry("bf16")

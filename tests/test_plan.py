@@ -11,11 +11,11 @@ import jaxkv
 import scenes
 import suites
 from compare import assert_same_bits
-from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, PAIRS, make_plan
+from jaxkv_kernels.mosaic_gpu.plan_decode import PAIRS, TILES, make_plan
 
 
-def items_by_request(plan, batch):
-    """(first pair, end, piece) of the items of each request in order; and the cost of each part, in pairs."""
+def items_by_request(plan, batch, steps=PAIRS):
+    """(first step, end, piece) of the items of each request in order; and the cost of each part, in steps."""
     starts, items = np.asarray(plan.starts[:, 0]), np.asarray(plan.items)
     assert starts[0] == 0
     assert (np.diff(starts) >= 0).all()
@@ -23,7 +23,7 @@ def items_by_request(plan, batch):
     for first, end in pairwise(starts):
         for request, begin, stop, _, _, piece, _ in items[first:end]:
             found[request].append((int(begin), int(stop), int(piece)))
-        loads.append(int(sum(stop - begin + PAIRS.overhead for _, begin, stop, *_ in items[first:end])))
+        loads.append(int(sum(stop - begin + steps.overhead for _, begin, stop, *_ in items[first:end])))
     return found, loads
 
 
@@ -33,19 +33,20 @@ def test_items_cover_every_request(seed, batch_invariant):
     rng = np.random.default_rng(seed)
     batch, parts, columns = int(rng.integers(1, 40)), int(rng.integers(1, 20)), int(rng.integers(1, 60))
     lengths = rng.integers(-3, 64 * columns + 100, batch) * (rng.random(batch) > 0.2)
+    steps = (PAIRS, TILES)[seed % 2]
     plan = make_plan(
         jnp.asarray(lengths, jnp.int32), jnp.zeros((batch, columns), jnp.int32),
-        parts=parts, tokens=1, block_size=64, num_blocks=4, batch_invariant=batch_invariant,
+        parts=parts, tokens=1, block_size=64, num_blocks=4, batch_invariant=batch_invariant, steps=steps,
     )  # fmt: skip
     lengths = np.clip(lengths, 0, 64 * columns)
-    pairs = np.maximum(-(-lengths // PAIR), 1)
-    found, loads = items_by_request(plan, batch)
+    sizes = np.maximum(-(-lengths // steps.tokens), 1)
+    found, loads = items_by_request(plan, batch, steps)
     cuts = {int(request): (int(first), int(count)) for request, first, count in plan.cuts if request >= 0}
     taken = set()
     for request, pieces in enumerate(found):
         edges = [begin for begin, _, _ in pieces] + [pieces[-1][1]]
         assert edges == [0, *(stop for _, stop, _ in pieces)]
-        assert edges[-1] == pairs[request]
+        assert edges[-1] == sizes[request]
         assert all(a < b for a, b in pairwise(edges))
         if len(pieces) == 1:
             assert pieces[0][2] == -1
@@ -58,7 +59,7 @@ def test_items_cover_every_request(seed, batch_invariant):
         taken |= {*numbers}
     assert all(piece < plan.pieces for piece in taken)
     if not batch_invariant:  # an eighth of the parts may stay empty, and whoever starts a request pays for it
-        assert max(loads) <= 8 / 7 * (pairs + PAIRS.overhead).sum() / parts + PAIRS.overhead + 2
+        assert max(loads) <= 8 / 7 * (sizes + steps.overhead).sum() / parts + steps.overhead + 2
 
 
 def test_requests_are_not_cut_for_little():

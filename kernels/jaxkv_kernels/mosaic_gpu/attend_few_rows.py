@@ -4,7 +4,7 @@ A tile of rows of the other kernel would be padding mostly.  Here keys and value
 queries its columns, as few as there are:
 
     S' = K Q'     [64 keys, rows]      K as it is stored, Q likewise
-    O' += V' P'   [512, rows]          V is K's first 512 columns, read in columns; P [rows, 64 keys] is stored transposed
+    O' += V' P'   [512, rows]          V is K's first 512 columns, read across; P is stored as [rows, 64 keys]
 
 What is left is reading memory: the tensor cores are busy for half of the time that a tile takes to come.
 
@@ -22,9 +22,9 @@ Barriers.  q_full[turn], k_full[slot]: queries, a tile of keys have landed.  k_f
 done[turn]: the result stands in place of the queries.  Within the computing warpgroup, the vote stands between the last
 use of P, and of the tile by the first product, and what overwrites P or clears values.
 
-Budget, for 16 rows.  Shared memory: K 144 KiB + Q or results 72 KiB + P 2 KiB + 2 KiB for maxima across warps + 1 KiB:
-221 KiB of 227.  Registers: O' 64 a lane, S' and the sums of weights 8 each; two warpgroups leave 255 to each.  Twice the
-rows fit with two places instead of four, but took 6 % longer than the other kernel.
+Budget, for 16 rows.  Shared memory: K 144 KiB + queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats
+1 KiB = 221 KiB of 227.  Registers: O' 64 a lane, S' and the sums of weights 8 each; two warpgroups leave 255 to each.
+32 rows would fit with two places instead of four, but took 6 % longer than in the other kernel.
 """
 
 from functools import partial, reduce
@@ -198,7 +198,7 @@ def attend_few_rows(
 
                 @pl.when(masked)
                 def _():
-                    clear_values(LATENT, lambda columns: k.at[slot, :, columns], table, b, tile * TILE, length)
+                    clear_values(k.at[slot], LATENT, table, b, tile * TILE, length)
 
                 values = k.at[slot, :, pl.ds(0, LATENT)].transpose((1, 0))
                 acc, _ = multiply_add(acc, values, p.transpose((1, 0)), scratch=p if interpret else None)

@@ -32,7 +32,7 @@ def results(batch: int, rows: int, padded: int, plan, dtype) -> tuple[jax.ShapeD
 
 
 def tokens_of(kv_ref, view, table, layer, block, first_token):
-    """Where the entries of a copy's tokens lie; what the table has for no block of the cache reads its first."""
+    """Where the entries of a copy's tokens lie; in the first block, where `block` is none of the cache's."""
     in_block = lax.rem(first_token, jnp.int32(table.pages.block_size))
     index, row = view.index(layer, jnp.where(table.known(block), block, 0), in_block)
     return kv_ref.at[index, pl.ds(row, table.copy_rows)]
@@ -46,12 +46,12 @@ def without_hidden(s, table, b, first_token, row0, length, *, tokens, heads, key
     return table.without_unknown(b, first_token, token, s, MASKED)
 
 
-def clear_values(columns, value, table, b, first_token, length):
-    """Zeroes the value rows of tokens that are not there (0 x NaN is NaN): `columns` of `value`, a tile at a time."""
+def clear_values(values_ref, columns, table, b, first_token, length):
+    """Zeroes the first `columns` of the rows of tokens that are not there: 0 x NaN is NaN."""
     token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + first_token
 
     def clear(c, carry):  # a loop: were it unrolled, its registers would be spilled in the pairs before
-        piece = value(pl.ds(pl.multiple_of(c * TILE, TILE), TILE))
+        piece = values_ref.at[:, pl.ds(pl.multiple_of(c * TILE, TILE), TILE)]
         values = plgpu.load(piece, layout=WGMMA)
         values = jnp.where(token < length, values, jnp.zeros((), values.dtype))
         piece[...] = table.without_unknown(b, first_token, token, values, 0)
@@ -62,12 +62,13 @@ def clear_values(columns, value, table, b, first_token, length):
 
 
 def ended(total, m):
-    """What sums of values are to be multiplied by, and the log-sum-exps (base 2), of total weights over reference `m`."""
+    """What sums of values are to be multiplied by, and log-sum-exps (base 2), for total weights over reference `m`."""
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     return jnp.where(empty, 0.0, 1 / total), jnp.where(empty, -jnp.inf, m + jnp.log2(total))
 
 
 def scale_of(most):
-    """What the values of a piece's rows are divided by, `most` being the largest; infinities and NaN stay as they are."""
+    """What the values of a piece's rows are divided by, `most` being the largest."""
+    # Rows with infinities or NaN stay as they are.
     return jnp.where(most < FINITE, jnp.maximum(most, 1 / FINITE), 1.0)

@@ -139,7 +139,7 @@ def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False) -> j
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def asked(_, x):
-        values = [
+        values: list[Any] = [
             vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
             for register in x.registers.flat
             for i in range(ir.VectorType(register.type).shape[0])

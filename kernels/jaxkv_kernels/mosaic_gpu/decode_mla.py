@@ -1,5 +1,7 @@
 """Dense MLA decode for latents of 512 and rotary parts of 64 values, in bf16 or f16, on sm_90.
 
+Calls with few rows are `attend_few_rows`'s; what follows is of the others.
+
 Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its part of the
 plan: items, each a range of pairs of key tiles of a request.  With more than 64 rows a request, two CTAs form a
 cluster, and each key tile is fetched once for both by TMA multicast.
@@ -43,11 +45,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attend_few_rows import attend_few_rows
+from jaxkv_kernels.mosaic_gpu.attending import (
+    PIECES,
+    SLACK,
+    clear_values,
+    ended,
+    results,
+    scale_of,
+    tokens_of,
+    without_hidden,
+)
 from jaxkv_kernels.mosaic_gpu.build import (
     EMPTY,
     FOLDED,
     LOG2E,
-    MASKED,
     ROW,
     WGMMA,
     across,
@@ -69,10 +80,6 @@ from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, begun, described, p
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
 
 HALF = 256
-PIECES, FINITE = jnp.float16, 1e37
-"""Dtype of the pieces of cut requests, whose rows are divided by their largest value; and the most that may be."""
-SLACK = 8
-"""Powers of 2 by which weights may exceed 1 before what has been summed is rescaled."""
 
 
 def decode_mla(
@@ -148,12 +155,7 @@ def _attend(
                 """The blocks of a pair's tiles."""
                 return tuple(table.blocks(b, pair * PAIR + slot * TILE) for slot in range(2))
 
-            def tokens_of(block, first_token):
-                """Where the entries of a copy's tokens lie."""
-                in_block = lax.rem(first_token, jnp.int32(pages.block_size))
-                block = jnp.where(table.known(block), block, 0)
-                index, row = view.index(safe_layer, block, in_block)
-                return kv_ref.at[index, pl.ds(row, table.copy_rows)]
+            source_of = partial(tokens_of, kv_ref, view, table, safe_layer)
 
             def fetch(blocks, pair, slot, half, with_rope, used):
                 @pl.when(used > 0)
@@ -161,7 +163,7 @@ def _attend(
                     plgpu.barrier_wait(k_free.at[2 * slot + half])
 
                 for c, block in enumerate(blocks[slot]):
-                    source = tokens_of(block, (2 * pair + slot) * TILE + c * table.copy_rows)
+                    source = source_of(block, (2 * pair + slot) * TILE + c * table.copy_rows)
                     into = pl.ds(c * table.copy_rows, table.copy_rows)
                     column = view.column(safe_layer) + half * HALF
                     plgpu.copy_gmem_to_smem(
@@ -177,7 +179,7 @@ def _attend(
                 """Brings this CTA's tile of a pair to the L2 cache: one of the two that the cluster will fetch."""
                 for c, both in enumerate(zip(*blocks, strict=True)):
                     first_token = (2 * pair + cta) * TILE + c * table.copy_rows
-                    prefetch(tokens_of(jnp.where(cta == 0, *both), first_token), interpret=interpret)
+                    prefetch(source_of(jnp.where(cta == 0, *both), first_token), interpret=interpret)
 
             def fetch_queries(b, again):
                 """The queries of a request, once the last one's are no longer needed."""
@@ -266,34 +268,20 @@ def _attend(
                 if logit_cap is not None:
                     s = capped(s, logit_cap)
 
-                def mask(s):
-                    first_token = (2 * i + side) * TILE
-                    token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=WGMMA) + first_token
-                    row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + row0
-                    s = jnp.where(token <= length - tokens + row // heads, s, MASKED)
-                    return table.without_unknown(b, first_token, token, s, MASKED)
+                hide = partial(
+                    without_hidden, table=table, b=b, first_token=(2 * i + side) * TILE, row0=row0, length=length,
+                    tokens=tokens, heads=heads, keys=1,
+                )  # fmt: skip
+                return lax.cond(masked, hide, lambda s: s, s)
 
-                return lax.cond(masked, mask, lambda s: s, s)
-
-            def clear_values(i, tile_in_pair, b, length):
-                """Zeroes the value rows of tokens that are not there: 0 x NaN is NaN."""
-                first_token = (2 * i + tile_in_pair) * TILE
-                z = divided(i, 1 << 20)
-                token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + first_token
-
-                def clear(c, carry):  # a loop: were it unrolled, its registers would be spilled in the pairs before
-                    piece = k.at[z + tile_in_pair, side, :, pl.ds(pl.multiple_of(c * TILE, TILE), TILE)]
-                    values = jnp.where(token < length, plgpu.load(piece, layout=WGMMA), jnp.zeros((), dtype))
-                    piece[...] = table.without_unknown(b, first_token, token, values, 0)
-                    return carry
-
-                lax.fori_loop(0, HALF // TILE, clear, 0)
-                plgpu.commit_smem()
+            def clear(i, tile_in_pair, b, length):
+                half = k.at[divided(i, 1 << 20) + tile_in_pair, side]
+                clear_values(half, HALF, table, b, (2 * i + tile_in_pair) * TILE, length)
 
             def times_values(weights, i, tile, b, length, masked, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and what `meanwhile` returned."""
                 z = divided(i, 1 << 20)
-                pl.when(masked)(partial(clear_values, i, tile, b, length))
+                pl.when(masked)(partial(clear, i, tile, b, length))
                 return multiply_add(acc, weights, k.at[z + tile, z + side], meanwhile, scratch=scratch)
 
             def grown(s, m):
@@ -393,9 +381,8 @@ def _attend(
                 stats[4 + side] = total.sum(axis=1)
                 meet()
                 total = plgpu.load(stats.at[4], layout=ROW) + plgpu.load(stats.at[5], layout=ROW)
-                empty = total == 0
-                acc = acc * across(jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total)), HALF)
-                lse = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, total)))
+                inverse, lse = ended(total, m)
+                acc = acc * across(inverse, HALF)
                 stage = k.at[divided(last, 1 << 20) + 1, side]
 
                 def store(values, to, rows, place):
@@ -421,8 +408,7 @@ def _attend(
                     stats[2 + side] = jnp.maximum(acc, -acc).max(axis=1)
                     meet()
                     most = jnp.maximum(plgpu.load(stats.at[2], layout=ROW), plgpu.load(stats.at[3], layout=ROW))
-                    # Rows with infinities or NaN stay as they are.
-                    most = jnp.where(most < FINITE, jnp.maximum(most, 1 / FINITE), 1.0)
+                    most = scale_of(most)
                     values = (acc * across(1 / most, HALF)).astype(PIECES)
                     values = lax.bitcast_convert_type(values, dtype)
                     store(values, part_out_ref, [(lse, part_lse_ref), (most, part_scale_ref)], piece)
@@ -439,18 +425,11 @@ def _attend(
     free = (
         plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4) if cluster > 1 else plgpu.Barrier(num_barriers=4)
     )
-    float32 = jnp.float32
     return kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
-        out_type=(
-            jax.ShapeDtypeStruct((batch, rows, LATENT), dtype),
-            jax.ShapeDtypeStruct((batch, padded), float32),
-            jax.ShapeDtypeStruct((plan.pieces, rows, LATENT), dtype),
-            jax.ShapeDtypeStruct((plan.pieces, padded), float32),
-            jax.ShapeDtypeStruct((plan.pieces, padded), float32),
-        ),
+        out_type=results(batch, rows, padded, plan, dtype),
         grid=(groups, plan.parts),
         grid_names=("group", "part"),
         cluster=(cluster,),
@@ -463,7 +442,7 @@ def _attend(
             "k": swizzled(2, 2, TILE, HALF, dtype=dtype),
             "r": swizzled(2, TILE, ROPE, dtype=dtype),
             "p": swizzled(2, TILE, TILE, dtype=dtype),
-            "stats": plgpu.SMEM((6, TILE), float32),
+            "stats": plgpu.SMEM((6, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=2),
             "qr_full": plgpu.Barrier(),
             "q_free": plgpu.Barrier(num_arrivals=2),

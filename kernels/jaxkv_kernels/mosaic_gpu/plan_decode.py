@@ -1,10 +1,11 @@
 """Split-KV: which CTA attends to which tokens, computed on the device from the lengths.
 
-The tokens of a request come in steps: pairs of 64-token tiles, or tiles where calls have few rows.  By default the steps
-of all requests are laid end to end, with gaps for what starting and ending a request costs or without, and cut into
-equal parts: as many as there are CTAs (or clusters), or somewhat fewer.  Of these layouts the one is taken whose longest part takes the least time, the work on
-the pieces of requests that were cut included.  A batch-invariant plan cuts a request by its own length alone.  What
-lies between two cuts is an item; the items of a request that was cut leave pieces, which are combined afterwards.
+The tokens of a request come in steps: pairs of 64-token tiles, or tiles for MLA calls with few rows.  By default the
+steps of all requests are laid end to end, with gaps for what starting and ending a request costs or without, and cut
+into equal parts: as many as there are CTAs (or clusters), or somewhat fewer.  Of these layouts the one is taken whose
+longest part takes the least time, the work on the pieces of requests that were cut included.  A batch-invariant plan
+cuts a request by its own length alone.  What lies between two cuts is an item; the items of a request that was cut
+leave pieces, which are combined afterwards.
 """
 
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ class Steps:
     """What a piece costs, likewise."""
 
 
-PAIRS, TILES = Steps(PAIR, 1, 2, 256, 16), Steps(TILE, 2, 0, 128, 2)
+PAIRS = Steps(PAIR, least=1, overhead=2, combining=256, piece=16)
+TILES = Steps(TILE, least=2, overhead=0, combining=128, piece=2)
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +92,7 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
 
 
 def _laid_out(sizes, parts: int, steps: Steps):
-    """Where requests of `sizes` [B], in steps, begin, laid end to end, and the length of the parts into which that is cut.
+    """Where requests of `sizes` [B] begin, laid end to end, and how long the parts are that this is cut into; in steps.
 
     Of all layouts that are tried, the one with the least cost.
     """
