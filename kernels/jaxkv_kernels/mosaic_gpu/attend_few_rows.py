@@ -95,8 +95,7 @@ def attend_few_rows(
             b, tile, *_ = told
             return table.blocks(b, tile * TILE)
 
-        @pl.when(wg == 1)
-        def _copier():
+        def copier():
             safe_layer = jnp.where(in_cache, layer_ref[0], 0)
             source = partial(tokens_of, kv_ref, view, table, safe_layer)
             column = view.column(safe_layer)
@@ -160,8 +159,7 @@ def attend_few_rows(
             pl.loop(jnp.maximum(end - TURNS, first), end)(leave)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(wg == 0)
-        def _computer():
+        def computer():
             scale = scale_ref[0] * LOG2E
 
             def scores(slot, turn):
@@ -240,6 +238,8 @@ def attend_few_rows(
                 return used, ahead
 
             lax.fori_loop(first, end, run, (jnp.int32(0), told))
+
+        lax.cond(wg == 0, computer, copier)
 
     return kernel(
         body,
