@@ -45,6 +45,10 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
 
         suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, scene, layer), cache)
 
+    @pytest.mark.parametrize("heads", [16, 64, 128])
+    def test_batch_invariant_bits(self, heads):
+        suites.assert_batch_invariant((9000, 0, 70, 3000, 1025), heads)
+
 
 @pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeMLAChecks):

@@ -13,6 +13,7 @@ from suites.decode_kv import DecodeKV as DecodeKV
 from suites.decode_kv import DecodeKVChecks as DecodeKVChecks
 from suites.decode_mla import DecodeMLA as DecodeMLA
 from suites.decode_mla import DecodeMLAChecks as DecodeMLAChecks
+from suites.decode_mla import assert_batch_invariant as assert_batch_invariant
 from suites.decode_mla import queries as queries
 from suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
 from suites.gathers import GatherChecks as GatherChecks
