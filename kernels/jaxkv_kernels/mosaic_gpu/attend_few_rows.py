@@ -1,7 +1,7 @@
 """Dense MLA decode of few rows (query tokens x heads of a request): the products' operands are swapped.
 
-A tile of rows of the other kernel would be padding mostly.  Here keys and values are what wgmma has 64 rows of, and the
-queries its columns, as few as there are:
+A tile of 64 rows, as in `attend_rows`, would be padding mostly.  Here keys and values are what wgmma has 64 rows of,
+and the queries its columns, as few as there are:
 
     S' = K Q'     [64 keys, rows]      K as it is stored, Q likewise
     O' += V' P'   [512, rows]          V is K's first 512 columns, read across; P is stored as [rows, 64 keys]
@@ -24,7 +24,7 @@ use of P, and of the tile by the first product, and what overwrites P or clears 
 
 Budget, for 16 rows.  Shared memory: K 144 KiB + queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats
 1 KiB = 221 KiB of 227.  Registers: O' 64 a lane, S' and the sums of weights 8 each; two warpgroups leave 255 to each.
-32 rows would fit with two places instead of four, but took 6 % longer than in the other kernel.
+32 rows would fit with two places instead of four, but took 6 % longer than in `attend_rows`.
 """
 
 from functools import partial, reduce
