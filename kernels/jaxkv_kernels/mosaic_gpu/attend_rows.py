@@ -20,7 +20,7 @@ another for maxima or sums, and O stays where wgmma left it.
 Barriers.  q_full, qr_full: Q has landed, its rotary part has (in p[0]).  q_free: both warpgroups have multiplied with Q
 for the last time; p_free: p[0] has been used for the last time; so the next item's Q arrives while this one ends.
 k_full[tile, half], r_full[tile]: keys have landed.  k_free[tile, half]: the warpgroup that multiplies that half last
-has done, in every CTA of the cluster; K1's halves stage the result of whole requests, and are free after it has left.
+has done, in every CTA of the cluster; K1's halves stage the result of an item, and are free after it has left.
 p_ready[tile]: P, the reference after the tile and what O shrinks by are in `p` and `stats`.  met: both warpgroups
 have read Q's rotary part, which P0 overwrites; the sums of both are in `stats`.  Between them they order every reuse:
 warpgroup 0 overwrites P0 and stats[0:2] only after p_ready[1], and after K0 has come anew, which warpgroup 1 freed when

@@ -1,4 +1,4 @@
-"""What the attention kernels of `decode_mla` share: where tokens lie, masks, and what becomes of sums."""
+"""What the attention kernels share: where tokens lie, masks, and what becomes of sums."""
 
 from functools import partial
 
@@ -31,18 +31,21 @@ def results(batch: int, rows: int, padded: int, plan, dtype) -> tuple[jax.ShapeD
     )
 
 
-def tokens_of(kv_ref, view, table, layer, block, first_token):
+def tokens_of(kv_ref, view, table, layer, block, first_token, head=0):
     """Where the entries of a copy's tokens lie; in the first block, where `block` is none of the cache's."""
     in_block = lax.rem(first_token, jnp.int32(table.pages.block_size))
-    index, row = view.index(layer, jnp.where(table.known(block), block, 0), in_block)
+    index, row = view.index(layer, jnp.where(table.known(block), block, 0), in_block, head)
     return kv_ref.at[index, pl.ds(row, table.copy_rows)]
 
 
-def without_hidden(s, table, b, first_token, row0, length, *, tokens, heads, keys: int):
+def without_hidden(s, table, b, first_token, row0, length, *, tokens, heads, keys: int, window: int | None = None):
     """Scores `s`, MASKED where a query does not see the key: keys along axis `keys`, rows along the other."""
     token = plgpu.broadcasted_iota(jnp.int32, s.shape, keys, layout=WGMMA) + first_token
     row = plgpu.broadcasted_iota(jnp.int32, s.shape, 1 - keys, layout=WGMMA) + row0
-    s = jnp.where(token <= length - tokens + row // heads, s, MASKED)
+    own = length - tokens + row // heads
+    s = jnp.where(token <= own, s, MASKED)
+    if window is not None:
+        s = jnp.where(token > own - window, s, MASKED)
     return table.without_unknown(b, first_token, token, s, MASKED)
 
 

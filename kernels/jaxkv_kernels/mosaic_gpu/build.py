@@ -31,13 +31,13 @@ def kernel(body, *, interpret: bool, auto_barriers: bool = True, reduction_bytes
     """`plgpu.kernel` with what all kernels here share.
 
     Without `auto_barriers`, loads and stores do not wait for the other warps of the warpgroup: the kernel itself orders
-    what a thread reads after what another wrote.
+    what a thread reads after what another wrote.  `reduction_bytes` of shared memory serve reductions of columns; those
+    of rows stay inside a quad of lanes.
     """
     params: Any = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
     return plgpu.kernel(
         body,
         interpret=params,
-        # Row reductions stay inside a quad of lanes: no scratch.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=reduction_bytes, unsafe_no_auto_barriers=not auto_barriers
         ),

@@ -35,10 +35,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.mosaic_gpu.attending import tokens_of, without_hidden
 from jaxkv_kernels.mosaic_gpu.build import (
     EMPTY,
     LOG2E,
-    MASKED,
     ROW,
     SHARED_MEMORY,
     WGMMA,
@@ -142,6 +142,7 @@ def _attend(
             first_item, end, told = begun(start_ref, part)
             safe_layer = jnp.where(in_cache, layer_ref[0], 0)
             column = view.column(safe_layer, head)
+            source = partial(tokens_of, kv_ref, view, table, safe_layer, head=head)
 
             def fetch(blocks, first_token, side, n):
                 """Keys and values of a tile, this side's n-th."""
@@ -152,14 +153,9 @@ def _attend(
                     plgpu.barrier_wait(kv_free.at[slot])
 
                 for c, block in enumerate(blocks):
-                    in_block = lax.rem(first_token + c * table.copy_rows, jnp.int32(pages.block_size))
-                    block = jnp.where(table.known(block), block, 0)
-                    index, row = view.index(safe_layer, block, in_block, head)
-                    plgpu.copy_gmem_to_smem(
-                        kv_ref.at[index, pl.ds(row, table.copy_rows), pl.ds(column, pages.width)],
-                        kv.at[slot, pl.ds(c * table.copy_rows, table.copy_rows)],
-                        kv_full.at[slot],
-                    )
+                    entries = source(block, first_token + c * table.copy_rows).at[:, pl.ds(column, pages.width)]
+                    into = kv.at[slot, pl.ds(c * table.copy_rows, table.copy_rows)]
+                    plgpu.copy_gmem_to_smem(entries, into, kv_full.at[slot])
 
             def run(item, carry):
                 counts, (b, begin, stop, seen, _, _, origin) = carry
@@ -232,13 +228,9 @@ def _attend(
                         s = capped(s, logit_cap)
                     if masked:
                         first_token = origin + i * PAIR + side * TILE
-                        token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=WGMMA) + first_token
-                        row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + row0
-                        own = length - tokens + row // group
-                        s = jnp.where(token <= own, s, MASKED)
-                        if window is not None:
-                            s = jnp.where(token > own - window, s, MASKED)
-                        s = table.without_unknown(b, first_token, token, s, MASKED)
+                        s = without_hidden(
+                            s, table, b, first_token, row0, length, tokens=tokens, heads=group, keys=1, window=window
+                        )
                     return s
 
                 def clear_values(i, slot):
