@@ -121,13 +121,18 @@ def attend_few_rows(
                 turn = turn_of(item)
                 plgpu.barrier_wait(done.at[turn])
 
-                def leave_to(place, values_ref, *refs):
-                    plgpu.copy_smem_to_gmem(q.at[turn], values_ref.at[place])
-                    for n, ref in enumerate(refs):
-                        plgpu.copy_smem_to_gmem(stats.at[turn, n], ref.at[place])
+                def leave_to(values_to, *rows_to):
+                    plgpu.copy_smem_to_gmem(q.at[turn], values_to)
+                    for n, row_to in enumerate(rows_to):
+                        plgpu.copy_smem_to_gmem(stats.at[turn, n], row_to)
 
-                pl.when(piece < 0)(partial(leave_to, b, out_ref, lse_ref))
-                pl.when(piece >= 0)(partial(leave_to, piece, part_out_ref, part_lse_ref, part_scale_ref))
+                @pl.when(piece < 0)
+                def _():
+                    leave_to(out_ref.at[b], lse_ref.at[b])
+
+                @pl.when(piece >= 0)
+                def _():
+                    leave_to(part_out_ref.at[piece], part_lse_ref.at[piece], part_scale_ref.at[piece, 0])
 
             def fetch_queries(b, item):
                 turn = turn_of(item)
@@ -246,7 +251,7 @@ def attend_few_rows(
         interpret=interpret,
         auto_barriers=False,
         reduction_bytes=128 * rows,  # a row in each lane of each warp, of which no two read each other's
-        out_type=results(batch, rows, rows, plan, dtype),
+        out_type=results(batch, rows, plan, dtype, lse=rows, pieces=rows, scales=1),
         grid=(plan.parts,),
         grid_names=("part",),
         num_threads=2,

@@ -12,22 +12,30 @@ Who does what: two computing warpgroups and one that copies.  With K0 and K1 the
     warpgroup 1  S1 = Q K1'; O[:, 256:] += P0 K0[:, 256:], beside it softmax, P1; then P1 K1[:, 256:]
 
 Each holds half of O (64 x 256 float32, 128 registers a lane).  Both take the tiles in order, so that K0 is free, and on
-its way again, while K1 is used; a warpgroup hands its P, and by how much O shrinks, to the other through shared memory.
+its way again, while K1 is used: from S0 to P0, to K0's release and its return is the longest way round, which sets the
+time of a pair.  So S1 leaves the tensor cores to S0 until all of its products have been issued, and the first items'
+queries, which every CTA waits for, come before keys.  A warpgroup hands its P to the other through shared memory.
+
 O nearly never shrinks: P is exp2(S - m) for a reference m that is raised, to the maximum so far, only once a score is
 more than SLACK above it.  That is asked warp by warp, of what each lane holds, so that in most pairs no lane asks
-another for maxima or sums, and O stays where wgmma left it.
+another for maxima or sums, and O stays where wgmma left it.  The reference passes from one warpgroup to the other in
+`stats`, where only a raised one is written.
+
+The values of a piece of a cut request leave as float16: each warpgroup divides its half of a row by the largest of its
+own values, so neither waits for the other before its values are on their way.
 
 Barriers.  q_full, qr_full: Q has landed, its rotary part has (in p[0]).  q_free: both warpgroups have multiplied with Q
 for the last time; p_free: p[0] has been used for the last time; so the next item's Q arrives while this one ends.
 k_full[tile, half], r_full[tile]: keys have landed.  k_free[tile, half]: the warpgroup that multiplies that half last
 has done, in every CTA of the cluster; K1's halves stage the result of an item, and are free after it has left.
-p_ready[tile]: P, the reference after the tile and what O shrinks by are in `p` and `stats`.  met: both warpgroups
-have read Q's rotary part, which P0 overwrites; the sums of both are in `stats`.  Between them they order every reuse:
-warpgroup 0 overwrites P0 and stats[0:2] only after p_ready[1], and after K0 has come anew, which warpgroup 1 freed when
-it was done with P0; warpgroup 1 overwrites P1 and stats[2:4] only after the next p_ready[0].  No other barriers: within
-a warpgroup, what one thread writes another reads only through TMA or wgmma after commit_smem, or after `met`.
+s_begun: S0's products have been issued.  p_ready[tile]: P and the reference after the tile are in `p` and stats[0].
+met: both warpgroups have read Q's rotary part, which P0 overwrites; the sums of both are in stats[1:3].  Between them
+they order every reuse: warpgroup 0 overwrites P0 and stats[0] only after p_ready[1], and after K0 has come anew, which
+warpgroup 1 freed when it was done with P0; warpgroup 1 overwrites P1 and stats[0] only after the next p_ready[0].  No
+other barriers: within a warpgroup, what one thread writes another reads only through TMA or wgmma after commit_smem, or
+after `met`.
 
-Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
+Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats 1 KiB = 225 KiB of 227.  Registers:
 240 a lane to compute, 24 to copy: the 504 that a kernel of three warpgroups starts with (were they more, it would wait
 for ever).  The slot index of shared-memory operands comes from the loop variable so that the compiler cannot know it:
 constant ones have their 64-bit wgmma descriptors hoisted out of the loop and spilled, which costs half the speed.
@@ -96,19 +104,25 @@ def attend_rows(
     def body(
         q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref,
         out_ref, lse_ref, part_out_ref, part_lse_ref, part_scale_ref,
-        q, k, r, p, stats, q_full, qr_full, q_free, p_free, k_full, r_full, k_free, p_ready, met, operands: Any = None
+        q, k, r, p, stats,
+        q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_begun, p_ready, met, operands: Any = None
     ):  # fmt: skip
         part, group, cta, wg = (lax.axis_index(axis) for axis in ("part", "group", "cta", "wg"))
         tile = group * cluster + cta
         row0 = tile * TILE
-        in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         table = PageTable(table_ref, pages)
         about = partial(described, item_ref)
 
+        def started():
+            """What a part begins with, and the layer: loads that do not wait for one another."""
+            first, end, told = begun(start_ref, part)
+            layer = layer_ref[0]
+            return first, end, told, layer, (layer >= 0) & (layer < pages.num_layers)
+
         def copier():
             plgpu.set_max_registers(24, action="decrease")
-            first, end, told = begun(start_ref, part)
-            safe_layer = jnp.where(in_cache, layer_ref[0], 0)
+            first, end, told, layer, in_cache = started()
+            safe_layer = jnp.where(in_cache, layer, 0)
 
             def blocks_of(b, pair):
                 """The blocks of a pair's tiles."""
@@ -141,47 +155,47 @@ def attend_rows(
                     prefetch(source_of(jnp.where(cta == 0, *both), first_token), interpret=interpret)
 
             def fetch_queries(b, again):
-                """The queries of a request, once the last one's are no longer needed."""
-
-                @pl.when(again)
-                def _():
+                """The queries of a request; `again`, once the last one's are no longer needed."""
+                if again:
                     plgpu.barrier_wait(q_free)
-
                 for half in range(2):
                     plgpu.copy_gmem_to_smem(
                         q_ref.at[b, pl.ds(row0, TILE), pl.ds(half * HALF, HALF)], q.at[half], q_full
                     )
 
-                @pl.when(again)
-                def _():
+                if again:
                     plgpu.barrier_wait(p_free)
-
                 plgpu.copy_gmem_to_smem(qr_ref.at[b, pl.ds(row0, TILE)], p.at[0], qr_full)
 
             def run(item, carry):
-                used, (b, begin, stop, *_) = carry
-                ahead = about(item + 1)
+                used, (b, begin, stop) = carry
 
                 def pair(i, carry):
-                    used, blocks = carry
+                    used, blocks, next_item = carry
                     ahead = blocks_of(b, i + 1)  # on its way while this pair's memory comes free
                     fetch(blocks, i, 0, 0, True, used)
                     fetch(blocks, i, 0, 1, False, used)
 
-                    @pl.when(i == begin)
+                    @pl.when((i == begin) & (item > first))
                     def _():
-                        fetch_queries(b, item > first)
+                        fetch_queries(b, again=True)
 
                     fetch(blocks, i, 1, 1, True, used)
                     fetch(blocks, i, 1, 0, False, used)
                     if prefetching:
                         pl.when(i + 1 < stop)(partial(prefetch_tile, ahead, i + 1))
-                    return used + 1, ahead
+                    # After the copies: what is kept in local memory is waited for at once.
+                    next_item = lax.cond(i == begin, lambda: about(item + 1)[:3], lambda: next_item)
+                    return used + 1, ahead, next_item
 
-                used, _ = lax.fori_loop(begin, stop, pair, (used, blocks_of(b, begin)))
-                return used, ahead
+                used, _, next_item = lax.fori_loop(begin, stop, pair, (used, blocks_of(b, begin), (b, begin, stop)))
+                return used, next_item
 
-            lax.fori_loop(first, end, run, (jnp.int32(0), told))
+            @pl.when(end > first)
+            def _():
+                fetch_queries(told[0], again=False)  # they need no block table, so they come first
+
+            lax.fori_loop(first, end, run, (jnp.int32(0), told[:3]))
 
             # Wait for the last use of everything: a peer may still arrive on these barriers.
             @pl.when(end > first)
@@ -199,6 +213,7 @@ def attend_rows(
                 plgpu.barrier_wait(met)
 
             plgpu.set_max_registers(240, action="increase")
+            first, end, told, _, in_cache = started()
             scale = scale_ref[0] * LOG2E
 
             def scores(q_rope, i, b, length, masked, last):
@@ -207,15 +222,16 @@ def attend_rows(
                 near, far = (0, 1) if side == 0 else (1, 0)
 
                 def product(acc):
-                    plgpu.barrier_wait(k_full.at[2 * side + near])
+                    if side == 1:
+                        plgpu.barrier_wait(s_begun)
+                    for half in (near, far):
+                        plgpu.barrier_wait(k_full.at[2 * side + half])
+                        plgpu.wgmma(acc, q.at[z + half], k.at[slot, half].transpose((1, 0)))
                     plgpu.barrier_wait(r_full.at[side])
-                    plgpu.wgmma(acc, q.at[z + near], k.at[slot, near].transpose((1, 0)))
-                    if scratch is None:
-                        plgpu.wgmma(acc, q_rope, r.at[slot].transpose((1, 0)))
-                    else:
-                        plgpu.wgmma(acc, operands.at[2 + side], r.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(k_full.at[2 * side + far])
-                    plgpu.wgmma(acc, q.at[z + far], k.at[slot, far].transpose((1, 0)))
+                    rope = q_rope if scratch is None else operands.at[2 + side]
+                    plgpu.wgmma(acc, rope, r.at[slot].transpose((1, 0)))
+                    if side == 0:
+                        plgpu.barrier_arrive(s_begun)
                     return acc[...]
 
                 s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
@@ -244,29 +260,30 @@ def attend_rows(
                 return multiply_add(acc, weights, k.at[z + tile, z + side], meanwhile, scratch=scratch)
 
             def grown(s, m):
-                """The reference of the exponents for scores `s`, and by how much what came before shrinks."""
+                """The reference of the exponents for scores `s`."""
 
                 def raised():
                     new = jnp.maximum(m, s.max(axis=1))
-                    return new, jnp.exp2(m - new)
+                    stats[0] = new
+                    return new
 
                 above = folded(jnp.maximum, s) - across(m + SLACK, FOLDED)
-                return lax.cond(any_positive(above, interpret=interpret), raised, lambda: (m, row_of(TILE, 1.0)))
+                return lax.cond(any_positive(above, interpret=interpret), raised, lambda: m)
 
-            def shrunk(acc, total, shrink):
-                """Both times `shrink`, which is 1 nearly always."""
+            def shrunk(acc, total, m, new):
+                """Both for the reference `new` instead of `m`: nearly always the same."""
 
                 def times():
+                    shrink = jnp.exp2(m - new)
                     return acc * across(shrink, HALF), total * across(shrink, FOLDED)
 
-                return lax.cond(any_positive(1 - shrink, interpret=interpret), times, lambda: (acc, total))
+                return lax.cond(any_positive(new - m, interpret=interpret), times, lambda: (acc, total))
 
-            def weights(s, m, tile, shrink):
+            def weights(s, m, tile):
                 """Hands the weights of a tile of scores to the other warpgroup."""
                 w = jnp.exp2(s - across(m, TILE))
                 w16 = w.astype(dtype)
                 p[tile] = w16
-                stats[2 * tile], stats[2 * tile + 1] = m, shrink
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[tile])
                 return w16, folded(jnp.add, w)
@@ -275,15 +292,15 @@ def attend_rows(
                 acc, m, total = carry
                 masked = i >= clear
                 s = scores(q_rope, i, b, length, masked, last)
-                m0, shrink0 = grown(s, m)
-                w16, added = weights(s, m0, 0, shrink0)
-                acc, total = shrunk(acc, total, shrink0)
+                m0 = grown(s, m)
+                w16, added = weights(s, m0, 0)
+                acc, total = shrunk(acc, total, m, m0)
                 acc, _ = times_values(w16, i, 0, b, length, masked, acc)
                 plgpu.barrier_arrive(k_free.at[0])
                 plgpu.barrier_wait(p_ready.at[1])
-                m1, shrink1 = plgpu.load(stats.at[2], layout=ROW), plgpu.load(stats.at[3], layout=ROW)
+                m1 = plgpu.load(stats.at[0], layout=ROW)
                 z = divided(i, 1 << 20)
-                acc, total = shrunk(acc, total + added, shrink1)
+                acc, total = shrunk(acc, total + added, m0, m1)
                 acc, _ = times_values(p.at[z + 1], i, 1, b, length, masked, acc)
 
                 @pl.when(i != last)
@@ -293,26 +310,26 @@ def attend_rows(
                 return acc, m1, total
 
             def pair1(q_rope, b, length, clear, last, i, carry):
-                acc, _, total = carry
+                acc, m, total = carry
                 masked = i >= clear
                 s = scores(q_rope, i, b, length, masked, last)
                 plgpu.barrier_wait(p_ready.at[0])
-                m0, shrink0 = plgpu.load(stats.at[0], layout=ROW), plgpu.load(stats.at[1], layout=ROW)
-                acc, total = shrunk(acc, total, shrink0)
+                m0 = plgpu.load(stats.at[0], layout=ROW)
+                acc, total = shrunk(acc, total, m, m0)
 
                 def softmax():
-                    m1, shrink1 = grown(s, m0)
-                    return m1, shrink1, *weights(s, m1, 1, shrink1)
+                    m1 = grown(s, m0)
+                    return m1, *weights(s, m1, 1)
 
                 z = divided(i, 1 << 20)
-                acc, (m1, shrink1, w16, added) = times_values(p.at[z], i, 0, b, length, masked, acc, softmax)
+                acc, (m1, w16, added) = times_values(p.at[z], i, 0, b, length, masked, acc, softmax)
                 plgpu.barrier_arrive(k_free.at[1])
 
                 @pl.when(i == last)
                 def _():
                     plgpu.barrier_arrive(p_free)
 
-                acc, total = shrunk(acc, total, shrink1)
+                acc, total = shrunk(acc, total, m0, m1)
                 acc, _ = times_values(w16, i, 1, b, length, masked, acc)
 
                 @pl.when(i != last)
@@ -335,47 +352,48 @@ def attend_rows(
                 meet()  # both have read p[0], which P0 overwrites
                 plgpu.barrier_wait(q_full)
                 last = stop - 1
+                if side == 0:
+                    stats[0] = row_of(TILE, EMPTY)
                 carry = zeros(TILE, HALF), row_of(TILE, EMPTY), zeros(TILE, FOLDED)
                 acc, m, total = lax.fori_loop(begin, stop, partial(step, q_rope, b, length, clear, last), carry)
-                stats[4 + side] = total.sum(axis=1)
-                meet()
-                total = plgpu.load(stats.at[4], layout=ROW) + plgpu.load(stats.at[5], layout=ROW)
-                inverse, lse = ended(total, m)
-                acc = acc * across(inverse, HALF)
-                stage = k.at[divided(last, 1 << 20) + 1, side]
 
-                def store(values, to, rows, place):
-                    """This half of the values, and `rows`: pairs of what is one value a row and where it goes."""
+                def leave(values, to, place):
+                    """Has this half of the values copied to where they belong, in place of this half of K1."""
+                    stage = k.at[divided(last, 1 << 20) + 1, side]
                     stage[...] = values
-                    if side == 0:
-                        for slot, (row, _) in enumerate(rows):
-                            stats[slot] = row
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(stage, to.at[place, pl.ds(row0, TILE), pl.ds(side * HALF, HALF)])
-                    if side == 0:
-                        for slot, (_, row_to) in enumerate(rows):
-                            into = row_to.at[place, pl.ds(row0, stored)]
-                            plgpu.copy_smem_to_gmem(stats.at[slot, pl.ds(0, stored)], into)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                def of_both():
+                    """What sums are to be multiplied by, and log-sum-exps: the weights of both warpgroups together."""
+                    stats[1 + side] = total.sum(axis=1)
+                    meet()
+                    return ended(plgpu.load(stats.at[1], layout=ROW) + plgpu.load(stats.at[2], layout=ROW), m)
 
                 @pl.when(piece < 0)
                 def _():
-                    store(acc.astype(dtype), out_ref, [(lse * (1 / LOG2E), lse_ref)], b)
+                    inverse, lse = of_both()
+                    leave((acc * across(inverse, HALF)).astype(dtype), out_ref, b)
+                    if side == 0:
+                        stats[0] = lse * (1 / LOG2E)
+                        plgpu.commit_smem()
+                        into = lse_ref.at[b, pl.ds(row0, stored)]
+                        plgpu.copy_smem_to_gmem(stats.at[0, pl.ds(0, stored)], into)
 
                 @pl.when(piece >= 0)
                 def _():
-                    stats[2 + side] = jnp.maximum(acc, -acc).max(axis=1)
-                    meet()
-                    most = jnp.maximum(plgpu.load(stats.at[2], layout=ROW), plgpu.load(stats.at[3], layout=ROW))
-                    most = scale_of(most)
+                    most = scale_of(jnp.abs(acc).max(axis=1))
                     values = (acc * across(1 / most, HALF)).astype(PIECES)
-                    values = lax.bitcast_convert_type(values, dtype)
-                    store(values, part_out_ref, [(lse, part_lse_ref), (most, part_scale_ref)], piece)
+                    leave(lax.bitcast_convert_type(values, dtype), part_out_ref, piece)
+                    inverse, lse = of_both()  # neither waits for the other before its values are on their way
+                    part_scale_ref[piece, side, pl.ds(row0, TILE)] = most * inverse
+                    if side == 0:
+                        part_lse_ref[piece, pl.ds(row0, TILE)] = lse
 
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free.at[2 + side])
                 return ahead
 
-            first, end, told = begun(start_ref, part)
             lax.fori_loop(first, end, run, told)
 
         # One branch in another: were they three in a row, what the last needs would live, and be spilled, in the first.
@@ -388,7 +406,7 @@ def attend_rows(
         body,
         interpret=interpret,
         auto_barriers=False,
-        out_type=results(batch, rows, padded, plan, dtype),
+        out_type=results(batch, rows, plan, dtype, lse=padded, pieces=tiles * TILE, scales=2),
         grid=(groups, plan.parts),
         grid_names=("group", "part"),
         cluster=(cluster,),
@@ -401,7 +419,7 @@ def attend_rows(
             "k": swizzled(2, 2, TILE, HALF, dtype=dtype),
             "r": swizzled(2, TILE, ROPE, dtype=dtype),
             "p": swizzled(2, TILE, TILE, dtype=dtype),
-            "stats": plgpu.SMEM((6, TILE), jnp.float32),
+            "stats": plgpu.SMEM((3, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=2),
             "qr_full": plgpu.Barrier(),
             "q_free": plgpu.Barrier(num_arrivals=2),
@@ -409,6 +427,7 @@ def attend_rows(
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=4),
             "r_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
             "k_free": free,
+            "s_begun": plgpu.Barrier(),
             "p_ready": plgpu.Barrier(num_barriers=2),
             "met": plgpu.Barrier(num_arrivals=2),
             # Register operands of wgmma where the interpreter wants them: in shared memory.

@@ -1,6 +1,7 @@
 """What the attention kernels share: where tokens lie, masks, and what becomes of sums."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +19,19 @@ SLACK = 8
 """Powers of 2 by which weights may exceed 1 before what has been summed is rescaled."""
 
 
-def results(batch: int, rows: int, padded: int, plan, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Values and log-sum-exps of whole requests; values, log-sum-exps (base 2) and scales of pieces."""
-    shape = jax.ShapeDtypeStruct
-    a_row = partial(shape, dtype=jnp.float32)
+def results(batch: int, rows: int, plan, dtype, *, lse: int, pieces: int, scales: int) -> tuple[Any, ...]:
+    """Values and log-sum-exps of whole requests; values, log-sum-exps (base 2) and scales of pieces.
+
+    `lse`, `pieces`: how many rows there is room for of what is one value a row, of requests and of pieces.  A row of a
+    piece has so many `scales`, each for an equal part of its values.
+    """
+    shape, a_row = jax.ShapeDtypeStruct, partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return (
         shape((batch, rows, LATENT), dtype),
-        a_row((batch, padded)),
+        a_row((batch, lse)),
         shape((plan.pieces, rows, LATENT), dtype),
-        a_row((plan.pieces, padded)),
-        a_row((plan.pieces, padded)),
+        a_row((plan.pieces, pieces)),
+        a_row((plan.pieces, scales, pieces)),
     )
 
 

@@ -1,91 +1,111 @@
 """Combines the pieces of requests that were cut, in place of their rows of the result.
 
-A CTA of one warpgroup has a few rows of a cut request.  It reads the pieces in groups, all loads of a group, of several
-rows, before their first use, and keeps running softmaxes over their log-sum-exps (base 2).  Most plans cut few requests
-or none: the grid, which must have room for all, is kept small.
+A CTA of one warpgroup has a row of a cut request, or four where there are many, a warp each: log-sum-exps and
+scales, half of all loads, are then loaded by one warp instead of four.  Pieces are read in groups, all loads of a
+group before their first use, into running softmaxes over their log-sum-exps (base 2).  Most plans cut few requests or
+none: the grid, which must have room for all, is kept small.
 """
 
 import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS, frozen, kernel
+from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS, across, frozen, kernel
 
 LN2 = math.log(2)
+WARPS, LANES = 4, 32
 MOST_CTAS = 4 * MULTIPROCESSORS
 """Rows of cut requests beyond these share CTAs: so many run at once, and idle ones take time as well."""
-MOST_ROWS, AT_ONCE = 4, 32
-"""Rows, and rows times pieces, of which a CTA has the loads under way at once."""
+MANY_PIECES, AT_ONCE = 16, 32
+"""Pieces a request from which a CTA has one row, since there are few; and the most that it has under way at once."""
 
 
 def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
     """The result [B, >= rows, R] and lse [B, >= rows], with `rows` rows of cut requests made from their pieces.
 
-    Pieces: part_out [pieces, >= rows, R], part_lse [pieces, >= rows]; part_scale, of the same shape, is what the values
-    of a row are to be multiplied by, None where by nothing.
+    Pieces: part_out [pieces, >= rows, R], part_lse [pieces, >= rows]; part_scale [pieces, parts, >= rows] is what the
+    equal parts of a row's values are to be multiplied by, None where by nothing.
     """
-    batch, _, latent = out.shape
-    scales = [] if part_scale is None else [part_scale]
+    batch, height, latent = out.shape
     # About the pieces of a request.  Always the same for batch-invariant plans, whose sums must keep their order.
-    group = min(1 << (max(plan.pieces // batch, 2).bit_length() - 1), AT_ONCE)
-    each = max(plan.cuts.shape[0] * rows // MOST_CTAS, 1)
-    together = min(each, AT_ONCE // group, MOST_ROWS)
-    each += -each % together
+    pieces = max(plan.pieces // batch, 2)
+    group = min(1 << (pieces.bit_length() - 1), AT_ONCE)
+    scales = [] if part_scale is None else [part_scale]
+    parts = 1 if part_scale is None else part_scale.shape[1]
+    if pieces < MANY_PIECES and height >= WARPS:
+        together, width = WARPS, math.gcd(latent // parts, 8 * LANES)
+        tiles: Any = ((WARPS, width), (width // LANES,))
+    else:
+        together, width = 1, latent // parts
+        tiles = ((1, width), (width // WARPS,), (width // WARPS // LANES,))
+    tile = plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    a_row = tile.reduce(1)
+    read = partial(plgpu.load, optimized=False)  # `optimized` loads are of shared memory
+    columns = [pl.ds(at, width) for at in range(0, latent, width)]
+    steps = max(plan.cuts.shape[0] * rows // (together * MOST_CTAS), 1)
+
+    def full(value, layout, *shape):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
     def body(part_out_ref, part_lse_ref, *refs):
         *scale_refs, cut_ref, out_ref, lse_ref = refs
-        cut, row0 = lax.axis_index("cut"), lax.axis_index("rows") * each
+        cut, step0 = lax.axis_index("cut"), lax.axis_index("rows") * steps
         b, first, count = (cut_ref[cut, i] for i in range(3))
 
-        def load(row, n):
-            """Of the n-th piece of a row: log-sum-exp, scale and values."""
+        def load(at_rows, n):
+            """Of the n-th piece of some rows: log-sum-exps, scales, and values by columns."""
             piece = first + jnp.minimum(n, count - 1)
-            found = jnp.where(n < count, part_lse_ref[piece, row], -jnp.inf)
-            return found, [ref[piece, row] for ref in scale_refs], part_out_ref[piece, row]
+            found = read(part_lse_ref.at[piece, at_rows], layout=a_row) + jnp.where(n < count, 0.0, -jnp.inf)
+            scale = [read(ref.at[piece, i, at_rows], layout=a_row) for ref in scale_refs for i in range(parts)]
+            return found, scale, [read(part_out_ref.at[piece, at_rows, at], layout=tile) for at in columns]
 
-        def add(carry, pieces):
-            top, total, acc = carry
+        def add(at_rows, i, carry):
+            loaded = [load(at_rows, i * group + n) for n in range(group)]
+            top, total, *accs = carry
             new = top
-            for found, *_ in pieces:
+            for found, *_ in loaded:
                 new = jnp.maximum(new, found)
             shrink = jnp.exp2(top - new)
-            total, acc = total * shrink, acc * shrink
-            for found, scale, values in pieces:
+            total, accs = total * shrink, [acc * across(shrink, width) for acc in accs]
+            for found, scale, values in loaded:
                 weight = jnp.exp2(found - new)
-                total, acc = total + weight, acc + values.astype(jnp.float32) * math.prod(scale, start=weight)
-            return new, total, acc
+                factors = [weight * x for x in scale] or [weight]
+                total += weight
+                for c, value in enumerate(values):
+                    accs[c] += value.astype(jnp.float32) * across(factors[c * parts // len(values)], width)
+            return new, total, *accs
 
-        def combine_rows(row):
-            # Past the last row, the last is done again.
-            which = [jnp.minimum(row + i, rows - 1) for i in range(together)]
-
-            def add_group(i, carries):
-                pieces = [[load(row, i * group + n) for n in range(group)] for row in which]
-                return tuple(map(add, carries, pieces))
-
-            start = jnp.float32(-1e30), jnp.float32(0), jnp.zeros((latent,), jnp.float32)
+        def combine_rows(step, _):
+            at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the last: those again
+            sums = (
+                full(-1e30, a_row, together),
+                full(0, a_row, together),
+                *[full(0, tile, together, width)] * len(columns),
+            )
             groups = lax.div(count + (group - 1), jnp.int32(group))
-            for row, (top, total, acc) in zip(
-                which, lax.fori_loop(0, groups, add_group, (start,) * together), strict=True
-            ):
-                empty = total == 0
-                total = jnp.where(empty, 1.0, total)
-                out_ref[b, row] = (acc / total).astype(out.dtype)
-                lse_ref[b, row] = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * LN2)
+            top, total, *accs = lax.fori_loop(0, groups, partial(add, at_rows), sums)
+            empty = total == 0
+            total = jnp.where(empty, 1.0, total)
+            lse_ref[b, at_rows] = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * LN2)
+            for at, acc in zip(columns, accs, strict=True):
+                out_ref[b, at_rows, at] = (acc / across(total, width)).astype(out.dtype)
 
         @pl.when(b >= 0)
         def _():
-            lax.fori_loop(0, each // together, lambda i, _: combine_rows(row0 + i * together), None)
+            lax.fori_loop(step0, step0 + steps, combine_rows, None)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     kernel(
         body,
         interpret=interpret,
         kernel_name="combine",
-        grid=(plan.cuts.shape[0], -(-rows // each)),
+        grid=(plan.cuts.shape[0], -(-rows // (together * steps))),
         grid_names=("cut", "rows"),
         num_threads=1,
         thread_name="wg",
