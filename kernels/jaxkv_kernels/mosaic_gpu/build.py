@@ -106,6 +106,15 @@ def multiply_add(onto: jax.Array, a, b, meanwhile: Callable[[], Any] | None = No
     return onto + pl.run_scoped(added, plgpu.ACC(shape, jnp.float32)), meanwhile() if meanwhile else None
 
 
+def store_few(to, row: jax.Array) -> None:
+    """Stores what lanes or warps have one value of to device memory, `to`: too little for whole sectors."""
+    store = getattr(plgpu, "store", None)
+    if store is None:  # jax 0.11
+        to[...] = row
+    else:
+        store(to, row, optimized=False)
+
+
 def capped(scores: jax.Array, cap: float) -> jax.Array:
     """`cap * tanh(scores / cap)` of scores, and in scores, whose weights are powers of 2."""
     # By way of exp2: the hardware's own tanh is good to 11 bits only.
