@@ -73,7 +73,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
     multiply_add,
     prefetch,
     row_of,
-    store_few,
+    store,
     swizzled,
     zeros,
 )
@@ -387,9 +387,9 @@ def attend_rows(
                     values = (acc * across(1 / most, HALF)).astype(PIECES)
                     leave(lax.bitcast_convert_type(values, dtype), part_out_ref, piece)
                     inverse, lse = of_both()  # neither waits for the other before its values are on their way
-                    store_few(part_scale_ref.at[piece, side, pl.ds(row0, TILE)], most * inverse)
+                    store(part_scale_ref.at[piece, side, pl.ds(row0, TILE)], most * inverse)
                     if side == 0:
-                        store_few(part_lse_ref.at[piece, pl.ds(row0, TILE)], lse)
+                        store(part_lse_ref.at[piece, pl.ds(row0, TILE)], lse)
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free.at[2 + side])

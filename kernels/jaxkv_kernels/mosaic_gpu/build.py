@@ -106,13 +106,12 @@ def multiply_add(onto: jax.Array, a, b, meanwhile: Callable[[], Any] | None = No
     return onto + pl.run_scoped(added, plgpu.ACC(shape, jnp.float32)), meanwhile() if meanwhile else None
 
 
-def store_few(to, row: jax.Array) -> None:
-    """Stores what lanes or warps have one value of to device memory, `to`: too little for whole sectors."""
-    store = getattr(plgpu, "store", None)
-    if store is None:  # jax 0.11
-        to[...] = row
-    else:
-        store(to, row, optimized=False)
+def store(to, x: jax.Array) -> None:
+    """Stores registers to device memory, `to`, however little or much a lane has: 4 to 16 bytes is what is fastest."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(to, x, optimized=False)
+    else:  # jax 0.11
+        to[...] = x
 
 
 def capped(scores: jax.Array, cap: float) -> jax.Array:

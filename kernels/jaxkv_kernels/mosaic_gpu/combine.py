@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS, across, frozen, kernel, store_few
+from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS, across, frozen, kernel, store
 
 LN2 = math.log(2)
 WARPS, LANES = 4, 32
@@ -92,9 +92,9 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
             top, total, *accs = lax.fori_loop(0, groups, partial(add, at_rows), sums)
             empty = total == 0
             total = jnp.where(empty, 1.0, total)
-            store_few(lse_ref.at[b, at_rows], jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * LN2))
+            store(lse_ref.at[b, at_rows], jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * LN2))
             for at, acc in zip(columns, accs, strict=True):
-                out_ref[b, at_rows, at] = (acc / across(total, width)).astype(out.dtype)
+                store(out_ref.at[b, at_rows, at], (acc / across(total, width)).astype(out.dtype))
 
         @pl.when(b >= 0)
         def _():
