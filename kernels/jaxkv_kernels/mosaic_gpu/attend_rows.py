@@ -13,8 +13,8 @@ Who does what: two computing warpgroups and one that copies.  With K0 and K1 the
 
 Each holds half of O (64 x 256 float32, 128 registers a lane).  Both take the tiles in order, so that K0 is free, and on
 its way again, while K1 is used: from S0 to P0, to K0's release and its return is the longest way round, which sets the
-time of a pair.  So S1 leaves the tensor cores to S0 until all of its products have been issued, and the first items'
-queries, which every CTA waits for, come before keys.  A warpgroup hands its P to the other through shared memory.
+time of a pair.  So S1 leaves the tensor cores to S0 until all of its products have been issued.  A warpgroup hands its
+P to the other through shared memory.
 
 O nearly never shrinks: P is exp2(S - m) for a reference m that is raised, to the maximum so far, only once a score is
 more than SLACK above it.  That is asked warp by warp, of what each lane holds, so that in most pairs no lane asks
@@ -194,7 +194,7 @@ def attend_rows(
 
             @pl.when(end > first)
             def _():
-                fetch_queries(told[0], again=False)  # they need no block table, so they come first
+                fetch_queries(told[0], again=False)  # first: behind the keys of all CTAs they would come last
 
             lax.fori_loop(first, end, run, (jnp.int32(0), told[:3]))
 
