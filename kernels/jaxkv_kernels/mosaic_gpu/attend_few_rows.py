@@ -51,6 +51,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
     any_positive,
     capped,
     down,
+    filled,
     kernel,
     multiply_add,
     swizzled,
@@ -221,7 +222,7 @@ def attend_few_rows(
                 length, clear = (jnp.where(in_cache, x, 0) for x in (length, clear))
                 turn = turn_of(item)
                 plgpu.barrier_wait(q_full.at[turn])
-                m = plgpu.layout_cast(jnp.full((rows,), EMPTY, jnp.float32), COLUMN)
+                m = filled(COLUMN, EMPTY, rows)
                 carry = used, zeros(LATENT, rows), m, zeros(TILE, rows)
                 used, acc, m, total = lax.fori_loop(tile, stop, partial(step, turn, b, length, clear), carry)
                 inverse, lse = ended(total.sum(axis=0), m)

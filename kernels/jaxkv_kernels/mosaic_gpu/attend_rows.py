@@ -261,7 +261,7 @@ def attend_rows(
                 return multiply_add(acc, weights, k.at[z + tile, z + side], meanwhile, scratch=scratch)
 
             def grown(s, m):
-                """The reference of the exponents for scores `s`."""
+                """The reference of the exponents for scores `s`; a raised one is left in stats[0]."""
 
                 def raised():
                     new = jnp.maximum(m, s.max(axis=1))

@@ -58,14 +58,19 @@ def swizzled(*shape: int, dtype) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def filled(layout, value: float, *shape: int) -> jax.Array:
+    """A float32 array in registers, `value` everywhere."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
 def zeros(*shape: int) -> jax.Array:
     """A float32 tile of zeros in registers."""
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+    return filled(WGMMA, 0, *shape)
 
 
 def row_of(rows: int, value: float) -> jax.Array:
     """One value a row, in registers."""
-    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROW)
+    return filled(ROW, value, rows)
 
 
 def across(row: jax.Array, columns: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS, across, frozen, kernel, store
+from jaxkv_kernels.mosaic_gpu.build import EMPTY, MULTIPROCESSORS, across, filled, frozen, kernel, store
 
 LN2 = math.log(2)
 WARPS, LANES = 4, 32
@@ -50,9 +50,6 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
     columns = [pl.ds(at, width) for at in range(0, latent, width)]
     steps = max(plan.cuts.shape[0] * rows // (together * MOST_CTAS), 1)
 
-    def full(value, layout, *shape):
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
     def body(part_out_ref, part_lse_ref, *refs):
         *scale_refs, cut_ref, out_ref, lse_ref = refs
         cut, step0 = lax.axis_index("cut"), lax.axis_index("rows") * steps
@@ -83,13 +80,10 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
 
         def combine_rows(step, _):
             at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the last: those again
-            sums = (
-                full(-1e30, a_row, together),
-                full(0, a_row, together),
-                *[full(0, tile, together, width)] * len(columns),
-            )
             groups = lax.div(count + (group - 1), jnp.int32(group))
-            top, total, *accs = lax.fori_loop(0, groups, partial(add, at_rows), sums)
+            start = filled(a_row, EMPTY, together), filled(a_row, 0, together)
+            accs = [filled(tile, 0, together, width)] * len(columns)
+            top, total, *accs = lax.fori_loop(0, groups, partial(add, at_rows), (*start, *accs))
             empty = total == 0
             total = jnp.where(empty, 1.0, total)
             store(lse_ref.at[b, at_rows], jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * LN2))
