@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
@@ -14,6 +15,8 @@ from compare import assert_same_bits
 from hopper import on_hopper
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv_kernels.mosaic_gpu.combine import combine
+from jaxkv_kernels.mosaic_gpu.plan_decode import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
 
@@ -162,3 +165,34 @@ def test_without_a_hopper_gpu_the_reason_is_the_device():
         pytest.skip("this is a Hopper GPU")
     assert mosaic_gpu.unavailable()[0].startswith("needs ")
     assert "NPROC" in os.environ  # the interpreter's threads wait for each other: see conftest.py
+
+
+@pytest.mark.parametrize(("slots", "count"), [(12, 9), (40, 33)], ids=["a warp a row", "a warpgroup a row"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_pieces_are_combined(slots, count):
+    rng = np.random.default_rng(0)
+    mine = slice(2, 2 + count)
+    values, lse, scales = (np.full(shape, np.nan, np.float32) for shape in [(slots, 8, 512), (slots, 8), (slots, 2, 8)])
+    values[mine] = rng.uniform(-1, 1, (count, 8, 512)).astype(np.float16)
+    lse[mine], scales[mine] = rng.normal(0, 9, (count, 8)), rng.uniform(0.1, 9, (count, 2, 8))
+    lse[2:, 3] = -np.inf  # a row that sees nothing
+    plan = Plan(
+        starts=jnp.zeros((1, 8), jnp.int32),
+        items=jnp.zeros((1, 7), jnp.int32),
+        cuts=jnp.asarray([[-1, 0, 0], [1, 2, count]], jnp.int32),
+        pieces=slots,
+    )
+    before, before_lse = jnp.full((2, 8, 512), 7, jnp.bfloat16), jnp.full((2, 8), 7, jnp.float32)
+    pieces = (jnp.asarray(x) for x in (values.astype(np.float16), lse, scales))
+    out, out_lse = combine(before, before_lse, *pieces, plan, rows=8, interpret=True)
+
+    weights = np.exp2(lse[mine].astype(np.float64) - lse[mine].max(axis=0).clip(-99))
+    total = weights.sum(axis=0)
+    scaled = values[mine] * scales[mine].swapaxes(1, 2).repeat(256, axis=2)
+    expected = (scaled * weights[..., None]).sum(axis=0) / np.where(total == 0, 1, total)[:, None]
+    np.testing.assert_allclose(out[1].astype(np.float32), expected, rtol=2**-8, atol=1e-5)
+    with np.errstate(divide="ignore"):
+        expected_lse = np.log(total) + np.log(2) * lse[mine].max(axis=0)
+    np.testing.assert_allclose(out_lse[1], expected_lse, rtol=1e-5)
+    assert (out[0] == 7).all()
+    assert (out_lse[0] == 7).all()
