@@ -7,7 +7,7 @@ cluster, and each key tile is fetched once for both by TMA multicast.
 Who does what: two computing warpgroups and one that copies.  With K0 and K1 the two key tiles of a pair:
 
     copier       Q of the request; for each pair the halves of K0, then of K1, and their rotary parts; in a cluster, has
-                 the next pair brought to the L2 cache
+                 the next pair brought to the L2 cache once K0 has come
     warpgroup 0  S0 = Q K0'; softmax, P0; O[:, :256] += P0 K0[:, :256], then P1 K1[:, :256]
     warpgroup 1  S1 = Q K1'; O[:, 256:] += P0 K0[:, 256:], beside it softmax, P1; then P1 K1[:, 256:]
 
@@ -184,6 +184,8 @@ def attend_rows(
                     fetch(blocks, i, 1, 1, True, used)
                     fetch(blocks, i, 1, 0, False, used)
                     if prefetching:
+                        for half in range(2):  # all CTAs begin at once: sooner, it delays the first keys of others
+                            plgpu.barrier_wait(k_full.at[half])
                         pl.when(i + 1 < stop)(partial(prefetch_tile, ahead, i + 1))
                     # After the copies: what is kept in local memory is waited for at once.
                     next_item = lax.cond(i == begin, lambda: about(item + 1)[:3], lambda: next_item)
