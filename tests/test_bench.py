@@ -134,8 +134,10 @@ def test_quantised_entries_are_such_as_are_written():
     assert (scales < 1).all()
 
 
-def test_a_chain_makes_all_its_calls(monkeypatch):
+@pytest.mark.parametrize("turn", [1, 3])
+def test_a_chain_makes_all_its_calls(monkeypatch, turn):
     monkeypatch.setattr(timing, "CHAIN_SECONDS", 2e-3)
+    monkeypatch.setattr(timing, "calls_a_turn", lambda backend, least: turn)
     made = []
 
     def counted(x):
@@ -147,9 +149,16 @@ def test_a_chain_makes_all_its_calls(monkeypatch):
         return lax.optimization_barrier((x, jax.pure_callback(counted, jax.ShapeDtypeStruct((), jnp.float32), x)))
 
     carry = (jnp.float32(1), jnp.float32(0))
-    found = timing.Chain(step, carry, ()).compile().time(carry, (), repeats=3)
-    assert found.calls > 1
+    found = timing.Chain(step, carry, (), least=1.0).compile().time(carry, (), repeats=3)
+    assert found.calls > turn
+    assert found.calls % turn == 0
     assert len(made) > 3 * found.calls
+    assert len(made) % turn == 0
+
+
+def test_turns_on_gpus_are_long_beside_what_asking_the_host_takes():
+    assert [timing.calls_a_turn("gpu", least) for least in (1.0, 1e-3, 1e-5, 1e-9)] == [1, 10, 256, 256]
+    assert timing.calls_a_turn("cpu", 1e-9) == 1
 
 
 @pytest.mark.parametrize("operation", ["write_mla", "copy_blocks"])

@@ -16,8 +16,9 @@ from jax import lax
 CHAIN_SECONDS = 0.02
 """A chain lasts at least this long, so that launching it and waiting for it are small beside it."""
 
-GPU_TURN = 16
-"""Calls a turn of a chain's loop on GPUs, where the host learns after each turn whether there is another."""
+TURN_SECONDS, MOST_CALLS = 0.01, 256
+"""How long a turn of a chain's loop is to last on GPUs, where the host learns after each whether there is another (some
+80 us on an H200), and the most calls of a turn."""
 
 Step = Callable[[jax.Array, Any, Any], Any]
 
@@ -38,6 +39,11 @@ class Timing:
         return (self.most - self.least) / self.median
 
 
+def calls_a_turn(backend: str, least: float) -> int:
+    """Calls between two questions to the host, of at least so many seconds each."""
+    return 1 if backend == "cpu" else min(max(round(TURN_SECONDS / least), 1), MOST_CALLS)
+
+
 class Chain:
     """Calls `carry = step(i, carry, fixed)` in a row, as one program.
 
@@ -47,10 +53,11 @@ class Chain:
       step: one call; `i` counts the calls of a chain.
       carry: arrays, donated; caches in it are updated in place.
       fixed: arrays that no call changes.  Shapes are enough for both.
+      least: a guess, in seconds, of how long a call takes at the least.
     """
 
-    def __init__(self, step: Step, carry, fixed):
-        self._turn = turn = 1 if jax.default_backend() == "cpu" else GPU_TURN
+    def __init__(self, step: Step, carry, fixed, *, least: float):
+        self._turn = turn = calls_a_turn(jax.default_backend(), least)
 
         @partial(jax.jit, donate_argnums=0)
         def chain(carry, fixed, turns):
@@ -141,7 +148,7 @@ def measure_ceilings(device: jax.Device, *, repeats: int) -> Ceilings:
         return lax.optimization_barrier((carry[0], carry[0] @ fixed))
 
     def timed(step, carry, fixed):
-        return Chain(step, carry, fixed).compile().time(carry, fixed, repeats=repeats)
+        return Chain(step, carry, fixed, least=1e-3).compile().time(carry, fixed, repeats=repeats)
 
     reading = timed(read, (jnp.tile(tile, tiles), jnp.float32(0)), ())
     copying = timed(copy, jnp.tile(tile, tiles), ())

@@ -128,6 +128,11 @@ class Workload:
         return 2 * self.heads * keys * (sum(self.entry.sizes) + value)
 
     @property
+    def least_seconds(self) -> float:
+        """How long a call takes at the least, on devices of 5 TB/s and 1 Pflop/s."""
+        return max(self.traffic / 5e12, self.flops / 1e15)
+
+    @property
     def visited(self) -> list[int]:
         """Layers that successive calls work on: all in turn, so that no call finds its data in a GPU's cache.
 
