@@ -134,10 +134,10 @@ def test_quantised_entries_are_such_as_are_written():
     assert (scales < 1).all()
 
 
-@pytest.mark.parametrize("turn", [1, 3])
-def test_a_chain_makes_all_its_calls(monkeypatch, turn):
+@pytest.mark.parametrize("pace", [timing.Pace(1, 0, 0), timing.Pace(3, 0.01, 0.05)], ids=["cpu", "gpu"])
+def test_a_chain_makes_all_its_calls(monkeypatch, pace):
     monkeypatch.setattr(timing, "CHAIN_SECONDS", 2e-3)
-    monkeypatch.setattr(timing, "calls_a_turn", lambda backend, least: turn)
+    monkeypatch.setattr(timing, "pace", lambda backend, least: pace)
     made = []
 
     def counted(x):
@@ -150,15 +150,20 @@ def test_a_chain_makes_all_its_calls(monkeypatch, turn):
 
     carry = (jnp.float32(1), jnp.float32(0))
     found = timing.Chain(step, carry, (), least=1.0).compile().time(carry, (), repeats=3)
-    assert found.calls > turn
-    assert found.calls % turn == 0
+    assert found.calls > pace.turn
+    assert found.calls % pace.turn == 0
     assert len(made) > 3 * found.calls
-    assert len(made) % turn == 0
+    assert len(made) % pace.turn == 0
+    assert (found.sustained is None) == (pace.sustained == 0)
+    if found.sustained:
+        assert found.sustained > 0.1 * found.least  # seconds of a call, not of a chain
+        assert found.sustained < 10 * found.most
+        assert len(made) * found.most > pace.sustained
 
 
 def test_turns_on_gpus_are_long_beside_what_asking_the_host_takes():
-    assert [timing.calls_a_turn("gpu", least) for least in (1.0, 1e-3, 1e-5, 1e-9)] == [1, 10, 256, 256]
-    assert timing.calls_a_turn("cpu", 1e-9) == 1
+    assert [timing.pace("gpu", least).turn for least in (1.0, 1e-3, 1e-5, 1e-9)] == [1, 10, 256, 256]
+    assert timing.pace("cpu", 1e-9) == timing.Pace(turn=1, rest=0, sustained=0)
 
 
 @pytest.mark.parametrize("operation", ["write_mla", "copy_blocks"])

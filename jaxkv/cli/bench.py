@@ -1,9 +1,11 @@
 """Time operations on this device, beside the ceilings of memory and arithmetic measured in the same run.
 
 A row is one call on random data with shuffled blocks.  `ms` is device time: many dependent calls in one program, their
-time over their number, the median of several such chains.  `kernel ms` is what the kernels of one call run, without
-the gaps between them (CUPTI, on NVIDIA GPUs).  `MB` and `GFLOP` count what the call must move (cache entries, queries,
-new values, results, each once) and multiply; `/max` is the fraction of the measured ceiling.
+time over their number, the median of several such chains, before each of which a GPU rests; `sustained` is the same of
+one chain that goes on for a second, as long as it takes a GPU to reach its power limit.  `kernel ms` is what the
+kernels of one call run, without the gaps between them (CUPTI, on NVIDIA GPUs).  `MB` and `GFLOP` count what the call
+must move (cache entries, queries, new values, results, each once) and multiply; `/max` is the fraction of the measured
+ceiling.
 """
 
 import argparse
@@ -36,7 +38,7 @@ COLUMNS = (
     ("layers", "layers", 6, "d"),
     ("run by", "implementation", 10, ""),
     ("ms", "ms", 9, ".4f"),
-    ("spread", "spread", 6, ".0%"),
+    ("sustained", "sustained_ms", 9, ".4f"),
     ("kernel ms", "kernel_ms", 9, ".4f"),
     ("MB", "megabytes", 8, ".1f"),
     ("GB/s", "gigabytes_per_s", 7, ".1f"),
@@ -153,6 +155,7 @@ def _figures(workload: Workload, program: Future[Program], repeats: int, ceiling
         "ms": seconds * 1e3,
         "min_ms": found.timing.least * 1e3,
         "spread": found.timing.spread,
+        "sustained_ms": found.timing.sustained and found.timing.sustained * 1e3,
         "kernel_ms": kernels and kernels.median * 1e3,
         "kernels_ms": kernels and [(name, median * 1e3) for name, median in kernels.kernels],
         "megabytes": workload.traffic / 1e6,

@@ -1,5 +1,6 @@
 """Device time of a call, and the device's ceilings, measured the same way."""
 
+import math
 import os
 import sys
 import time
@@ -20,6 +21,10 @@ TURN_SECONDS, MOST_CALLS = 0.01, 256
 """How long a turn of a chain's loop is to last on GPUs, where the host learns after each whether there is another (some
 80 us on an H200), and the most calls of a turn."""
 
+REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
+"""What GPUs rest before each chain, so that all begin at the full clock; and how long one runs without rest, after
+which an H200 whose tensor cores are busy is at its power limit, and its clock a fifth lower."""
+
 Step = Callable[[jax.Array, Any, Any], Any]
 
 
@@ -32,6 +37,8 @@ class Timing:
     most: float
     calls: int
     """Calls a chain."""
+    sustained: float | None = None
+    """Of one that goes on for a second; None on CPUs."""
 
     @property
     def spread(self) -> float:
@@ -39,9 +46,23 @@ class Timing:
         return (self.most - self.least) / self.median
 
 
-def calls_a_turn(backend: str, least: float) -> int:
-    """Calls between two questions to the host, of at least so many seconds each."""
-    return 1 if backend == "cpu" else min(max(round(TURN_SECONDS / least), 1), MOST_CALLS)
+@dataclass(frozen=True)
+class Pace:
+    """How chains are run."""
+
+    turn: int
+    """Calls between two questions to the host."""
+    rest: float
+    """Seconds before each."""
+    sustained: float
+    """Seconds of the one that runs without rest; 0: none does."""
+
+
+def pace(backend: str, least: float) -> Pace:
+    """Of calls that take at least so many seconds."""
+    if backend == "cpu":
+        return Pace(1, 0, 0)
+    return Pace(min(max(round(TURN_SECONDS / least), 1), MOST_CALLS), REST_SECONDS, SUSTAINED_SECONDS)
 
 
 class Chain:
@@ -57,7 +78,8 @@ class Chain:
     """
 
     def __init__(self, step: Step, carry, fixed, *, least: float):
-        self._turn = turn = calls_a_turn(jax.default_backend(), least)
+        self._pace = pace(jax.default_backend(), least)
+        turn = self._pace.turn
 
         @partial(jax.jit, donate_argnums=0)
         def chain(carry, fixed, turns):
@@ -89,9 +111,15 @@ class Chain:
         while last < CHAIN_SECONDS:
             turns = max(turns + 1, round(1.1 * turns * min(CHAIN_SECONDS / last, 100)))
             last = min(seconds(turns) for _ in range(3))  # a hiccup must not end the search
-        calls = turns * self._turn
-        found = [seconds(turns) / calls for _ in range(repeats)]
-        return Timing(float(np.median(found)), min(found), max(found), calls)
+        found = []
+        for _ in range(repeats):
+            time.sleep(self._pace.rest)
+            found.append(seconds(turns))
+        calls, median, sustained = turns * self._pace.turn, float(np.median(found)), None
+        if self._pace.sustained:
+            longer = math.ceil(self._pace.sustained / median)
+            sustained = seconds(longer * turns) / (longer * calls)
+        return Timing(median / calls, min(found) / calls, max(found) / calls, calls, sustained)
 
 
 @dataclass(frozen=True)
