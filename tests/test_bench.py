@@ -134,31 +134,51 @@ def test_quantised_entries_are_such_as_are_written():
     assert (scales < 1).all()
 
 
-@pytest.mark.parametrize("pace", [timing.Pace(1, 0, 0), timing.Pace(3, 0.01, 0.05)], ids=["cpu", "gpu"])
-def test_a_chain_makes_all_its_calls(monkeypatch, pace):
-    monkeypatch.setattr(timing, "CHAIN_SECONDS", 2e-3)
-    monkeypatch.setattr(timing, "pace", lambda backend, least: pace)
-    made = []
+class Clock:
+    """Stands still but for sleep, and calls that take a millisecond each."""
 
-    def counted(x):
-        made.append(1)
+    def __init__(self):
+        self.now, self.slept, self.calls = 0.0, [], 0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def call(self, x):
+        self.calls += 1
+        self.now += 1e-3
         return np.float32(x + 1)
+
+
+@pytest.mark.parametrize("sustain", [False, True])
+@pytest.mark.parametrize("pace", [timing.Pace(1, 0, 0), timing.Pace(3, 0.01, 0.05)], ids=["cpu", "gpu"])
+def test_a_chain_makes_all_its_calls(monkeypatch, pace, sustain):
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(timing, "CHAIN_SECONDS", 0.01)
+    monkeypatch.setattr(timing, "pace", lambda backend, least: pace)
 
     def step(i, carry, fixed):
         x, _ = carry
-        return lax.optimization_barrier((x, jax.pure_callback(counted, jax.ShapeDtypeStruct((), jnp.float32), x)))
+        return lax.optimization_barrier((x, jax.pure_callback(clock.call, jax.ShapeDtypeStruct((), jnp.float32), x)))
 
     carry = (jnp.float32(1), jnp.float32(0))
-    found = timing.Chain(step, carry, (), least=1.0).compile().time(carry, (), repeats=3)
+    chain = timing.Chain(step, carry, (), least=1.0).compile()
+    found = chain.time(carry, (), repeats=3, sustain=sustain)
     assert found.calls > pace.turn
     assert found.calls % pace.turn == 0
-    assert len(made) > 3 * found.calls
-    assert len(made) % pace.turn == 0
-    assert (found.sustained is None) == (pace.sustained == 0)
-    if found.sustained:
-        assert found.sustained > 0.1 * found.least  # seconds of a call, not of a chain
-        assert found.sustained < 10 * found.most
-        assert len(made) * found.most > pace.sustained
+    assert clock.calls > 3 * found.calls
+    assert clock.calls % pace.turn == 0
+    assert [found.least, found.median, found.most] == pytest.approx([1e-3] * 3)  # seconds of a call, without rests
+    assert clock.slept == [pace.rest] * 3
+    if sustain and pace.sustained:
+        assert found.sustained == pytest.approx(1e-3)
+        assert clock.calls > 3 * found.calls + 50
+    else:
+        assert found.sustained is None
 
 
 def test_turns_on_gpus_are_long_beside_what_asking_the_host_takes():

@@ -83,9 +83,10 @@ class Program:
         kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=max(repeats, 2))
         del state  # a copy, where it is a Ref
         if self._writes:
-            timing = self._chain.time((cache, self._varying), self._shared, repeats=repeats)
+            timing = self._chain.time((cache, self._varying), self._shared, repeats=repeats, sustain=True)
         else:
-            timing = self._chain.time((self._varying, self._outs), (cache, self._shared), repeats=repeats)
+            carry, fixed = (self._varying, self._outs), (cache, self._shared)
+            timing = self._chain.time(carry, fixed, repeats=repeats, sustain=True)
         return Measured(self.implementation, timing, kernels, self._seconds)
 
     def _write(self, i, carry, shared):

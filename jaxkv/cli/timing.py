@@ -38,7 +38,7 @@ class Timing:
     calls: int
     """Calls a chain."""
     sustained: float | None = None
-    """Of one that goes on for a second; None on CPUs."""
+    """Of one that goes on for a second; None on CPUs, and where it was not asked for."""
 
     @property
     def spread(self) -> float:
@@ -95,8 +95,8 @@ class Chain:
         self._compiled = self._lowered.compile()
         return self
 
-    def time(self, carry, fixed, *, repeats: int) -> Timing:
-        """The statistics of `repeats` chains."""
+    def time(self, carry, fixed, *, repeats: int, sustain: bool = False) -> Timing:
+        """The statistics of `repeats` chains, and with `sustain` of a long one."""
 
         def seconds(turns: int) -> float:
             nonlocal carry
@@ -116,7 +116,7 @@ class Chain:
             time.sleep(self._pace.rest)
             found.append(seconds(turns))
         calls, median, sustained = turns * self._pace.turn, float(np.median(found)), None
-        if self._pace.sustained:
+        if sustain and self._pace.sustained:
             longer = math.ceil(self._pace.sustained / median)
             sustained = seconds(longer * turns) / (longer * calls)
         return Timing(median / calls, min(found) / calls, max(found) / calls, calls, sustained)
