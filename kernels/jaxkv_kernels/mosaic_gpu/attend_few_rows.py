@@ -53,6 +53,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
     down,
     filled,
     kernel,
+    launch_next,
     multiply_add,
     swizzled,
     zeros,
@@ -75,10 +76,12 @@ def attend_few_rows(
     dtype = q_latent.dtype
 
     def body(
-        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref,
+        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref, cut_ref,
         out_ref, lse_ref, part_out_ref, part_lse_ref, part_scale_ref,
         q, qr, k, p, stats, q_full, done, k_full, k_free
     ):  # fmt: skip
+        del cut_ref  # an operand so that it is there once `combine` begins, which reads it before this has ended
+        launch_next(interpret=interpret)
         part, wg = (lax.axis_index(axis) for axis in ("part", "wg"))
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         table = PageTable(table_ref, pages)
@@ -271,5 +274,5 @@ def attend_few_rows(
         },
     )(
         q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        plan.starts, plan.items,
+        plan.starts, plan.items, plan.cuts,
     )  # fmt: skip

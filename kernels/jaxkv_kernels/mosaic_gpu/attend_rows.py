@@ -70,6 +70,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
     capped,
     folded,
     kernel,
+    launch_next,
     multiply_add,
     prefetch,
     row_of,
@@ -103,11 +104,13 @@ def attend_rows(
     prefetching = cluster > 1 and pages.token_stride == pages.width
 
     def body(
-        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref,
+        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref, cut_ref,
         out_ref, lse_ref, part_out_ref, part_lse_ref, part_scale_ref,
         q, k, r, p, stats,
         q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_begun, p_ready, met, operands: Any = None
     ):  # fmt: skip
+        del cut_ref  # an operand so that it is there once `combine` begins, which reads it before this has ended
+        launch_next(interpret=interpret)
         part, group, cta, wg = (lax.axis_index(axis) for axis in ("part", "group", "cta", "wg"))
         tile = group * cluster + cta
         row0 = tile * TILE
@@ -438,5 +441,5 @@ def attend_rows(
         },
     )(
         q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        plan.starts, plan.items,
+        plan.starts, plan.items, plan.cuts,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
@@ -27,22 +28,49 @@ MULTIPROCESSORS, SHARED_MEMORY = 132, 232_448
 """Of an H100 or H200; bytes a CTA."""
 
 
-def kernel(body, *, interpret: bool, auto_barriers: bool = True, reduction_bytes: int = 0, **spec) -> Any:
+def kernel(
+    body, *, interpret: bool, auto_barriers: bool = True, reduction_bytes: int = 0, waits: bool = False, **spec
+) -> Any:
     """`plgpu.kernel` with what all kernels here share.
+
+    A GPU prepares its launch while the kernel in front of it still runs (programmatic dependent launch), which saves a
+    microsecond.  So it waits for that kernel first of all, or, where its body `waits` itself, at `wait_for_last`.
 
     Without `auto_barriers`, loads and stores do not wait for the other warps of the warpgroup: the kernel itself orders
     what a thread reads after what another wrote.  `reduction_bytes` of shared memory serve reductions of columns; those
     of rows stay inside a quad of lanes.
     """
     params: Any = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+
+    @wraps(body)
+    def waiting(*refs, **scratch):
+        wait_for_last(interpret=interpret)
+        body(*refs, **scratch)
+
     return plgpu.kernel(
-        body,
+        body if waits else waiting,
         interpret=params,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=reduction_bytes, unsafe_no_auto_barriers=not auto_barriers
         ),
         **spec,
     )
+
+
+def wait_for_last(*, interpret: bool) -> None:
+    """Waits until the kernel in front of this one has ended, as have all before it, and its stores are seen."""
+    if not interpret:
+        plgpu.griddepcontrol_wait()
+
+
+def launch_next(*, interpret: bool) -> None:
+    """Lets the CTAs of the next kernel take the places of those of this one as they end.
+
+    Before it waits, that kernel may read only what this one, which has waited, has as an operand too: whatever makes it
+    has then ended.
+    """
+    if not interpret:
+        plgpu.griddepcontrol_launch_dependents()
 
 
 def frozen(ref) -> jax.Array:

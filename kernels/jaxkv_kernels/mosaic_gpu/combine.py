@@ -4,6 +4,8 @@ A CTA of one warpgroup has a chunk of the columns of a row of a cut request, or 
 warp each: log-sum-exps and scales, most of all loads, are then loaded by one warp instead of four.  Pieces are read in
 groups, all loads of a group before their first use, into running softmaxes over their log-sum-exps (base 2).  Most
 plans cut few requests or none: the grid, which must have room for all, is kept small.
+
+A CTA begins where one of the attention kernel has ended, and learns which request is its own while others still run.
 """
 
 import math
@@ -16,7 +18,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.build import EMPTY, MULTIPROCESSORS, across, filled, frozen, kernel, store
+from jaxkv_kernels.mosaic_gpu.build import (
+    EMPTY,
+    MULTIPROCESSORS,
+    across,
+    filled,
+    frozen,
+    kernel,
+    store,
+    wait_for_last,
+)
 from jaxkv_kernels.mosaic_gpu.token_rows import divided
 
 LN2 = math.log(2)
@@ -59,6 +70,7 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
         cut, step0, chunk = lax.axis_index("cut"), lax.axis_index("rows") * steps, lax.axis_index("chunk")
         part, columns = divided(chunk * parts, chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
         b, first, count = (cut_ref[cut, i] for i in range(3))
+        wait_for_last(interpret=interpret)  # attention
 
         def load(at_rows, n):
             """Of the n-th piece of some rows: log-sum-exps, scales and values."""
@@ -108,5 +120,6 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
         grid_names=("cut", "rows", "chunk"),
         num_threads=1,
         thread_name="wg",
+        waits=True,
     )(part_out, part_lse, *scales, plan.cuts, out_ref, lse_ref)
     return frozen(out_ref), frozen(lse_ref)

@@ -45,6 +45,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
     across,
     capped,
     kernel,
+    launch_next,
     multiply_add,
     row_of,
     swizzled,
@@ -121,10 +122,12 @@ def _attend(
     ring, q_slots = _slots(head_dim, value_dim, dtype.itemsize)
 
     def body(
-        q_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref,
+        q_ref, kv_ref, table_ref, layer_ref, scale_ref, start_ref, item_ref, cut_ref,
         out_ref, lse_ref, part_out_ref, part_lse_ref,
         q, kv, merged, stats, q_full, q_free, kv_full, kv_free, handed, taken, operands: Any = None
     ):  # fmt: skip
+        del cut_ref  # an operand so that it is there once `combine` begins, which reads it before this has ended
+        launch_next(interpret=interpret)
         part, group_tile, wg = (lax.axis_index(axis) for axis in ("part", "tile", "wg"))
         head, row0 = divided(group_tile, tiles), lax.rem(group_tile, jnp.int32(tiles)) * TILE
         table = PageTable(table_ref, pages)
@@ -355,5 +358,5 @@ def _attend(
         },
     )(
         q, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        plan.starts, plan.items,
+        plan.starts, plan.items, plan.cuts,
     )  # fmt: skip
