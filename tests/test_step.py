@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv.models
 from jaxkv.cli import main, step
-from jaxkv.cli.timing import KernelTimes
+from jaxkv.cli.kernel_times import KernelTimes
 
 MODELS = Path(__file__).parent / "data" / "models"
 

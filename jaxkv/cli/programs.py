@@ -10,7 +10,8 @@ from jax import export, lax
 
 import jaxkv
 from jaxkv.cli.inputs import Varying, arguments, filled, inputs
-from jaxkv.cli.timing import Chain, KernelTimes, Timing, time_kernels
+from jaxkv.cli.kernel_times import KernelTimes, time_kernels
+from jaxkv.cli.timing import Chain, Timing
 from jaxkv.cli.workloads import Workload
 
 UNCHECKED = [export.DisabledSafetyCheck.custom_call(name) for name in ("triton_kernel_call", "triton_kernel_call_ffi")]
@@ -80,7 +81,7 @@ class Program:
         """Fills a cache and times the calls; once, as that takes the inputs."""
         cache, layer = filled(self._workload), jnp.int32(self._workload.visited[0])
         once, state = (self._write_once, jax.new_ref(cache.buffer)) if self._writes else (self._call, cache)
-        kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=max(repeats, 2))
+        kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=repeats)
         del state  # a copy, where it is a Ref
         if self._writes:
             timing = self._chain.time((cache, self._varying), self._shared, repeats=repeats, sustain=True)

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 import jaxkv
+from jaxkv.cli.kernel_times import time_kernels
 from jaxkv.cli.options import model_folder
-from jaxkv.cli.timing import time_kernels
 from jaxkv.cli.words import counted, size
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-CHAIN_SECONDS = 0.02
-"""A chain lasts at least this long, so that launching it and waiting for it are small beside it."""
+CHAIN_SECONDS = 0.01
+"""A chain lasts at least this long: what launching it takes varies by little beside it."""
 
-TURN_SECONDS, MOST_CALLS = 0.01, 256
-"""How long a turn of a chain's loop is to last on GPUs, where the host learns after each whether there is another (some
-80 us on an H200), and the most calls of a turn."""
+MOST_CALLS = 1024
+"""Of a turn of a chain's loop on GPUs, where the host learns after each whether there is another (some 80 us on an
+H200): a turn is to be all of a chain, if it has no more calls."""
 
 REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
 """What GPUs rest before each chain, so that all begin at the full clock; and how long one runs without rest, after
@@ -62,7 +61,7 @@ def pace(backend: str, least: float) -> Pace:
     """Of calls that take at least so many seconds."""
     if backend == "cpu":
         return Pace(1, 0, 0)
-    return Pace(min(max(round(TURN_SECONDS / least), 1), MOST_CALLS), REST_SECONDS, SUSTAINED_SECONDS)
+    return Pace(min(max(round(CHAIN_SECONDS / least), 1), MOST_CALLS), REST_SECONDS, SUSTAINED_SECONDS)
 
 
 class Chain:
@@ -98,18 +97,23 @@ class Chain:
     def time(self, carry, fixed, *, repeats: int, sustain: bool = False) -> Timing:
         """The statistics of `repeats` chains, and with `sustain` of a long one."""
 
-        def seconds(turns: int) -> float:
+        def elapsed(turns: int) -> float:
             nonlocal carry
             count = jax.block_until_ready(jnp.int32(turns))
             start = time.perf_counter()
             carry = jax.block_until_ready(self._compiled(carry, fixed, count))
             return time.perf_counter() - start
 
+        def seconds(turns: int) -> float:
+            """Of the calls: less what a chain without any takes to be launched and waited for."""
+            launching = min(elapsed(0) for _ in range(3))  # the first, after a rest, may take longer
+            return elapsed(turns) - launching
+
         jax.block_until_ready((carry, fixed))
         seconds(1)  # loads the program, and touches all memory
         turns, last = 1, min(seconds(1) for _ in range(3))
         while last < CHAIN_SECONDS:
-            turns = max(turns + 1, round(1.1 * turns * min(CHAIN_SECONDS / last, 100)))
+            turns = max(turns + 1, round(1.1 * turns * CHAIN_SECONDS / max(last, CHAIN_SECONDS / 100)))
             last = min(seconds(turns) for _ in range(3))  # a hiccup must not end the search
         found = []
         for _ in range(repeats):
@@ -120,33 +124,6 @@ class Chain:
             longer = math.ceil(self._pace.sustained / median)
             sustained = seconds(longer * turns) / (longer * calls)
         return Timing(median / calls, min(found) / calls, max(found) / calls, calls, sustained)
-
-
-@dataclass(frozen=True)
-class KernelTimes:
-    """Seconds that a call's kernels run on the GPU: without the gaps between them."""
-
-    median: float
-    """Of all kernels of a call together."""
-    kernels: tuple[tuple[str, float], ...]
-    """(name, median) in the order of their launches."""
-
-
-def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes | None:
-    """What CUPTI, NVIDIA's profiling interface, says of `repeats` (at least 2) runs of `jit(call)`; None without it."""
-    if "cuda" not in jax.devices()[0].client.platform_version.lower():
-        return None
-    from jax.experimental.mosaic.gpu import profiler  # brings all of Mosaic in
-
-    try:
-        found: Any = profiler.measure(jax.jit(call), aggregate=False, iterations=repeats)(*args)[1]
-    except RuntimeError as error:  # another profiler has it, say
-        print(f"no kernel times: {error}", file=sys.stderr)
-        return None
-    seconds = np.asarray([[milliseconds / 1e3 for _, milliseconds in kernels] for kernels in found])
-    names = [name for name, _ in found[0]]
-    medians = np.median(seconds, axis=0).tolist()
-    return KernelTimes(float(np.median(seconds.sum(axis=1))), tuple(zip(names, medians, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""How long the kernels of a call run on a GPU: without the gaps between them."""
+
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.profiler import ProfileData, ProfileOptions
+
+COPIES = "Memcpy", "Memset"
+"""How the names of what is no kernel begin."""
+
+Span = tuple[str, float, float]
+"""A kernel's name, begin and end; nanoseconds."""
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds in which a call's kernels run."""
+
+    median: float
+    """Of all of a call together."""
+    kernels: tuple[tuple[str, float], ...]
+    """(name, median) in the order of their begins: of one that begins before the last has ended, what comes after."""
+
+
+def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes | None:
+    """What the timeline of NVIDIA's profiling interface, CUPTI, says of `repeats` runs of `jit(call)`.
+
+    None, and why on stderr, where there is no such timeline: without CUPTI, or while another profiler has it.
+    """
+    if "cuda" not in jax.devices()[0].client.platform_version.lower():
+        return None
+    try:
+        return _medians(_timeline(jax.jit(call), args, repeats), repeats)
+    except RuntimeError as error:
+        print(f"no kernel times: {error}", file=sys.stderr)
+        return None
+
+
+def _timeline(run: Callable[..., Any], args: tuple[Any, ...], repeats: int) -> list[Span]:
+    """What ran on the first GPU, in the order of the begins."""
+    jax.block_until_ready(run(*args))  # compiles, and touches all memory
+    options = ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready([run(*args) for _ in range(repeats)])
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return sorted(_spans(ProfileData.from_file(str(file))), key=lambda span: span[1])
+
+
+def _spans(profile: ProfileData) -> Iterator[Span]:
+    """The kernels of the first GPU."""
+    plane = profile.find_plane_with_name("/device:GPU:0")
+    for line in plane.lines if plane else ():
+        if line.name.startswith("Stream"):  # others tell the same once more, by operation or by module
+            for event in line.events:
+                if not event.name.startswith(COPIES):
+                    yield event.name, event.start_ns, event.end_ns
+
+
+def _medians(spans: list[Span], repeats: int) -> KernelTimes:
+    """Of the kernels of so many calls; RuntimeError where the calls do not have the same ones."""
+    each, rest = divmod(len(spans), repeats)
+    names = [name for name, *_ in spans]
+    if not each or rest or names != names[:each] * repeats:
+        raise RuntimeError(f"the timeline has {len(spans)} kernels of {repeats} calls: expected the same of each")
+    seconds = np.reshape(list(_added(spans)), (repeats, each)) / 1e9
+    medians = np.median(seconds, axis=0).tolist()
+    return KernelTimes(float(np.median(seconds.sum(axis=1))), tuple(zip(names[:each], medians, strict=True)))
+
+
+def _added(spans: Iterable[Span]) -> Iterator[float]:
+    """The nanoseconds in which a span runs after all before it have ended."""
+    ended = -math.inf
+    for _, begin, end in spans:
+        yield max(end - max(begin, ended), 0.0)
+        ended = max(ended, end)
