@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 CHAIN_SECONDS = 0.01
-"""A chain lasts at least this long: what launching it takes varies by little beside it."""
+"""A long chain lasts at least this much longer than the short one: what launching takes varies by little beside it."""
 
 MOST_CALLS = 1024
-"""Of a turn of a chain's loop on GPUs, where the host learns after each whether there is another (some 80 us on an
-H200): a turn is to be all of a chain, if it has no more calls."""
+"""Of a turn of a chain's loop on GPUs, where the host asks before each whether there is another: a turn is to be all of
+a chain, where that is not more calls."""
 
 REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
 """What GPUs rest before each chain, so that all begin at the full clock; and how long one runs without rest, after
@@ -35,7 +35,7 @@ class Timing:
     least: float
     most: float
     calls: int
-    """Calls a chain."""
+    """Calls that a chain's time is of."""
     sustained: float | None = None
     """Of one that goes on for a second; None on CPUs, and where it was not asked for."""
 
@@ -49,10 +49,11 @@ class Timing:
 class Pace:
     """How chains are run."""
 
-    turn: int
-    """Calls between two questions to the host."""
+    short: int
+    long: int
+    """Calls of a turn, in the two chains that are compared."""
     rest: float
-    """Seconds before each."""
+    """Seconds before each time."""
     sustained: float
     """Seconds of the one that runs without rest; 0: none does."""
 
@@ -60,14 +61,18 @@ class Pace:
 def pace(backend: str, least: float) -> Pace:
     """Of calls that take at least so many seconds."""
     if backend == "cpu":
-        return Pace(1, 0, 0)
-    return Pace(min(max(round(CHAIN_SECONDS / least), 1), MOST_CALLS), REST_SECONDS, SUSTAINED_SECONDS)
+        return Pace(0, 1, 0, 0)
+    calls = min(max(round(CHAIN_SECONDS / least), 1), MOST_CALLS)
+    short = -(-calls // 8)
+    return Pace(short, short + calls, REST_SECONDS, SUSTAINED_SECONDS)
 
 
 class Chain:
     """Calls `carry = step(i, carry, fixed)` in a row, as one program.
 
-    A step must depend on its carry: what does not change from call to call, XLA computes once for all of them.
+    A call's time is what a long chain takes longer than a short one, without what it takes to launch a program and to
+    learn that it has ended.  A step must depend on its carry: what does not change from call to call, XLA computes once
+    for all of them.
 
     Args:
       step: one call; `i` counts the calls of a chain.
@@ -78,36 +83,37 @@ class Chain:
 
     def __init__(self, step: Step, carry, fixed, *, least: float):
         self._pace = pace(jax.default_backend(), least)
-        turn = self._pace.turn
 
-        @partial(jax.jit, donate_argnums=0)
-        def chain(carry, fixed, turns):
-            def one_turn(i, carry):
-                return lax.fori_loop(0, turn, lambda j, carry: step(i * turn + j, carry, fixed), carry)
+        @partial(jax.jit, donate_argnums=0, static_argnums=3)
+        def chain(carry, fixed, turns, calls):
+            def turn(i, carry):
+                return lax.fori_loop(0, calls, lambda j, carry: step(i * calls + j, carry, fixed), carry)
 
-            return lax.fori_loop(0, turns, one_turn, carry)
+            return lax.fori_loop(0, turns, turn, carry)
 
-        self._lowered = chain.lower(carry, fixed, jax.ShapeDtypeStruct((), jnp.int32))
+        turns = jax.ShapeDtypeStruct((), jnp.int32)
+        self._lowered = [chain.lower(carry, fixed, turns, calls) for calls in (self._pace.short, self._pace.long)]
 
     def compile(self) -> "Chain":
         """This, ready to be timed."""
-        self._compiled = self._lowered.compile()
+        self._compiled = [lowered.compile() for lowered in self._lowered]
         return self
 
     def time(self, carry, fixed, *, repeats: int, sustain: bool = False) -> Timing:
-        """The statistics of `repeats` chains, and with `sustain` of a long one."""
+        """The statistics of `repeats` chains, and with `sustain` of one that goes on."""
+        short, long = self._compiled
 
-        def elapsed(turns: int) -> float:
+        def elapsed(chain, turns: int) -> float:
             nonlocal carry
             count = jax.block_until_ready(jnp.int32(turns))
             start = time.perf_counter()
-            carry = jax.block_until_ready(self._compiled(carry, fixed, count))
+            carry = jax.block_until_ready(chain(carry, fixed, count))
             return time.perf_counter() - start
 
         def seconds(turns: int) -> float:
-            """Of the calls: less what a chain without any takes to be launched and waited for."""
-            launching = min(elapsed(0) for _ in range(3))  # the first, after a rest, may take longer
-            return elapsed(turns) - launching
+            """Of the calls that the long chain has more."""
+            less = median(elapsed(short, turns) for _ in range(3))
+            return elapsed(long, turns) - less
 
         jax.block_until_ready((carry, fixed))
         seconds(1)  # loads the program, and touches all memory
@@ -119,11 +125,11 @@ class Chain:
         for _ in range(repeats):
             time.sleep(self._pace.rest)
             found.append(seconds(turns))
-        calls, median, sustained = turns * self._pace.turn, float(np.median(found)), None
+        calls, middle, sustained = turns * (self._pace.long - self._pace.short), median(found), None
         if sustain and self._pace.sustained:
-            longer = math.ceil(self._pace.sustained / median)
+            longer = math.ceil(self._pace.sustained / middle)
             sustained = seconds(longer * turns) / (longer * calls)
-        return Timing(median / calls, min(found) / calls, max(found) / calls, calls, sustained)
+        return Timing(middle / calls, min(found) / calls, max(found) / calls, calls, sustained)
 
 
 @dataclass(frozen=True)
