@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-CHAIN_SECONDS = 0.01
+CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
 """A long chain lasts at least this much longer than the short one: what launching takes varies by little beside it."""
 
-MOST_CALLS = 1024
-"""Of a turn of a chain's loop on GPUs, where the host asks before each whether there is another: a turn is to be all of
-a chain, where that is not more calls."""
+LEAST_CALLS, MOST_CALLS = 32, 1024
+"""Of a chain on GPUs: other libraries' times are medians of about so few in a row, and more are nearer to the power
+limit; and of a turn of a chain's loop, since the host asks before each turn whether there is another."""
 
 REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
 """What GPUs rest before each chain, so that all begin at the full clock; and how long one runs without rest, after
@@ -51,48 +51,51 @@ class Pace:
 
     short: int
     long: int
-    """Calls of a turn, in the two chains that are compared."""
+    """Steps of a turn, in the two chains that are compared."""
+    least: float
+    """Seconds by which they must differ: turns are added until they do."""
     rest: float
     """Seconds before each time."""
     sustained: float
     """Seconds of the one that runs without rest; 0: none does."""
 
 
-def pace(backend: str, least: float) -> Pace:
-    """Of calls that take at least so many seconds."""
+def pace(backend: str, least: float, calls: int) -> Pace:
+    """Of steps that take at least so many seconds, and have so many calls."""
     if backend == "cpu":
-        return Pace(0, 1, 0, 0)
-    calls = min(max(round(CHAIN_SECONDS / least), 1), MOST_CALLS)
-    short = -(-calls // 8)
-    return Pace(short, short + calls, REST_SECONDS, SUSTAINED_SECONDS)
+        return Pace(0, 1, CPU_SECONDS, 0, 0)
+    steps = min(max(round(GPU_SECONDS / least), LEAST_CALLS // calls), MOST_CALLS // calls)
+    short = -(-steps // 8)
+    return Pace(short, short + steps, GPU_SECONDS, REST_SECONDS, SUSTAINED_SECONDS)
 
 
 class Chain:
-    """Calls `carry = step(i, carry, fixed)` in a row, as one program.
+    """Steps `carry = step(i, carry, fixed)` in a row, as one program.
 
-    A call's time is what a long chain takes longer than a short one, without what it takes to launch a program and to
-    learn that it has ended.  A step must depend on its carry: what does not change from call to call, XLA computes once
+    A step's time is what a long chain takes longer than a short one, without what it takes to launch a program and to
+    learn that it has ended.  A step must depend on its carry: what does not change from step to step, XLA computes once
     for all of them.
 
     Args:
-      step: one call; `i` counts the calls of a chain.
+      step: one call or several; `i` counts the steps of a chain.
       carry: arrays, donated; caches in it are updated in place.
       fixed: arrays that no call changes.  Shapes are enough for both.
       least: a guess, in seconds, of how long a call takes at the least.
+      calls: how many a step has.
     """
 
-    def __init__(self, step: Step, carry, fixed, *, least: float):
-        self._pace = pace(jax.default_backend(), least)
+    def __init__(self, step: Step, carry, fixed, *, least: float, calls: int = 1):
+        self._calls, self._pace = calls, pace(jax.default_backend(), least * calls, calls)
 
         @partial(jax.jit, donate_argnums=0, static_argnums=3)
-        def chain(carry, fixed, turns, calls):
+        def chain(carry, fixed, turns, steps):
             def turn(i, carry):
-                return lax.fori_loop(0, calls, lambda j, carry: step(i * calls + j, carry, fixed), carry)
+                return lax.fori_loop(0, steps, lambda j, carry: step(i * steps + j, carry, fixed), carry)
 
             return lax.fori_loop(0, turns, turn, carry)
 
         turns = jax.ShapeDtypeStruct((), jnp.int32)
-        self._lowered = [chain.lower(carry, fixed, turns, calls) for calls in (self._pace.short, self._pace.long)]
+        self._lowered = [chain.lower(carry, fixed, turns, steps) for steps in (self._pace.short, self._pace.long)]
 
     def compile(self) -> "Chain":
         """This, ready to be timed."""
@@ -101,7 +104,7 @@ class Chain:
 
     def time(self, carry, fixed, *, repeats: int, sustain: bool = False) -> Timing:
         """The statistics of `repeats` chains, and with `sustain` of one that goes on."""
-        short, long = self._compiled
+        (short, long), least = self._compiled, self._pace.least
 
         def elapsed(chain, turns: int) -> float:
             nonlocal carry
@@ -111,21 +114,22 @@ class Chain:
             return time.perf_counter() - start
 
         def seconds(turns: int) -> float:
-            """Of the calls that the long chain has more."""
+            """Of the steps that the long chain has more."""
             less = median(elapsed(short, turns) for _ in range(3))
             return elapsed(long, turns) - less
 
         jax.block_until_ready((carry, fixed))
         seconds(1)  # loads the program, and touches all memory
         turns, last = 1, min(seconds(1) for _ in range(3))
-        while last < CHAIN_SECONDS:
-            turns = max(turns + 1, round(1.1 * turns * CHAIN_SECONDS / max(last, CHAIN_SECONDS / 100)))
+        while last < least:
+            turns = max(turns + 1, round(1.1 * turns * least / max(last, least / 100)))
             last = min(seconds(turns) for _ in range(3))  # a hiccup must not end the search
         found = []
         for _ in range(repeats):
             time.sleep(self._pace.rest)
             found.append(seconds(turns))
-        calls, middle, sustained = turns * (self._pace.long - self._pace.short), median(found), None
+        calls = turns * (self._pace.long - self._pace.short) * self._calls
+        middle, sustained = median(found), None
         if sustain and self._pace.sustained:
             longer = math.ceil(self._pace.sustained / middle)
             sustained = seconds(longer * turns) / (longer * calls)
