@@ -165,7 +165,7 @@ def _figures(workload: Workload, program: Future[Program], repeats: int, ceiling
         "tflop_per_s": workload.flops / seconds / 1e12,
         "matmul_fraction": workload.flops / seconds / ceilings.matmul,
         "compile_s": found.compile,
-        "calls_a_chain": found.timing.calls,
+        "calls_timed": found.timing.calls,
     }
 
 

@@ -26,7 +26,8 @@ class KernelTimes:
     median: float
     """Of all of a call together."""
     kernels: tuple[tuple[str, float], ...]
-    """(name, median) in the order of their begins: of one that begins before the last has ended, what comes after."""
+    """(name, median) in the order of their begins: of one that begins before the last has ended, what comes after, also
+    where it then still waits for that."""
 
 
 def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes | None:
@@ -51,7 +52,9 @@ def _timeline(run: Callable[..., Any], args: tuple[Any, ...], repeats: int) -> l
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready([run(*args) for _ in range(repeats)])
-        (file,) = Path(folder).rglob("*.xplane.pb")
+        file = next(Path(folder).rglob("*.xplane.pb"), None)
+        if file is None:
+            raise RuntimeError("the profiler left no timeline")
         return sorted(_spans(ProfileData.from_file(str(file))), key=lambda span: span[1])
 
 

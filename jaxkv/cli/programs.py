@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,11 +16,6 @@ from jaxkv.cli.workloads import Workload
 
 UNCHECKED = [export.DisabledSafetyCheck.custom_call(name) for name in ("triton_kernel_call", "triton_kernel_call_ffi")]
 """Triton's kernels: not guaranteed to run with other versions of JAX, which nobody asks of a program timed at once."""
-
-
-def calls_a_step(backend: str) -> int:
-    """Calls of a turn of the chain's loop, which on GPUs is a kernel of its own (1 us on an H200)."""
-    return 1 if backend == "cpu" else 4
 
 
 @dataclass(frozen=True)
@@ -61,23 +55,19 @@ class Program:
             self._shared = self._shared._replace(plan=plan)
         args, options = arguments(workload, cache, self._varying, self._shared, 0)
         self.implementation = implementation or str(jaxkv.explain(function, *args, **options).chosen)
-        # Lowering a Pallas kernel takes seconds: once for both programs.
+        # Lowering a Pallas kernel takes seconds: once for all programs.
         layer = jax.ShapeDtypeStruct((), jnp.int32)
         exported = export.export(jax.jit(call), disabled_checks=UNCHECKED)(cache, self._varying, self._shared, layer)
         self._call: Any = exported.call
         result = jax.tree.unflatten(exported.out_tree, exported.out_avals)
         self._writes = isinstance(result, jaxkv.KVCache)
-        # Inputs of their own: XLA would make one of calls on the same.
-        every = [jax.tree.map(jnp.copy, self._varying) for _ in range(calls_a_step(jax.default_backend()))]
-        chain = partial(Chain, least=workload.least_seconds, calls=len(every))
         if self._writes:
-            self._carry: Any = every
-            self._chain = chain(self._write, (cache, every), self._shared)
+            self._chain = Chain(self._write, (cache, self._varying), self._shared, least=workload.least_seconds)
         else:
-            self._carry = [
-                (varying, jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), result)) for varying in every
-            ]
-            self._chain = chain(self._read, self._carry, (cache, self._shared))
+            self._outs = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), result)
+            self._chain = Chain(
+                self._read, (self._varying, self._outs), (cache, self._shared), least=workload.least_seconds
+            )
         self._seconds = time.perf_counter() - start
 
     def compile(self) -> "Program":
@@ -94,23 +84,19 @@ class Program:
         kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=repeats)
         del state  # a copy, where it is a Ref
         if self._writes:
-            timing = self._chain.time((cache, self._carry), self._shared, repeats=repeats, sustain=True)
+            timing = self._chain.time((cache, self._varying), self._shared, repeats=repeats, sustain=True)
         else:
-            timing = self._chain.time(self._carry, (cache, self._shared), repeats=repeats, sustain=True)
+            carry, fixed = (self._varying, self._outs), (cache, self._shared)
+            timing = self._chain.time(carry, fixed, repeats=repeats, sustain=True)
         return Measured(self.implementation, timing, kernels, self._seconds)
 
     def _write(self, i, carry, shared):
-        cache, every = carry
-        for n, varying in enumerate(every):
-            cache = self._call(cache, varying, shared, _layer(i * len(every) + n, varying))
-        return cache, lax.optimization_barrier(every)
+        cache, varying = carry
+        return self._call(cache, varying, shared, _layer(i, varying)), lax.optimization_barrier(varying)
 
     def _read(self, i, carry, fixed):
-        cache, shared = fixed
-        return [
-            lax.optimization_barrier((varying, self._call(cache, varying, shared, _layer(i * len(carry) + n, varying))))
-            for n, (varying, _) in enumerate(carry)
-        ]
+        varying, _ = carry
+        return lax.optimization_barrier((varying, self._call(fixed[0], varying, fixed[1], _layer(i, varying))))
 
     def _write_once(self, ref, varying, shared, layer):
         """In place in a Ref, which outlives the call where a donated cache does not; gives something to wait for."""

@@ -145,5 +145,5 @@ def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
 
 def _is_own(kernel: str) -> bool:
     """Whether a kernel of that name is of this library; what XLA makes of `implementation="xla"` is not told apart."""
-    # Functions in Triton begin with an underscore here, and mangled C++ with `_Z`.
+    # Functions in Triton begin with an underscore here.
     return kernel.endswith("mosaic_gpu_kernel") or re.match("_[a-z]", kernel) is not None

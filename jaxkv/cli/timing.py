@@ -17,8 +17,10 @@ CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
 """A long chain lasts at least this much longer than the short one: what launching takes varies by little beside it."""
 
 LEAST_CALLS, MOST_CALLS = 32, 1024
-"""Of a chain on GPUs: other libraries' times are medians of about so few in a row, and more are nearer to the power
-limit; and of a turn of a chain's loop, since the host asks before each turn whether there is another."""
+"""By which a turn of the long chain differs from one of the short, on GPUs.  Others' times are medians of about so few
+calls in a row, and more are nearer to the power limit; the host asks before each turn whether there is another."""
+
+MOST_TURNS = 2**20
 
 REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
 """What GPUs rest before each chain, so that all begin at the full clock; and how long one runs without rest, after
@@ -51,51 +53,50 @@ class Pace:
 
     short: int
     long: int
-    """Steps of a turn, in the two chains that are compared."""
-    least: float
+    """Calls of a turn, in the two chains that are compared."""
+    difference: float
     """Seconds by which they must differ: turns are added until they do."""
     rest: float
-    """Seconds before each time."""
+    """Seconds before each comparison."""
     sustained: float
     """Seconds of the one that runs without rest; 0: none does."""
 
 
-def pace(backend: str, least: float, calls: int) -> Pace:
-    """Of steps that take at least so many seconds, and have so many calls."""
+def pace(backend: str, least: float) -> Pace:
+    """Of calls that take at least so many seconds."""
     if backend == "cpu":
         return Pace(0, 1, CPU_SECONDS, 0, 0)
-    steps = min(max(round(GPU_SECONDS / least), LEAST_CALLS // calls), MOST_CALLS // calls)
-    short = -(-steps // 8)
-    return Pace(short, short + steps, GPU_SECONDS, REST_SECONDS, SUSTAINED_SECONDS)
+    calls = min(max(round(GPU_SECONDS / least), LEAST_CALLS), MOST_CALLS)
+    short = calls // 8
+    return Pace(short, short + calls, GPU_SECONDS, REST_SECONDS, SUSTAINED_SECONDS)
 
 
 class Chain:
-    """Steps `carry = step(i, carry, fixed)` in a row, as one program.
+    """Calls `carry = step(i, carry, fixed)` in a row, in one program.
 
-    A step's time is what a long chain takes longer than a short one, without what it takes to launch a program and to
-    learn that it has ended.  A step must depend on its carry: what does not change from step to step, XLA computes once
+    A call's time is what a long chain takes longer than a short one, without what it takes to launch a program and to
+    learn that it has ended.  A step must depend on its carry: what does not change from call to call, XLA computes once
     for all of them.
 
     Args:
-      step: one call or several; `i` counts the steps of a chain.
+      step: one call; `i` counts the calls of a chain.
       carry: arrays, donated; caches in it are updated in place.
       fixed: arrays that no call changes.  Shapes are enough for both.
       least: a guess, in seconds, of how long a call takes at the least.
-      calls: how many a step has.
     """
 
-    def __init__(self, step: Step, carry, fixed, *, least: float, calls: int = 1):
-        self._calls, self._pace = calls, pace(jax.default_backend(), least * calls, calls)
+    def __init__(self, step: Step, carry, fixed, *, least: float):
+        self._pace = pace(jax.default_backend(), least)
 
         @partial(jax.jit, donate_argnums=0, static_argnums=3)
-        def chain(carry, fixed, turns, steps):
+        def chain(carry, fixed, turns, calls):
             def turn(i, carry):
-                return lax.fori_loop(0, steps, lambda j, carry: step(i * steps + j, carry, fixed), carry)
+                return lax.fori_loop(0, calls, lambda j, carry: step(i * calls + j, carry, fixed), carry)
 
             return lax.fori_loop(0, turns, turn, carry)
 
         turns = jax.ShapeDtypeStruct((), jnp.int32)
-        self._lowered = [chain.lower(carry, fixed, turns, steps) for steps in (self._pace.short, self._pace.long)]
+        self._lowered = [chain.lower(carry, fixed, turns, calls) for calls in (self._pace.short, self._pace.long)]
 
     def compile(self) -> "Chain":
         """This, ready to be timed."""
@@ -104,7 +105,7 @@ class Chain:
 
     def time(self, carry, fixed, *, repeats: int, sustain: bool = False) -> Timing:
         """The statistics of `repeats` chains, and with `sustain` of one that goes on."""
-        (short, long), least = self._compiled, self._pace.least
+        (short, long), difference = self._compiled, self._pace.difference
 
         def elapsed(chain, turns: int) -> float:
             nonlocal carry
@@ -114,21 +115,23 @@ class Chain:
             return time.perf_counter() - start
 
         def seconds(turns: int) -> float:
-            """Of the steps that the long chain has more."""
+            """Of the calls that the long chain has more."""
             less = median(elapsed(short, turns) for _ in range(3))
             return elapsed(long, turns) - less
 
         jax.block_until_ready((carry, fixed))
         seconds(1)  # loads the program, and touches all memory
         turns, last = 1, min(seconds(1) for _ in range(3))
-        while last < least:
-            turns = max(turns + 1, round(1.1 * turns * least / max(last, least / 100)))
+        while last < difference:
+            turns = max(turns + 1, round(1.1 * turns * difference / max(last, difference / 100)))
+            if turns > MOST_TURNS:
+                raise RuntimeError(f"{turns} turns take no time: does a step depend on its carry?")
             last = min(seconds(turns) for _ in range(3))  # a hiccup must not end the search
         found = []
         for _ in range(repeats):
             time.sleep(self._pace.rest)
             found.append(seconds(turns))
-        calls = turns * (self._pace.long - self._pace.short) * self._calls
+        calls = turns * (self._pace.long - self._pace.short)
         middle, sustained = median(found), None
         if sustain and self._pace.sustained:
             longer = math.ceil(self._pace.sustained / middle)

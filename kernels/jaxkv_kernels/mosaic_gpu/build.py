@@ -34,7 +34,7 @@ def kernel(
     """`plgpu.kernel` with what all kernels here share.
 
     A GPU prepares its launch while the kernel in front of it still runs (programmatic dependent launch), which saves a
-    microsecond.  So it waits for that kernel first of all, or, where its body `waits` itself, at `wait_for_last`.
+    microsecond.  So it waits for that kernel first of all, or, where its body `waits` itself, at `wait_for_previous`.
 
     Without `auto_barriers`, loads and stores do not wait for the other warps of the warpgroup: the kernel itself orders
     what a thread reads after what another wrote.  `reduction_bytes` of shared memory serve reductions of columns; those
@@ -44,7 +44,7 @@ def kernel(
 
     @wraps(body)
     def waiting(*refs, **scratch):
-        wait_for_last(interpret=interpret)
+        wait_for_previous(interpret=interpret)
         body(*refs, **scratch)
 
     return plgpu.kernel(
@@ -57,7 +57,7 @@ def kernel(
     )
 
 
-def wait_for_last(*, interpret: bool) -> None:
+def wait_for_previous(*, interpret: bool) -> None:
     """Waits until the kernel in front of this one has ended, as have all before it, and its stores are seen."""
     if not interpret:
         plgpu.griddepcontrol_wait()
@@ -67,7 +67,8 @@ def launch_next(*, interpret: bool) -> None:
     """Lets the CTAs of the next kernel take the places of those of this one as they end.
 
     Before it waits, that kernel may read only what this one, which has waited, has as an operand too: whatever makes it
-    has then ended.
+    has then ended.  The results of a kernel that says this may go to kernels built here alone: XLA's own are launched
+    early as well, and may load what they take for constant before they wait.
     """
     if not interpret:
         plgpu.griddepcontrol_launch_dependents()

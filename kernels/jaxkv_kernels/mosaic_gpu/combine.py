@@ -26,7 +26,7 @@ from jaxkv_kernels.mosaic_gpu.build import (
     frozen,
     kernel,
     store,
-    wait_for_last,
+    wait_for_previous,
 )
 from jaxkv_kernels.mosaic_gpu.token_rows import divided
 
@@ -70,7 +70,7 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
         cut, step0, chunk = lax.axis_index("cut"), lax.axis_index("rows") * steps, lax.axis_index("chunk")
         part, columns = divided(chunk * parts, chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
         b, first, count = (cut_ref[cut, i] for i in range(3))
-        wait_for_last(interpret=interpret)  # attention
+        wait_for_previous(interpret=interpret)  # attention
 
         def load(at_rows, n):
             """Of the n-th piece of some rows: log-sum-exps, scales and values."""
