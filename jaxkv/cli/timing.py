@@ -21,6 +21,7 @@ LEAST_CALLS, MOST_CALLS = 32, 1024
 calls in a row, and more are nearer to the power limit; the host asks before each turn whether there is another."""
 
 MOST_TURNS = 2**20
+"""Where even so many do not last, XLA has left nothing of the calls."""
 
 REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
 """What GPUs rest before each chain, so that all begin at the full clock; and how long one runs without rest, after

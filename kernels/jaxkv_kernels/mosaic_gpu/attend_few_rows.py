@@ -80,8 +80,7 @@ def attend_few_rows(
         out_ref, lse_ref, part_out_ref, part_lse_ref, part_scale_ref,
         q, qr, k, p, stats, q_full, done, k_full, k_free
     ):  # fmt: skip
-        del cut_ref  # an operand so that it is there once `combine` begins, which reads it before this has ended
-        launch_next(interpret=interpret)
+        launch_next(cut_ref, interpret=interpret)
         part, wg = (lax.axis_index(axis) for axis in ("part", "wg"))
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         table = PageTable(table_ref, pages)

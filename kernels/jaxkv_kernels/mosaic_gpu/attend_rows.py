@@ -109,8 +109,7 @@ def attend_rows(
         q, k, r, p, stats,
         q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_begun, p_ready, met, operands: Any = None
     ):  # fmt: skip
-        del cut_ref  # an operand so that it is there once `combine` begins, which reads it before this has ended
-        launch_next(interpret=interpret)
+        launch_next(cut_ref, interpret=interpret)
         part, group, cta, wg = (lax.axis_index(axis) for axis in ("part", "group", "cta", "wg"))
         tile = group * cluster + cta
         row0 = tile * TILE

@@ -63,13 +63,14 @@ def wait_for_previous(*, interpret: bool) -> None:
         plgpu.griddepcontrol_wait()
 
 
-def launch_next(*, interpret: bool) -> None:
+def launch_next(ahead, *, interpret: bool) -> None:
     """Lets the CTAs of the next kernel take the places of those of this one as they end.
 
-    Before it waits, that kernel may read only what this one, which has waited, has as an operand too: whatever makes it
-    has then ended.  The results of a kernel that says this may go to kernels built here alone: XLA's own are launched
-    early as well, and may load what they take for constant before they wait.
+    `ahead`, an operand of this kernel, which has waited, is all that the next one may read before it waits: whatever
+    makes it has ended.  The results of a kernel that says this may go to kernels built here alone: XLA's own are
+    launched early as well, and may load what they take for constant before they wait.
     """
+    del ahead  # that it is an operand is enough
     if not interpret:
         plgpu.griddepcontrol_launch_dependents()
 

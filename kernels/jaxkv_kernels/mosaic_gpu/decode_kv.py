@@ -126,8 +126,7 @@ def _attend(
         out_ref, lse_ref, part_out_ref, part_lse_ref,
         q, kv, merged, stats, q_full, q_free, kv_full, kv_free, handed, taken, operands: Any = None
     ):  # fmt: skip
-        del cut_ref  # an operand so that it is there once `combine` begins, which reads it before this has ended
-        launch_next(interpret=interpret)
+        launch_next(cut_ref, interpret=interpret)
         part, group_tile, wg = (lax.axis_index(axis) for axis in ("part", "tile", "wg"))
         head, row0 = divided(group_tile, tiles), lax.rem(group_tile, jnp.int32(tiles)) * TILE
         table = PageTable(table_ref, pages)
