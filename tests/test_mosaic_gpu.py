@@ -167,13 +167,19 @@ def test_without_a_hopper_gpu_the_reason_is_the_device():
     assert "NPROC" in os.environ  # the interpreter's threads wait for each other: see conftest.py
 
 
-@pytest.mark.parametrize(("slots", "count"), [(12, 9), (40, 33)], ids=["a warp a row", "a warpgroup a row"])
-def test_pieces_are_combined(slots, count):
+@pytest.mark.parametrize(
+    ("rows", "slots", "count"),
+    [(20, 5, 2), (8, 12, 9), (8, 40, 33)],
+    ids=["a warp for several rows", "a warp a row", "a warpgroup a row"],
+)
+def test_pieces_are_combined(rows, slots, count):
     rng = np.random.default_rng(0)
     mine = slice(2, 2 + count)
-    values, lse, scales = (np.full(shape, np.nan, np.float32) for shape in [(slots, 8, 512), (slots, 8), (slots, 2, 8)])
-    values[mine] = rng.uniform(-1, 1, (count, 8, 512)).astype(np.float16)
-    lse[mine], scales[mine] = rng.normal(0, 9, (count, 8)), rng.uniform(0.1, 9, (count, 2, 8))
+    values, lse, scales = (
+        np.full(shape, np.nan, np.float32) for shape in [(slots, rows, 512), (slots, rows), (slots, 2, rows)]
+    )
+    values[mine] = rng.uniform(-1, 1, (count, rows, 512)).astype(np.float16)
+    lse[mine], scales[mine] = rng.normal(0, 9, (count, rows)), rng.uniform(0.1, 9, (count, 2, rows))
     lse[2:, 3] = -np.inf  # a row that sees nothing
     plan = Plan(
         starts=jnp.zeros((1, 8), jnp.int32),
@@ -181,9 +187,9 @@ def test_pieces_are_combined(slots, count):
         cuts=jnp.asarray([[-1, 0, 0], [1, 2, count]], jnp.int32),
         pieces=slots,
     )
-    before, before_lse = jnp.full((2, 8, 512), 7, jnp.bfloat16), jnp.full((2, 8), 7, jnp.float32)
+    before, before_lse = jnp.full((2, rows, 512), 7, jnp.bfloat16), jnp.full((2, rows), 7, jnp.float32)
     pieces = (jnp.asarray(x) for x in (values.astype(np.float16), lse, scales))
-    out, out_lse = combine(before, before_lse, *pieces, plan, rows=8, interpret=True)
+    out, out_lse = combine(before, before_lse, *pieces, plan, rows=rows, interpret=True)
 
     weights = np.exp2(lse[mine].astype(np.float64) - lse[mine].max(axis=0).clip(-99))
     total = weights.sum(axis=0)
