@@ -9,11 +9,14 @@ import pytest
 from jax import lax
 
 import jaxkv
-from jaxkv.cli import bench, timing
+from hopper import kernel_operands
+from jaxkv.cli import bench, chains, timing
 from jaxkv.cli.inputs import PATTERN_BLOCKS, arguments, filled, inputs
 from jaxkv.cli.kernel_times import KernelTimes
 from jaxkv.cli.programs import Measured, Program
 from jaxkv.cli.workloads import OPERATIONS, WORKLOADS, Workload
+from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu import stamp
 
 CPU = {workload.operation: workload for workload in WORKLOADS.values() if workload.suite == "cpu"}
 CEILINGS = timing.Ceilings(4.5e12, 4e12, 8e14)
@@ -136,7 +139,7 @@ def test_quantised_entries_are_such_as_are_written():
 
 
 class Clock:
-    """Stands still but for sleep, calls that take a millisecond each, and half of one whenever it is read."""
+    """Stands still but for sleep, calls that take a millisecond each, and half of one whenever a host reads it."""
 
     def __init__(self):
         self.now, self.slept, self.calls = 0.0, [], 0
@@ -154,28 +157,53 @@ class Clock:
         self.now += 1e-3
         return np.float32(x + 1)
 
+    def stamp(self, after):
+        """As a GPU's, of 32 bits, which here soon begin anew."""
+        del after
+        return np.full(1, round(self.now * 1e9) + 2**32 - 10**7, np.int64).astype(np.int32)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (timing, chains):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def stamped(clock, monkeypatch):
+    """As if this were a Hopper GPU."""
+    monkeypatch.setattr(mosaic_gpu, "unavailable", list)
+    shape = jax.ShapeDtypeStruct((1,), jnp.int32)
+    monkeypatch.setattr(stamp, "stamp", lambda after: jax.pure_callback(clock.stamp, shape, after))
+
 
 @pytest.mark.parametrize("sustain", [False, True])
 @pytest.mark.parametrize(
-    "pace", [timing.Pace(0, 1, 0.01, 0, 0), timing.Pace(1, 4, 0.01, 0.01, 0.05)], ids=["cpu", "gpu"]
+    ("pace", "has_clock"),
+    [
+        (timing.Pace(0, 1, 0.01, 0, 0), False),
+        (timing.Pace(1, 3, 0.01, 0.01, 0.05), False),
+        (timing.Pace(1, 3, 0.01, 0.01, 0.05), True),
+    ],
+    ids=["cpu", "gpu", "gpu with a clock"],
 )
-def test_a_chain_makes_all_its_calls(monkeypatch, pace, sustain):
-    clock = Clock()
-    monkeypatch.setattr(timing, "time", clock)
+def test_a_chain_makes_all_its_calls(monkeypatch, clock, pace, has_clock, sustain):
     monkeypatch.setattr(timing, "pace", lambda backend, least: pace)
+    if has_clock:
+        stamped(clock, monkeypatch)
 
     def step(i, carry, fixed):
         x, _ = carry
-        return lax.optimization_barrier((x, jax.pure_callback(clock.call, jax.ShapeDtypeStruct((), jnp.float32), x)))
+        return lax.optimization_barrier((x, jax.pure_callback(clock.call, number, x + fixed)))
 
-    carry = (jnp.float32(1), jnp.float32(0))
-    chain = timing.Chain(step, carry, (), least=1.0).compile()
-    found = chain.time(carry, (), repeats=3, sustain=sustain)
-    a_turn = pace.long - pace.short
-    assert found.calls > a_turn
-    assert found.calls % a_turn == 0
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    chain = timing.Chain(step, (number, number), number, least=1.0).compile()
+    found = chain.time((jnp.float32(1), jnp.float32(0)), jnp.float32(2), repeats=3, sustain=sustain)
+    assert found.calls > pace.calls
+    assert found.calls % pace.calls == 0
     assert clock.calls > 3 * found.calls
-    assert clock.calls % (3 * pace.short + pace.long) == 0
+    assert clock.calls % ((1 if has_clock else 4) * pace.ahead + pace.calls) == 0
     # Seconds of a call, without rests and launches.
     assert [found.least, found.median, found.most] == pytest.approx([1e-3] * 3)
     assert clock.slept == [pace.rest] * 3
@@ -186,24 +214,32 @@ def test_a_chain_makes_all_its_calls(monkeypatch, pace, sustain):
         assert found.sustained is None
 
 
-def test_chains_on_gpus_are_of_32_to_1024_calls_and_a_few():
-    paces = [timing.pace("gpu", least) for least in (1.0, 1e-4, 1e-5, 1e-9)]
-    assert [(pace.short, pace.long) for pace in paces] == [(4, 36), (4, 36), (37, 337), (128, 1152)]
-    assert timing.pace("cpu", 1e-9) == timing.Pace(short=0, long=1, difference=0.02, rest=0, sustained=0)
-
-
-def test_a_chain_that_takes_no_time_is_told(monkeypatch):
-    monkeypatch.setattr(timing, "time", Clock())
+@pytest.mark.parametrize("has_clock", [False, True])
+def test_a_chain_that_takes_no_time_is_told(monkeypatch, clock, has_clock):
+    if has_clock:
+        stamped(clock, monkeypatch)
     chain = timing.Chain(lambda i, carry, fixed: carry, jnp.float32(1), (), least=1.0).compile()
     with pytest.raises(RuntimeError, match="does a step depend on its carry"):
         chain.time(jnp.float32(1), (), repeats=1)
+
+
+def test_a_gpu_s_clock_is_read_by_a_kernel_a_time():
+    twice = jax.jit(lambda after: stamp.stamp(stamp.stamp(after))).trace(jax.ShapeDtypeStruct((1,), jnp.int32))
+    first, second = kernel_operands(twice.lower(lowering_platforms=("cuda",)).as_text())
+    assert first != second
+
+
+def test_chains_on_gpus_are_of_32_to_1024_calls_and_a_few():
+    paces = [timing.pace("gpu", least) for least in (1.0, 1e-4, 1e-5, 1e-9)]
+    assert [(pace.ahead, pace.calls) for pace in paces] == [(4, 32), (4, 32), (37, 300), (128, 1024)]
+    assert timing.pace("cpu", 1e-9) == timing.Pace(ahead=0, calls=1, least=0.02, rest=0, sustained=0)
 
 
 @pytest.mark.parametrize("operation", ["write_mla", "copy_blocks"])
 def test_chains_write_in_place(operation):
     workload = replace(CPU[operation], tokens=128, layers=40)
     program = Program(workload, implementation="xla").compile()
-    memory = program._chain._compiled[1].memory_analysis()
+    memory = program._chain._clocked.long.memory_analysis()
     assert memory.alias_size_in_bytes >= workload.layout.nbytes
     assert memory.temp_size_in_bytes < 0.6 * workload.layout.nbytes  # half of the blocks are read before any is written
 

@@ -1,11 +1,12 @@
 """Time operations on this device, beside the ceilings of memory and arithmetic measured in the same run.
 
 A row is one call on random data with shuffled blocks.  `ms` is device time: many dependent calls in one program, their
-time over their number, without what launching the program takes, the median of several such chains, before each of
-which a GPU rests; `sustained` is the same of one chain that goes on for a second, as long as it takes a GPU to reach
-its power limit.  `kernel ms` is what the kernels of one call run, on the GPU's own clock (CUPTI, on NVIDIA GPUs):
-without the gaps between them, and with what overlaps counted once.  `MB` and `GFLOP` count what the call must move
-(cache entries, queries, new values, results, each once) and multiply; `/max` is the fraction of the measured ceiling.
+time over their number, the median of several such chains, before each of which a GPU rests; on a Hopper GPU by its own
+clock, else by the host's, without what launching the program takes.  `sustained` is the same of one chain that goes on
+for a second, as long as it takes a GPU to reach its power limit.  `kernel ms` is what the kernels of one call run, by
+CUPTI, on NVIDIA GPUs: without the gaps between them, and with what overlaps counted once.  `MB` and `GFLOP` count what
+the call must move (cache entries, queries, new values, results, each once) and multiply; `/max` is the fraction of the
+measured ceiling.
 """
 
 import argparse

@@ -3,31 +3,29 @@
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv.cli.chains import ByDevice, ByHost, Step
+from jaxkv_kernels import mosaic_gpu
+
 CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
-"""A long chain lasts at least this much longer than the short one: what launching takes varies by little beside it."""
+"""What is timed of a chain lasts at least this long."""
 
 LEAST_CALLS, MOST_CALLS = 32, 1024
-"""By which a turn of the long chain differs from one of the short, on GPUs.  Others' times are medians of about so few
-calls in a row, and more are nearer to the power limit; the host asks before each turn whether there is another."""
+"""Calls of a turn that are timed, on GPUs.  Others' times are medians of about so few in a row, and more are nearer to
+the power limit; the host asks before each turn whether there is another."""
 
-MOST_TURNS = 2**20
-"""Where even so many do not last, XLA has left nothing of the calls."""
+LEAST_SECONDS = 1e-8
+"""A call that takes less is none: XLA has removed it."""
 
 REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
 """What GPUs rest before each chain, so that all begin at the full clock; and how long one runs without rest, after
 which an H200 whose tensor cores are busy is at its power limit, and its clock a fifth lower."""
-
-Step = Callable[[jax.Array, Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,14 @@ class Timing:
 class Pace:
     """How chains are run."""
 
-    short: int
-    long: int
-    """Calls of a turn, in the two chains that are compared."""
-    difference: float
-    """Seconds by which they must differ: turns are added until they do."""
+    ahead: int
+    """Calls of a turn that are not timed: while they run, the host gets ahead."""
+    calls: int
+    """Those that are, after them."""
+    least: float
+    """Seconds that the timed calls must take: turns are added until they do."""
     rest: float
-    """Seconds before each comparison."""
+    """Seconds before each chain."""
     sustained: float
     """Seconds of the one that runs without rest; 0: none does."""
 
@@ -68,16 +67,13 @@ def pace(backend: str, least: float) -> Pace:
     if backend == "cpu":
         return Pace(0, 1, CPU_SECONDS, 0, 0)
     calls = min(max(round(GPU_SECONDS / least), LEAST_CALLS), MOST_CALLS)
-    short = calls // 8
-    return Pace(short, short + calls, GPU_SECONDS, REST_SECONDS, SUSTAINED_SECONDS)
+    return Pace(calls // 8, calls, GPU_SECONDS, REST_SECONDS, SUSTAINED_SECONDS)
 
 
 class Chain:
     """Calls `carry = step(i, carry, fixed)` in a row, in one program.
 
-    A call's time is what a long chain takes longer than a short one, without what it takes to launch a program and to
-    learn that it has ended.  A step must depend on its carry: what does not change from call to call, XLA computes once
-    for all of them.
+    A step must depend on its carry: what does not change from call to call, XLA computes once for all of them.
 
     Args:
       step: one call; `i` counts the calls of a chain.
@@ -88,55 +84,40 @@ class Chain:
 
     def __init__(self, step: Step, carry, fixed, *, least: float):
         self._pace = pace(jax.default_backend(), least)
-
-        @partial(jax.jit, donate_argnums=0, static_argnums=3)
-        def chain(carry, fixed, turns, calls):
-            def turn(i, carry):
-                return lax.fori_loop(0, calls, lambda j, carry: step(i * calls + j, carry, fixed), carry)
-
-            return lax.fori_loop(0, turns, turn, carry)
-
-        turns = jax.ShapeDtypeStruct((), jnp.int32)
-        self._lowered = [chain.lower(carry, fixed, turns, calls) for calls in (self._pace.short, self._pace.long)]
+        timed = ByHost if mosaic_gpu.unavailable() else ByDevice
+        self._clocked = timed(step, carry, fixed, ahead=self._pace.ahead, calls=self._pace.calls)
 
     def compile(self) -> "Chain":
         """This, ready to be timed."""
-        self._compiled = [lowered.compile() for lowered in self._lowered]
+        self._clocked.compile()
         return self
 
     def time(self, carry, fixed, *, repeats: int, sustain: bool = False) -> Timing:
         """The statistics of `repeats` chains, and with `sustain` of one that goes on."""
-        (short, long), difference = self._compiled, self._pace.difference
-
-        def elapsed(chain, turns: int) -> float:
-            nonlocal carry
-            count = jax.block_until_ready(jnp.int32(turns))
-            start = time.perf_counter()
-            carry = jax.block_until_ready(chain(carry, fixed, count))
-            return time.perf_counter() - start
+        calls, least = self._pace.calls, self._pace.least
 
         def seconds(turns: int) -> float:
-            """Of the calls that the long chain has more."""
-            less = median(elapsed(short, turns) for _ in range(3))
-            return elapsed(long, turns) - less
+            nonlocal carry
+            carry, found = self._clocked.run(carry, fixed, turns)
+            return found
 
         jax.block_until_ready((carry, fixed))
         seconds(1)  # loads the program, and touches all memory
         turns, last = 1, min(seconds(1) for _ in range(3))
-        while last < difference:
-            turns = max(turns + 1, round(1.1 * turns * difference / max(last, difference / 100)))
-            if turns > MOST_TURNS:
-                raise RuntimeError(f"{turns} turns take no time: does a step depend on its carry?")
+        while last < least:
+            turns = max(turns + 1, round(1.1 * turns * least / max(last, least / 100)))
+            if turns * calls * LEAST_SECONDS > least:
+                raise RuntimeError(f"{turns * calls} calls take no time: does a step depend on its carry?")
             last = min(seconds(turns) for _ in range(3))  # a hiccup must not end the search
         found = []
         for _ in range(repeats):
             time.sleep(self._pace.rest)
             found.append(seconds(turns))
-        calls = turns * (self._pace.long - self._pace.short)
         middle, sustained = median(found), None
         if sustain and self._pace.sustained:
             longer = math.ceil(self._pace.sustained / middle)
-            sustained = seconds(longer * turns) / (longer * calls)
+            sustained = seconds(longer * turns) / (longer * turns * calls)
+        calls *= turns
         return Timing(middle / calls, min(found) / calls, max(found) / calls, calls, sustained)
 
 
