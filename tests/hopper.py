@@ -12,3 +12,30 @@ on_hopper = pytest.mark.skipif(bool(mosaic_gpu.unavailable()), reason="; ".join(
 def kernel_operands(program: str) -> list[list[str]]:
     """Names of the operands of each kernel in the text of a lowered program."""
     return [operands.split(", ") for operands in re.findall(r"custom_call @mosaic_gpu\w*\(([^)]*)\)", program)]
+
+
+def read_early(jaxpr) -> list[list[tuple[int, ...]]]:
+    """Shapes of what each kernel of a traced program touches in memory before it waits for the one in front of it.
+
+    The interpreter does not wait, and so cannot tell.
+    """
+    found = []
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    if "griddepcontrol_wait" in names:
+        early = jaxpr.eqns[: names.index("griddepcontrol_wait")]
+        assert not any(list(_inner(eqn)) for eqn in early), "what is inside an operation is not looked at"
+        avals = [var.aval for eqn in early for var in eqn.invars]
+        found.append([aval.shape for aval in avals if "Ref" in type(aval).__name__])
+    for eqn in jaxpr.eqns:
+        for inner in _inner(eqn):
+            found += read_early(inner)
+    return found
+
+
+def _inner(eqn):
+    """The programs inside an operation: of a loop, a branch, a kernel."""
+    for param in eqn.params.values():
+        for part in param if isinstance(param, list | tuple) else [param]:
+            part = getattr(part, "jaxpr", part)
+            if hasattr(part, "eqns"):
+                yield part

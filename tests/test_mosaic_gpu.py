@@ -11,7 +11,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 import suites
 from compare import assert_close, assert_same_bits
-from hopper import kernel_operands, on_hopper
+from hopper import kernel_operands, on_hopper, read_early
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.combine import combine
@@ -131,8 +131,10 @@ def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
     def decode(*arrays):
         return mosaic_gpu.OPERATIONS["decode_mla"](*arrays, None, None, pages=layout.pages, entry=entry, logit_cap=cap)
 
-    text = jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    traced = jax.jit(decode).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     attention, combining = kernel_operands(text)
+    assert read_early(traced.jaxpr) == [[], 3 * [(4, 3)]]  # the cuts alone: request, first piece, pieces
     assert combining[3] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
@@ -169,8 +171,8 @@ def test_without_a_hopper_gpu_the_reason_is_the_device():
 
 @pytest.mark.parametrize(
     ("rows", "slots", "count"),
-    [(20, 5, 2), (8, 12, 9), (8, 40, 33)],
-    ids=["a warp for several rows", "a warp a row", "a warpgroup a row"],
+    [(24, 5, 3), (8, 12, 9), (5, 5, 2), (8, 40, 33)],
+    ids=["a warp has two rows", "a warp has a row", "odd rows", "many pieces"],
 )
 def test_pieces_are_combined(rows, slots, count):
     rng = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 import suites
-from hopper import on_hopper
+from hopper import on_hopper, read_early
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 
@@ -151,9 +151,11 @@ def test_lowers_for_hopper_in_place(name, entry):
     for operation, (call, arrays) in calls(layout).items():
         writes = not operation.startswith(("gather", "read"))
         jitted = jax.jit(call, donate_argnums=0 if writes else ())
-        text = jitted.trace(buffer, *arrays).lower(lowering_platforms=("cuda",)).as_text()
+        traced = jitted.trace(buffer, *arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
         kernels = re.findall(r"custom_call @mosaic_gpu.*", text)
         assert len(kernels) == KERNELS.get(operation, 1), operation
+        assert read_early(traced.jaxpr) == len(kernels) * [[]]
         if writes:
             main = next(line for line in text.splitlines() if "@main" in line)
             assert "tf.aliasing_output" in re.search("%arg0: ([^%]*)", main)[1]

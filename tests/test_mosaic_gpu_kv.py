@@ -9,7 +9,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 import suites
-from hopper import kernel_operands, on_hopper
+from hopper import kernel_operands, on_hopper, read_early
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
@@ -139,8 +139,10 @@ def test_lowers_for_hopper(order, sizes, heads, group, tokens, block_size, keywo
     def decode(*arrays):
         return mosaic_gpu.OPERATIONS["decode_kv"](*arrays, None, None, None, **options)
 
-    text = jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    traced = jax.jit(decode).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     attention, combining = kernel_operands(text)
+    assert read_early(traced.jaxpr) == [[], 3 * [(4, 3)]]  # the cuts alone: request, first piece, pieces
     assert combining[2] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
         assert f"stablehlo.{operation} %arg1" not in text  # the cache goes in as it is

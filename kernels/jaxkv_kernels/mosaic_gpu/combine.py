@@ -1,9 +1,9 @@
 """Combines the pieces of requests that were cut, in place of their rows of the result.
 
-A CTA of one warpgroup has a chunk of the columns of a row of a cut request, or of four rows or more where there are
-many, a warp each: log-sum-exps and scales, most of all loads, are then loaded by one warp instead of four.  Pieces are
-read in groups, all loads of a group before their first use, into running softmaxes over their log-sum-exps (base 2).
-Most plans cut few requests or none: the grid, which must have room for all, is kept small.
+A CTA of one warpgroup has a chunk of the columns of a row of a cut request, or, where requests have few pieces, of four
+rows or more, each in one warp: log-sum-exps and scales, most of all loads, are then loaded by one warp instead of four.
+Pieces are read in groups, all loads of a group before their first use, into running softmaxes over their log-sum-exps
+(base 2).  Most plans cut few requests or none: the grid, which must have room for all, is kept small.
 
 A CTA begins where one of the attention kernel has ended, and learns which request is its own while others still run.
 """
@@ -37,7 +37,7 @@ MOST_CTAS = 4 * MULTIPROCESSORS
 MANY_PIECES, AT_ONCE = 16, 32
 """Pieces a request from which a CTA has one row, since there are few; and the most that it has under way at once."""
 FEW_PIECES = 8
-"""Below so many pieces a request, a warp has several rows, so that as many pieces are under way."""
+"""Pieces that a warp has under way: a group of one row, or smaller groups of several rows if they divide evenly."""
 CHUNK = 256
 """The most columns of a CTA: 16 bytes of float16 a lane, where a warp has a row."""
 
@@ -56,8 +56,8 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
     parts = 1 if part_scale is None else part_scale.shape[1]
     width = math.gcd(latent // parts, CHUNK)
     chunks = latent // width
-    if pieces < MANY_PIECES and height >= WARPS:
-        together = WARPS * max(min(FEW_PIECES // group, height // WARPS), 1)
+    if pieces < MANY_PIECES and height % WARPS == 0:
+        together = WARPS * math.gcd(FEW_PIECES // group, height // WARPS)
         tiles: Any = ((WARPS, width), (width // LANES,))
     else:
         together = 1
