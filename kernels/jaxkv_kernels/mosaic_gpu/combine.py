@@ -36,8 +36,8 @@ MOST_CTAS = 4 * MULTIPROCESSORS
 """Rows of cut requests beyond these share CTAs: so many run at once, and idle ones take time as well."""
 MANY_PIECES, AT_ONCE = 16, 32
 """Pieces a request from which a CTA has one row, since there are few; and the most that it has under way at once."""
-FEW_PIECES = 8
-"""Pieces that a warp has under way: a group of one row, or smaller groups of several rows if they divide evenly."""
+FEW_PIECES = MANY_PIECES // 2
+"""The largest group of a row that has one warp; of smaller ones a warp has several at once, if rows divide evenly."""
 CHUNK = 256
 """The most columns of a CTA: 16 bytes of float16 a lane, where a warp has a row."""
 
