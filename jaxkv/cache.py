@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from jaxkv.layout import CacheLayout
+from jaxkv.layout.layout import CacheLayout
 
 
 @jax.tree_util.register_dataclass

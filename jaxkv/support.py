@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv import blocks, decode, gathers, indexer, merge, plan, writes
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import LADDER, call_of, implementations
-from jaxkv.layout import CacheLayout
-from jaxkv_kernels.entries import Entry, IndexerEntry, KVEntry, MLAEntry
+from jaxkv.dispatch.backends import LADDER, call_of, implementations
+from jaxkv.layout.layout import CacheLayout
+from jaxkv.ops import attention as decode
+from jaxkv.ops import blocks, gathers, indexer, merge, plan, writes
+from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 
 BATCH, HEADS, TABLE, TOKENS, CHOSEN = 2, 16, 4, 8, 32
 

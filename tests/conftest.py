@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def interpreted():
     """Kernels run in Pallas's GPU interpreter, and none of them races."""
-    from interpreter import without_races
+    from support.interpreter import without_races
 
     with without_races():
         yield

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import jaxlib
 
 import jaxkv
+from jaxkv.bench.programs import Program
+from jaxkv.bench.timing import Ceilings, device_memory, measure_ceilings
+from jaxkv.bench.workloads import OPERATIONS, SUITES, WORKLOADS, Workload
 from jaxkv.cli.options import output_file, positive
-from jaxkv.cli.programs import Program
 from jaxkv.cli.progress import progress
-from jaxkv.cli.timing import Ceilings, device_memory, measure_ceilings
-from jaxkv.cli.workloads import OPERATIONS, SUITES, WORKLOADS, Workload
 
 MEMORY_FRACTION = 0.6
 """The part of the device's memory that a cache may take; where all layers do not fit, fewer are timed."""

@@ -19,8 +19,8 @@ from jax import lax
 
 import jaxkv
 from jaxkv import offload
+from jaxkv.cli.formatting import counted
 from jaxkv.cli.options import output_file, positive
-from jaxkv.cli.words import counted
 from jaxkv.offload import transfers
 
 BLOCK_SIZE = 64

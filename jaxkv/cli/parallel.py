@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 import jaxkv
-from jaxkv.cli.division import Division, Sizes
+from jaxkv.bench.division import Division, Sizes
+from jaxkv.bench.timing import measure_ceilings
+from jaxkv.cli.formatting import counted
 from jaxkv.cli.options import output_file
 from jaxkv.cli.progress import progress
-from jaxkv.cli.timing import measure_ceilings
-from jaxkv.cli.words import counted
 
 COLUMNS = (
     ("devices", "devices", 7, "d"),

@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.cli.kernel_times import time_kernels
+from jaxkv.bench.kernel_times import time_kernels
+from jaxkv.cli.formatting import counted, size
 from jaxkv.cli.options import model_folder
-from jaxkv.cli.words import counted, size
 
 if TYPE_CHECKING:
     from jaxkv.models import Model

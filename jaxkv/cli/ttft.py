@@ -21,8 +21,8 @@ import jaxlib
 import numpy as np
 
 import jaxkv
+from jaxkv.cli.formatting import size
 from jaxkv.cli.options import model_folder, output_file, positive
-from jaxkv.cli.words import size
 from jaxkv.offload import DiskPool, HostPool
 
 if TYPE_CHECKING:

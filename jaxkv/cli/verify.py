@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cli.progress import progress
-from jaxkv.cli.soak import soak
+from jaxkv.fuzz.soak import soak
 
 LENGTHS = (0, 1, 63, 64, 65, 190)
 BLOCKS, BLOCK_SIZE, LAYERS, LAYER = 12, 64, 3, 1

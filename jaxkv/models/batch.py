@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.models import rope
+from jaxkv.models.layers import rope
 from jaxkv.models.model import Model
-from jaxkv.plan import DecodePlan
+from jaxkv.ops.plan import DecodePlan
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.arguments import Dims, int32
 from jaxkv.cache import KVCache
-from jaxkv.models.attention import attention
+from jaxkv.dispatch.validate import Dims, int32
 from jaxkv.models.batch import Batch
-from jaxkv.models.feed_forward import dense, mixture
-from jaxkv.models.layers import product, rms_norm
+from jaxkv.models.layers.attention import attention
+from jaxkv.models.layers.feed_forward import dense, mixture
+from jaxkv.models.layers.linear import product, rms_norm
 from jaxkv.models.model import Model
 
 

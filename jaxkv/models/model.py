@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.layout import CacheLayout
+from jaxkv.layout.layout import CacheLayout
+from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.models.config import Indexer, ModelConfig
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parallel.one_device import OneDevice
-from jaxkv.packing import Group, PackedLayout
-from jaxkv_kernels.entries import IndexerEntry, MLAEntry
+from jaxkv_kernels.formats.entries import IndexerEntry, MLAEntry
 
 INDEXER_FORMATS = {
     "bf16": "bf16",

@@ -8,7 +8,7 @@ from threading import Lock
 
 import numpy as np
 
-from jaxkv.arguments import positive_int, told
+from jaxkv.dispatch.validate import positive_int, told
 from jaxkv.offload.block_file import UNFINISHED, DamagedBlock, Description, read_block, write_block
 from jaxkv.offload.rows import Layout, row_of
 

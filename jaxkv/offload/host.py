@@ -11,8 +11,8 @@ from itertools import islice
 import jax
 import numpy as np
 
-from jaxkv.arguments import block_ids, positive_int
 from jaxkv.cache import KVCache
+from jaxkv.dispatch.validate import block_ids, positive_int
 from jaxkv.offload import transfers
 from jaxkv.offload.chunks import Chunk, Chunks
 from jaxkv.offload.disk import DiskPool

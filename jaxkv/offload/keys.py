@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv.arguments import positive_int, told
+from jaxkv.dispatch.validate import positive_int, told
 
 
 def prefix_keys(

@@ -2,12 +2,12 @@
 
 import jax
 
-from jaxkv.arguments import check_cache
-from jaxkv.blocks import read_blocks, write_blocks
 from jaxkv.cache import KVCache
-from jaxkv.layout import CacheLayout
-from jaxkv.packing import PackedLayout
-from jaxkv_kernels.entries import Entry
+from jaxkv.dispatch.validate import check_cache
+from jaxkv.layout.layout import CacheLayout
+from jaxkv.layout.packed import PackedLayout
+from jaxkv.ops.blocks import read_blocks, write_blocks
+from jaxkv_kernels.formats.entries import Entry
 
 Layout = CacheLayout | PackedLayout
 

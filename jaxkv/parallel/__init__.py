@@ -30,4 +30,4 @@ Several processes run the same program after `jax.distributed.initialize()`, on 
 
 from jaxkv.parallel import context as context
 from jaxkv.parallel.caches import zeros as zeros
-from jaxkv.parallel.hand_over import hand_over as hand_over
+from jaxkv.parallel.transfer import hand_over as hand_over

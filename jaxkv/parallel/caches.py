@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.cache import KVCache
-from jaxkv.layout import CacheLayout
+from jaxkv.layout.layout import CacheLayout
 
 
 def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCache:

@@ -8,11 +8,11 @@ import jax
 from jax.sharding import Sharding
 
 from jaxkv.cache import KVCache
-from jaxkv.decode import decode_mla, decode_mla_sparse
-from jaxkv.indexer import indexer_logits, select_topk
-from jaxkv.layout import CacheLayout
+from jaxkv.layout.layout import CacheLayout
 from jaxkv.models.config import ModelConfig
-from jaxkv.plan import DecodePlan, plan_decode
+from jaxkv.ops.attention import decode_mla, decode_mla_sparse
+from jaxkv.ops.indexer import indexer_logits, select_topk
+from jaxkv.ops.plan import DecodePlan, plan_decode
 
 
 class Parallel(ABC):

@@ -5,7 +5,7 @@ from typing import override
 
 import jax.numpy as jnp
 
-from jaxkv.arguments import positive_int
+from jaxkv.dispatch.validate import positive_int
 from jaxkv.models.parallel.on_mesh import OnMesh
 from jaxkv.parallel import context
 from jaxkv.parallel.context.share import here

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from jaxkv import decode, plan
-from jaxkv.arguments import Dims, positive_int
 from jaxkv.cache import KVCache
+from jaxkv.dispatch.validate import Dims, positive_int
+from jaxkv.ops import attention as decode
+from jaxkv.ops import plan
 from jaxkv.parallel.context.merge import merge_states
 from jaxkv.parallel.context.share import requests_of_tokens
 

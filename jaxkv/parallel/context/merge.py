@@ -3,8 +3,8 @@
 import jax
 from jax import lax
 
-from jaxkv import merge
-from jaxkv.arguments import FLOATS, Dims
+from jaxkv.dispatch.validate import FLOATS, Dims
+from jaxkv.ops import merge
 from jaxkv.parallel.context.share import here
 
 

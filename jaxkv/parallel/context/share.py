@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.arguments import Dims, int32, positive_int, told
-from jaxkv.slots import slots_for
+from jaxkv.dispatch.validate import Dims, int32, positive_int, told
+from jaxkv.ops.slots import slots_for
 
 
 def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> jax.Array:

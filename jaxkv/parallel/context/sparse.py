@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv import decode, indexer
-from jaxkv.arguments import Dims, positive_int
 from jaxkv.cache import KVCache
+from jaxkv.dispatch.validate import Dims, positive_int
+from jaxkv.ops import attention as decode
+from jaxkv.ops import indexer
 from jaxkv.parallel.context.merge import merge_states
 from jaxkv.parallel.context.share import here, requests_of_tokens
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.bits import FP8, to_fp8, view_as
+from jaxkv_kernels.formats.bits import FP8, to_fp8, view_as
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.bits import FP8, power_of_two_scale, to_fp8, view_as
+from jaxkv_kernels.formats.bits import FP8, power_of_two_scale, to_fp8, view_as
 
 TILE = 128
 SMALLEST_EXPONENT = -13  # 2 ** ceil(log2(1e-4)), FlashMLA's floor

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.bits import FP8, power_of_two_scale, to_fp8, view_as
+from jaxkv_kernels.formats.bits import FP8, power_of_two_scale, to_fp8, view_as
 
 SCALE_BYTES = 4
 SMALLEST_EXPONENT = -22  # 2 ** ceil(log2(1e-4 / 448))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxkv_kernels.lazily import operations
+from jaxkv_kernels.kernel import operations
 from jaxkv_kernels.mosaic_gpu import limits
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting as interpreting
 

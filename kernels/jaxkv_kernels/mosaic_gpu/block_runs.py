@@ -5,9 +5,9 @@ from math import prod
 
 from jax import lax
 
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing.row_view import RowView, row_view
 from jaxkv_kernels.mosaic_gpu.token_rows import divided
-from jaxkv_kernels.pages import Pages
-from jaxkv_kernels.row_view import RowView, row_view
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.mosaic_gpu.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.warp_share import MOST_BYTES, token_ways
-from jaxkv_kernels.row_view import ROW_LIMIT, row_view
 
 LATENT, ROPE = 512, 64
 FEW_ROWS = 16

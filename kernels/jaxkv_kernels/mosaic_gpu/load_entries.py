@@ -20,11 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.bits import view_as
+from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.build import IN_BOUNDS, kernel
 from jaxkv_kernels.mosaic_gpu.ragged_places import places_of
 from jaxkv_kernels.mosaic_gpu.warp_share import WARPS, token_ways, warp_share
-from jaxkv_kernels.row_view import row_view
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "interpret"))

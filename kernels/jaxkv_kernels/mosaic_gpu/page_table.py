@@ -5,8 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.mosaic_gpu.token_rows import divided
-from jaxkv_kernels.pages import Pages
 
 TILE = 64
 """Tokens of a tile of keys."""

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.addressing.slots import MAX_SLOTS
 from jaxkv_kernels.mosaic_gpu.token_rows import divided
-from jaxkv_kernels.slots import MAX_SLOTS
 
 PROBES = 15
 """Of a round of the search: loads that do not wait for each other, so that 15 requests take one round, 255 two."""

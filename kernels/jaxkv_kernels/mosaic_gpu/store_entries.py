@@ -16,11 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.bits import view_as
+from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.build import IN_BOUNDS, frozen, kernel
 from jaxkv_kernels.mosaic_gpu.token_rows import divided
 from jaxkv_kernels.mosaic_gpu.warp_share import warp_share
-from jaxkv_kernels.row_view import row_view
 
 
 @partial(jax.jit, static_argnames=("pages", "interpret"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 from jax import lax
 
-from jaxkv_kernels.pages import Pages
+from jaxkv_kernels.addressing.pages import Pages
 
 TILE_ROWS, TILE_COLUMNS = 8, 64
 """TMA copies whole tiles of the swizzled memory that wgmma reads (16-bit elements)."""

@@ -6,7 +6,7 @@ Importing this costs nothing: Triton and jax-triton come in with the first kerne
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxkv_kernels.lazily import operations
+from jaxkv_kernels.kernel import operations
 from jaxkv_kernels.triton import limits
 from jaxkv_kernels.triton.available import unavailable as unavailable
 from jaxkv_kernels.triton.interpreting import interpreting as interpreting

@@ -9,7 +9,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.pages import Pages
+from jaxkv_kernels.addressing.pages import Pages
 
 
 def in_bytes(pages: Pages, itemsize: int) -> Pages:

@@ -12,7 +12,7 @@ from math import gcd, prod
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.pages import Pages
+from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.triton.addresses import in_bytes
 
 CHUNK, WARPS = 8192, 4

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.bits import FP8
+from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.triton.addresses import in_bytes, page_address
 from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.dtypes import element_type

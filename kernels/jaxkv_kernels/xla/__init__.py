@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxkv_kernels.row_view import row_view
+from jaxkv_kernels.addressing.row_view import row_view
 from jaxkv_kernels.xla.copy_blocks import copy_blocks
 from jaxkv_kernels.xla.decode_kv import decode_kv
 from jaxkv_kernels.xla.decode_mla import decode_mla

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.bits import view_as
+from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.xla.paged import CHUNK_TOKENS
 from jaxkv_kernels.xla.rows import read_slots
 from jaxkv_kernels.xla.softmax import attend

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.slots import ragged_slots
+from jaxkv_kernels.addressing.slots import ragged_slots
 from jaxkv_kernels.xla.split_page import read_keys
 
 

@@ -5,8 +5,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.bits import view_as
-from jaxkv_kernels.slots import ragged_slots
+from jaxkv_kernels.addressing.slots import ragged_slots
+from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.xla.rows import read_slots
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.bits import FP8
+from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends, walk
 from jaxkv_kernels.xla.split_page import read_keys
 

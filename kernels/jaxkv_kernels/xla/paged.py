@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.slots import MAX_SLOTS, slots_for
+from jaxkv_kernels.addressing.slots import MAX_SLOTS, slots_for
 
 CHUNK_TOKENS = 512
 """Keys a step, at least: what bounds the temporaries of a decode."""

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.pages import Pages
-from jaxkv_kernels.row_view import ROW_LIMIT, row_view
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 
 
 def read_entries(buffer: jax.Array, pages: Pages, *, layer, block, head, token) -> jax.Array:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.bits import view_as
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.indexer_fp8 import SCALE_BYTES
-from jaxkv_kernels.pages import Pages
 from jaxkv_kernels.xla.rows import read_slots
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 
-from jaxkv_kernels.bits import view_as
+from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.xla.rows import write_slots
 
 

@@ -1,0 +1,108 @@
+"""A workload made ready to be timed: lowered and compiled before there is a cache."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export, lax
+
+import jaxkv
+from jaxkv.bench.inputs import Varying, arguments, filled, inputs
+from jaxkv.bench.kernel_times import KernelTimes, time_kernels
+from jaxkv.bench.timing import Chain, Timing
+from jaxkv.bench.workloads import Workload
+
+UNCHECKED = [export.DisabledSafetyCheck.custom_call(name) for name in ("triton_kernel_call", "triton_kernel_call_ffi")]
+"""Triton's kernels: not guaranteed to run with other versions of JAX, which nobody asks of a program timed at once."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a workload that has run."""
+
+    implementation: str
+    """Who took the call."""
+    timing: Timing
+    kernels: KernelTimes | None
+    compile: float
+    """Seconds to trace, lower and compile a chain of calls."""
+
+
+class Program:
+    """The calls of a workload, lowered; NotImplementedError where the named implementation does not take them."""
+
+    def __init__(self, workload: Workload, *, implementation: str | None):
+        start = time.perf_counter()
+        self._workload, self._layout = workload, workload.layout
+        self._varying, self._shared = inputs(workload)
+        function = getattr(jaxkv, workload.operation)
+
+        def call(cache, varying, shared, layer):
+            args, options = arguments(workload, cache, varying, shared, layer)
+            return function(*args, **options, implementation=implementation)
+
+        cache: Any = jax.eval_shape(lambda: jaxkv.KVCache.zeros(self._layout))
+        if workload.operation in ("decode_mla", "decode_kv"):
+            plan = jaxkv.plan_decode(
+                cache,
+                *self._shared.index,
+                num_heads=workload.heads,
+                tokens=workload.q_len,
+                implementation=implementation,
+            )
+            self._shared = self._shared._replace(plan=plan)
+        args, options = arguments(workload, cache, self._varying, self._shared, 0)
+        self.implementation = implementation or str(jaxkv.explain(function, *args, **options).chosen)
+        # Lowering a Pallas kernel takes seconds: once for all programs.
+        layer = jax.ShapeDtypeStruct((), jnp.int32)
+        exported = export.export(jax.jit(call), disabled_checks=UNCHECKED)(cache, self._varying, self._shared, layer)
+        self._call: Any = exported.call
+        result = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+        self._writes = isinstance(result, jaxkv.KVCache)
+        if self._writes:
+            self._chain = Chain(self._write, (cache, self._varying), self._shared, least=workload.least_seconds)
+        else:
+            self._outs = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), result)
+            self._chain = Chain(
+                self._read, (self._varying, self._outs), (cache, self._shared), least=workload.least_seconds
+            )
+        self._seconds = time.perf_counter() - start
+
+    def compile(self) -> "Program":
+        """This, ready to run."""
+        start = time.perf_counter()
+        self._chain.compile()
+        self._seconds += time.perf_counter() - start
+        return self
+
+    def measure(self, *, repeats: int) -> Measured:
+        """Fills a cache and times the calls; once, as that takes the inputs."""
+        cache, layer = filled(self._workload), jnp.int32(self._workload.visited[0])
+        once, state = (self._write_once, jax.new_ref(cache.buffer)) if self._writes else (self._call, cache)
+        kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=repeats)
+        del state  # a copy, where it is a Ref
+        if self._writes:
+            timing = self._chain.time((cache, self._varying), self._shared, repeats=repeats, sustain=True)
+        else:
+            carry, fixed = (self._varying, self._outs), (cache, self._shared)
+            timing = self._chain.time(carry, fixed, repeats=repeats, sustain=True)
+        return Measured(self.implementation, timing, kernels, self._seconds)
+
+    def _write(self, i, carry, shared):
+        cache, varying = carry
+        return self._call(cache, varying, shared, _layer(i, varying)), lax.optimization_barrier(varying)
+
+    def _read(self, i, carry, fixed):
+        varying, _ = carry
+        return lax.optimization_barrier((varying, self._call(fixed[0], varying, fixed[1], _layer(i, varying))))
+
+    def _write_once(self, ref, varying, shared, layer):
+        """In place in a Ref, which outlives the call where a donated cache does not; gives something to wait for."""
+        ref[...] = self._call(jaxkv.KVCache(ref[...], self._layout), varying, shared, layer).buffer
+        return lax.optimization_barrier(layer)
+
+
+def _layer(i, varying: Varying):
+    return varying.layers[lax.rem(i, jnp.int32(varying.layers.size))]

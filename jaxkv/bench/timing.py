@@ -1,0 +1,168 @@
+"""Device time of a call, and the device's ceilings, measured the same way."""
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv.bench.chains import ByDevice, ByHost, Step
+from jaxkv_kernels import mosaic_gpu
+
+CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
+"""What is timed of a chain lasts at least this long."""
+
+LEAST_CALLS, MOST_CALLS = 32, 1024
+"""Calls of a turn that are timed, on GPUs.  Others' times are medians of about so few in a row, and more are nearer to
+the power limit; the host asks before each turn whether there is another."""
+
+LEAST_SECONDS = 2e-7
+"""A call that takes less is none, as no kernel starts so soon: XLA has removed it."""
+
+REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
+"""What GPUs rest before each chain, so that all begin at the full clock; and how long one runs without rest, after
+which an H200 whose tensor cores are busy is at its power limit, and its clock a fifth lower."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call, over several chains."""
+
+    median: float
+    least: float
+    most: float
+    calls: int
+    """Calls that a chain's time is of."""
+    sustained: float | None = None
+    """Of one that goes on for a second; None on CPUs, and where it was not asked for."""
+
+    @property
+    def spread(self) -> float:
+        """The range of the chains, as a fraction of their median."""
+        return (self.most - self.least) / self.median
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How chains are run."""
+
+    ahead: int
+    """Calls of a turn that are not timed: while they run, the host gets ahead."""
+    calls: int
+    """Those that are, after them."""
+    least: float
+    """Seconds that the timed calls must take: turns are added until they do."""
+    rest: float
+    """Seconds before each chain."""
+    sustained: float
+    """Seconds of the one that runs without rest; 0: none does."""
+
+
+def pace(backend: str, least: float) -> Pace:
+    """Of calls that take at least so many seconds."""
+    if backend == "cpu":
+        return Pace(0, 1, CPU_SECONDS, 0, 0)
+    calls = min(max(round(GPU_SECONDS / least), LEAST_CALLS), MOST_CALLS)
+    return Pace(calls // 8, calls, GPU_SECONDS, REST_SECONDS, SUSTAINED_SECONDS)
+
+
+def has_clock() -> bool:
+    """Whether programs can read the device's clock: on Hopper GPUs."""
+    return jax.default_backend() == "gpu" and not mosaic_gpu.unavailable()
+
+
+class Chain:
+    """Calls `carry = step(i, carry, fixed)` in a row, in one program.
+
+    A step must depend on its carry: what does not change from call to call, XLA computes once for all of them.
+
+    Args:
+      step: one call; `i` counts the calls of a chain.
+      carry: arrays, donated; caches in it are updated in place.
+      fixed: arrays that no call changes.  Shapes are enough for both.
+      least: a guess, in seconds, of how long a call takes at the least.
+    """
+
+    def __init__(self, step: Step, carry, fixed, *, least: float):
+        self._pace = pace(jax.default_backend(), least)
+        timed = ByDevice if has_clock() else ByHost
+        self._clocked = timed(step, carry, fixed, ahead=self._pace.ahead, calls=self._pace.calls)
+
+    def compile(self) -> "Chain":
+        """This, ready to be timed."""
+        self._clocked.compile()
+        return self
+
+    def time(self, carry, fixed, *, repeats: int, sustain: bool = False) -> Timing:
+        """The statistics of `repeats` chains, and with `sustain` of one that goes on."""
+        calls, least = self._pace.calls, self._pace.least
+
+        def seconds(turns: int) -> float:
+            nonlocal carry
+            carry, found = self._clocked.run(carry, fixed, turns)
+            return found
+
+        jax.block_until_ready((carry, fixed))
+        seconds(1)  # loads the program, and touches all memory
+        turns, last = 1, min(seconds(1) for _ in range(3))
+        while last < least:
+            turns = max(turns + 1, round(1.1 * turns * least / max(last, least / 100)))
+            if turns * calls * LEAST_SECONDS > least:
+                raise RuntimeError(f"{turns * calls} calls take no time: does a step depend on its carry?")
+            last = min(seconds(turns) for _ in range(3))  # a hiccup must not end the search
+        found = []
+        for _ in range(repeats):
+            time.sleep(self._pace.rest)
+            found.append(seconds(turns))
+        middle, sustained = median(found), None
+        if sustain and self._pace.sustained:
+            longer = math.ceil(self._pace.sustained / middle)
+            sustained = seconds(longer * turns) / (longer * turns * calls)
+        calls *= turns
+        return Timing(middle / calls, min(found) / calls, max(found) / calls, calls, sustained)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches at best: bytes/s of reading, bytes/s read and written of copying, bf16 flops/s."""
+
+    read: float
+    copy: float
+    matmul: float
+
+
+def measure_ceilings(device: jax.Device, *, repeats: int) -> Ceilings:
+    """Measured now: a reduction over, and an update in place of, a large array; a large square matrix product."""
+    cpu = device.platform == "cpu"
+    size, side = (2**28, 1024) if cpu else (min(2**32, device_memory(device) // 16), 8192)
+    tile = jax.random.normal(jax.random.key(0), (2**20,))
+    tiles = size // tile.nbytes
+    square = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
+
+    def read(i, carry, fixed):
+        return lax.optimization_barrier((carry[0], carry[0].sum()))
+
+    def copy(i, carry, fixed):
+        return -carry
+
+    def matmul(i, carry, fixed):
+        return lax.optimization_barrier((carry[0], carry[0] @ fixed))
+
+    def timed(step, carry, fixed):
+        return Chain(step, carry, fixed, least=1e-3).compile().time(carry, fixed, repeats=repeats)
+
+    reading = timed(read, (jnp.tile(tile, tiles), jnp.float32(0)), ())
+    copying = timed(copy, jnp.tile(tile, tiles), ())
+    product = timed(matmul, (square + 0, square + 0), square)
+    moved = tiles * tile.nbytes
+    return Ceilings(moved / reading.median, 2 * moved / copying.median, 2 * side**3 / product.median)
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes that arrays may take on the device: what JAX's allocator gives, or the host's memory on CPUs."""
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,102 @@
+"""Checked mode: data misuse (bad slots, block ids, lengths) reported by name, position and value."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.xla.rows import read_slots
+
+# A context that jit's caches know of: functions traced without checks are traced anew with them.
+_checking = jax.make_user_context(default_value=False)
+
+
+def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """`function` compiled with checks on the data of every jaxkv call in it.
+
+    Without checks, bad data never touches memory that is not its own, but nobody hears of it: bad slots are skipped and
+    bad blocks masked.  With them, the first misuse raises ValueError with the argument's name, the position and the
+    value: slots and block ids out of range, a slot written twice in one call, lengths beyond the table, traced layers
+    out of range, NaN in entries that a decode reads.  Works through `jit` and `scan`, not `vmap`; costs time and
+    memory.
+
+    All arguments of `function` are traced, and nothing is donated; close over what is static:
+    `jaxkv.checked(lambda cache: jaxkv.decode_mla(q_latent, q_pe, cache, ..., return_lse=True))(cache)`.
+    """
+
+    compiled = jax.jit(checkify.checkify(function, errors=checkify.user_checks))
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _checking(True):
+            error, result = compiled(*args, **kwargs)
+        error.throw()
+        return result
+
+    return wrapper
+
+
+def checking() -> bool:
+    """Whether the trace under way is to hold checks."""
+    return bool(_checking.value)
+
+
+def require(ok: jax.Array, name: str, values: jax.Array, problem: str):
+    """Reports the first element of `values` where `ok` (of the same shape) does not hold."""
+    if not ok.size:
+        return
+    first = jnp.argmin(ok)
+    index = jnp.unravel_index(first, ok.shape) if ok.ndim else ()
+    where = "[" + ", ".join(f"{{i{n}}}" for n in range(ok.ndim)) + "]" if ok.ndim else ""
+    told: dict[str, Any] = {f"i{n}": i for n, i in enumerate(index)}
+    checkify.check(ok.all(), f"`{name}`{where} is {{value}}: {problem}", value=values.ravel()[first], **told)
+
+
+def check_layer(layer, pages):
+    """A traced layer lies in the cache."""
+    require((layer >= 0) & (layer < pages.num_layers), "layer", layer, f"the cache has {pages.num_layers} layers")
+
+
+def check_slots(name, slots, pages):
+    """Slots lie in the cache, or are negative (skipped)."""
+    require(slots < pages.num_slots, name, slots, f"the cache has {pages.num_slots} slots")
+
+
+def check_written_once(name, slots, what):
+    """No element is written twice; negative ones are not written."""
+    order = jnp.argsort(slots, stable=True)
+    ordered = slots[order]
+    again = jnp.concatenate([jnp.zeros(1, bool), (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)])
+    require(
+        ~jnp.zeros(slots.shape, bool).at[order].set(again), name, slots, f"this {what} is written twice in one call"
+    )
+
+
+def check_tables(block_tables, first, lengths, pages, name="seq_lens"):
+    """Positions first <= p < lengths of each request lie in the table, in blocks of the cache."""
+    capacity = block_tables.shape[1] * pages.block_size
+    fits = (lengths >= 0) & (lengths <= capacity)
+    require(fits, name, lengths, f"the table holds {block_tables.shape[1]} blocks, {capacity} tokens")
+    begins = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * pages.block_size
+    live = (begins + pages.block_size > first[:, None]) & (begins < lengths[:, None])
+    inside = (block_tables >= 0) & (block_tables < pages.num_blocks)
+    require(inside | ~live, "block_tables", block_tables, f"the cache has blocks 0 to {pages.num_blocks - 1}")
+
+
+def check_ids(name, blocks, pages):
+    """Block ids lie in the cache."""
+    inside = (blocks >= 0) & (blocks < pages.num_blocks)
+    require(inside, name, blocks, f"the cache has blocks 0 to {pages.num_blocks - 1}")
+
+
+def check_live_entries(cache, slots, live, layer):
+    """No entry at `slots` [...] holds NaN where `live` [...]."""
+    layout = cache.layout
+    rows, valid = read_slots(cache.buffer, layout.pages, slots, layer)
+    parts = layout.entry.decode(view_as(rows, layout.entry.dtype), jnp.float32)
+    nan = jnp.isnan(jnp.concatenate(parts, axis=-1)).any(axis=(-2, -1))
+    require(~(nan & valid & live), "cache", slots, "the entry at this slot holds NaN and is attended to")

@@ -1,0 +1,186 @@
+"""Static checks of arguments, made once, before dispatch: kernels assume clean input."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import KVCache
+from jaxkv_kernels.formats.entries import Entry
+
+FLOATS = ("bfloat16", "float16", "float32")
+MAY_BE_EMPTY = ("T", "n")
+"""Axes that may have length 0: new tokens, blocks.  There is no batch of no requests, no table of no columns."""
+
+
+class Dims:
+    """Axis lengths by letter: an axis met first sets its letter, later ones must agree.
+
+    `known` letters are fixed from the start, with the words that say where their length comes from.
+    """
+
+    def __init__(self, **known: tuple[int, str]):
+        self._lengths = {name: length for name, (length, _) in known.items()}
+        self._sources = {name: source for name, (_, source) in known.items()}
+
+    def __getitem__(self, letter: str) -> int:
+        return self._lengths[letter]
+
+    def check(self, name: str, array, axes: str, dtypes: tuple[str, ...] = FLOATS):
+        """ValueError unless `array` has the axes `axes` ("B Q H R") and one of `dtypes`."""
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise ValueError(f"`{name}` is a {type(array).__name__}: expected an array [{axes.replace(' ', ', ')}]")
+        letters = axes.split()
+        shape = tuple(array.shape)
+        want = [str(self._lengths[x]) if x in self._lengths else x for x in letters]
+        problem = f"`{name}` has shape {shape}: expected [{', '.join(letters)}] = [{', '.join(want)}]"
+        if len(shape) != len(letters):
+            raise ValueError(problem)
+        for letter, length in zip(letters, shape, strict=True):
+            if self._lengths.setdefault(letter, length) != length:
+                raise ValueError(f"{problem} ({letter} is {self._sources[letter]})")
+            self._sources.setdefault(letter, f"that of `{name}`")
+            if not length and not letter.startswith(MAY_BE_EMPTY):
+                raise ValueError(f"{problem}, with {letter} at least 1")
+        if str(array.dtype) not in dtypes:
+            raise ValueError(f"`{name}` has dtype {array.dtype}: expected {' or '.join(dtypes)}")
+
+    def check_ints(self, name: str, array, axes: str):
+        """ValueError unless `array` has the axes `axes` and an integer dtype."""
+        self.check(name, array, axes, (str(array.dtype),) if _is_integer(array) else ("int32",))
+
+    def check_running_sum(self, name: str, array):
+        """ValueError unless `array` holds integers [B + 1]."""
+        Dims(**{"B+1": (self["B"] + 1, "one more than the rows of `block_tables`")}).check_ints(name, array, "B+1")
+
+
+def _is_integer(array) -> bool:
+    return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.integer)
+
+
+def int32(array):
+    """Integers as int32; wider ones saturate, so that nothing wraps round into somebody's slot."""
+    if array is None or isinstance(array, jax.ShapeDtypeStruct):
+        return array
+    limits = np.iinfo(np.int32)
+    if isinstance(array, np.ndarray):
+        return jnp.asarray(np.clip(array, limits.min, limits.max).astype(np.int32))
+    if array.dtype == jnp.int32:
+        return array
+    wide = jnp.iinfo(array.dtype)
+    return jnp.clip(array, max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
+
+
+def check_cache(cache: KVCache, *kinds: type[Entry]):
+    """ValueError unless `cache` is a KVCache of entries of one of `kinds`, with a buffer as its layout says."""
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache")
+    layout, buffer = cache.layout, cache.buffer
+    if not isinstance(layout.entry, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"`cache` stores {layout.entry}: this operation takes a cache of {wanted}")
+    if getattr(buffer, "shape", None) != (layout.size,) or buffer.dtype != layout.dtype:
+        raise ValueError(f"`cache.buffer` is {told(buffer)}: its layout says {layout.dtype}[{layout.size}]")
+
+
+def layer_index(layer: Any, cache: KVCache):
+    """`layer` as an int32 array; ValueError where it is a Python int out of range, or no integer."""
+    layers = cache.layout.num_layers
+    known = not hasattr(layer, "dtype") or isinstance(layer, np.generic | np.ndarray)
+    if not known:
+        if not _is_integer(layer) or layer.shape != ():
+            raise ValueError(f"`layer` is {told(layer)}: expected an int, or an int32 scalar")
+        return int32(layer)
+    try:
+        value = operator.index(layer)
+    except TypeError:
+        raise ValueError(f"`layer` is {layer!r}: expected an int, or an int32 scalar") from None
+    if not 0 <= value < layers:
+        raise ValueError(f"`layer` is {value}: the cache has {layers} layers, 0 to {layers - 1}")
+    return jnp.int32(value)
+
+
+def softmax_scale(scale):
+    """`scale` as a float32 scalar; ValueError for anything but a number."""
+    return _floats("scale", scale)
+
+
+def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
+    """A quantised entry's scale as float32, scalar or [H]; ValueError where it is missing or has no use."""
+    entry, count = cache.layout.entry, cache.layout.num_heads
+    if not entry.codec.scaled:
+        if scale is not None:
+            raise ValueError(f"`{name}` is {told(scale)}: entries of format {entry.format!r} take none, expected None")
+        return None
+    if scale is None:
+        raise ValueError(
+            f"`{name}` is None: expected a number, as entries of format {entry.format!r} are stored divided by a scale"
+        )
+    shape = getattr(scale, "shape", ())
+    if heads and shape not in ((), (count,)):
+        raise ValueError(f"`{name}` has shape {shape}: expected a scalar, or [H] = [{count}] with one scale a head")
+    scale = _floats(name, scale, shape if heads else (), positive=True)
+    return jnp.broadcast_to(scale, (count,)) if heads and isinstance(scale, jax.Array) else scale
+
+
+def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False):
+    """`value` as float32 of that shape; ValueError for anything but real numbers, `positive` where they are known."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not real or getattr(value, "shape", ()) != shape:
+        raise ValueError(f"`{name}` is {told(value)}: expected a number, or a float scalar array")
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    if isinstance(value, int | float | np.generic | np.ndarray):
+        known = in_float32(value)
+        if not np.all(np.isfinite(known)) or (positive and not np.all(known > 0)):
+            raise ValueError(f"`{name}` is {value}: expected a {'positive ' * positive}number, finite in float32")
+    return jnp.asarray(value, jnp.float32)
+
+
+def in_float32(value) -> np.ndarray:
+    """What float32 makes of a number: inf or 0 where it cannot hold it."""
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(value).astype(np.float32)
+
+
+def float_dtype(name: str, dtype):
+    """`dtype` as a jnp dtype; ValueError unless it is bfloat16, float16 or float32."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if str(found) not in FLOATS:
+        raise ValueError(f"`{name}` is {dtype!r}: expected one of {', '.join(FLOATS)}")
+    return found
+
+
+def positive_int(name: str, value) -> int:
+    """`value` as a Python int; ValueError unless it is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"`{name}` is {value!r}: expected a positive int (it is static)")
+    return int(value)
+
+
+def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
+    """`ids`, on the host, as int32 [n]; ValueError unless they are ints, and ids of blocks of the cache, each once."""
+    found = np.asarray(ids)
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise ValueError(f"`{name}` is {told(ids)}: expected block ids, ints [n]")
+    outside = found[(found < 0) | (found >= num_blocks)]
+    if outside.size:
+        raise ValueError(f"`{name}` has {outside[0]}: expected ids from 0 to {num_blocks - 1}, those of the cache")
+    some, counts = np.unique(found, return_counts=True)
+    if distinct and (counts > 1).any():
+        raise ValueError(f"`{name}` has {some[counts > 1][0]} more than once: expected another block each time")
+    return found.astype(np.int32)
+
+
+def told(value) -> str:
+    """`value` as a message shows it: arrays by dtype and shape."""
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)

@@ -1,0 +1,177 @@
+"""One random call, and what is wrong with its result: a program a case, which gives an error a result.
+
+The expectation comes from `xla` on a packed cache of one layer, whose entries are then found in, or put into, the
+buffer by a map of addresses made in NumPy from the layout's strides.  Around the entries that a call may read lies
+NaN; around those that it may write, random bytes, which must stay.  Writes, gathers and copies must agree bit for bit,
+attention within roundings of its dtype, as in the tests.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxkv
+from jaxkv.fuzz.cases import Case, Draw
+
+EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Largest relative error of one rounding."""
+
+
+class AddressMap(NamedTuple):
+    """What the elements of a cache's buffer are, by NumPy and the strides alone; int32."""
+
+    layer: np.ndarray
+    """[size]: the layer of each element, -1 between the entries."""
+    place: np.ndarray
+    """[size]: its place in a packed cache of one layer."""
+    block: np.ndarray
+    """[size]: the block with which it travels, -1 for none."""
+    place_in_block: np.ndarray
+    """[size]: its place in that block."""
+    blocks: np.ndarray
+    """[blocks, elements]: the elements of each block that travels."""
+
+
+def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
+    """The map of a layout."""
+    strides = layout.strides
+    shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.num_heads, layout.width)
+    steps = (strides.layer, strides.block, strides.token, strides.head, 1)
+    every = np.arange(layout.size, dtype=np.int32)
+    entries = np.lib.stride_tricks.as_strided(every[layout.offset :], shape, [4 * step for step in steps])
+    blocks = np.sort(entries.swapaxes(0, 1).reshape(layout.num_blocks, -1))
+    if layout.blocks_are_runs:
+        blocks = every.reshape(layout.num_blocks, -1)
+    layer, place, block, place_in_block = (np.full(layout.size, -1, np.int32) for _ in range(4))
+    layer[entries] = np.arange(layout.num_layers).reshape(-1, 1, 1, 1, 1)
+    place[entries] = np.arange(entries[0].size).reshape(shape[1:])
+    block[blocks], place_in_block[blocks] = np.indices(blocks.shape, np.int32)
+    return AddressMap(layer, place, block, place_in_block, blocks)
+
+
+def trial(case: Case, implementation: str) -> Callable[..., jax.Array]:
+    """f(address map, draw) to errors, float32 [results]: above 1 is wrong."""
+    layout = case.layout
+    twin_layout = jaxkv.CacheLayout(
+        num_layers=1, num_blocks=layout.num_blocks, block_size=layout.block_size, num_heads=layout.num_heads,
+        entry=layout.entry, order="LBNHC", dtype=layout.dtype,
+    )  # fmt: skip
+    bits = jnp.dtype(f"uint{8 * layout.itemsize}")
+
+    def buffer(raw):
+        return raw if layout.dtype == bits else lax.bitcast_convert_type(raw, layout.dtype)
+
+    def raw(cache):
+        return cache.buffer if layout.dtype == bits else lax.bitcast_convert_type(cache.buffer, bits)
+
+    def noise(key, size):
+        return jax.random.bits(key, (size,), bits)
+
+    def normal(key, shapes):
+        keys = jax.random.split(key, len(shapes))
+        return [_rounded(jax.random.normal(k, shape), dtype) for k, (shape, dtype) in zip(keys, shapes, strict=True)]
+
+    def call(cache, values, draw: Draw, layer, implementation):
+        args, keywords = case.arguments(cache, values, draw, layer)
+        return case.function(*args, **keywords, implementation=implementation)
+
+    def reading(key, draw: Draw, where: AddressMap, layer, twin_layer):
+        nan = np.asarray(np.iinfo(bits).max, bits)
+        twin = jaxkv.KVCache(buffer(jnp.full((twin_layout.size,), nan, bits)), twin_layout)
+        slots = jnp.where(draw.live, jnp.arange(layout.num_slots, dtype=jnp.int32), -1)
+        entries = normal(key, [(shape, jnp.float32) for shape in case.entry_shapes(layout.num_slots)])
+        twin = case.writer(twin, *entries, slots, layer=0, **draw.scales, implementation="xla")
+        cache = jaxkv.KVCache(buffer(jnp.where(where.layer == layer, raw(twin)[where.place], nan)), layout)
+        values = normal(jax.random.fold_in(key, 1), case.value_shapes)
+        found = call(cache, values, draw, draw.layer, implementation)
+        if not case.value_shapes:
+            return [_differ(*pair) for pair in _pairs(found, call(twin, values, draw, twin_layer, "xla"))]
+        exact = [value.astype(jnp.float32) for value in values]
+        expected = call(twin, exact, draw, twin_layer, "xla")
+        if case.operation == "indexer_logits":
+            terms = math.sqrt(layout.entry.sizes[0])  # of the sum over heads: products of random vectors
+            return [_excess(found, expected, roundings=128, dtype="float32", magnitude=terms, floor=terms)]
+        dtype = case.dtype.name
+        # Scores are of this size, and capped ones are made of the cap: 1 - 2 / (1 + exp(2 s / cap)), say.
+        scores = 4 + (dict(case.options)["logit_cap"] or 0)
+        return [
+            _excess(found[0], expected[0], roundings=64 if dtype == "float32" else 4, dtype=dtype, magnitude=1),
+            _excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=scores, floor=scores),
+        ]
+
+    def writing(key, draw: Draw, where: AddressMap, layer, twin_layer):
+        before = noise(jax.random.fold_in(key, 2), layout.size)
+        twin_before = noise(jax.random.fold_in(key, 3), twin_layout.size)
+        before = jnp.where(where.layer == layer, twin_before[where.place], before)
+        values = normal(key, case.value_shapes)
+        found = call(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
+        twin = call(jaxkv.KVCache(buffer(twin_before), twin_layout), values, draw, twin_layer, "xla")
+        return [_differ(raw(found), jnp.where(where.layer == layer, raw(twin)[where.place], before))]
+
+    def travelling(key, draw: Draw, where: AddressMap):
+        before = noise(key, layout.size)
+        known = [(ids >= 0) & (ids < layout.num_blocks) for ids in draw.index]
+        if case.operation == "write_blocks":
+            rows = noise(jax.random.fold_in(key, 1), where.blocks[0].size * case.count).reshape(case.count, -1)
+        else:
+            rows = jnp.where(known[0][:, None], before[where.blocks[jnp.where(known[0], draw.index[0], 0)]], 0)
+        values = [buffer(rows) for _ in case.value_shapes]
+        found = call(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
+        if case.operation == "read_blocks":
+            return [_differ(found, buffer(rows))]
+        target = jnp.where(known[0] & known[-1], draw.index[-1], layout.num_blocks)
+        pair = jnp.full(layout.num_blocks, -1, jnp.int32).at[target].set(jnp.arange(case.count), mode="drop")
+        pair = jnp.where(where.block >= 0, pair[where.block], -1)
+        return [_differ(raw(found), jnp.where(pair >= 0, rows[pair, where.place_in_block], before))]
+
+    def run(where: AddressMap, draw: Draw):
+        key = jax.random.key(draw.key)
+        if case.operation.endswith("blocks"):
+            return jnp.stack(travelling(key, draw, where))
+        inside = (draw.layer >= 0) & (draw.layer < layout.num_layers)
+        layer, twin_layer = jnp.where(inside, draw.layer, 0), jnp.where(inside, 0, 1)
+        kind = writing if case.operation.startswith("write") else reading
+        return jnp.stack(kind(key, draw, where, layer, twin_layer))
+
+    return run
+
+
+def _rounded(x: jax.Array, dtype) -> jax.Array:
+    """float32 `x` as `dtype`, for all who take it: where `x` is wanted in float32 again, XLA may leave out a cast."""
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
+def _pairs(found, expected) -> list[tuple[jax.Array, jax.Array]]:
+    return list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+
+
+def _differ(found: jax.Array, expected: jax.Array) -> jax.Array:
+    """inf where a bit differs, else 0."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    bits = jnp.dtype(f"uint{8 * found.dtype.itemsize}")
+    found, expected = (lax.bitcast_convert_type(x, bits) for x in (found, expected))
+    return jnp.where((found == expected).all(), 0.0, jnp.inf)
+
+
+def _excess(found, expected, *, roundings: int, dtype: str, magnitude: float, floor: float = 0) -> Any:
+    """The largest error over the tolerance, element by element and as a whole; inf where inf or NaN differ.
+
+    `magnitude` is the size of the terms that were added up: the absolute part of an element's tolerance.  The whole, by
+    norm, has only `floor`, which a result needs that may be small by chance, as the one score of a request may.
+    """
+    assert found.shape == expected.shape
+    a, e = found.astype(jnp.float32), expected.astype(jnp.float32)
+    finite = jnp.isfinite(e)
+    same = ((a == e) | (jnp.isnan(a) & jnp.isnan(e)) | (finite & jnp.isfinite(a))).all()
+    a, e = jnp.where(finite, a, 0), jnp.where(finite, e, 0)
+    tolerance = roundings * EPSILON[dtype]
+    worst = (jnp.abs(a - e) / (tolerance * (jnp.abs(e) + magnitude))).max()
+    size = jnp.linalg.norm((jnp.abs(e) + floor).reshape(-1))
+    whole = jnp.linalg.norm((a - e).reshape(-1)) / (tolerance / 2 * size + 1e-30)
+    return jnp.where(same, jnp.maximum(worst, whole), jnp.inf)

@@ -1,0 +1,341 @@
+"""Where the entries of a cache lie: `CacheLayout`."""
+
+import hashlib
+import json
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing.slots import MAX_SLOTS
+from jaxkv_kernels.formats.entries import Entry, IndexerEntry
+
+ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
+"""Physical orders of the axes, outermost first."""
+
+BUFFER_DTYPES = ("bfloat16", "float16", "float32", "uint8", "int8", "uint16", "int16", "uint32", "int32")
+"""Dtypes of a buffer.  No float8: XLA widens such a buffer as a whole where a device lacks an operation on it."""
+
+AXES = {"L": "layer", "B": "block", "H": "head", "N": "token"}
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Distance between neighbours along each axis, in elements of the buffer."""
+
+    layer: int
+    block: int
+    head: int
+    token: int
+    content: int = 1
+
+
+@dataclass(frozen=True, init=False)
+class CacheLayout:
+    """The memory layout of a paged cache in one flat buffer: frozen, hashable, static under `jit`.
+
+    Entry (layer, block, head, token) begins at element
+    `offset + layer * strides.layer + block * strides.block + head * strides.head + token * strides.token`.
+    Two layouts that address the same bytes are equal, however they were described.
+
+    Args:
+      num_layers: layers (L).
+      num_blocks: blocks (B) of `block_size` token slots (N) each.
+      block_size: tokens a block; any positive int.
+      entry: what one token stores for one head: `MLAEntry`, `KVEntry` or `IndexerEntry`.
+      num_heads: KV heads (H); 1 for MLA and indexer entries.
+      order: physical order of the axes, outermost first, one of `ORDERS`.  `BLNHC` (cross-layer) keeps everything that
+        a block needs, in every layer, in one run of memory.
+      block_padding: unused elements after each step of the block axis.
+      dtype: dtype of the buffer; default the entry's own.  Any other whose itemsize divides the entry's bytes will do
+        (uint8 for a buffer shared by groups of several dtypes): entries are stored bit for bit.
+
+    Raises:
+      ValueError: overlapping entries, addresses outside the buffer, bad alignment, sizes or dtype; the message has the
+        numbers.
+    """
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_heads: int
+    entry: Entry
+    dtype: Any
+    strides: Strides
+    offset: int
+    size: int
+    """Elements of the whole buffer."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        entry: Entry,
+        num_heads: int = 1,
+        order: str = "BLNHC",
+        block_padding: int = 0,
+        dtype=None,
+    ):
+        if order not in ORDERS:
+            raise ValueError(f"`order` is {order!r}: expected one of {', '.join(ORDERS)}")
+        block_padding = _checked_int("block_padding", block_padding, "0 or more elements", least=0)
+        self._set_sizes(num_layers, num_blocks, block_size, num_heads, entry, dtype)
+        counts = {"L": self.num_layers, "B": self.num_blocks, "H": self.num_heads, "N": self.block_size}
+        strides, extent = {}, self.width
+        for axis in reversed(order[:-1]):
+            if axis == "B":
+                extent += block_padding
+            strides[AXES[axis]] = extent
+            extent *= counts[axis]
+        self._set_addresses(Strides(**strides), 0, extent)
+
+    @classmethod
+    def from_strides(
+        cls,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        entry: Entry,
+        strides: Strides | Mapping[str, int],
+        size: int,
+        num_heads: int = 1,
+        offset: int = 0,
+        dtype=None,
+    ) -> "CacheLayout":
+        """A view into a buffer of `size` elements that someone else laid out; strides and offset in its elements."""
+        layout = cls.__new__(cls)
+        layout._set_sizes(num_layers, num_blocks, block_size, num_heads, entry, dtype)
+        layout._set_addresses(_checked_strides(strides), _checked_int("offset", offset), _checked_int("size", size))
+        return layout
+
+    def _set_sizes(self, num_layers, num_blocks, block_size, num_heads, entry, dtype):
+        sizes = {"num_layers": num_layers, "num_blocks": num_blocks, "block_size": block_size, "num_heads": num_heads}
+        for name, value in sizes.items():
+            object.__setattr__(self, name, _checked_int(name, value, "a positive int", least=1))
+        if not isinstance(entry, Entry):
+            raise ValueError(f"`entry` is {entry!r}: expected an MLAEntry, a KVEntry or an IndexerEntry")
+        if num_heads > 1 and entry.one_head:
+            raise ValueError(f"`num_heads` is {num_heads}: a {type(entry).__name__} has one head for all query heads")
+        if num_blocks * block_size > MAX_SLOTS:
+            raise ValueError(
+                f"{num_blocks} blocks of {block_size} tokens are {num_blocks * block_size} slots: slots are int32, "
+                f"so at most {MAX_SLOTS}"
+            )
+        object.__setattr__(self, "entry", entry)
+        object.__setattr__(self, "dtype", entry.dtype if dtype is None else checked_dtype(dtype))
+        if entry.nbytes % self.itemsize:
+            raise ValueError(
+                f"`dtype` is {self.dtype} of {self.itemsize} bytes, which does not divide the {entry.nbytes} bytes of "
+                f"{entry}"
+            )
+
+    def _set_addresses(self, strides, offset, size):
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "offset", offset)
+        object.__setattr__(self, "strides", self._canonical(strides, size))
+        self._check_addresses()
+
+    def _canonical(self, given: Strides, size: int) -> Strides:
+        """Strides whose axes of length 1 hold what a packed cache would: callers put anything there, kernels divide."""
+        counts = self._counts()
+        strides = {axis: getattr(given, axis) for axis in counts if counts[axis] > 1}
+        strides.setdefault("head", self.width)
+        strides.setdefault("token", self.width)
+        strides.setdefault("layer", max(strides["head"] * counts["head"], strides["token"] * counts["token"]))
+        strides.setdefault("block", size)
+        return Strides(**strides, content=given.content)
+
+    def _counts(self) -> dict[str, int]:
+        return {"layer": self.num_layers, "block": self.num_blocks, "head": self.num_heads, "token": self.block_size}
+
+    def _check_addresses(self):
+        counts, strides = self._counts(), vars(self.strides)
+        if self.strides.content != 1:
+            raise ValueError(
+                f"`strides.content` is {self.strides.content}: the content of an entry is contiguous, always 1"
+            )
+        end, last = self.width, f"an entry of {self.width} elements"
+        for axis in sorted((a for a in counts if counts[a] > 1), key=lambda a: strides[a]):
+            if strides[axis] < end:
+                raise ValueError(
+                    f"entries overlap: `strides.{axis}` is {strides[axis]}, but {last} spans {end} elements "
+                    f"(strides {self.strides}, counts {counts})"
+                )
+            end += strides[axis] * (counts[axis] - 1)
+            last = f"the {axis} axis of {counts[axis]} steps of {strides[axis]}"
+        if self.offset < 0 or self.offset + end > self.size:
+            raise ValueError(
+                f"strides leave the buffer: entries lie in elements [{self.offset}, {self.offset + end}), the buffer "
+                f"has `size` {self.size} (strides {self.strides}, counts {counts})"
+            )
+        if self.alignment % self.entry.codec.alignment:
+            raise ValueError(
+                f"entries of format {self.entry.format!r} begin at multiples of {self.entry.codec.alignment} bytes; "
+                f"offset {self.offset} and strides {self.strides}, in elements of {self.itemsize} bytes, keep only "
+                f"{self.alignment}"
+            )
+        split = isinstance(self.entry, IndexerEntry) and self.entry.split
+        if split and self.block_size > 1 and self.strides.token != self.width:
+            raise ValueError(
+                f"`strides.token` is {self.strides.token}: a quantised indexer page is one run of {self.block_size} * "
+                f"{self.width} elements (all values, then all scales), so its token stride is the entry's width"
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element of the buffer."""
+        return self.dtype.itemsize
+
+    @property
+    def width(self) -> int:
+        """Elements of the buffer an entry."""
+        return self.entry.nbytes // self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.size * self.itemsize
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots: `num_blocks * block_size`."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def order(self) -> str:
+        """The physical order of the axes, outermost first, read off the strides."""
+        strides = vars(self.strides)
+        return "".join(sorted("BLNH", key=lambda axis: -strides[AXES[axis]])) + "C"
+
+    @property
+    def alignment(self) -> int:
+        """The largest power of two, up to 2**20, that divides the address of every entry, in bytes from the start."""
+        counts, strides = self._counts(), vars(self.strides)
+        steps = [self.offset, *(strides[axis] for axis in counts if counts[axis] > 1), 1 << 20]
+        return min((step * self.itemsize) & -(step * self.itemsize) for step in steps if step)
+
+    @property
+    def blocks_are_runs(self) -> bool:
+        """Whether a block, its padding and whatever is packed beside it included, is one run of memory."""
+        return self.pages.blocks_are_runs
+
+    @property
+    def is_block_contiguous(self) -> bool:
+        """Whether the entries of a block, in all layers, are one run of memory without a gap."""
+        return self._is_run("layer", "head", "token")
+
+    @property
+    def is_layer_contiguous(self) -> bool:
+        """Whether the entries of a layer, in all blocks, are one run of memory without a gap."""
+        return self._is_run("block", "head", "token")
+
+    def _is_run(self, *axes):
+        counts, strides = self._counts(), vars(self.strides)
+        end = self.width
+        for axis in sorted((a for a in axes if counts[a] > 1), key=lambda a: strides[a]):
+            if strides[axis] != end:
+                return False
+            end *= counts[axis]
+        return True
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block that travels (`read_blocks`): its run, or else its entries alone."""
+        return self.pages.block_elements * self.itemsize
+
+    @cached_property
+    def pages(self) -> Pages:
+        """The addresses, as the kernels take them."""
+        return Pages(
+            num_layers=self.num_layers,
+            num_blocks=self.num_blocks,
+            num_heads=self.num_heads,
+            block_size=self.block_size,
+            layer_stride=self.strides.layer,
+            block_stride=self.strides.block,
+            head_stride=self.strides.head,
+            token_stride=self.strides.token,
+            offset=self.offset,
+            width=self.width,
+            size=self.size,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A stable name (32 hex digits) of what a block that travels contains and how.
+
+        Two caches may exchange blocks only if theirs agree.  It covers the entry, the counts and strides inside a
+        block and the padding, not the number of blocks.
+        """
+        return fingerprint(self._block_description())
+
+    def _block_description(self) -> dict[str, Any]:
+        strides = {axis: stride for axis, _, stride in self.pages.row_axes}
+        return {
+            "entry": [type(self.entry).__name__, self.entry.format, *self.entry.sizes],
+            "counts": [self.num_layers, self.num_heads, self.block_size],
+            "strides_bytes": [strides[axis] * self.itemsize for axis in ("layer", "head", "token")],
+            "offset_bytes": self.pages.row_offset * self.itemsize,
+            "block_bytes": self.block_nbytes,
+            "dtype": str(self.dtype),
+        }
+
+    def __str__(self):
+        from jaxkv.layout.describe import table
+
+        return table({"": self})
+
+    def draw(self, path=None):
+        """The memory map as a matplotlib figure, saved if `path` is given (.svg or .png)."""
+        from jaxkv.layout.draw import draw
+
+        return draw({"": self}, path)
+
+    def _repr_svg_(self):
+        from jaxkv.layout.draw import svg
+
+        return svg({"": self})
+
+
+def _checked_int(name: str, value, expected="an int", least: int | None = None) -> int:
+    """`value` as a Python int; ValueError for anything else (a bool, a float) and below `least`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        raise ValueError(f"`{name}` is {value!r}: expected {expected}")
+    return number
+
+
+def _checked_strides(strides) -> Strides:
+    """`strides` as Strides of Python ints."""
+    given = vars(strides) if isinstance(strides, Strides) else strides
+    axes = tuple(AXES.values())
+    if not isinstance(given, Mapping) or not {*axes} <= {*given} <= {*axes, "content"}:
+        raise ValueError(f"`strides` is {strides!r}: expected Strides, or a mapping with {', '.join(axes)}")
+    return Strides(**{axis: _checked_int(f"strides.{axis}", stride) for axis, stride in given.items()})
+
+
+def checked_dtype(dtype):
+    """`dtype` as a jnp dtype; ValueError where there is none of that name, or where XLA would not keep to it."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(f"`dtype` is {dtype!r}: expected a dtype, or the name of one") from None
+    if str(found) not in BUFFER_DTYPES:
+        raise ValueError(f"`dtype` is {found}: expected one of {', '.join(BUFFER_DTYPES)}")
+    return found
+
+
+def fingerprint(description) -> str:
+    """32 hex digits of a JSON-able description."""
+    text = json.dumps(description, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(f"jaxkv block 1 {text}".encode()).hexdigest()[:32]

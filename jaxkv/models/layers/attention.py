@@ -1,0 +1,55 @@
+"""Multi-head latent attention on the cache."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache import KVCache
+from jaxkv.models.batch import Batch
+from jaxkv.models.layers import indexer, rope
+from jaxkv.models.layers.linear import linear, product, rms_norm
+from jaxkv.models.model import Model
+from jaxkv.ops.writes import write_mla
+
+LATENT_EPS = 1e-6
+"""Of the norms of the two latents, in every family, whatever `rms_norm_eps` is."""
+
+
+def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+    """Stores the entries of x [B, Q, hidden], attends to all cached tokens, them included; [B, Q, hidden].
+
+    Of the model's `num_heads`: where devices divide them, what this one's add to the sum.
+    """
+    config = model.config
+    q_source = x
+    if config.q_lora_rank is not None:
+        q_source = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], LATENT_EPS)
+    q = linear(q_source, weights["q"])
+    q = q.reshape(*x.shape[:2], model.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
+    q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+    kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
+    kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
+    interleaved = config.rope.interleaved
+    q_pe = rope.rotate(q_pe, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=interleaved)
+    k_pe = rope.rotate(k_pe, batch.cos, batch.sin, interleaved=interleaved)
+
+    # Latents leave a norm and stay far below e4m3's largest value, 448: scale 1 is enough where a format wants one.
+    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
+    if cache.layout.entry.codec.scaled:
+        options["kv_scale"] = 1.0
+    tokens = len(batch.slots)
+    cache = write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
+
+    scale = rope.softmax_scale(config)
+    q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
+    if config.indexer is None:
+        out = model.parallel.decode_mla(
+            q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, scale=scale, plan=batch.plan, **options
+        )
+    else:
+        chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
+        cache, slots = chosen
+        out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, scale=scale, **options)
+    out = product("bqhr,hvr->bqhv", out, weights["w_uv"])
+    return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])

@@ -1,0 +1,28 @@
+"""Feed-forward: dense, and a mixture of experts beside a shared one."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.models.config import Experts
+from jaxkv.models.layers.linear import linear, product
+from jaxkv.models.layers.routing import route
+
+
+def dense(weights, x) -> jax.Array:
+    """SwiGLU: x [..., hidden] to [..., hidden]."""
+    return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
+
+
+def mixture(config: Experts, weights, x) -> jax.Array:
+    """Each token's experts, weighted, plus the shared expert: x [..., hidden] to [..., hidden].
+
+    All experts side by side are one wide feed-forward, whose inner values are weighted by expert, with 0 for those not
+    chosen.  A decode step of some dozens of requests reads every expert's weights anyway, and reads them once here;
+    a long prefill pays `count / per_token` times the products it needs.
+    """
+    share = route(config, weights, x)[..., None]
+    experts = weights["experts"]
+    inner = jax.nn.silu(product("...d,eid->...ei", x, experts["gate"])) * product("...d,eid->...ei", x, experts["up"])
+    # Selected, not multiplied by 0: an expert that does not concern a token may overflow on it.
+    inner = jnp.where(share > 0, inner * share.astype(x.dtype), 0)
+    return product("...ei,dei->...d", inner, experts["down"]) + dense(weights["shared"], x)

@@ -1,0 +1,57 @@
+"""The sparse indexer of DeepSeek V3.2: which cached tokens each new token attends to."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache import KVCache
+from jaxkv.models.batch import Batch
+from jaxkv.models.config import Indexer
+from jaxkv.models.layers import rope
+from jaxkv.models.layers.linear import layer_norm, linear
+from jaxkv.models.model import Model
+from jaxkv.ops.indexer import positions_to_slots
+from jaxkv.ops.writes import write_indexer_k
+
+KEY_EPS = 1e-6
+
+
+def select_slots(
+    model: Model, config: Indexer, weights, x, q_latent, cache: KVCache, batch: Batch, layer
+) -> tuple[KVCache, jax.Array]:
+    """Stores the indexer's keys of x [B, Q, hidden]; the slots int32 [B, Q, <= topk] with the highest scores.
+
+    score[j] = sum over heads h of w_h * relu(q_h . k_j / sqrt(heads * head_dim)), over the tokens j that a query sees.
+    DeepSeek turns queries and keys by a Hadamard matrix first; the products stay the same, so it is left out.
+
+    Args:
+      model: whose cache it is.
+      config: the model's indexer.
+      weights: of this layer's indexer.
+      x: [B, Q, hidden], what the attention is given.
+      q_latent: [B, Q, q_lora_rank], after its norm.
+      cache: its view of the latents.
+      batch: the new tokens.
+      layer: traced int32.
+    """
+    q = linear(q_latent, weights["q"]).reshape(*x.shape[:2], config.heads, config.head_dim)
+    k = layer_norm(linear(x, weights["k"]), weights["k_norm"], weights["k_norm_bias"], KEY_EPS)
+    q = _rotate_first(q, batch.cos[:, :, None], batch.sin[:, :, None])
+    k = _rotate_first(k, batch.cos, batch.sin)
+    head_weights = linear(x.astype(jnp.float32), weights["weights"]) * (config.heads * config.head_dim) ** -0.5
+
+    options = {"layer": layer, "implementation": model.implementation}
+    block_size = cache.layout.block_size
+    max_len = batch.block_tables.shape[1] * block_size
+    keys = cache.view(model.packed_layout(config, cache.layout.num_blocks, block_size)["indexer"])
+    keys = write_indexer_k(keys, k.reshape(-1, config.head_dim), batch.slots, **options)
+    index = batch.block_tables, batch.seq_lens
+    logits = model.parallel.indexer_logits(q, head_weights, keys, *index, max_len=max_len, **options)
+    positions = model.parallel.select_topk(logits, config.topk, implementation=model.implementation)
+    slots = positions_to_slots(positions, batch.block_tables, block_size=block_size)
+    return keys.view(cache.layout), slots
+
+
+def _rotate_first(x, cos, sin):
+    """The rotary part comes first here, and its pairs are always halves, whatever the attention's are."""
+    rotary = 2 * cos.shape[-1]
+    return jnp.concatenate([rope.rotate(x[..., :rotary], cos, sin, interleaved=False), x[..., rotary:]], axis=-1)

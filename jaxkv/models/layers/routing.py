@@ -1,0 +1,39 @@
+"""Which experts a token goes to, and with what weights."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv.models.config import Experts
+from jaxkv.models.layers.linear import linear
+
+
+def route(config: Experts, weights, x) -> jax.Array:
+    """x [..., hidden] to the weights of all experts, float32 [..., count]; 0 for those not chosen.
+
+    V2 (arXiv 2405.04434, 2.1): softmax scores.  V3 (arXiv 2412.19437, 2.1.2): sigmoid scores; a bias of each expert,
+    which balances the load, takes part in the choice and not in the weights.  With groups, only experts of the best
+    groups may be chosen: a group is as good as its best expert (V2), or as its two best together (V3).
+    """
+    logits = linear(x.astype(jnp.float32), weights["router"])
+    if config.scoring == "softmax":
+        scores = choice = jax.nn.softmax(logits)
+        leaders = 1
+    else:
+        scores = jax.nn.sigmoid(logits)
+        choice = scores + weights["router_bias"]
+        leaders = 2
+    if config.groups > 1:
+        grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
+        kept = _best(lax.top_k(grouped, leaders)[0].sum(axis=-1), config.groups_per_token)
+        choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    share = jnp.where(_best(choice, config.per_token), scores, 0)
+    if config.normalize:
+        share = share / (share.sum(axis=-1, keepdims=True) + 1e-20)
+    return share * config.scale
+
+
+def _best(scores, k: int):
+    """Which of scores [..., n] are the k largest: bool [..., n]."""
+    _, best = lax.top_k(scores, k)
+    return (best[..., None] == jnp.arange(scores.shape[-1])).any(axis=-2)

@@ -1,0 +1,47 @@
+"""From the arrays of a checkpoint's weights to a model."""
+
+from typing import Any
+
+from jaxkv.dispatch.validate import float_dtype
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.model import Model
+from jaxkv.models.parallel.base import Parallel
+from jaxkv.models.parallel.one_device import OneDevice
+from jaxkv.models.weights.parameters import Weight
+from jaxkv_kernels.formats.entries import MLAEntry
+
+PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+class Build:
+    """What a model is to be; the arguments are those of `load`, checked here."""
+
+    def __init__(self, config: ModelConfig, dtype, entry_format: str | None, implementation, parallel: Parallel | None):
+        self._config = config
+        self._dtype = float_dtype("dtype", dtype)
+        self._entry_format = entry_format or PLAIN_FORMATS[str(self._dtype)]
+        # Refuses here, before gigabytes are read, what it would refuse when a cache is made.
+        MLAEntry(self._entry_format, config.kv_lora_rank, config.qk_rope_head_dim)
+        self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
+        self.parallel = OneDevice() if parallel is None else parallel
+        if not isinstance(self.parallel, Parallel):
+            raise ValueError(f"`parallel` is {parallel!r}: expected a TensorParallel, or another of its kind")
+        self.parallel.check(config)
+
+    def dtype_of(self, weight: Weight):
+        """What a weight is kept in."""
+        return "float32" if weight.exact else self._dtype
+
+    def model(self, params: dict[str, Any]) -> Model:
+        """The model of arrays in the tree that `parameters` describes."""
+        params["stacks"] = tuple(self._absorb(stack) for stack in params["stacks"])
+        return Model(params, self._config, self._entry_format, self._implementation, self.parallel)
+
+    def _absorb(self, stack):
+        """The stack with `kv_b`, rows of W_UK and then W_UV for each head, split for attention to latents."""
+        attention = dict(stack["attention"])
+        kv_b = attention.pop("kv_b")
+        kv_b = kv_b.reshape(len(kv_b), self._config.num_heads, -1, self._config.kv_lora_rank)
+        attention["w_uk"] = kv_b[:, :, : self._config.qk_nope_head_dim]
+        attention["w_uv"] = kv_b[:, :, self._config.qk_nope_head_dim :]
+        return {**stack, "attention": attention}

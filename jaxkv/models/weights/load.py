@@ -1,0 +1,79 @@
+"""A model from a Hugging Face checkpoint: each weight goes to the device as it is read."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.model import Model
+from jaxkv.models.parallel.base import Parallel
+from jaxkv.models.weights.build import Build
+from jaxkv.models.weights.checkpoint import Checkpoint
+from jaxkv.models.weights.parameters import Weight, parameters
+
+
+def load(
+    path,
+    *,
+    dtype=None,
+    entry_format=None,
+    implementation=None,
+    parallel: Parallel | None = None,
+    progress=iter,
+) -> Model:
+    """Reads a checkpoint; downloads nothing.
+
+    Args:
+      path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
+      dtype: of weights and activations: bfloat16, float16 or float32; default that of the checkpoint.
+      entry_format: format of the cached latents: `bf16`, `f16`, `f32`, `fp8` (with scale 1), `fp8_ds_mla`; default the
+        plain one of `dtype`.
+      implementation: of the operations on the cache: None (the best that takes the call), a name, or a tuple of names.
+      parallel: where the weights go and what devices divide: `TensorParallel`, `ContextParallel`, `DataParallel`, or
+        `OneDevice`; default the default device.  Each device is given what it keeps.
+      progress: wraps the list of what is to be read, to show how far it is.
+
+    Returns:
+      The model.
+
+    Raises:
+      ImportError: safetensors is not installed.
+      ValueError: an architecture or value of config.json is not supported, or `entry_format` cannot hold its latents;
+        a weight is missing, has another shape than the configuration tells, or holds NaN; the model cannot be divided
+        as `parallel` would.
+    """
+    config = ModelConfig.read(path)
+    build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
+    leaves, structure = jax.tree.flatten_with_path(parameters(config))
+    paths, weights = zip(*leaves, strict=True)
+    pieces = [(i, layer) for i, weight in enumerate(weights) for layer in weight.layers or [0]]
+    with Checkpoint(path) as checkpoint:
+        checkpoint.check({name: weights[i].shape for i, layer in pieces for name in weights[i].names(layer)})
+        arrays = [
+            jnp.zeros(shape, build.dtype_of(weight), device=build.parallel.sharding(path, len(shape)))
+            for path, weight in leaves
+            for shape in [weight.stacked_shape]
+        ]
+        for i, layer in progress(pieces):
+            piece = _read(weights[i], layer, checkpoint)
+            piece = jax.device_put(piece, build.parallel.sharding(paths[i], piece.ndim))
+            arrays[i] = _place(arrays[i], weights[i], layer, piece)
+    return build.model(jax.tree.unflatten(structure, arrays))
+
+
+def _read(weight: Weight, layer: int, checkpoint: Checkpoint) -> np.ndarray:
+    """A layer's weights, of all experts."""
+    pieces = [checkpoint.read(name) for name in weight.names(layer)]
+    return np.stack(pieces, weight.expert_axis) if weight.experts else pieces[0]
+
+
+def _place(array, weight: Weight, layer: int, piece):
+    """`array` with a layer's weights in their place."""
+    return _set(array, piece, layer - weight.layers.start) if weight.layers else piece.astype(array.dtype)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set(array, piece, i):
+    return array.at[i].set(piece.astype(array.dtype))

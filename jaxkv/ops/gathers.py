@@ -1,0 +1,161 @@
+"""Reading ragged runs of tokens back, dequantised: what prefill in chunks attends to."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache import KVCache
+from jaxkv.dispatch import checked as checks
+from jaxkv.dispatch.backends import Call, run
+from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, float_dtype, int32, layer_index, positive_int
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+
+
+def gather_mla(
+    cache: KVCache,
+    block_tables,
+    cu_seq_lens,
+    *,
+    layer,
+    total: int,
+    dtype=jnp.bfloat16,
+    seq_starts=None,
+    kv_scale=None,
+    implementation=None,
+) -> tuple[jax.Array, jax.Array]:
+    """Latents and rotary keys of runs of tokens, one run a request, one after the other.
+
+    Args:
+      cache: a cache of `MLAEntry`.
+      block_tables: int32 [B, M], the blocks of each request in order.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
+      layer: int, or traced int32 scalar.
+      total: static number of rows of the result, at least `cu_seq_lens[-1]`: further tokens are left out.
+      dtype: of the result: bfloat16, float16 or float32.
+      seq_starts: int32 [B], the position of the first token of each run; default 0.
+      kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
+      implementation: None (the best that takes the call), a name, or a sequence of names.
+
+    Returns:
+      kv_c [total, R] and k_pe [total, P]; 0 in rows past the last run and for tokens outside the table or the cache.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong.
+    """
+    check_cache(cache, MLAEntry)
+    arrays = {"kv_scale": entry_scale("kv_scale", kv_scale, cache)}
+    return _gather(
+        "gather_mla", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype, implementation
+    )
+
+
+def gather_kv(
+    cache: KVCache,
+    block_tables,
+    cu_seq_lens,
+    *,
+    layer,
+    total: int,
+    dtype=jnp.bfloat16,
+    seq_starts=None,
+    k_scale=None,
+    v_scale=None,
+    implementation=None,
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of runs of tokens: like `gather_mla`, for a cache of `KVEntry`.
+
+    Args:
+      cache: a cache of `KVEntry`.
+      block_tables: int32 [B, M], the blocks of each request in order.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
+      layer: int, or traced int32 scalar.
+      total: static number of rows of the result, at least `cu_seq_lens[-1]`: further tokens are left out.
+      dtype: of the result: bfloat16, float16 or float32.
+      seq_starts: int32 [B], the position of the first token of each run; default 0.
+      k_scale: float scalar or [H], required by format `fp8` and refused by the others; value = stored * k_scale.
+      v_scale: likewise for v.
+      implementation: None (the best that takes the call), a name, or a sequence of names.
+
+    Returns:
+      k [total, H, D] and v [total, H, Dv]; 0 in rows past the last run and for tokens outside the table or the cache.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong.
+    """
+    check_cache(cache, KVEntry)
+    arrays = {
+        "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
+        "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
+    }
+    return _gather(
+        "gather_kv", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype, implementation
+    )
+
+
+def gather_indexer_k(
+    cache: KVCache,
+    block_tables,
+    cu_seq_lens,
+    *,
+    layer,
+    total: int,
+    dtype=jnp.bfloat16,
+    seq_starts=None,
+    implementation=None,
+) -> jax.Array:
+    """Indexer keys of runs of tokens: like `gather_mla`, for a cache of `IndexerEntry`.
+
+    Args:
+      cache: a cache of `IndexerEntry`.
+      block_tables: int32 [B, M], the blocks of each request in order.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
+      layer: int, or traced int32 scalar.
+      total: static number of rows of the result, at least `cu_seq_lens[-1]`: further tokens are left out.
+      dtype: of the result: bfloat16, float16 or float32.
+      seq_starts: int32 [B], the position of the first token of each run; default 0.
+      implementation: None (the best that takes the call), a name, or a sequence of names.
+
+    Returns:
+      k [total, D]; 0 in rows past the last run and for tokens outside the table or the cache.
+
+    Raises:
+      ValueError: a shape, dtype or static layer is wrong.
+    """
+    check_cache(cache, IndexerEntry)
+    return _gather(
+        "gather_indexer_k", cache, {}, block_tables, cu_seq_lens, seq_starts, layer, total, dtype, implementation
+    )
+
+
+def _gather(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype, implementation):
+    dims = Dims()
+    dims.check_ints("block_tables", block_tables, "B M")
+    dims.check_running_sum("cu_seq_lens", cu_seq_lens)
+    if seq_starts is not None:
+        dims.check_ints("seq_starts", seq_starts, "B")
+    block_tables, cu_seq_lens, seq_starts = int32(block_tables), int32(cu_seq_lens), int32(seq_starts)
+    layer, pages = layer_index(layer, cache), cache.layout.pages
+    total = positive_int("total", total)
+    if checks.checking():
+        lengths = cu_seq_lens[1:] - cu_seq_lens[:-1]
+        first = jnp.zeros_like(lengths) if seq_starts is None else seq_starts
+        checks.require(first >= 0, "seq_starts", first, "the first token of a request is token 0")
+        checks.require(cu_seq_lens[:1] == 0, "cu_seq_lens", cu_seq_lens[:1], "a running sum starts at 0")
+        checks.check_layer(layer, pages)
+        checks.require(lengths >= 0, "cu_seq_lens", cu_seq_lens[1:], "a running sum never falls")
+        checks.require(cu_seq_lens[-1] <= total, "cu_seq_lens", cu_seq_lens[-1], f"`total` is {total}")
+        checks.check_tables(block_tables, first, first + lengths, pages, "seq_starts + lengths")
+    arrays = {
+        "buffer": cache.buffer,
+        **arrays,
+        "block_tables": block_tables,
+        "cu_seq_lens": cu_seq_lens,
+        "seq_starts": seq_starts,
+        "layer": layer,
+    }
+    options = {
+        "pages": pages,
+        "entry": cache.layout.entry,
+        "total": total,
+        "dtype": float_dtype("dtype", dtype),
+    }
+    return run(Call(operation, arrays, options), implementation)

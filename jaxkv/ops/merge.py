@@ -1,0 +1,52 @@
+"""Combining partial attentions."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.dispatch.backends import Call, run
+from jaxkv.dispatch.validate import FLOATS, told
+
+
+def merge_states(
+    outs: jax.Array | Sequence[jax.Array], lses: jax.Array | Sequence[jax.Array], *, implementation=None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the union of disjoint sets of keys, from the attention over each.
+
+    Args:
+      outs: N arrays [..., D], or one [N, ..., D]: partial results of the same queries.
+      lses: N arrays [...], or one [N, ...]: their float32 log-sum-exps, natural logarithm; -inf (or, as some kernels
+        have it, +inf or NaN) for a part without keys, whose result is not looked at.
+      implementation: None (the best that takes the call), a name, or a sequence of names.
+
+    Returns:
+      out [..., D] of the parts' dtype and lse float32 [...]; 0 and -inf where every part is empty.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+    """
+    outs, lses = _stacked("outs", outs, FLOATS), _stacked("lses", lses, ("float32",))
+    if not outs.shape or not outs.shape[0]:
+        raise ValueError(f"`outs` has shape {outs.shape}: expected [N, ..., D] of at least 1 part")
+    if lses.shape != outs.shape[:-1]:
+        raise ValueError(
+            f"`lses` has shape {lses.shape}: expected that of `outs` less its last axis, {outs.shape[:-1]}"
+        )
+    return run(Call("merge_states", {"outs": outs, "lses": lses}, {}), implementation)
+
+
+def _stacked(name, parts, dtypes):
+    """The parts as one array of one of `dtypes`."""
+    several = isinstance(parts, list | tuple)
+    for part in parts if several else (parts,):
+        if str(getattr(part, "dtype", None)) not in dtypes:
+            raise ValueError(
+                f"`{name}` is or holds {told(part)}: expected an array, or several, of {' or '.join(dtypes)}"
+            )
+    if not several:
+        return parts
+    shapes = {tuple(part.shape) for part in parts}
+    if len(shapes) != 1:
+        raise ValueError(f"`{name}` have shapes {sorted(shapes)}: expected at least one array, and one shape")
+    return jnp.stack(parts)

@@ -1,0 +1,110 @@
+"""A schedule for attention, computed once a step and shared by all layers."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxkv.cache import KVCache
+from jaxkv.dispatch.backends import Call, chosen, run
+from jaxkv.dispatch.validate import Dims, check_cache, int32, positive_int
+from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan was made for; a call that brings the plan must be of the same."""
+
+    requests: int
+    columns: int
+    """Of the block tables."""
+    block_size: int
+    num_blocks: int
+    num_heads: int
+    """Query heads."""
+    tokens: int
+    """Query tokens a request."""
+    window: int | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodePlan:
+    """What `plan_decode` returns; goes through `jit` and `scan` like any pytree."""
+
+    schedule: Any
+    """The implementation's own; None where it plans nothing."""
+    shape: Shape = field(metadata={"static": True})
+    implementation: str = field(metadata={"static": True})
+    batch_invariant: bool = field(metadata={"static": True})
+
+
+def plan_decode(
+    cache: KVCache,
+    block_tables,
+    seq_lens,
+    *,
+    num_heads: int,
+    tokens: int = 1,
+    window: int | None = None,
+    batch_invariant: bool = False,
+    implementation=None,
+) -> DecodePlan:
+    """Divides the requests of a step among the processors of the device, for `decode_mla` and `decode_kv`.
+
+    The schedule depends on lengths and tables, not on the layer: compute it once a step, and give it to the call of
+    every layer as `plan`.  Without one, each call plans for itself.
+
+    Args:
+      cache: a cache of `MLAEntry` or `KVEntry`.
+      block_tables: int32 [B, M], as the calls will get them.
+      seq_lens: int32 [B], as the calls will get them; a plan of other lengths gives wrong results.
+      num_heads: query heads of the calls.
+      tokens: query tokens a request of the calls.
+      window: that of the calls (`decode_kv` only).
+      batch_invariant: a request gets the same bits whatever else is in the batch: it is cut by its own length alone
+        (into at most 8 pieces), which takes longer where requests are few or of unlike lengths.
+      implementation: None (the best that takes the cache), a name, or a sequence of names.
+
+    Returns:
+      The plan.  An implementation that did not make it ignores it; with `batch_invariant` the calls run on the one that
+      made it, or raise.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+      NotImplementedError: no implementation can be batch-invariant on this cache.
+    """
+    check_cache(cache, MLAEntry, KVEntry)
+    dims = Dims()
+    dims.check_ints("block_tables", block_tables, "B M")
+    dims.check_ints("seq_lens", seq_lens, "B")
+    num_heads, pages = positive_int("num_heads", num_heads), cache.layout.pages
+    if num_heads % pages.num_heads:
+        raise ValueError(f"`num_heads` is {num_heads}: expected a multiple of the cache's {pages.num_heads} heads")
+    if window is not None and isinstance(cache.layout.entry, MLAEntry):
+        raise ValueError(f"`window` is {window}: decode_mla has none")
+    options = {
+        "pages": pages,
+        "entry": cache.layout.entry,
+        "heads": num_heads,
+        "tokens": positive_int("tokens", tokens),
+        "window": None if window is None else positive_int("window", window),
+        "batch_invariant": bool(batch_invariant),
+    }
+    arrays = {"buffer": cache.buffer, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
+    call = Call("plan_decode", arrays, options)
+    name = chosen(call, implementation)
+    shape = Shape(
+        dims["B"], dims["M"], pages.block_size, pages.num_blocks, num_heads, options["tokens"], options["window"]
+    )
+    return DecodePlan(run(call, name), shape, name, options["batch_invariant"])
+
+
+def check_plan(plan: DecodePlan | None, shape: Shape) -> None:
+    """ValueError unless the plan was made for calls of that shape."""
+    if plan is None:
+        return
+    if not isinstance(plan, DecodePlan):
+        raise ValueError(f"`plan` is a {type(plan).__name__}: expected what plan_decode returns, or None")
+    if plan.shape != shape:
+        raise ValueError(f"`plan` was made for {plan.shape}: expected one for {shape}")

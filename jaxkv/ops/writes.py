@@ -1,0 +1,108 @@
+"""Storing new tokens."""
+
+from jaxkv.cache import KVCache
+from jaxkv.dispatch import checked as checks
+from jaxkv.dispatch.backends import Call, run
+from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, layer_index
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+
+
+def write_mla(cache: KVCache, kv_c, k_pe, slot_mapping, *, layer, kv_scale=None, implementation=None) -> KVCache:
+    """Stores latents and rotary keys.
+
+    Args:
+      cache: a cache of `MLAEntry`.
+      kv_c: float [T, R], latents after their norm.
+      k_pe: float [T, P], rotary keys after RoPE.
+      slot_mapping: int32 [T], the slot of each token.  Slots that are negative or past the cache are skipped.  A slot
+        given twice holds pieces of either entry.
+      layer: int, or traced int32 scalar.  A traced layer outside the cache writes nothing.
+      kv_scale: float scalar, required by format `fp8` and refused by the others; stored = value / kv_scale.
+      implementation: None (the best that takes the call), a name, or a sequence of names.
+
+    Returns:
+      The cache with T entries stored and every other byte as it was; updated in place where donated.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong.
+    """
+    check_cache(cache, MLAEntry)
+    dims = Dims(
+        R=(cache.layout.entry.sizes[0], "the entry's latent"), P=(cache.layout.entry.sizes[1], "the entry's rope")
+    )
+    dims.check("kv_c", kv_c, "T R")
+    dims.check("k_pe", k_pe, "T P")
+    arrays = {"kv_c": kv_c, "k_pe": k_pe, "kv_scale": entry_scale("kv_scale", kv_scale, cache)}
+    return _write("write_mla", cache, dims, arrays, slot_mapping, layer, implementation)
+
+
+def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale=None, implementation=None) -> KVCache:
+    """Stores keys and values of all heads.
+
+    Args:
+      cache: a cache of `KVEntry`.
+      k: float [T, H, D].
+      v: float [T, H, Dv].
+      slot_mapping: int32 [T], as in `write_mla`.
+      layer: int, or traced int32 scalar, as in `write_mla`.
+      k_scale: float scalar or [H], required by format `fp8` and refused by the others; stored = value / k_scale.
+      v_scale: likewise for v.
+      implementation: None (the best that takes the call), a name, or a sequence of names.
+
+    Returns:
+      The cache with T entries a head stored and every other byte as it was; updated in place where donated.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong.
+    """
+    check_cache(cache, KVEntry)
+    entry = cache.layout.entry
+    dims = Dims(
+        H=(cache.layout.num_heads, "the cache's heads"),
+        D=(entry.sizes[0], "the entry's head_dim"),
+        Dv=(entry.sizes[1], "the entry's value_dim"),
+    )
+    dims.check("k", k, "T H D")
+    dims.check("v", v, "T H Dv")
+    arrays = {
+        "k": k,
+        "v": v,
+        "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
+        "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
+    }
+    return _write("write_kv", cache, dims, arrays, slot_mapping, layer, implementation)
+
+
+def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=None) -> KVCache:
+    """Stores indexer keys; of format `indexer_fp8` quantised, a page holds all its values, then all its scales.
+
+    Args:
+      cache: a cache of `IndexerEntry`.
+      k: float [T, D], D = 128 in DeepSeek V3.2.
+      slot_mapping: int32 [T], as in `write_mla`.
+      layer: int, or traced int32 scalar, as in `write_mla`.
+      implementation: None (the best that takes the call), a name, or a sequence of names.
+
+    Returns:
+      The cache with T keys stored and every other byte as it was; updated in place where donated.
+
+    Raises:
+      ValueError: a shape, dtype or static layer is wrong.
+    """
+    check_cache(cache, IndexerEntry)
+    dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
+    dims.check("k", k, "T D")
+    return _write("write_indexer_k", cache, dims, {"k": k}, slot_mapping, layer, implementation)
+
+
+def _write(operation, cache, dims, arrays, slot_mapping, layer, implementation):
+    dims.check_ints("slot_mapping", slot_mapping, "T")
+    slot_mapping, layer = int32(slot_mapping), layer_index(layer, cache)
+    pages = cache.layout.pages
+    if checks.checking():
+        checks.check_layer(layer, pages)
+        checks.check_slots("slot_mapping", slot_mapping, pages)
+        checks.check_written_once("slot_mapping", slot_mapping, "slot")
+    arrays = {"buffer": cache.buffer, **arrays, "slot_mapping": slot_mapping, "layer": layer}
+    options = {"pages": pages, "entry": cache.layout.entry}
+    return KVCache(run(Call(operation, arrays, options), implementation), cache.layout)

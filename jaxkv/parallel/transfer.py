@@ -1,0 +1,75 @@
+"""Blocks from a cache on some devices to one on others: prefill here, decode there."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jaxkv.cache import KVCache
+from jaxkv.dispatch.validate import block_ids
+from jaxkv.ops import blocks
+from jaxkv.ops.conversion import pairs_of_groups
+
+
+def hand_over(source: KVCache, source_blocks, target: KVCache, target_blocks, *, implementation=None) -> KVCache:
+    """Copies blocks, all layers at once, from device to device; does not wait for the copy.
+
+    Outside of `jit`.  Each cache is on one device, the same on several (tensor parallel), or one a device (`zeros`);
+    of caches in a row, each hands over to the one in its place.
+
+    Args:
+      source: where the blocks are read.
+      source_blocks: ints [n], on the host.
+      target: the cache they are written to; donated.
+      target_blocks: ints [n], on the host; where the blocks go, each another place.
+      implementation: None (the best that takes the call), a name, or a sequence of names.
+
+    Returns:
+      The target with the blocks stored.
+
+    Raises:
+      ValueError: an id is none of its cache's, or stands twice in `target_blocks`; the layouts' fingerprints differ;
+        or the caches are divided over other numbers of devices.
+    """
+    source_ids = block_ids("source_blocks", source_blocks, source.layout.num_blocks)
+    target_ids = block_ids("target_blocks", target_blocks, target.layout.num_blocks, distinct=True)
+    if source_ids.size != target_ids.size:
+        count = source_ids.size
+        raise ValueError(f"`target_blocks` has {target_ids.size} ids: expected as many as `source_blocks`, {count}")
+    ours, theirs = (cache.buffer.size // cache.layout.size for cache in (source, target))
+    if ours != theirs:
+        raise ValueError(
+            f"`target` is divided over {theirs} devices: expected as many as `source`, {ours}; caches whose tokens are "
+            "divided (context parallel) hand over to such only"
+        )
+    if source.layout.fingerprint != target.layout.fingerprint:
+        pairs_of_groups(source=source.layout, target=target.layout)
+        raise ValueError(
+            "`target` has the same entries as `source` in another order, with other padding or of another dtype: make "
+            "both caches alike, or take the blocks through `jaxkv.convert_blocks`"
+        )
+    data = _read(source, source_ids, source.buffer.sharding, implementation)
+    data = jax.device_put(data, target.buffer.sharding)
+    return _write(target, target_ids, data, target.buffer.sharding, implementation)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _read(cache, ids, sharding: Sharding, implementation) -> jax.Array:
+    """Blocks [n, E]; those of each of several caches after each other."""
+    return _on_each(partial(blocks.read_blocks, implementation=implementation), sharding, 0)(cache, ids)
+
+
+@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
+def _write(cache, ids, data, sharding: Sharding, implementation) -> KVCache:
+    return _on_each(partial(blocks.write_blocks, implementation=implementation), sharding, 1)(cache, ids, data)
+
+
+def _on_each(function: Callable[..., Any], sharding: Sharding, rows: int) -> Callable[..., Any]:
+    """`function(cache, ids, *rows)` on every device that has a cache of that sharding."""
+    if not isinstance(sharding, NamedSharding):
+        return function
+    specs = sharding.spec, PartitionSpec(), *[sharding.spec] * rows
+    # JAX cannot follow in Pallas's GPU kernels what varies over the mesh.
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)

@@ -1,0 +1,320 @@
+"""Continuous batching: requests join and leave while one compiled program of each kind runs."""
+
+import operator
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+
+from jaxkv.cache import KVCache
+from jaxkv.dispatch.validate import positive_int
+from jaxkv.models.decoder import decode, prefill
+from jaxkv.models.model import Model
+from jaxkv.models.parallel.data import DataParallel
+from jaxkv.models.sampling import Sampling
+from jaxkv.models.weights.fingerprint import fingerprint
+from jaxkv.offload import HostPool, prefix_keys
+from jaxkv.ops.blocks import copy_blocks
+from jaxkv.serving.pool import BlockPool
+from jaxkv.serving.prefix import BELOW, Prefix
+from jaxkv.serving.prefix_stats import Reuse
+from jaxkv.serving.request import Request
+from jaxkv.serving.step_inputs import Rows
+from jaxkv.serving.tiers import Tiers
+
+GREEDY = Sampling()
+NOWHERE = -1
+"""A block id outside every cache."""
+
+
+class Engine:
+    """Serves requests from one cache.
+
+    Every step prefills a chunk of one prompt and decodes one token of every request that is past its prompt.  Both
+    programs have static shapes: what changes from step to step are values.  Where blocks run out, the queue waits; and
+    where a running request needs a block, the youngest one gives its blocks back and waits.
+
+    A request takes the longest prefix of its tokens that is found, and computes the rest.  Full blocks are known by
+    their content, until their room is needed, whether somebody holds them or not; of a block that others fill just now,
+    the beginning that is common is copied.  With `offload`, blocks are written through: a step sends those that it
+    filled to host memory, while the next one runs, so that steps do not wait, and those that lose their room on the
+    device have their content below already.  What is found there is loaded when its request joins, and the step waits
+    for it; what cannot be loaded is computed.  Tokens do not depend on any of this, up to the rounding of logits.
+
+    Args:
+      model: from `jaxkv.models.load`.
+      num_blocks: blocks of the cache, shared by all requests.
+      block_size: tokens a block.
+      order: order of the cache's axes.
+      max_requests: requests that run at once: rows of the decode program.
+      max_len: tokens that a request may have in the cache, rounded up to blocks; default all that the cache holds, or
+        the model's `max_position_embeddings` where that is less.
+      chunk: prompt tokens a step: columns of the prefill program.
+      offload: where blocks also go, in host memory, and on disk if it has a disk pool: a pool for blocks of
+        `model.layout(num_blocks, block_size, order)`, for any number of blocks.  It may outlive the engine.
+
+    Raises:
+      ValueError: an argument is out of its range; `offload` is for other blocks, or is given for a cache on several
+        devices; the model is data parallel (`Replicas` serves it).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int = 64,
+        order: str = "BLNHC",
+        max_requests: int = 32,
+        max_len: int | None = None,
+        chunk: int = 256,
+        offload: HostPool | None = None,
+    ):
+        if isinstance(model.parallel, DataParallel):
+            raise ValueError("`model` is data parallel, with requests of its own on each device: expected `Replicas`")
+        self.model = model
+        cache, layout = model.cache(num_blocks, block_size, order), model.layout(num_blocks, block_size, order)
+        # Committed to its device from the start: a cache that blocks were loaded into is, and jit tells them apart.
+        self.cache = jax.device_put(cache, cache.buffer.sharding)
+        self.pool = BlockPool(num_blocks)
+        self.tiers = Tiers(offload)
+        self.tiers.check(self.cache, layout)
+        self.reuse = Reuse()
+        # Without tiers below, keys do not leave this engine, which has one model.
+        name = "" if offload is None else fingerprint(model)
+        self._keys = partial(prefix_keys, block_size=block_size, layout_fingerprint=layout.fingerprint, model=name)
+        self.block_size = block_size
+        self.max_requests = positive_int("max_requests", max_requests)
+        self.chunk = positive_int("chunk", chunk)
+        if max_len is None:
+            max_len = min(num_blocks * block_size, model.config.max_position_embeddings)
+        else:
+            max_len = positive_int("max_len", max_len)
+        self.table_blocks = _blocks(max_len, block_size)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        """Oldest first: those who came last give their blocks back first."""
+        # Donated, the cache is updated in place.
+        self._prefill = jax.jit(_prefill_step, donate_argnames="cache")
+        self._decode = jax.jit(_decode_step, donate_argnames="cache")
+        copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
+        self._copy = jax.jit(copy, donate_argnums=0)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 64,
+        sampling: Sampling = GREEDY,
+        stop: Collection[int] | None = None,
+    ) -> Request:
+        """Queues a request.
+
+        Args:
+          prompt: token ids, at least one.
+          max_tokens: tokens to generate at most.
+          sampling: how tokens are chosen; default greedy.
+          stop: token ids that end the request; the one met is kept as its last token.  Default those of the checkpoint.
+
+        Returns:
+          The request; `step` and `run` fill it.
+
+        Raises:
+          TypeError: a token id is no integer, or `sampling` no Sampling.
+          ValueError: the prompt is empty, holds an id outside the vocabulary, or could never be served: with
+            `max_tokens` it is longer than the block table or the cache.
+        """
+        vocabulary = self.model.config.vocab_size
+        if isinstance(prompt, str):
+            raise TypeError(f"`prompt` is {prompt!r}: expected token ids; tokenize the text first")
+        prompt = tuple(map(operator.index, prompt))
+        outside = [token for token in prompt if not 0 <= token < vocabulary]
+        if not prompt or outside:
+            told = f"holds {outside[0]}" if outside else "is empty"
+            raise ValueError(f"`prompt` {told}: expected one or more token ids from 0 to {vocabulary - 1}")
+        # The last token is never written: nothing comes after it.
+        entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
+        table, cache = (blocks * self.block_size for blocks in (self.table_blocks, self.pool.num_blocks))
+        if entries > min(table, cache):
+            raise ValueError(
+                f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries: a request's "
+                f"table holds {table} and the cache {cache}; shorten them, or make the engine with more blocks"
+            )
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
+        stop = self.model.config.stop_tokens if stop is None else stop
+        request = Request(prompt, max_tokens, sampling, frozenset(stop))
+        self.waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request that waits or runs; its blocks are free again.  ValueError for one that does neither."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self._leave(request)
+        else:
+            raise ValueError(f"`request` neither waits nor runs: it ended with {request.finish_reason!r}")
+        request.finish_reason = "cancelled"
+
+    def run(self) -> Iterator[tuple[Request, int]]:
+        """Steps until nobody waits or runs; each new token with its request."""
+        while self.waiting or self.running:
+            yield from self.step()
+
+    def step(self) -> list[tuple[Request, int]]:
+        """A chunk of one prompt, and a token of every request past its prompt: the new tokens.
+
+        A request whose logits are NaN ends, with `finish_reason` "nan" and no further token; the others go on.
+        """
+        return [*self._prefill_next(), *self._decode_ready()]
+
+    def warm_up(self) -> None:
+        """Compiles the programs, by running them on no request: later steps take only the time of their work."""
+        self._advance(self._prefill, [], count=1, columns=self.chunk)
+        self._advance(self._decode, [], count=self.max_requests, columns=1)
+        self.cache = self.tiers.warm_up(self._copy(self.cache, _ids(NOWHERE), _ids(NOWHERE)))
+
+    def _prefill_next(self) -> list[tuple[Request, int]]:
+        unfinished = [request for request in self.running if request.missing > 1]
+        # Nobody joins before the prompts of those before are cached: their prefixes can then be shared.
+        while not unfinished and self._admit():
+            unfinished = [request for request in self.running if request.missing > 1]
+        return self._advance(self._prefill, unfinished[:1], count=1, columns=self.chunk) if unfinished else []
+
+    def _decode_ready(self) -> list[tuple[Request, int]]:
+        for request in list(self.running):
+            # Making room for an older one may have sent this one back to the queue.
+            if request.missing == 1 and request in self.running:
+                self._make_room(request)
+        ready = [request for request in self.running if request.missing == 1]
+        return self._advance(self._decode, ready, count=self.max_requests, columns=1) if ready else []
+
+    def _advance(self, program, requests: list[Request], *, count: int, columns: int) -> list[tuple[Request, int]]:
+        """Runs a program on the next tokens of these requests; the tokens that it draws."""
+        rows = Rows.of(requests, count, columns, table_blocks=self.table_blocks, block_size=self.block_size)
+        self.cache, drawn = program(self.model, self.cache, rows)
+        new = []
+        for request, length, token in zip(requests, rows.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
+            if token >= 0:  # NaN is not passed on
+                self._fill(request, length)
+            request.cached = length
+            if request.missing:
+                continue  # there is more of the prompt: what was drawn is its next token, known already
+            if token < 0:
+                request.finish_reason = "nan"
+            else:
+                request.append(token)
+                new.append((request, token))
+            if request.finish_reason:
+                self._leave(request)
+        return new
+
+    def _admit(self) -> bool:
+        """Lets the head of the queue join, if there is a row for it, and blocks for all its tokens."""
+        if not self.waiting or len(self.running) == self.max_requests:
+            return False
+        request = self.waiting[0]
+        self._extend_keys(request)
+        prefix = Prefix.of(request, self.running, self.pool, self.tiers, self.block_size)
+        if prefix.takes(_blocks(len(request.tokens), self.block_size), self.pool) > self.pool.num_free:
+            return False
+        if BELOW in prefix.blocks:
+            self._load(request, prefix)
+            return self._admit()  # all of it is on the device now, or not to be had
+        self.running.append(self.waiting.popleft())
+        request.blocks = [self.pool.share(block) for block in prefix.blocks]
+        request.cached = prefix.tokens
+        self.reuse.tokens += len(request.tokens)
+        self.reuse.found += prefix.tokens
+        self._own(request)
+        return True
+
+    def _load(self, request: Request, prefix: Prefix) -> None:
+        """Brings what is below the device into blocks of it, where the request will find it; nothing if that fails."""
+        # Held meanwhile, lest one block of the prefix give its room to another.
+        blocks = [block if block == BELOW else self.pool.share(block) for block in prefix.blocks]
+        contents = {}
+        for index, block in enumerate(blocks):
+            if block == BELOW:
+                blocks[index] = contents[request.keys[index]] = self.pool.take()
+        try:
+            self.cache, loaded = self.tiers.load(self.cache, contents)
+            if loaded:
+                self.reuse.loaded += len(contents) * self.block_size
+                for key, block in contents.items():
+                    self.pool.name(block, key)
+        finally:
+            self._release(blocks)
+
+    def _extend_keys(self, request: Request) -> None:
+        """The keys of the blocks that its tokens fill."""
+        known = len(request.keys) * self.block_size
+        if len(request.tokens) - known >= self.block_size:
+            request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)
+
+    def _fill(self, request: Request, length: int) -> None:
+        """Makes the blocks findable, here and below, that are full now that `length` tokens are cached."""
+        self._extend_keys(request)
+        filled = range(request.cached // self.block_size, length // self.block_size)
+        contents = {request.keys[index]: request.blocks[index] for index in filled}
+        for key, block in contents.items():
+            self.pool.name(block, key)
+        self.tiers.store(self.cache, contents)
+
+    def _make_room(self, request: Request) -> None:
+        """Gives a running request the block of its next token: the youngest go back to the queue where none is free."""
+        while self._lacks(request) > self.pool.num_free:
+            youngest = self.running[-1]
+            self._leave(youngest)
+            self.waiting.appendleft(youngest)
+            if youngest is request:
+                return
+        self._own(request)
+
+    def _lacks(self, request: Request) -> int:
+        """Blocks that `_own` will take: new ones, and for copies."""
+        shared = map(self.pool.is_shared, request.blocks[request.cached // self.block_size :])
+        return _blocks(len(request.tokens), self.block_size) - len(request.blocks) + sum(shared)
+
+    def _own(self, request: Request) -> None:
+        """Blocks of its own for every token that it will write: new ones, and copies of shared ones."""
+        for index in range(request.cached // self.block_size, _blocks(len(request.tokens), self.block_size)):
+            if index == len(request.blocks):
+                request.blocks.append(self.pool.take())
+            elif self.pool.is_shared(shared := request.blocks[index]):
+                request.blocks[index] = self.pool.take()
+                self.cache = self._copy(self.cache, _ids(shared), _ids(request.blocks[index]))
+                self.pool.release(shared)
+
+    def _leave(self, request: Request) -> None:
+        """Takes a request out of the batch; blocks that it shared stay with the others."""
+        self.running.remove(request)
+        self._release(request.blocks)
+        request.blocks, request.cached = [], 0
+
+    def _release(self, blocks: list[int]) -> None:
+        # The last first: it is worth nothing without those before it, so it is the first to give its room to others.
+        for block in reversed(blocks):
+            self.pool.release(block)
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _ids(block: int) -> np.ndarray:
+    return np.asarray([block], np.int32)
+
+
+def _prefill_step(model: Model, cache: KVCache, rows: Rows) -> tuple[KVCache, jax.Array]:
+    cache, logits = prefill(model, cache, rows.tokens, rows.seq_lens, rows.block_tables, rows.slot_mapping)
+    return cache, rows.draw(logits)
+
+
+def _decode_step(model: Model, cache: KVCache, rows: Rows) -> tuple[KVCache, jax.Array]:
+    tokens, slots = rows.tokens[:, 0], rows.slot_mapping[:, 0]
+    cache, logits = decode(model, cache, tokens, rows.seq_lens, rows.block_tables, slots)
+    return cache, rows.draw(logits)

@@ -1,0 +1,94 @@
+"""Times of kernels, from timelines of the profiler."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.profiler import ProfileData
+
+from jaxkv.bench import kernel_times
+from jaxkv.bench.kernel_times import KernelTimes, time_kernels
+
+NAMES = "attend", "combine", "MemcpyD2D", "jit_call"
+STREAM, MODULES = "Stream #13(Compute,MemcpyD2D)", "XLA Modules"
+
+
+class Device:
+    class client:
+        platform_version = "PJRT C API\ncuda 13000"
+
+
+@pytest.fixture
+def profiled(monkeypatch):
+    """`profiled(lines)` has profilers find events (name, begin, end; microseconds) in the lines of the first GPU."""
+
+    def profile(lines, device="GPU:0"):
+        told = ""
+        for line, events in lines.items():
+            texts = [
+                f"events {{ metadata_id: {NAMES.index(name)} offset_ps: {begin}000000 duration_ps: {took}000000 }}"
+                for name, begin, took in ((name, begin, end - begin) for name, begin, end in events)
+            ]
+            told += f'lines {{ name: "{line}" {" ".join(texts)} }}'
+        for i, name in enumerate(NAMES):
+            told += f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
+        found = ProfileData.from_text_proto(f'planes {{ name: "/device:{device}" {told} }}')
+        monkeypatch.setattr(kernel_times, "ProfileData", type("", (), {"from_file": lambda file: found}))
+
+    monkeypatch.setattr(kernel_times.jax, "devices", lambda: [Device])
+    return profile
+
+
+def timed(repeats):
+    return time_kernels(lambda x: x + 1, jnp.ones(3), repeats=repeats)
+
+
+def test_medians_a_kernel_and_of_their_sum(profiled):
+    spans = [("attend", 10, 12), ("combine", 13, 15), ("attend", 20, 23), ("combine", 25, 26), ("attend", 30, 39)]
+    profiled({STREAM: [*spans, ("combine", 40, 49), ("MemcpyD2D", 50, 60)], MODULES: [("jit_call", 0, 99)]})
+    found = timed(3)
+    assert [name for name, _ in found.kernels] == ["attend", "combine"]
+    assert [seconds for _, seconds in found.kernels] == pytest.approx([3e-6, 2e-6])
+    assert found.median == pytest.approx(4e-6)  # of 4, 4 and 18
+
+
+def test_what_overlaps_is_counted_once(profiled):
+    profiled({STREAM: [("attend", 0, 10), ("combine", 4, 13), ("attend", 12, 20), ("combine", 15, 18)]})
+    found = timed(2)
+    assert [seconds for _, seconds in found.kernels] == pytest.approx([8.5e-6, 1.5e-6])
+    assert found.median == pytest.approx(10e-6)
+
+
+def test_kernels_of_several_streams_are_told_in_order(profiled):
+    profiled({STREAM: [("combine", 5, 6)], "Stream #14(Compute)": [("attend", 1, 4)]})
+    assert timed(1) == KernelTimes(
+        pytest.approx(4e-6), (("attend", pytest.approx(3e-6)), ("combine", pytest.approx(1e-6)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "device"),
+    [
+        ([("attend", 0, 1), ("combine", 2, 3), ("attend", 4, 5)], "GPU:0"),
+        ([("attend", 0, 1), ("combine", 2, 3)], "GPU:0"),
+        ([], "GPU:0"),
+        ([("attend", 0, 1), ("attend", 2, 3)], "GPU:1"),
+    ],
+    ids=["one too many", "different ones", "none", "another GPU"],
+)
+def test_calls_that_cannot_be_told_apart_have_no_times(profiled, capsys, events, device):
+    profiled({STREAM: events}, device)
+    assert timed(2) is None
+    assert "expected the same of each" in capsys.readouterr().err
+
+
+def test_a_second_profiler_has_no_times(profiled, capsys, tmp_path):
+    profiled({STREAM: [("attend", 0, 1)]})
+    with jax.profiler.trace(tmp_path):
+        assert timed(1) is None
+    assert "no kernel times: " in capsys.readouterr().err
+
+
+def test_there_are_none_on_cpus(profiled, monkeypatch):
+    profiled({STREAM: [("attend", 0, 1)]})
+    monkeypatch.setattr(Device.client, "platform_version", "cpu")
+    assert timed(1) is None

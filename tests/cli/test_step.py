@@ -1,0 +1,80 @@
+"""`jaxkv step`: the time of a decode step of a whole model."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxkv.models
+from jaxkv.bench.kernel_times import KernelTimes
+from jaxkv.cli import main, step
+
+MODELS = Path(__file__).parents[1] / "data" / "models"
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
+
+
+@pytest.mark.parametrize(("family", "form"), [("deepseek_v2_lite", "f32"), ("deepseek_v32", "fp8_ds_mla")])
+def test_sizes_and_the_time_of_a_step_are_told(family, form, capsys):
+    assert main(["step", str(MODELS / family), "--requests", "3", "--tokens", "100", "--entry-format", form]) == 0
+    told = capsys.readouterr().out
+    assert f" MB of {form} latents" in told
+    assert "a step of 3 requests x 100 tokens: " in told
+
+
+def test_the_step_attends_to_full_caches():
+    tables = step._tables(3, 130)
+    assert sorted(tables.reshape(-1)) == list(range(9))
+    model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / "deepseek_v2_lite"))
+    cache = step._filled(model, tables.size)
+    assert (cache.buffer != 0).mean() > 0.99
+
+
+def test_the_share_of_the_kernels_is_told(monkeypatch, capsys):
+    names = "gemm_fusion", "_ZN7cutlass", "decode_mla_mosaic_gpu_kernel", "_store_entries"
+    kernels = tuple(zip(names, (5e-3, 1e-3, 3e-3, 1e-3), strict=True))
+
+    def timed(call, *args, repeats):
+        jax.block_until_ready(jax.jit(call)(*args))
+        return KernelTimes(10e-3, kernels)
+
+    monkeypatch.setattr(step, "time_kernels", timed)
+    monkeypatch.setattr(step, "_seconds", lambda model, cache, tokens, index: (20e-3, cache))
+    main(["step", str(MODELS / "deepseek_v3" / "config.json"), "--requests", "1", "--tokens", "1"])
+    told = capsys.readouterr().out
+    assert "a step of 1 request x 1 token: " in told
+    assert "10.000 ms (50% of the step); those of jaxkv: 2, 4.000 ms (20%)" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere/config.json"], "`path` is 'nowhere'"),
+        (["/nowhere"], "`path` is '/nowhere'"),
+        ([str(MODELS / "kimi"), "--requests", "0"], "--requests is 0"),
+        ([str(MODELS / "deepseek_v3"), "--tokens", "1", "--implementation", "mosaic_gpu"], "mosaic_gpu: "),
+    ],
+)
+def test_misuse_is_told(arguments, told):
+    with pytest.raises(SystemExit, match=f"jaxkv step: .*{told}"):
+        main(["step", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "told"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory", SystemExit, "2 requests x 1 token do not fit in memory"),
+        ("INTERNAL: a fault", jax.errors.JaxRuntimeError, "a fault"),
+    ],
+)
+def test_only_what_does_not_fit_is_told_so(error, raised, told, monkeypatch, capsys):
+    def fail(model, num_blocks):
+        raise jax.errors.JaxRuntimeError(error)
+
+    monkeypatch.setattr(step, "_filled", fail)
+    with pytest.raises(raised, match=told):
+        main(["step", str(MODELS / "deepseek_v3"), "--requests", "2", "--tokens", "1"])
+    assert not capsys.readouterr().out

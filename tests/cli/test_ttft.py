@@ -1,0 +1,65 @@
+"""`jaxkv ttft`: the time to the first token in each case, and whether tokens are equal."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxkv.cli import main, ttft
+
+MODELS = Path(__file__).parents[1] / "data" / "models"
+MODEL = MODELS / "deepseek_v2_lite"
+SIZES = ["--prefix", "128", "--chunk", "64", "--rounds", "2"]
+
+
+def test_each_case_finds_its_prefix_and_draws_the_same_tokens(tmp_path, capsys):
+    arguments = [str(MODEL / "config.json"), *SIZES, "--disk", str(tmp_path / "blocks"), "--order", "LBNHC"]
+    assert main(["ttft", *arguments, "--json", str(tmp_path / "told.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "a prefix of 128 tokens is 0.1 MB of f32 latents" in printed
+    assert "all found what they should, and drew the same 16 tokens" in printed
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["prefix"] == {"tokens": 128, "bytes": 128 * 136 * 2 * 4, "order": "LBNHC", "chunk": 64}
+    assert {name: len(times) for name, times in told["ms"].items()} == {"cold": 2, "device": 2, "host": 2, "disk": 2}
+    assert len(list((tmp_path / "blocks").rglob("*.block"))) == 3 * 2
+
+
+@pytest.mark.parametrize("change", [{"tokens": [0] * 16}, {"found": 64}])
+def test_a_case_that_is_wrong_is_told(change, monkeypatch, capsys):
+    served = iter(range(100))
+
+    def pretend(engine, prompt):
+        number = next(served)
+        case = ttft.Case(seconds=1.0, found=0 if number % 4 == 0 else 128, tokens=[7] * 16)
+        return case._replace(**change) if number == 6 else case
+
+    monkeypatch.setattr(ttft, "_served", pretend)
+    assert main(["ttft", str(MODEL), *SIZES]) == 1
+    printed = capsys.readouterr().out
+    assert f"host, round 1: {change.get('found', 128)} tokens found, then {change.get('tokens', [7] * 16)}" in printed
+    assert "all found" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere/config.json"], "`path` is 'nowhere': expected a folder with a config.json"),
+        (["/nowhere"], "`path` is '/nowhere'"),
+        ([str(MODEL), "--prefix", "100"], "--prefix is 100: expected a multiple of 512, .* a smaller --chunk"),
+        ([str(MODEL), "--disk", str(MODEL / "config.json")], "--disk is .*config.json': expected a folder"),
+        ([str(MODEL), "--chunk", "96", "--prefix", "96"], "expected a multiple of 192"),
+        ([str(MODEL), "--entry-format", "int3"], "format 'int3'"),
+        ([str(MODELS / "deepseek_v32"), "--order", "LBNHC"], "`order` is 'LBNHC'"),
+    ],
+)
+def test_misuse_is_told_before_there_are_weights(arguments, told, monkeypatch):
+    monkeypatch.setattr(ttft, "jax", SimpleNamespace(eval_shape=jax.eval_shape))  # and no jit
+    with pytest.raises(SystemExit, match=f"jaxkv ttft: .*{told}"):
+        main(["ttft", *arguments])
+
+
+def test_an_implementation_that_does_not_run_here_is_told():
+    with pytest.raises(SystemExit, match=r"jaxkv ttft: .*mosaic_gpu: "):
+        main(["ttft", str(MODEL), *SIZES, "--implementation", "mosaic_gpu"])

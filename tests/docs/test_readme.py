@@ -1,0 +1,85 @@
+"""The README's code runs, its matrix is the code's, and its commands are the ones that exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxkv.cli import COMMANDS
+from jaxkv.support import support_matrix
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_ten_lines_run():
+    code = re.search(r"## Ten lines\n\n```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    scope = {}
+    exec(code[1], scope)
+    assert scope["out"].shape == (1, 16, 512)
+    assert scope["lse"].shape == (1, 16)
+
+
+def test_the_whole_model_runs(capsys):
+    code = re.search(r"## A whole model\n.*?```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    exec(code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[0] for line in printed) == ["0"] * 100 + ["1"] * 100
+
+
+def test_the_engine_finds_prefixes_of_an_earlier_run(tmp_path):
+    code = re.search(r"## A whole model\n.*?```python\n(from jaxkv import models, offload\n.*?)```", README, re.DOTALL)
+    assert code
+    code = code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3")))
+    for found in (0, 128):
+        scope = {}
+        exec(code.replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
+        assert scope["engine"].reuse.found == found
+
+
+def test_prefill_and_decode_run():
+    code = re.search(r"Underneath, two pure functions.*?```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    scope = {}
+    exec(code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), scope)
+    assert scope["logits"].shape == (1, scope["model"].config.vocab_size)
+    assert scope["logits"].argmax() != scope["token"]
+
+
+def test_blocks_travel(tmp_path):
+    code = re.search(r"## Offload\n.*?```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    scope = {}
+    exec(code[1].replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
+    assert scope["found"] == 3
+    blocks = scope["cache"].buffer.reshape(64, 27, 64 * 576)
+    assert (blocks[20:23, 5] == 1).all()
+    assert len(list(tmp_path.glob("*/*.block"))) == 3
+
+
+def test_the_support_matrix_is_that_of_the_code():
+    shown = re.search(r"<!-- matrix -->\n(.*?)\n?<!-- /matrix -->", README, re.DOTALL)
+    assert shown
+    assert shown[1] == support_matrix(), "run `jaxkv matrix` and paste its output between the marks"
+
+
+def test_every_command_is_told_of():
+    for command in COMMANDS:
+        assert f"`jaxkv {command}`" in README, command
+    told = subprocess.run([sys.executable, "-m", "jaxkv", "--help"], capture_output=True, text=True, check=True).stdout
+    for command in COMMANDS:
+        assert command in told
+
+
+def test_kernels_is_a_source_root_and_no_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_import_costs_little_and_brings_no_triton():
+    code = "import jax, sys, time; t = time.time(); import jaxkv; print(time.time() - t); print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    seconds, modules = printed.split("\n")[:2]
+    assert not {"triton", "jax_triton", "matplotlib", "torch"} & set(modules.split())
+    assert float(seconds) < 5, "importing jaxkv after jax"

@@ -1,0 +1,304 @@
+"""The soak: a few calls of every operation, and what it says of kernels that are wrong, raise or hang."""
+
+import re
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.cli import main
+from jaxkv.dispatch import backends as dispatch
+from jaxkv.fuzz import cases, soak, trial
+from jaxkv_kernels import xla
+from support.compare import assert_close
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Few calls a case, on small caches."""
+    monkeypatch.setattr(soak, "CALLS_A_CASE", 6)
+    monkeypatch.setattr(cases, "MOST_BYTES", 2**21)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """f(operation, fault): adds an implementation whose only kernel is `fault(xla's kernel)`."""
+
+    def add(operation, fault):
+        kernel = fault(xla.OPERATIONS[operation])
+        package = SimpleNamespace(OPERATIONS={operation: kernel}, unavailable=lambda: [], refuses=lambda *call: [])
+        monkeypatch.setattr(dispatch, "LADDER", (*dispatch.LADDER, dispatch.Implementation("broken", "none", package)))
+
+    return add
+
+
+@pytest.mark.parametrize("operation", cases.OPERATIONS)
+def test_xla_is_right(operation, capsys):
+    seed = cases.OPERATIONS.index(operation)
+    assert soak.soak(calls=5, seed=seed, implementation="xla") == 0
+    line, last = capsys.readouterr().out.splitlines()
+    assert re.match(rf"seed {seed}: 5 calls ok, \d+ a second: {operation} ", line)
+    assert re.match(r"5 calls of xla on .*: 0 wrong", last)
+
+
+def packed_pages(kernel):
+    """Addresses that are right in a packed cache only."""
+
+    def run(*args, pages, **keywords):
+        token = pages.width * pages.num_heads
+        strides = {"token_stride": token, "head_stride": pages.width, "block_stride": token * pages.block_size}
+        return kernel(*args, pages=replace(pages, **strides, layer_stride=0, offset=0), **keywords)
+
+    return run
+
+
+def one_token_more(kernel):
+    """Attends to the token after the last."""
+    return lambda *args, seq_lens, **keywords: kernel(*args, seq_lens=seq_lens + 1, **keywords)
+
+
+def slightly_off(kernel):
+    """Scores that are 2 % too large."""
+    return lambda *args, scale, **keywords: kernel(*args, scale=1.02 * scale, **keywords)
+
+
+def drops_a_request(kernel):
+    """The rows of the last request are 0."""
+
+    def run(*args, **keywords):
+        out, lse = kernel(*args, **keywords)
+        return out.at[-1].set(0), lse
+
+    return run
+
+
+def touches_a_neighbour(kernel):
+    """Clears an element of the buffer that it has not been asked to write."""
+    return lambda *args, **keywords: kernel(*args, **keywords).at[-1].set(0)
+
+
+def writes_slot_0_for_none(kernel):
+    """Takes skipped slots for slot 0."""
+
+    def run(*args, slot_mapping, **keywords):
+        return kernel(*args, slot_mapping=jnp.maximum(slot_mapping, 0), **keywords)
+
+    return run
+
+
+def ignores_where_runs_start(kernel):
+    """Gathers from the first token."""
+    return lambda *args, seq_starts, **keywords: kernel(*args, seq_starts=None, **keywords)
+
+
+def copies_one_by_one(kernel):
+    """Reads blocks that earlier pairs have written."""
+
+    def run(buffer, src, dst, pages):
+        for pair in range(src.size):
+            buffer = kernel(buffer, src[pair : pair + 1], dst[pair : pair + 1], pages=pages)
+        return buffer
+
+    return run
+
+
+FAULTS = [
+    ("decode_mla", packed_pages),
+    ("decode_mla", one_token_more),
+    ("decode_mla", slightly_off),
+    ("decode_kv", packed_pages),
+    ("decode_kv", drops_a_request),
+    ("indexer_logits", one_token_more),
+    ("gather_mla", packed_pages),
+    ("gather_kv", ignores_where_runs_start),
+    ("write_mla", packed_pages),
+    ("write_kv", touches_a_neighbour),
+    ("write_indexer_k", writes_slot_0_for_none),
+    ("copy_blocks", copies_one_by_one),
+    ("read_blocks", lambda kernel: lambda **arguments: -kernel(**arguments)),
+    ("write_blocks", touches_a_neighbour),
+]
+
+
+@pytest.mark.parametrize(("operation", "fault"), FAULTS)
+def test_faults_are_found_and_repeat(operation, fault, broken, capsys):
+    broken(operation, fault)
+    first = cases.OPERATIONS.index(operation)
+    seeds = range(first, first + 5 * len(cases.OPERATIONS), len(cases.OPERATIONS))  # not every layout shows every fault
+    assert any(soak.soak(calls=6, seed=seed, implementation="broken") for seed in seeds)
+    told = capsys.readouterr().out
+    assert "WRONG" in told
+    call, errors, again, calls = re.search(r"call (\d+): errors (.*) x tol.*--seed (\d+) --calls (\d+)", told).groups()
+    assert int(calls) == int(call) + 1
+    assert soak.soak(calls=int(calls), seed=int(again), implementation="broken") > 0
+    assert f"call {call}: errors {errors} x" in capsys.readouterr().out
+
+
+def test_a_call_that_hangs_is_told(broken, monkeypatch, capsys):
+    def slow(kernel):
+        def run(**arguments):
+            def sleep(x):
+                time.sleep(1.5)
+                return x
+
+            rows = kernel(**arguments)
+            return jax.pure_callback(sleep, jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows)
+
+        return run
+
+    broken("read_blocks", slow)
+    codes = []
+    monkeypatch.setattr(soak, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(soak.os, "_exit", codes.append)
+    seed = cases.OPERATIONS.index("read_blocks")
+    soak.soak(calls=1, seed=seed, implementation="broken")
+    assert codes == [3]
+    assert f"HANGS, no answer in 0.5 s: seed {seed}, call 0: read_blocks " in capsys.readouterr().err
+
+
+def test_a_case_that_does_not_compile_is_told_and_the_next_one_runs(broken, capsys):
+    def raises_once(kernel):
+        made = []
+
+        def run(**arguments):
+            made.append(1)
+            if len(made) == 1:
+                raise ValueError("dimension 1 must be a multiple of 8")
+            return kernel(**arguments)
+
+        return run
+
+    broken("read_blocks", raises_once)
+    seed = cases.OPERATIONS.index("read_blocks")
+    assert soak.soak(calls=12, seed=seed, implementation="broken") == 1
+    told = capsys.readouterr().out
+    assert f"seed {seed}: DOES NOT COMPILE, ValueError: dimension 1 must be a multiple of 8: read_blocks " in told
+    assert f"seed {seed + len(cases.OPERATIONS)}: 6 calls ok" in told
+
+
+def test_a_call_that_raises_is_told(broken):
+    def raises(kernel):
+        def run(**arguments):
+            def fail(x):
+                raise FloatingPointError("illegal address")
+
+            rows = kernel(**arguments)
+            return jax.pure_callback(fail, jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows)
+
+        return run
+
+    broken("read_blocks", raises)
+    seed = cases.OPERATIONS.index("read_blocks")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address") as raised:
+        soak.soak(calls=1, seed=seed, implementation="broken")
+    assert f"seed {seed}, call 0: read_blocks" in raised.value.__notes__[-1]
+
+
+def test_an_implementation_that_takes_nothing_ends_with_its_reasons(broken, capsys):
+    broken("merge_states", lambda kernel: kernel)
+    assert soak.soak(calls=3, seed=5, implementation="broken") == 0
+    told = capsys.readouterr().out
+    assert told.count("not called") == len(cases.OPERATIONS)
+    assert "has no kernel for decode_kv" in told
+    assert "0 calls of broken" in told
+
+
+def test_the_command(capsys):
+    assert main(["verify", "--calls", "8", "--seed", "11"]) == 0
+    told = capsys.readouterr().out
+    assert "seed 11: 6 calls ok" in told
+    assert "seed 12: 2 calls ok" in told
+
+
+@pytest.mark.parametrize("order", ["BLHNC", "LHBNC"])
+def test_the_address_map_is_the_formula(order):
+    entry = jaxkv.KVEntry("f16", head_dim=3, value_dim=2)
+    sizes = {"num_layers": 2, "num_blocks": 3, "block_size": 4, "num_heads": 2}
+    layout = jaxkv.CacheLayout(**sizes, entry=entry, order=order, block_padding=6)
+    found, steps = trial.address_map(layout), layout.strides
+    seen = np.full(layout.size, -1)
+    for place, (layer, block, token, head, i) in enumerate(np.ndindex(2, 3, 4, 2, 5)):
+        address = layer * steps.layer + block * steps.block + head * steps.head + token * steps.token + i
+        assert found.layer[address] == layer
+        assert found.place[address] == place % (3 * 4 * 2 * 5)
+        assert found.block[address] == block
+        seen[address] = block
+    assert np.array_equal(seen >= 0, found.layer >= 0)
+    for block in range(3):
+        elements = np.flatnonzero(found.block == block)
+        assert np.array_equal(found.blocks[block][found.place_in_block[elements]], elements)
+        assert set(np.flatnonzero(seen == block)) <= set(elements)
+    assert (found.block >= 0).all() == (order == "BLHNC"), "padding travels with blocks that are runs"
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.9, 1.1, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("where", ["one element", "everywhere"])
+def test_errors_are_counted_as_in_the_tests(scale, dtype, where):
+    rng = np.random.default_rng(0)
+    expected = rng.standard_normal((5, 64)).astype(np.float32)
+    expected[3] = -np.inf
+    tolerance = 2048 * trial.EPSILON[dtype]  # so large that the storing of `found` does not count
+    step = np.where(np.isfinite(expected), scale * tolerance * (np.abs(expected) + 1), 0)
+    if where == "everywhere":
+        step = scale * tolerance / 2 * np.where(np.isfinite(expected), np.abs(expected), 0)
+    else:
+        step[np.arange(5)[:, None] * 64 + np.arange(64) != 70] = 0
+    found = jnp.asarray(expected + step)
+    error = float(trial._excess(found, expected, roundings=2048, dtype=dtype, magnitude=1))
+    assert error == pytest.approx(scale, rel=0.01)
+    if scale > 1:
+        with pytest.raises(AssertionError):
+            assert_close(found, expected, roundings=2048, dtype=dtype, magnitude=1)
+    else:
+        assert_close(found, expected, roundings=2048, dtype=dtype, magnitude=1)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_nan_and_inf_belong_in_their_places(odd):
+    plain = jnp.zeros(4)
+    with_odd = plain.at[2].set(odd)
+    options = {"roundings": 4, "dtype": "float32", "magnitude": 1}
+    assert trial._excess(with_odd, with_odd, **options) == 0
+    assert trial._excess(plain, with_odd, **options) == np.inf
+    assert trial._excess(with_odd, plain, **options) == np.inf
+    assert trial._excess(with_odd, -with_odd, **options) == (0 if np.isnan(odd) else np.inf)
+
+
+def test_a_bit_is_a_difference():
+    x = jnp.asarray([1.0, jnp.nan], jnp.bfloat16)
+    assert trial._differ(x, x) == 0
+    assert trial._differ(x, -x) == np.inf
+    assert trial._differ(jnp.zeros(2), -jnp.zeros(2)) == np.inf
+
+
+def test_draws_are_of_every_kind():
+    drawn = [cases.draw_case(seed, "xla") for seed in range(400)]
+    layouts = [case.layout for case in drawn]
+    assert {layout.order for layout in layouts if layout.num_heads > 1} == set(jaxkv.ORDERS)
+    assert {layout.entry.format for layout in layouts} == {"bf16", "f16", "f32", "fp8", "fp8_ds_mla", "indexer_fp8"}
+    assert {True, False} == {layout.blocks_are_runs for layout in layouts}
+    assert any(layout.strides.token > layout.num_heads * layout.width for layout in layouts if layout.order[0] == "B")
+    assert any(layout.dtype != layout.entry.dtype for layout in layouts)
+    assert drawn[:20] == [cases.draw_case(seed, "xla") for seed in range(20)]
+
+    attention = next(
+        case for case in drawn if case.operation == "decode_mla" and case.columns == 5 and case.requests == 2
+    )
+    calls = [attention.draw(np.random.default_rng([0, call])) for call in range(300)]
+    lengths = np.stack([call.index[1] for call in calls])
+    size = attention.layout.block_size
+    assert {0, 1, size, attention.columns * size} <= set(lengths.ravel().tolist())
+    layers = {int(call.layer) for call in calls}
+    assert {*range(attention.layout.num_layers), -1, attention.layout.num_layers} <= layers
+    tables = np.stack([call.index[0] for call in calls])
+    used = np.arange(attention.columns) * size < lengths[..., None]
+    unknown = (tables < 0) | (tables >= attention.layout.num_blocks)
+    assert (unknown & used).any(), "blocks that the cache does not have, among those that are read"
+    assert unknown[~used].mean() > 0.5
+    assert 0.1 < np.mean([call.live.mean() for call in calls]) < 0.9

@@ -1,0 +1,206 @@
+"""Mosaic GPU kernels: lowered for CUDA and interpreted on any machine; the whole suites on a Hopper GPU (`-m gpu`)."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+import jaxkv
+from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv_kernels.mosaic_gpu.combine import combine
+from jaxkv_kernels.mosaic_gpu.plan_decode import Plan
+from support import suites
+from support.compare import assert_close, assert_same_bits
+from support.hopper import kernel_operands, on_hopper, read_early
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
+
+
+class Mosaic:
+    """What every suite of these kernels says of itself."""
+
+    implementation = "mosaic_gpu"
+    latent, rope = 512, 64
+    exact = "bf16"
+    gaps = (
+        "entries of format",  # float32 has no wgmma; quantised entries are to come
+        "blocks of",  # TMA tiles are of whole 16-token pages
+        "block stride",  # padding that is no multiple of the token stride: pages are no rows
+        "`buffer` of",  # a buffer of another dtype, shared with other groups
+        "`q_latent` of",  # queries of another dtype than the entries
+    )
+
+
+@pytest.mark.gpu
+@on_hopper
+class TestDecodeMLA(Mosaic, suites.DecodeMLA):
+    """The whole suite, on the GPU."""
+
+    def test_a_scan_over_layers_stacks_the_results(self):
+        scene = suites.scenes.scene(self.entry())
+        layout = suites.layout_of("BLNHC", self.entry())
+        cache, q = scene.cache(layout, 1), suites.queries(self.entry(), len(scene.lengths), 1, 16)
+
+        suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, scene, layer), cache)
+
+    @pytest.mark.parametrize("heads", [16, 64, 128])
+    def test_batch_invariant_bits(self, heads):
+        suites.assert_batch_invariant((9000, 0, 70, 3000, 1025), heads)
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
+    """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
+
+    def case(self, lengths, heads, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
+        entry = self.entry(form)
+        scene = suites.scenes.scene(entry, lengths=lengths, block_size=block_size)
+        found = suites.layout_of(layout, entry, block_size=block_size)
+        q = suites.queries(entry, len(lengths), tokens, heads)
+        return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
+
+    @pytest.mark.parametrize("heads", [5, 16, 64])
+    def test_lengths_round_the_edges(self, heads):
+        self.case((0, 1, 64, 65, 130), heads)
+
+    def test_few_rows_of_more_requests_than_a_cta_has_places_for(self):
+        self.case((1, 66, 0, 3, 0) * 4, 2, 3)
+
+    def test_a_cluster_shares_the_keys(self):
+        self.case((200, 129), 128, form="f16")
+
+    def test_several_tokens_and_odd_heads_on_a_layer_major_cache(self):
+        self.case((3, 140), 20, 2, layout="LBNHC", layer=2)
+
+    @pytest.mark.parametrize("heads", [16, 64])
+    def test_small_pages_and_a_cap(self, heads):
+        self.case((77,), heads, block_size=16, logit_cap=2.0)
+
+    @pytest.mark.parametrize(("heads", "power"), [(16, 2.0**60), (16, 2.0**-60), (64, 2.0**60), (64, 2.0**-60)])
+    def test_pieces_of_a_cut_request_keep_the_range_of_the_entries(self, heads, power):
+        entry = self.entry("bf16")
+        scene = suites.scenes.scene(entry, lengths=(600,))
+        cache, q = scene.cache(suites.layout_of("BLNHC", entry), 1), suites.queries(entry, 1, 1, heads)
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths)
+        plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=heads, implementation="mosaic_gpu")
+        assert plan.schedule.cuts[0, 0] == 0
+
+        def decode(power):
+            scaled = jaxkv.KVCache(cache.buffer * jnp.bfloat16(power), cache.layout)
+            options = {"layer": 1, "scale": 0.11 / power, "return_lse": True, "plan": plan}
+            return jaxkv.decode_mla(*q, scaled, tables, lengths, **options)
+
+        (out, lse), (scaled, same_lse) = decode(1.0), decode(power)
+        assert_same_bits(scaled, out * jnp.bfloat16(power))
+        assert_same_bits(same_lse, lse)
+
+    test_blocks_outside_the_cache_are_masked = suites.DecodeMLA.test_blocks_outside_the_cache_are_masked
+    test_traced_layer_outside_the_cache_is_empty = suites.DecodeMLA.test_traced_layer_outside_the_cache_is_empty
+
+
+@pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "block_size", "cap"),
+    [
+        (1, 16, 64, None),
+        (4, 2, 16, 30.0),
+        (1, 64, 64, None),
+        (1, 128, 64, 30.0),
+        (2, 128, 16, None),
+        (3, 20, 128, None),
+    ],
+)
+def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
+    entry = jaxkv.MLAEntry("bf16")
+    layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=block_size, entry=entry, order=order)
+    shape = jax.ShapeDtypeStruct
+    arrays = (
+        shape((4, tokens, heads, 512), jnp.bfloat16),
+        shape((4, tokens, heads, 64), jnp.bfloat16),
+        shape((layout.size,), jnp.bfloat16),
+        shape((4, 9), jnp.int32),
+        shape((4,), jnp.int32),
+        shape((), jnp.int32),
+        shape((), jnp.float32),
+    )
+
+    def decode(*arrays):
+        return mosaic_gpu.OPERATIONS["decode_mla"](*arrays, None, None, pages=layout.pages, entry=entry, logit_cap=cap)
+
+    traced = jax.jit(decode).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    attention, combining = kernel_operands(text)
+    assert read_early(traced.jaxpr) == [[], 3 * [(4, 3)]]  # the cuts alone: request, first piece, pieces
+    assert combining[3] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
+    for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
+        assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
+
+
+REFUSED = {
+    "entries of format 'f32'": dict(entry=jaxkv.MLAEntry("f32")),
+    "entries of 256 + 64 values": dict(entry=jaxkv.MLAEntry("bf16", latent=256)),
+    "blocks of 61 tokens": dict(block_size=61),
+    "block stride": dict(block_padding=8),
+    "`buffer` of uint8": dict(dtype="uint8"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_explain_tells_the_reason_for_a_layout(reason):
+    sizes = dict(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
+    layout = jaxkv.CacheLayout(**{**sizes, **REFUSED[reason]})
+    q = [jax.ShapeDtypeStruct((1, 16, n), layout.entry.dtype) for n in layout.entry.sizes]
+    tables, lengths = jax.ShapeDtypeStruct((1, 4), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    with interpreting(True):
+        found = jaxkv.explain(jaxkv.decode_mla, *q, cache, tables, lengths, layer=0, scale=1.0)
+        assert found.chosen == "xla"
+        assert any(told.startswith(reason) for told in found.reasons["mosaic_gpu"]), found
+
+
+def test_without_a_hopper_gpu_the_reason_is_the_device():
+    if not mosaic_gpu.unavailable():
+        pytest.skip("this is a Hopper GPU")
+    assert mosaic_gpu.unavailable()[0].startswith("needs ")
+    assert "NPROC" in os.environ  # the interpreter's threads wait for each other: see conftest.py
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "count"),
+    [(24, 5, 3), (8, 12, 9), (5, 5, 2), (8, 40, 33)],
+    ids=["a warp has two rows", "a warp has a row", "odd rows", "many pieces"],
+)
+def test_pieces_are_combined(rows, slots, count):
+    rng = np.random.default_rng(0)
+    mine = slice(2, 2 + count)
+    values, lse, scales = (
+        np.full(shape, np.nan, np.float32) for shape in [(slots, rows, 512), (slots, rows), (slots, 2, rows)]
+    )
+    values[mine] = rng.uniform(-1, 1, (count, rows, 512)).astype(np.float16)
+    lse[mine], scales[mine] = rng.normal(0, 9, (count, rows)), rng.uniform(0.1, 9, (count, 2, rows))
+    lse[2:, 3] = -np.inf  # a row that sees nothing
+    plan = Plan(
+        starts=jnp.zeros((1, 8), jnp.int32),
+        items=jnp.zeros((1, 7), jnp.int32),
+        cuts=jnp.asarray([[-1, 0, 0], [1, 2, count]], jnp.int32),
+        pieces=slots,
+    )
+    before, before_lse = jnp.full((2, rows, 512), 7, jnp.bfloat16), jnp.full((2, rows), 7, jnp.float32)
+    pieces = (jnp.asarray(x) for x in (values.astype(np.float16), lse, scales))
+    out, out_lse = combine(before, before_lse, *pieces, plan, rows=rows, interpret=True)
+
+    weights = np.exp2(lse[mine].astype(np.float64) - lse[mine].max(axis=0).clip(-99))
+    total = weights.sum(axis=0)
+    scaled = values[mine] * scales[mine].swapaxes(1, 2).repeat(256, axis=2)
+    expected = (scaled * weights[..., None]).sum(axis=0) / np.where(total == 0, 1, total)[:, None]
+    # Rounded to bf16 once, from sums in float32 that may cancel.
+    assert_close(out[1], expected, roundings=1, magnitude=2**-9, what="out")
+    with np.errstate(divide="ignore"):
+        expected_lse = np.log(total) + np.log(2) * lse[mine].max(axis=0)
+    assert_close(out_lse[1], expected_lse, magnitude=1, what="lse")
+    assert (out[0] == 7).all()
+    assert (out_lse[0] == 7).all()

@@ -1,0 +1,223 @@
+"""Mosaic GPU kernels that copy: lowered for CUDA and interpreted on any machine; the whole suites on a Hopper GPU."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+import jaxkv
+from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu import interpreting
+from support import suites
+from support.hopper import on_hopper, read_early
+
+MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
+
+
+class Mosaic:
+    """What every suite of these kernels says of itself."""
+
+    implementation = "mosaic_gpu"
+    gaps = (
+        "entries of format",  # quantised entries are encoded, not copied
+        "`dtype` of",  # results of another dtype than the entries: converted, not copied
+        "has no kernel for write_indexer_k",
+        "has no kernel for gather_indexer_k",
+    )
+
+
+@pytest.mark.gpu
+@on_hopper
+class TestWrites(Mosaic, suites.Writes, suites.WritesInScans):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_hopper
+class TestGathers(Mosaic, suites.Gathers):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_hopper
+class TestBlocks(Mosaic, suites.Blocks, suites.BlocksInScans):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_hopper
+class TestLargeCaches(Mosaic, suites.LargeCaches):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedWrites(Mosaic, suites.WriteChecks):
+    """The interpreter's word on every kind of address."""
+
+    @pytest.mark.parametrize("name", suites.scenes.LAYOUTS)
+    def test_latents(self, name):
+        layout = suites.layout_of(name, MLA, block_size=16)
+        self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
+
+    @pytest.mark.parametrize(("name", "heads"), [("BLNHC", 4), ("LBHNC", 2), ("BHLNC", 3), ("packed, uint8", 1)])
+    def test_keys_and_values(self, name, heads):
+        layout = suites.layout_of(name, jaxkv.KVEntry("f16", head_dim=16, value_dim=8), num_heads=heads, block_size=16)
+        self.check(layout, 2, self.slots(layout, np.random.default_rng(0), count=33), "random")
+
+    test_traced_layer_outside_the_cache_writes_nothing = (
+        suites.Writes.test_traced_layer_outside_the_cache_writes_nothing
+    )
+    test_no_tokens = suites.Writes.test_no_tokens
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedGathers(Mosaic, suites.GatherChecks):
+    """Likewise, with first tokens that are not 0, requests without tokens, and rows without a token."""
+
+    def case(self, name, entry, heads, lengths=(0, 2, 17, 0, 21), runs=((0, 0), (1, 2), (15, 17), (0, 0), (3, 21))):
+        scene = suites.scenes.scene(entry, num_heads=heads, lengths=lengths, block_size=16)
+        self.check(scene, suites.layout_of(name, entry, num_heads=heads, block_size=16), 1, runs)
+
+    @pytest.mark.parametrize("name", suites.scenes.LAYOUTS)
+    def test_latents(self, name):
+        self.case(name, MLA, 1)
+
+    @pytest.mark.parametrize(("name", "heads"), [("BLNHC", 4), ("LBHNC", 2), ("BHLNC", 3), ("packed, uint8", 1)])
+    def test_keys_and_values(self, name, heads):
+        self.case(name, jaxkv.KVEntry("f16", head_dim=16, value_dim=8), heads)
+
+    def test_many_requests(self):
+        rng = np.random.default_rng(0)
+        lengths = tuple(int(n) for n in rng.integers(0, 2, 20))
+        self.case("BLNHC", jaxkv.MLAEntry("f32", 16, 4), 1, lengths, [(0, n) for n in lengths])
+
+    test_tokens_outside = suites.Gathers.test_tokens_outside_the_table_or_the_cache_are_zero
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedBlocks(Mosaic, suites.BlockChecks):
+    """Blocks of one run, of several, of runs longer than a chunk."""
+
+    @pytest.mark.parametrize("name", suites.scenes.LAYOUTS)
+    def test_copy_and_travel(self, name):
+        case = self.make(name, MLA, block_size=16, num_blocks=7)
+        self.check_copy(*case)
+        self.check_travel(*case)
+
+    @pytest.mark.parametrize("name", ["BLNHC", "packed, uint8"])
+    def test_entries_of_any_width(self, name):
+        self.check_copy(*self.make(name, suites.scenes.INDEXER_ENTRY, num_blocks=7))
+
+
+def shape(*dims, dtype="int32"):
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+def calls(layout):
+    """Operation by name: the call of the kernel as a function of (buffer, *arrays), and those arrays."""
+    entry, pages, heads, dtype = layout.entry, layout.pages, layout.num_heads, layout.entry.dtype
+    kind, scales = ("mla", [None]) if entry.one_head else ("kv", [None, None])
+    run = mosaic_gpu.OPERATIONS
+    new = [shape(700, *(() if entry.one_head else (heads,)), n, dtype=dtype) for n in entry.sizes]
+    ids, options = shape(9), dict(pages=pages, entry=entry)
+    return {
+        f"write_{kind}": (lambda b, *a: run[f"write_{kind}"](b, *a, *scales, **options), [*new, shape(700), shape()]),
+        f"gather_{kind}": (
+            lambda b, *a: run[f"gather_{kind}"](b, *a, *scales, **options, total=700, dtype=dtype),
+            [shape(8, 16), shape(9), shape(8), shape()],
+        ),
+        "copy_blocks": (lambda b, *a: run["copy_blocks"](b, *a, pages=pages), [ids, ids]),
+        "read_blocks": (lambda b, *a: run["read_blocks"](b, *a, pages=pages), [ids]),
+        "write_blocks": (
+            lambda b, *a: run["write_blocks"](b, *a, pages=pages),
+            [ids, shape(9, pages.block_elements, dtype=layout.dtype)],
+        ),
+    }
+
+
+KERNELS = {"copy_blocks": 2}
+"""Kernels that a call launches, where that is not one: pairs that must wait are written by a second."""
+
+
+@pytest.mark.parametrize("entry", [MLA, KV], ids=["mla", "kv"])
+@pytest.mark.parametrize("name", suites.scenes.LAYOUTS)
+def test_lowers_for_hopper_in_place(name, entry):
+    layout = suites.layout_of(name, entry, num_heads=1 if entry.one_head else 8, num_layers=61, num_blocks=4096)
+    buffer = shape(layout.size, dtype=layout.dtype)
+    for operation, (call, arrays) in calls(layout).items():
+        writes = not operation.startswith(("gather", "read"))
+        jitted = jax.jit(call, donate_argnums=0 if writes else ())
+        traced = jitted.trace(buffer, *arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        kernels = re.findall(r"custom_call @mosaic_gpu.*", text)
+        assert len(kernels) == KERNELS.get(operation, 1), operation
+        assert read_early(traced.jaxpr) == len(kernels) * [[]]
+        if writes:
+            main = next(line for line in text.splitlines() if "@main" in line)
+            assert "tf.aliasing_output" in re.search("%arg0: ([^%]*)", main)[1]
+            assert all("output_operand_alias" in kernel for kernel in kernels)
+        assert large(text, layout.size) <= {
+            "stablehlo.reshape",
+            "stablehlo.custom_call",
+            "stablehlo.optimization_barrier",
+            "call",
+        }
+        assert "stablehlo.reshape" in large(text, layout.size)  # else the text of lowered programs has changed
+
+
+def large(text, size):
+    """The operations whose results have as many elements as the cache."""
+    found = re.findall(r"^ *%\S+ = (\S+) .*tensor<((?:\d+x)+)\w+>\)?$", text, re.MULTILINE)
+    return {name for name, dims in found if math.prod(int(n) for n in dims.split("x") if n) >= size}
+
+
+REFUSED = {
+    "entries of format 'fp8'": (jaxkv.MLAEntry("fp8"), {}),
+    "part of 60 values of 120 bytes: takes multiples of 16": (jaxkv.MLAEntry("bf16", 512, 60), {}),
+    "block stride of 221192 bytes: takes multiples of 16": (MLA, dict(block_padding=4)),
+    "a token of 163968 bytes in all heads": (jaxkv.MLAEntry("bf16", 81920, 64), {}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_explain_tells_the_reason_against_entries(reason):
+    entry, more = REFUSED[reason]
+    layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=entry, **more)
+    cache = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout)
+    scale = {"kv_scale": 1.0} if entry.codec.scaled else {}
+    new = [shape(5, n, dtype="bfloat16") for n in entry.sizes]
+    with interpreting(True):
+        write = jaxkv.explain(jaxkv.write_mla, cache, *new, shape(5), layer=0, **scale)
+        gather = jaxkv.explain(jaxkv.gather_mla, cache, shape(2, 4), shape(3), layer=0, total=9, **scale)
+    for found in (write, gather):
+        assert found.chosen == "xla"
+        assert found.reasons["mosaic_gpu"][0].startswith(reason), found
+
+
+def test_explain_tells_the_reason_against_other_dtypes():
+    layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=MLA)
+    cache = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout)
+    new = [shape(5, n, dtype="float32") for n in MLA.sizes]
+    with interpreting(True):
+        write = jaxkv.explain(jaxkv.write_mla, cache, *new, shape(5), layer=0)
+        gather = jaxkv.explain(jaxkv.gather_mla, cache, shape(2, 4), shape(3), layer=0, total=9, dtype="float32")
+    assert write.reasons["mosaic_gpu"][0] == "`kv_c` of float32: takes that of the entries, bfloat16"
+    assert gather.reasons["mosaic_gpu"][0] == "`dtype` of float32: takes that of the entries, bfloat16"
+
+
+def test_explain_tells_the_reason_against_blocks():
+    sizes = dict(num_layers=3, num_blocks=4, block_size=63, entry=jaxkv.IndexerEntry())
+    for order, reason in {
+        "BLNHC": "run of a block of 24948 bytes: takes multiples of 16",
+        "LBNHC": "run of a block of 8316 bytes: takes multiples of 16",
+    }.items():
+        layout = jaxkv.CacheLayout(**sizes, order=order)
+        cache = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout)
+        with interpreting(True):
+            found = jaxkv.explain(jaxkv.read_blocks, cache, shape(3))
+        assert found.chosen == "xla"
+        assert found.reasons["mosaic_gpu"][0] == reason

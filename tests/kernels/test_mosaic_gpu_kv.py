@@ -1,0 +1,181 @@
+"""The Mosaic GPU kernel of `decode_kv`: lowered, interpreted, and the whole suite on a Hopper GPU (`-m gpu`)."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+import jaxkv
+from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
+from support import suites
+from support.hopper import kernel_operands, on_hopper, read_early
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
+
+
+class Mosaic:
+    """What every suite of this kernel says of itself."""
+
+    implementation = "mosaic_gpu"
+    head_dim, value_dim = 128, 64
+    exact = "bf16"
+    gaps = (
+        "entries of format",  # float32 has no wgmma; quantised entries are to come
+        "blocks of",  # TMA tiles are of whole 16-token pages
+        "block stride",  # padding that is no multiple of the token stride: pages are no rows
+        "`buffer` of",  # a buffer of another dtype, shared with other groups
+    )
+
+
+@pytest.mark.gpu
+@on_hopper
+class TestDecodeKV(Mosaic, suites.DecodeKV):
+    """The whole suite, on the GPU."""
+
+    def test_a_scan_over_layers_stacks_the_results(self):
+        entry = self.entry()
+        scene = suites.scenes.scene(entry, num_heads=2)
+        layout = suites.layout_of("BLNHC", entry, num_heads=2)
+        cache, q = scene.cache(layout, 1), self.query(entry, len(scene.lengths), 1, 8)
+
+        suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, scene, layer), cache)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+def test_sizes_of_entries_and_blocks(sizes, block_size):
+    suite = TestDecodeKV()
+    suite.head_dim, suite.value_dim = sizes
+    entry = suite.entry()
+    lengths = (0, 700, block_size + 1, 129)
+    scene = suites.scenes.scene(entry, num_heads=2, block_size=block_size, lengths=lengths, num_blocks=80)
+    layout = suites.layout_of("BLHNC", entry, num_heads=2, block_size=block_size, num_blocks=80)
+    for keywords in ({}, {"window": 300, "logit_cap": 2.0}):
+        suite.check(suite.query(entry, 4, 2, 10), scene.cache(layout, 1), scene, 1, **keywords)
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpreted(Mosaic, suites.DecodeKVChecks):
+    """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
+
+    def case(self, lengths, heads, group, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
+        entry = self.entry(form)
+        scene = suites.scenes.scene(entry, num_heads=heads, lengths=lengths, block_size=block_size)
+        found = suites.layout_of(layout, entry, num_heads=heads, block_size=block_size)
+        q = self.query(entry, len(lengths), tokens, heads * group)
+        return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
+
+    def test_heads_in_the_row_and_lengths_round_the_edges(self):
+        self.case((0, 1, 64, 65, 130), 2, 4)
+
+    def test_heads_outside_the_block(self):
+        self.case((200, 129), 2, 1, layout="LHBNC", form="f16")
+
+    def test_several_tiles_of_rows_of_several_tokens(self):
+        self.case((3, 140), 1, 23, 3, layout="LBHNC", layer=2)
+
+    def test_small_pages_and_a_cap(self):
+        self.case((77,), 2, 2, block_size=16, layout="BHLNC", logit_cap=2.0)
+
+    def test_a_window_whose_edges_lie_inside_tiles(self):
+        self.case((500, 70, 30), 1, 2, 2, block_size=128, window=200)
+
+    def test_the_largest_heads_have_one_slot_a_ring(self, monkeypatch):
+        monkeypatch.setattr(self, "head_dim", 256)
+        monkeypatch.setattr(self, "value_dim", 256)
+        self.case((400, 200), 1, 2)
+
+    test_blocks_outside_the_cache_are_masked = suites.DecodeKV.test_blocks_outside_the_cache_are_masked
+    test_traced_layer_outside_the_cache_is_empty = suites.DecodeKV.test_traced_layer_outside_the_cache_is_empty
+
+
+@pytest.mark.parametrize("order", jaxkv.ORDERS)
+def test_views_of_all_orders_lead_to_the_entries(order):
+    layout = jaxkv.CacheLayout(
+        num_layers=3, num_blocks=5, block_size=16, num_heads=4, entry=jaxkv.KVEntry("bf16", 64), order=order
+    )
+    view, strides = token_rows(layout.pages), layout.strides
+    assert view.shape[0] * view.shape[1] * view.shape[2] == layout.size
+    for layer, block, head, token in itertools.product(range(3), range(5), range(4), (0, 8)):
+        index, row = view.index(layer, block, token, head)
+        found = (index * view.shape[1] + row) * view.shape[2] + view.column(layer, head)
+        entry = layer * strides.layer + block * strides.block + head * strides.head + token * strides.token
+        assert found == layout.offset + entry
+
+
+@pytest.mark.parametrize("order", jaxkv.ORDERS)
+@pytest.mark.parametrize(
+    ("sizes", "heads", "group", "tokens", "block_size", "keywords"),
+    [
+        ((128, 128), 8, 4, 1, 64, {}),
+        ((128, 128), 32, 1, 1, 16, {"window": 1000}),
+        ((64, 64), 8, 8, 1, 256, {"logit_cap": 30.0}),
+        ((192, 128), 4, 40, 2, 32, {}),
+        ((256, 256), 4, 4, 3, 128, {"window": 100, "logit_cap": 30.0}),
+    ],
+)
+def test_lowers_for_hopper(order, sizes, heads, group, tokens, block_size, keywords):
+    entry = jaxkv.KVEntry("bf16", *sizes)
+    layout = jaxkv.CacheLayout(
+        num_layers=32, num_blocks=4096, block_size=block_size, num_heads=heads, entry=entry, order=order
+    )
+    shape = jax.ShapeDtypeStruct
+    arrays = (
+        shape((4, tokens, heads * group, sizes[0]), jnp.bfloat16),
+        shape((layout.size,), jnp.bfloat16),
+        shape((4, 9), jnp.int32),
+        shape((4,), jnp.int32),
+        shape((), jnp.int32),
+        shape((), jnp.float32),
+    )
+    options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, **keywords}
+
+    def decode(*arrays):
+        return mosaic_gpu.OPERATIONS["decode_kv"](*arrays, None, None, None, **options)
+
+    traced = jax.jit(decode).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    attention, combining = kernel_operands(text)
+    assert read_early(traced.jaxpr) == [[], 3 * [(4, 3)]]  # the cuts alone: request, first piece, pieces
+    assert combining[2] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
+    for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
+        assert f"stablehlo.{operation} %arg1" not in text  # the cache goes in as it is
+
+
+ENTRY = jaxkv.KVEntry("bf16", 64)
+DENSE = dict(num_layers=3, num_blocks=4, block_size=64, num_heads=2, entry=ENTRY)
+REFUSED = {
+    "entries of format 'f32'": jaxkv.CacheLayout(**{**DENSE, "entry": jaxkv.KVEntry("f32", 64)}),
+    "entries of 80 + 80 values": jaxkv.CacheLayout(**{**DENSE, "entry": jaxkv.KVEntry("bf16", 80)}),
+    "blocks of 48 tokens": jaxkv.CacheLayout(**{**DENSE, "block_size": 48}),
+    "block stride 49160 is no multiple of the token stride 256": jaxkv.CacheLayout(**DENSE, block_padding=8),
+    "rows a block 193 is no multiple of 8": jaxkv.CacheLayout(**DENSE, block_padding=256),
+    "`buffer` of uint8": jaxkv.CacheLayout(**DENSE, dtype="uint8"),
+    "columns a row 264 is no multiple of 64": jaxkv.CacheLayout.from_strides(
+        **DENSE, strides=dict(layer=264 * 64, block=264 * 64 * 3, head=128, token=264), size=264 * 64 * 12
+    ),
+    "first column 32 is no multiple of 64": jaxkv.CacheLayout.from_strides(
+        **DENSE, strides=dict(layer=320 * 64, block=320 * 64 * 3, head=128, token=320), size=320 * 64 * 12, offset=32
+    ),
+    "columns a head 136 is no multiple of 64": jaxkv.CacheLayout.from_strides(
+        **DENSE, strides=dict(layer=320 * 64, block=320 * 64 * 3, head=136, token=320), size=320 * 64 * 12
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_explain_tells_the_reason_for_a_layout(reason):
+    layout = REFUSED[reason]
+    q = jax.ShapeDtypeStruct((1, 4, layout.entry.sizes[0]), layout.entry.dtype)
+    tables, lengths = jax.ShapeDtypeStruct((1, 4), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    with interpreting(True):
+        found = jaxkv.explain(jaxkv.decode_kv, q, cache, tables, lengths, layer=0, scale=1.0)
+        assert found.chosen == "xla"
+        assert any(told.startswith(reason) for told in found.reasons["mosaic_gpu"]), found

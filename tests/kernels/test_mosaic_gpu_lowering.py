@@ -1,0 +1,31 @@
+"""Random calls that the Mosaic GPU kernels take lower for CUDA: what cannot must be refused with a reason."""
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+import jaxkv
+from jaxkv.fuzz.cases import OPERATIONS, Case, draw_case
+from jaxkv_kernels import mosaic_gpu
+
+DRAWS = 4
+
+
+@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name in mosaic_gpu.OPERATIONS])
+def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: [])
+    seed = OPERATIONS.index(operation) + (10 + number) * len(OPERATIONS)
+    case = draw_case(seed, "mosaic_gpu")
+    assert isinstance(case, Case), f"seed {seed}: {case}"
+    draw = case.draw(np.random.default_rng(0))
+    values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
+
+    def call(buffer, values, draw):
+        args, keywords = case.arguments(jaxkv.KVCache(buffer, case.layout), values, draw, draw.layer)
+        return case.function(*args, **keywords, implementation="mosaic_gpu")
+
+    buffer = jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype)
+    traced = jax.jit(call).trace(buffer, values, draw)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text(), f"seed {seed}: {case}"

@@ -1,0 +1,187 @@
+"""Triton kernels on any machine that has Triton: each compiled for every GPU generation; jax-triton's lowering."""
+
+import re
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.cli import doctor
+from jaxkv.dispatch.backends import call_of
+from jaxkv.fuzz import cases
+from jaxkv.support import sample_calls
+from jaxkv_kernels import triton as kernels
+from jaxkv_kernels.triton import available
+from support.triton_builds import SHARED, builds, without_a_gpu
+from support.triton_runs import INTERPRETS, compiles
+
+DRAWS = 2
+
+lowers = pytest.mark.skipif(
+    INTERPRETS or None in (find_spec("triton"), find_spec("jax_triton")),
+    reason="Triton makes its kernels for the interpreter" if INTERPRETS else "Triton or jax-triton is not installed",
+)
+
+
+def taken():
+    """(operation and format, sample call) of what the kernels take."""
+    for operation, form, (function, args, kwargs) in sample_calls():
+        call = call_of(function, *args, **kwargs)
+        if operation == "plan_decode":  # plain JAX, whose result is for kernels
+            continue
+        if operation in kernels.OPERATIONS and not kernels.refuses(operation, call.arrays, call.options):
+            yield pytest.param((function, args, kwargs), id=f"{operation} {form}".rstrip())
+
+
+@compiles
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("sample", [*taken()])
+def test_compiles_within_the_gpus_limits(sample, capability):
+    function, args, kwargs = sample
+    for built in builds(capability, function, *args, **kwargs):
+        assert built.shared <= SHARED[capability] * 1024, built.name
+        assert built.stack == 0, f"{built.name} spills {built.stack} bytes a thread, with {built.registers} registers"
+
+
+@compiles
+@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("operation", [name for name in cases.OPERATIONS if name in kernels.OPERATIONS])
+def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):
+    monkeypatch.setattr(kernels, "unavailable", lambda: [])
+    seed = cases.OPERATIONS.index(operation) + (20 + number) * len(cases.OPERATIONS)
+    case = cases.draw_case(seed, "triton")
+    assert isinstance(case, cases.Case), f"seed {seed}: {case}"
+    draw = case.draw(np.random.default_rng(0))
+    values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
+    args, keywords = case.arguments(cache, values, draw, draw.layer)
+    for built in builds(90, case.function, *args, **keywords):
+        assert built.shared <= SHARED[90] * 1024, f"seed {seed}: {case}"
+
+
+def test_parts_that_no_tile_holds_are_refused():
+    entry = jaxkv.MLAEntry("bf16", latent=2**21)
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=entry)
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    new = [jax.ShapeDtypeStruct((5, n), jnp.bfloat16) for n in entry.sizes]
+    found = jaxkv.explain(jaxkv.write_mla, cache, *new, jax.ShapeDtypeStruct((5,), jnp.int32), layer=0)
+    assert found.reasons["triton"][-1].startswith("part of 2097152 values: takes at most 1048576")
+    assert found.chosen == "xla"
+
+
+def writes(layout):
+    """Operation by name: the kernels' call as a function of (buffer, *arrays), and those arrays."""
+    run, options = kernels.OPERATIONS, dict(pages=layout.pages, entry=layout.entry)
+    ids, new = shape(9), [shape(700, n, dtype="bfloat16") for n in layout.entry.sizes]
+    rows = shape(9, layout.pages.block_elements, dtype=layout.dtype)
+    return {
+        "write_mla": (lambda b, *a: run["write_mla"](b, *a, None, **options), [*new, shape(700), shape()]),
+        "copy_blocks": (lambda b, *a: run["copy_blocks"](b, *a, pages=layout.pages), [ids, ids]),
+        "write_blocks": (lambda b, *a: run["write_blocks"](b, *a, pages=layout.pages), [ids, rows]),
+    }
+
+
+def shape(*dims, dtype="int32"):
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+@lowers
+@pytest.mark.parametrize("form", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("operation", ["write_mla", "copy_blocks", "write_blocks"])
+def test_lowers_in_place_through_jax_triton(operation, form):
+    layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=64, entry=jaxkv.MLAEntry(form))
+    call, arrays = writes(layout)[operation]
+    with without_a_gpu():
+        traced = jax.jit(call, donate_argnums=0).trace(shape(layout.size, dtype=layout.dtype), *arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    launches = re.findall("custom_call @triton_kernel_call.*", text)
+    assert len(launches) == (2 if operation == "copy_blocks" else 1)  # pairs that must wait are written by a second
+    assert all("output_operand_alias" in launch for launch in launches)
+    main = next(line for line in text.splitlines() if "@main" in line)
+    assert "tf.aliasing_output" in re.search("%arg0: ([^%]*)", main)[1]
+    large = re.findall(rf"^ *%\S+ = (\S+) .*tensor<{layout.size}x\w+>\)?$", text, re.MULTILINE)
+    assert {*large} <= {"stablehlo.custom_call", "stablehlo.optimization_barrier", "call"}
+    assert large
+
+
+def reasons():
+    """What `explain` says of a write."""
+    sizes = dict(num_layers=1, num_blocks=4, block_size=16, entry=jaxkv.MLAEntry("bf16"))
+    layout = jaxkv.CacheLayout(**sizes)
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    new = [jax.ShapeDtypeStruct((5, n), jnp.bfloat16) for n in layout.entry.sizes]
+    found = jaxkv.explain(jaxkv.write_mla, cache, *new, jax.ShapeDtypeStruct((5,), jnp.int32), layer=0)
+    return found.reasons["triton"]
+
+
+def test_without_a_gpu_the_reason_is_the_device():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this is a GPU")
+    assert reasons()[0] == "needs an NVIDIA GPU; the default backend is cpu"
+
+
+def test_an_old_gpu_is_refused(monkeypatch):
+    turing = SimpleNamespace(compute_capability="7.5", device_kind="Tesla T4")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [turing])
+    assert reasons()[0] == "needs compute capability 8.0 (NVIDIA Ampere) or later; Tesla T4 has 7.5"
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch):
+    """The device is no reason, and jax-triton can lower for it."""
+    monkeypatch.setattr(available, "_device", lambda: iter(()))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for forget in (available._misfit.cache_clear, jax.clear_caches):
+        forget()
+    with without_a_gpu():
+        yield
+    available._misfit.cache_clear()
+
+
+@pytest.mark.usefixtures("with_a_gpu")
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(available, "find_spec", lambda name: None)
+    assert reasons() == ("needs triton, which is not installed", "needs jax-triton, which is not installed")
+
+
+@lowers
+@pytest.mark.usefixtures("with_a_gpu")
+class TestPackages:
+    """Packages that do not go together."""
+
+    def test_those_that_do_are_no_reason(self):
+        assert reasons() == ()
+
+    def test_triton_too_old(self, monkeypatch):
+        # Where Triton's NVIDIA backend lacks a name that jax-triton asks for, it gets empty classes in its place.
+        import jax_triton
+
+        empty = SimpleNamespace(CUDAOptions=object, CUDABackend=object, GPUTarget=object)
+        monkeypatch.setattr(jax_triton.triton_lib, "cb", empty)
+        assert all(word in reasons()[0] for word in ("cannot build a kernel (TypeError: ", available.WORKING))
+
+    def test_jax_0_12(self, monkeypatch):
+        import jax_triton
+        from jax._src.interpreters import partial_eval
+
+        def rule(used_outputs, equation):
+            raise AssertionError("called with two arguments, as by jax 0.11")
+
+        # From 0.12 on, JAX passes a third argument.
+        rules = {jax_triton.triton_lib.triton_kernel_call_p: lambda *args: rule(*args, None)}
+        monkeypatch.setattr(partial_eval, "dce_rules", partial_eval.dce_rules | rules)
+        assert all(word in reasons()[0] for word in ("cannot build a kernel (TypeError: ", available.WORKING))
+
+    def test_kernels_for_the_interpreter_are_not_for_the_gpu(self, monkeypatch):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert reasons()[0].startswith("TRITON_INTERPRET is set")
+
+
+def test_doctor_tells_the_reasons():
+    for reason in reasons() or ("usable",):
+        assert reason in doctor.report()

@@ -1,0 +1,60 @@
+"""Triton kernels that copy: the whole suites on a GPU (`-m gpu`), telling parts of them in Triton's interpreter."""
+
+import pytest
+
+from support import suites
+from support.triton_runs import Triton, interpreted, on_gpu
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestWrites(Triton, suites.Writes, suites.WritesInScans):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestGathers(Triton, suites.Gathers):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestBlocks(Triton, suites.Blocks, suites.BlocksInScans):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestLargeCaches(Triton, suites.LargeCaches):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.gpu
+@on_gpu
+class TestMerge(Triton, suites.Merge):
+    """The whole suite, on the GPU."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedWrites(Triton, suites.Writes, suites.WritesInScans):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedGathers(Triton, suites.Gathers):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedBlocks(Triton, suites.Blocks, suites.BlocksInScans):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedMerge(Triton, suites.Merge):
+    """The whole suite."""

@@ -1,0 +1,623 @@
+"""Layouts: addresses against an enumeration, equality by bytes, fingerprints, refusals."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import jaxkv
+from support import scenes
+from support.compare import assert_same_bits
+
+MLA = jaxkv.MLAEntry("bf16", latent=6, rope=2)
+KV = jaxkv.KVEntry("bf16", head_dim=3, value_dim=2)
+BYTE = jaxkv.MLAEntry("fp8", latent=2, rope=1)
+INDEXER = jaxkv.IndexerEntry(head_dim=4)
+
+SIZES = dict(num_layers=3, num_blocks=4, block_size=5)
+
+
+def numbered(order, counts, width, padding):
+    """First elements [L, B, H, N] of the entries: a buffer of its own addresses, cut up along the order."""
+    axes = order[:-1]
+    outer, inner = [counts[a] for a in axes[: axes.index("B")]], [counts[a] for a in axes[axes.index("B") + 1 :]]
+    run = int(np.prod(inner)) * width
+    size = int(np.prod(outer)) * counts["B"] * (run + padding)
+    elements = np.arange(size).reshape(*outer, counts["B"], run + padding)[..., :run]
+    elements = elements.reshape(*outer, counts["B"], *inner, width)[..., 0]
+    return np.moveaxis(elements, [axes.index(a) for a in "LBHN"], range(4)), size
+
+
+def addresses(layout):
+    """First elements [L, B, H, N] of the entries, as the layout's formula has them."""
+    strides = layout.strides
+    counts = (layout.num_layers, layout.num_blocks, layout.num_heads, layout.block_size)
+    steps = (strides.layer, strides.block, strides.head, strides.token)
+    return layout.offset + sum(i * step for i, step in zip(np.indices(counts), steps, strict=True))
+
+
+def elements(layout):
+    """All elements [L, B, H, N, width] of the entries."""
+    return addresses(layout)[..., None] + np.arange(layout.width)
+
+
+def is_run(numbers):
+    """Whether the numbers are consecutive, in some order."""
+    return np.array_equal(np.sort(numbers, axis=None), numbers.min() + np.arange(numbers.size))
+
+
+def same_but(layout, size=None, offset=None, **strides):
+    """The layout from explicit strides, some of them replaced."""
+    given = {axis: getattr(layout.strides, axis) for axis in ("layer", "block", "head", "token", "content")}
+    return jaxkv.CacheLayout.from_strides(
+        num_layers=layout.num_layers,
+        num_blocks=layout.num_blocks,
+        block_size=layout.block_size,
+        num_heads=layout.num_heads,
+        entry=layout.entry,
+        strides={**given, **strides},
+        offset=layout.offset if offset is None else offset,
+        size=layout.size if size is None else size,
+        dtype=layout.dtype,
+    )
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("order", jaxkv.ORDERS)
+def test_orders_put_entries_where_a_numbered_buffer_has_them(order, heads, padding):
+    layout = jaxkv.CacheLayout(**SIZES, num_heads=heads, entry=KV, order=order, block_padding=padding)
+    expected, size = numbered(order, {"L": 3, "B": 4, "N": 5, "H": heads}, 5, padding)
+    assert np.array_equal(addresses(layout), expected)
+    assert (layout.size, layout.nbytes, layout.width, layout.itemsize) == (size, 2 * size, 5, 2)
+    assert (layout.num_slots, layout.offset, layout.strides.content) == (20, 0, 1)
+
+
+def test_the_cross_layer_order_is_the_default():
+    assert jaxkv.CacheLayout(**SIZES, entry=MLA) == jaxkv.CacheLayout(**SIZES, entry=MLA, order="BLNHC")
+
+
+@pytest.mark.parametrize("order", jaxkv.ORDERS)
+def test_the_order_is_read_off_the_strides(order):
+    layout = jaxkv.CacheLayout(**SIZES, num_heads=2, entry=KV, order=order)
+    assert layout.order == order
+    assert same_but(layout).order == order
+
+
+def test_elements_of_another_dtype_scale_the_addresses():
+    natural = jaxkv.CacheLayout(**SIZES, entry=MLA, block_padding=2)
+    in_bytes = jaxkv.CacheLayout(**SIZES, entry=MLA, block_padding=4, dtype="uint8")
+    in_words = jaxkv.CacheLayout(**SIZES, entry=MLA, block_padding=1, dtype=jnp.float32)
+    assert (natural.width, in_bytes.width, in_words.width) == (8, 16, 4)
+    assert natural.nbytes == in_bytes.nbytes == in_words.nbytes
+    assert np.array_equal(addresses(natural) * 2, addresses(in_bytes))
+    assert np.array_equal(addresses(natural) * 2, addresses(in_words) * 4)
+
+
+def test_explicit_strides_say_what_an_order_says():
+    for order, heads in itertools.product(jaxkv.ORDERS, (1, 2)):
+        layout = jaxkv.CacheLayout(**SIZES, num_heads=heads, entry=KV, order=order, block_padding=3)
+        assert same_but(layout) == layout
+        as_strides = jaxkv.CacheLayout.from_strides(
+            **SIZES, num_heads=heads, entry=KV, strides=layout.strides, size=layout.size
+        )
+        assert as_strides == layout
+        assert hash(as_strides) == hash(layout)
+
+
+def test_strides_and_sizes_of_numpy_are_ints():
+    layout = jaxkv.CacheLayout(**SIZES, num_heads=2, entry=KV)
+    given = {axis: np.int64(getattr(layout.strides, axis)) for axis in ("layer", "block", "head", "token")}
+    sizes = {name: np.int32(size) for name, size in SIZES.items()}
+    found = jaxkv.CacheLayout.from_strides(
+        **sizes, num_heads=np.int8(2), entry=KV, strides=given, size=np.int64(layout.size), offset=np.int64(0)
+    )
+    assert found == layout
+    assert found.fingerprint == layout.fingerprint
+    numbers = [*vars(found.strides).values(), found.size, found.offset, found.num_layers, found.num_heads]
+    assert {type(number) for number in numbers} == {int}
+
+
+def test_entries_inside_a_combined_entry_have_gaps():
+    # K and V of somebody's combined entry of 8 + 8 elements, as two latents in one buffer.
+    sizes = dict(**SIZES, entry=MLA, size=3 * 4 * 5 * 16)
+    strides = {"layer": 5 * 16, "block": 3 * 5 * 16, "head": 16, "token": 16}
+    first, second = (jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset) for offset in (0, 8))
+    both = np.concatenate([elements(first).ravel(), elements(second).ravel()])
+    assert is_run(both)
+    assert not first.is_block_contiguous
+    assert first.blocks_are_runs
+    assert second.blocks_are_runs
+    assert first != second
+
+
+GROUPS = {
+    "latent": jaxkv.Group(3, MLA),
+    "heads": jaxkv.Group(2, KV, num_heads=3),
+    "indexer": jaxkv.Group(1, INDEXER),
+}
+
+
+class TestPacked:
+    @pytest.mark.parametrize("order", ["BLNHC", "BLHNC", "BHLNC"])
+    def test_groups_lie_side_by_side_each_at_a_multiple_of_16_bytes(self, order):
+        packed = jaxkv.PackedLayout(num_blocks=4, block_size=5, groups=GROUPS, order=order)
+        # 3 * 5 * 16 = 240 bytes; 2 * 5 * 3 * 10 = 300, rounded up to 304; 1 * 5 * 8 = 40, rounded up to 48.
+        assert [packed[name].offset for name in packed] == [0, 240, 544]
+        assert {layout.dtype for layout in packed.values()} == {jnp.dtype("uint8")}
+        assert {layout.size for layout in packed.values()} == {4 * 592}
+        assert {layout.strides.block for layout in packed.values()} == {592}
+        assert all(layout.blocks_are_runs for layout in packed.values())
+        used = np.concatenate([elements(layout).ravel() for layout in packed.values()])
+        assert np.unique(used).size == used.size == 4 * (240 + 300 + 40)
+        for name, layout in packed.items():
+            alone = jaxkv.CacheLayout(
+                num_layers=GROUPS[name].num_layers,
+                num_blocks=4,
+                block_size=5,
+                num_heads=GROUPS[name].num_heads,
+                entry=GROUPS[name].entry,
+                order=order,
+                dtype="uint8",
+            )
+            assert np.array_equal(addresses(layout)[:, 0] - layout.offset, addresses(alone)[:, 0])
+            assert np.array_equal(addresses(layout), addresses(layout)[:, :1] + 592 * np.arange(4).reshape(1, 4, 1, 1))
+
+    def test_groups_of_one_dtype_share_it(self):
+        groups = {"a": jaxkv.Group(1, MLA), "b": jaxkv.Group(2, KV)}
+        packed = jaxkv.PackedLayout(num_blocks=2, block_size=3, groups=groups)
+        assert packed["b"].dtype == jnp.bfloat16
+        assert (packed["a"].offset, packed["b"].offset, packed["b"].size) == (0, 24, 2 * (24 + 32))
+        in_bytes = jaxkv.PackedLayout(num_blocks=2, block_size=3, groups=groups, dtype="uint8")
+        assert (in_bytes["b"].offset, in_bytes["b"].size) == (48, 4 * (24 + 32))
+
+    def test_it_is_a_mapping_of_its_groups(self):
+        packed = jaxkv.PackedLayout(num_blocks=4, block_size=5, groups=GROUPS)
+        assert list(packed) == list(GROUPS)
+        assert len(packed) == 3
+        assert packed == jaxkv.PackedLayout(num_blocks=4, block_size=5, groups=GROUPS)
+        assert packed != jaxkv.PackedLayout(num_blocks=3, block_size=5, groups=GROUPS)
+        with pytest.raises(KeyError):
+            packed["keys"]
+
+    def test_one_block_and_one_group_are_no_special_case(self):
+        packed = jaxkv.PackedLayout(num_blocks=1, block_size=5, groups={"only": jaxkv.Group(3, INDEXER)})
+        # 3 layers of 5 tokens of 8 bytes are 120, and the block is rounded up to 128.
+        assert packed["only"] == jaxkv.CacheLayout(
+            num_layers=3, num_blocks=1, block_size=5, entry=INDEXER, block_padding=8
+        )
+
+
+class TestEquality:
+    def test_layouts_that_address_the_same_bytes_are_equal(self):
+        one_layer = dict(num_layers=1, num_blocks=4, block_size=5)
+        same = [
+            [jaxkv.CacheLayout(**one_layer, entry=MLA, order=order) for order in jaxkv.ORDERS],
+            [jaxkv.CacheLayout(**SIZES, entry=MLA, order=order) for order in ("LBNHC", "LBHNC", "LHBNC")],
+            [jaxkv.CacheLayout(**SIZES, entry=MLA, order=order) for order in ("BLNHC", "BLHNC", "BHLNC")],
+            [
+                jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=1, num_heads=2, entry=KV, order=order)
+                for order in ("BLNHC", "BLHNC")
+            ],
+            [jaxkv.CacheLayout(num_layers=3, num_blocks=1, block_size=5, entry=MLA, order=o) for o in jaxkv.ORDERS],
+        ]
+        for group in same:
+            for layout in group:
+                assert layout == group[0]
+                assert hash(layout) == hash(group[0])
+                assert layout.pages == group[0].pages
+                assert layout.fingerprint == group[0].fingerprint
+                assert np.array_equal(addresses(layout), addresses(group[0]))
+
+    def test_layouts_that_differ_in_anything_are_unequal(self):
+        base = dict(**SIZES, entry=MLA)
+        others = [
+            dict(num_layers=2),
+            dict(num_blocks=5),
+            dict(block_size=4),
+            dict(order="LBNHC"),
+            dict(block_padding=8),
+            dict(dtype="uint8"),
+            dict(dtype="float16"),
+            dict(entry=jaxkv.MLAEntry("f16", latent=6, rope=2)),
+            dict(entry=jaxkv.MLAEntry("bf16", latent=4, rope=4)),
+            dict(entry=jaxkv.KVEntry("bf16", head_dim=6, value_dim=2)),
+        ]
+        found = [jaxkv.CacheLayout(**{**base, **other}) for other in ({}, *others)]
+        found.append(same_but(found[0], size=found[0].size + 8))
+        found.append(same_but(found[0], size=found[0].size + 8, offset=8))
+        assert len(set(found)) == len(found)
+
+    @pytest.mark.parametrize("absurd", [10**9, 2**40, 1, 0, -5])
+    @pytest.mark.parametrize(
+        "axes", [("layer",), ("block",), ("token",), ("head",), ("layer", "block", "head", "token")]
+    )
+    @pytest.mark.parametrize("entry", [KV, INDEXER], ids=["kv", "indexer"])
+    def test_strides_of_axes_of_length_1_are_ignored(self, entry, axes, absurd):
+        names = {"layer": "num_layers", "block": "num_blocks", "token": "block_size", "head": "num_heads"}
+        sizes = dict(num_layers=3, num_blocks=4, block_size=5, num_heads=1 if entry.one_head else 2)
+        sizes.update({names[axis]: 1 for axis in axes})
+        layout = jaxkv.CacheLayout(**sizes, entry=entry)
+        strange = same_but(layout, **dict.fromkeys(axes, absurd))
+        assert strange == layout
+        assert hash(strange) == hash(layout)
+        assert strange.fingerprint == layout.fingerprint
+        assert strange.pages == layout.pages
+        assert strange.alignment == layout.alignment
+        assert np.array_equal(addresses(strange), addresses(layout))
+
+    def test_results_do_not_depend_on_strides_of_axes_of_length_1(self):
+        layout = jaxkv.CacheLayout(num_layers=1, num_blocks=1, block_size=1, entry=MLA)
+        strange = same_but(layout, layer=10**9, block=0, token=-5, head=2**40)
+        kv_c, k_pe = jnp.full((1, 6), 1.5, jnp.bfloat16), jnp.full((1, 2), -2.0, jnp.bfloat16)
+        tables, lengths = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+        found = []
+        for each in (layout, strange):
+            cache = jaxkv.write_mla(jaxkv.KVCache.zeros(each), kv_c, k_pe, jnp.asarray([0]), layer=0)
+            out = jaxkv.decode_mla(kv_c[None], k_pe[None], cache, tables, lengths, layer=0, scale=1.0)
+            found.append((np.asarray(cache.buffer), np.asarray(out)))
+        for a, b in zip(*found, strict=True):
+            assert_same_bits(a, b)
+        assert (found[0][0].astype(np.float32) == [1.5] * 6 + [-2] * 2).all()
+
+    def test_layouts_are_frozen(self):
+        layout = jaxkv.CacheLayout(**SIZES, entry=MLA)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            layout.num_layers = 4  # type: ignore[misc]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            layout.strides.layer = 4  # type: ignore[misc]
+
+    def test_equal_layouts_are_one_static_argument(self):
+        traces = []
+
+        def first(layout, x):
+            traces.append(layout)
+            return x[layout.offset]
+
+        jitted = jax.jit(first, static_argnums=0)
+        layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=5, entry=MLA)
+        x = jnp.arange(10.0)
+        assert jitted(layout, x) == 0
+        assert jitted(jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=5, entry=MLA, order="LBNHC"), x) == 0
+        assert jitted(same_but(layout, layer=-5), x) == 0
+        assert len(traces) == 1
+        assert jitted(same_but(layout, offset=8, size=layout.size + 8), x) == 8
+        assert len(traces) == 2
+
+    def test_equal_layouts_make_one_tree_structure(self):
+        a = jaxkv.KVCache.zeros(jaxkv.CacheLayout(**SIZES, entry=MLA, order="BLNHC"))
+        b = jaxkv.KVCache.zeros(jaxkv.CacheLayout(**SIZES, entry=MLA, order="BHLNC"))
+        c = jaxkv.KVCache.zeros(jaxkv.CacheLayout(**SIZES, entry=MLA, order="LBNHC"))
+        assert jax.tree.structure(a) == jax.tree.structure(b) != jax.tree.structure(c)
+        assert [leaf.shape for leaf in jax.tree.leaves(a)] == [(a.layout.size,)]
+
+
+class TestContiguity:
+    @pytest.mark.parametrize(
+        ("order", "block", "layer", "runs"),
+        [
+            ("LBNHC", False, True, False),
+            ("LBHNC", False, True, False),
+            ("LHBNC", False, True, False),
+            ("BLNHC", True, False, True),
+            ("BLHNC", True, False, True),
+            ("BHLNC", True, False, True),
+        ],
+    )
+    def test_of_the_six_orders(self, order, block, layer, runs):
+        layout = jaxkv.CacheLayout(**SIZES, num_heads=2, entry=KV, order=order)
+        found = (layout.is_block_contiguous, layout.is_layer_contiguous, layout.blocks_are_runs)
+        assert found == (block, layer, runs)
+        padded = jaxkv.CacheLayout(**SIZES, num_heads=2, entry=KV, order=order, block_padding=4)
+        # What follows a block belongs to its run; what follows a layer's block parts the layer.
+        assert (padded.is_block_contiguous, padded.is_layer_contiguous) == (block, False)
+        assert padded.blocks_are_runs == runs
+
+    @pytest.mark.parametrize("padding", [0, 3])
+    @pytest.mark.parametrize("order", jaxkv.ORDERS)
+    def test_is_what_an_enumeration_of_the_addresses_finds(self, order, padding):
+        for layers, blocks, heads, tokens in itertools.product((1, 2), (1, 3), (1, 2), (1, 2)):
+            layout = jaxkv.CacheLayout(
+                num_layers=layers,
+                num_blocks=blocks,
+                num_heads=heads,
+                block_size=tokens,
+                entry=KV,
+                order=order,
+                block_padding=padding,
+            )
+            self.check(layout)
+
+    @pytest.mark.parametrize("name", scenes.LAYOUTS)
+    def test_of_every_kind_of_layout(self, name):
+        for entry, heads in ((MLA, 1), (KV, 2)):
+            self.check(scenes.layouts(entry, num_heads=heads, num_blocks=3, block_size=2)[name])
+
+    def test_of_a_view_into_a_larger_buffer(self):
+        layout = jaxkv.CacheLayout(**SIZES, entry=MLA)
+        for size, offset in ((layout.size + 8, 0), (layout.size + 8, 8), (layout.size * 2, layout.size)):
+            self.check(same_but(layout, size=size, offset=offset))
+
+    def check(self, layout):
+        found = elements(layout)
+        blocks = layout.num_blocks
+        assert layout.is_block_contiguous == all(is_run(found[:, b]) for b in range(blocks))
+        assert layout.is_layer_contiguous == all(is_run(found[layer]) for layer in range(layout.num_layers))
+        stride = layout.strides.block
+        owner = np.arange(blocks).reshape(1, -1, 1, 1, 1)
+        runs = layout.size == blocks * stride and bool((found // stride == owner).all())
+        assert layout.blocks_are_runs == runs
+        assert layout.block_nbytes == (layout.size // blocks if runs else found[:, 0].size) * layout.itemsize
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "float32"])
+@pytest.mark.parametrize("offset", [0, 4, 8, 64])
+@pytest.mark.parametrize("padding", [0, 4, 12, 64])
+@pytest.mark.parametrize("order", ["BLNHC", "LHBNC"])
+def test_alignment_is_that_of_the_worst_entry(order, padding, offset, dtype):
+    packed = jaxkv.CacheLayout(**SIZES, num_heads=2, entry=jaxkv.KVEntry("bf16", 4), order=order, dtype=dtype)
+    padded = jaxkv.CacheLayout(
+        **SIZES, num_heads=2, entry=packed.entry, order=order, dtype=dtype, block_padding=padding
+    )
+    layout = same_but(padded, size=padded.size + offset, offset=offset)
+    in_bytes = addresses(layout).ravel() * layout.itemsize
+    assert layout.alignment == (in_bytes[in_bytes > 0] & -in_bytes[in_bytes > 0]).min()
+
+
+class TestFingerprints:
+    def test_are_stable(self):
+        # Blocks that were sent or stored under these names must be readable for ever.
+        real = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=64, entry=jaxkv.MLAEntry("bf16"))
+        heads = jaxkv.CacheLayout(
+            num_layers=32,
+            num_blocks=7,
+            block_size=16,
+            num_heads=8,
+            entry=jaxkv.KVEntry("fp8"),
+            order="BHLNC",
+            block_padding=48,
+        )
+        groups = {
+            "latent": jaxkv.Group(61, jaxkv.MLAEntry("fp8_ds_mla")),
+            "indexer": jaxkv.Group(61, jaxkv.IndexerEntry()),
+        }
+        packed = jaxkv.PackedLayout(num_blocks=9, block_size=64, groups=groups)
+        found = [real.fingerprint, heads.fingerprint, packed["indexer"].fingerprint, packed.fingerprint]
+        assert found == [
+            "66b6b876b13a860b9c56058481809b0c",
+            "35c8e06d96c12b852b001dca47f384a3",
+            "19101d7f7dda38f9cfdb571cf3c40596",
+            "e1de458ad059f85a0543dce7f5dc5865",
+        ]
+
+    def test_are_equal_where_blocks_may_be_exchanged(self):
+        sizes = dict(num_layers=3, block_size=5, num_heads=2, entry=KV)
+        block_major = jaxkv.CacheLayout(**sizes, num_blocks=4)
+        more_blocks = jaxkv.CacheLayout(**sizes, num_blocks=9)
+        layer_major = jaxkv.CacheLayout(**sizes, num_blocks=4, order="LBNHC")
+        inside = same_but(block_major, offset=40, size=block_major.size + 80)  # no runs: entries alone travel
+        assert {x.fingerprint for x in (block_major, more_blocks, layer_major, inside)} == {block_major.fingerprint}
+        heads_first = [jaxkv.CacheLayout(**sizes, num_blocks=4, order=o) for o in ("BLHNC", "LBHNC", "LHBNC")]
+        assert len({x.fingerprint for x in heads_first}) == 1
+
+    def test_are_unequal_where_they_may_not(self):
+        base = dict(num_layers=2, num_blocks=4, block_size=6, num_heads=2, entry=KV)
+        others = [
+            dict(num_layers=3),
+            dict(block_size=4),
+            dict(num_heads=1),
+            dict(num_layers=3, block_size=4),  # as many bytes
+            dict(order="BLHNC"),
+            dict(order="BHLNC"),
+            dict(block_padding=5),
+            dict(block_padding=10),
+            dict(dtype="uint8"),
+            dict(entry=jaxkv.KVEntry("f16", head_dim=3, value_dim=2)),
+            dict(entry=jaxkv.KVEntry("bf16", head_dim=2, value_dim=3)),
+            dict(entry=jaxkv.MLAEntry("bf16", latent=3, rope=2), num_heads=1),
+        ]
+        found = [jaxkv.CacheLayout(**{**base, **other}).fingerprint for other in ({}, *others)]
+        groups = {"self": jaxkv.Group(2, KV, 2), "other": jaxkv.Group(1, MLA)}
+        for each in (groups, dict(reversed(groups.items()))):
+            packed = jaxkv.PackedLayout(num_blocks=4, block_size=6, groups=each)
+            found += [packed["self"].fingerprint, packed.fingerprint]
+        assert len(set(found)) == len(found)
+        assert all(re.fullmatch("[0-9a-f]{32}", name) for name in found)
+
+
+REFUSED = {
+    "overlapping tokens": (lambda: same_but(LAYOUT, token=7), ["overlap", "`strides.token` is 7", "8 elements"]),
+    "overlapping layers": (lambda: same_but(LAYOUT, layer=39), ["overlap", "`strides.layer` is 39", "spans 40"]),
+    "overlapping blocks": (lambda: same_but(LAYOUT, block=119), ["overlap", "`strides.block` is 119", "spans 120"]),
+    "overlapping heads": (
+        lambda: same_but(jaxkv.CacheLayout(**SIZES, num_heads=2, entry=KV), head=4),
+        ["overlap", "`strides.head` is 4", "5 elements"],
+    ),
+    "stride of 0": (lambda: same_but(LAYOUT, layer=0), ["overlap", "`strides.layer` is 0"]),
+    "negative stride": (lambda: same_but(LAYOUT, block=-120), ["overlap", "`strides.block` is -120"]),
+    "past the buffer": (lambda: same_but(LAYOUT, size=479), ["leave the buffer", "[0, 480)", "`size` 479"]),
+    "offset past the buffer": (lambda: same_but(LAYOUT, offset=8), ["leave the buffer", "[8, 488)", "`size` 480"]),
+    "stride past the buffer": (lambda: same_but(LAYOUT, block=1000), ["leave the buffer", "3120)", "`size` 480"]),
+    "negative offset": (lambda: same_but(LAYOUT, offset=-8), ["leave the buffer", "[-8, 472)"]),
+    "content stride": (lambda: same_but(LAYOUT, content=2), ["`strides.content` is 2", "1"]),
+    "bf16 at an odd byte": (
+        lambda: same_but(IN_BYTES, offset=1, size=IN_BYTES.size + 1),
+        ["'bf16'", "multiples of 2 bytes", "offset 1", "keep only 1"],
+    ),
+    "bf16 at an odd stride": (
+        lambda: same_but(IN_BYTES, block=241, size=4 * 241),
+        ["'bf16'", "multiples of 2 bytes", "block=241", "keep only 1"],
+    ),
+    "fp8_ds_mla at offset 2": (
+        lambda: same_but(jaxkv.CacheLayout(**SIZES, entry=DEEPSEEK), offset=2, size=10**6),
+        ["'fp8_ds_mla'", "multiples of 4 bytes", "offset 2", "keep only 2"],
+    ),
+    "dtype that does not divide": (
+        lambda: jaxkv.CacheLayout(**SIZES, entry=BYTE, dtype="bfloat16"),
+        ["`dtype` is bfloat16", "2 bytes", "3 bytes"],
+    ),
+    "dtype that is none": (lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, dtype="brain"), ["`dtype` is 'brain'"]),
+    "unknown order": (lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, order="NHD"), ["`order` is 'NHD'", *jaxkv.ORDERS]),
+    "content not innermost": (lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, order="BLNCH"), ["`order` is 'BLNCH'"]),
+    "no order": (lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, order=None), ["`order` is None"]),
+    "negative padding": (
+        lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, block_padding=-1),
+        ["`block_padding` is -1", "0 or more"],
+    ),
+    "padding of a half": (lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, block_padding=0.5), ["`block_padding` is 0.5"]),
+    "heads of latents": (
+        lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, num_heads=8),
+        ["`num_heads` is 8", "MLAEntry", "one head"],
+    ),
+    "heads of indexer keys": (
+        lambda: jaxkv.CacheLayout(**SIZES, entry=INDEXER, num_heads=2),
+        ["`num_heads` is 2", "IndexerEntry", "one head"],
+    ),
+    "too many slots": (
+        lambda: jaxkv.CacheLayout(num_layers=1, num_blocks=2**25, block_size=64, entry=MLA),
+        ["33554432 blocks", "64 tokens", "2147483648 slots", "2147483647"],
+    ),
+    "apart indexer tokens": (
+        lambda: same_but(jaxkv.CacheLayout(**SIZES, entry=INDEXER), token=12, layer=60, block=180, size=720),
+        ["`strides.token` is 12", "5 * 8"],
+    ),
+    "no entry": (lambda: jaxkv.CacheLayout(**SIZES, entry="bf16"), ["`entry` is 'bf16'", "MLAEntry"]),
+    "strides of a float": (lambda: same_but(LAYOUT, layer=40.0), ["`strides.layer` is 40.0", "an int"]),
+    "strides missing": (
+        lambda: jaxkv.CacheLayout.from_strides(**SIZES, entry=MLA, size=480, strides={"layer": 40}),
+        ["`strides` is {'layer': 40}", "layer, block, head, token"],
+    ),
+    "strides of an unknown axis": (lambda: same_but(LAYOUT, width=3), ["`strides` is", "'width': 3"]),
+    "no strides": (
+        lambda: jaxkv.CacheLayout.from_strides(**SIZES, entry=MLA, size=480, strides=None),
+        ["`strides` is None"],
+    ),
+    "size of a float": (lambda: same_but(LAYOUT, size=480.0), ["`size` is 480.0", "an int"]),
+    "offset of a bool": (lambda: same_but(LAYOUT, offset=True), ["`offset` is True", "an int"]),
+    "packed in a layer-major order": (
+        lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups=GROUPS, order="LBNHC"),
+        ["`order` is 'LBNHC'", "BLNHC, BLHNC or BHLNC"],
+    ),
+    "packed of nothing": (
+        lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups={}),
+        ["`groups` is {}", "at least one"],
+    ),
+    "packed of entries": (
+        lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups={"a": MLA}),
+        ["`groups` is {'a'", "Group"],
+    ),
+    "packed in a dtype that does not divide": (
+        lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups={"a": jaxkv.Group(1, BYTE)}, dtype="bfloat16"),
+        ["`dtype` is bfloat16", "3 bytes"],
+    ),
+    "packed with no layers": (
+        lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups={"a": jaxkv.Group(0, MLA)}),
+        ["`num_layers` is 0", "positive int"],
+    ),
+    "packed with no blocks": (
+        lambda: jaxkv.PackedLayout(num_blocks=0, block_size=2, groups={"a": jaxkv.Group(1, MLA)}),
+        ["`num_blocks` is 0", "positive int"],
+    ),
+}
+
+LAYOUT = jaxkv.CacheLayout(**SIZES, entry=MLA)
+IN_BYTES = jaxkv.CacheLayout(**SIZES, entry=MLA, dtype="uint8")
+DEEPSEEK = jaxkv.MLAEntry("fp8_ds_mla", latent=128, rope=2)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_the_numbers(case):
+    build, fragments = REFUSED[case]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the fragments are the match)
+        build()
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "3", None])
+@pytest.mark.parametrize("name", ["num_layers", "num_blocks", "block_size", "num_heads"])
+def test_sizes_are_positive_ints(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {re.escape(repr(value))}: expected a positive int"):
+        jaxkv.CacheLayout(**{**SIZES, "entry": KV, "num_heads": 2, name: value})
+
+
+def test_as_many_slots_as_int32_holds_are_taken():
+    layout = jaxkv.CacheLayout(num_layers=61, num_blocks=2**25 - 1, block_size=64, entry=MLA)
+    assert layout.num_slots == 2**31 - 64
+    assert layout.size == 61 * 8 * (2**31 - 64)
+    assert jaxkv.CacheLayout(num_layers=1, num_blocks=2**31 - 1, block_size=1, entry=MLA).num_slots == 2**31 - 1
+
+
+@st.composite
+def explicit(draw):
+    """Counts, strides, offset and size, most of them of nested axes, some a little too tight."""
+    counts = {axis: draw(st.integers(1, 3)) for axis in ("layer", "block", "head", "token")}
+    extent, strides, gaps = 3, {}, []
+    for axis in draw(st.permutations(list(counts))):
+        gap = draw(st.sampled_from([0, 0, 0, 1, 5, -1, -2]))
+        gaps.append(gap if counts[axis] > 1 else 0)
+        strides[axis] = extent + gap if counts[axis] > 1 else draw(st.integers(-5, 50))
+        extent = extent + (counts[axis] - 1) * strides[axis] if counts[axis] > 1 else extent
+    offset = draw(st.integers(-1, 4))
+    return counts, strides, gaps, offset, extent + offset + draw(st.sampled_from([0, 0, 1, 9, -1]))
+
+
+def enumerate_elements(counts, strides, offset):
+    """Every element of every entry of three elements."""
+    starts = [sum(i * strides[axis] for i, axis in zip(index, counts, strict=True)) for index in _indices(counts)]
+    return offset + np.asarray(starts)[:, None] + np.arange(3)
+
+
+def _indices(counts):
+    return itertools.product(*map(range, counts.values()))
+
+
+def build(counts, strides, offset, size):
+    """The layout, or why it is refused."""
+    try:
+        return jaxkv.CacheLayout.from_strides(
+            num_layers=counts["layer"],
+            num_blocks=counts["block"],
+            num_heads=counts["head"],
+            block_size=counts["token"],
+            entry=jaxkv.KVEntry("fp8", head_dim=2, value_dim=1),
+            strides=strides,
+            offset=offset,
+            size=size,
+        )
+    except ValueError as error:
+        return str(error)
+
+
+@settings(max_examples=200)
+@given(explicit())
+def test_nested_strides_are_taken_exactly_if_entries_are_disjoint_and_inside(given_strides):
+    counts, strides, gaps, offset, size = given_strides
+    found = enumerate_elements(counts, strides, offset)
+    good = found.min() >= 0 and found.max() < size and np.unique(found).size == found.size
+    layout = build(counts, strides, offset, size)
+    if isinstance(layout, jaxkv.CacheLayout):
+        assert good
+        assert np.array_equal(np.sort(elements(layout), axis=None), np.sort(found, axis=None))
+    else:
+        assert re.search("overlap|leave the buffer", layout)
+        assert not (good and min(gaps) >= 0)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.filter_too_much])
+@given(st.data())
+def test_any_strides_that_are_taken_keep_entries_disjoint_and_inside(data):
+    counts = {axis: data.draw(st.integers(1, 3)) for axis in ("layer", "block", "head", "token")}
+    strides = {axis: data.draw(st.integers(-1, 40)) for axis in counts}
+    layout = build(counts, strides, data.draw(st.integers(0, 5)), 300)
+    assume(isinstance(layout, jaxkv.CacheLayout))
+    found = elements(layout)
+    assert found.min() >= 0
+    assert found.max() < layout.size
+    assert np.unique(found).size == found.size

@@ -1,0 +1,103 @@
+"""The two programs of a model: the cache is updated in place, and what is no cache of the model is refused."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+import jaxkv.models
+from ops.test_in_place import assert_in_place, described
+
+# DeepSeek-V2-Lite but for its width: nothing may be as large as the cache but the cache.
+DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 16,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V32 = {
+    **DEEPSEEK_V2_LITE,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "q_lora_rank": 32,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 64,
+}
+MODELS = {"V2-Lite": DEEPSEEK_V2_LITE, "V3.2": DEEPSEEK_V32}
+BATCH, CHUNK, COLUMNS = 4, 16, 4
+
+
+def describe(values, **options):
+    """The model, without weights."""
+    config = jaxkv.models.ModelConfig.from_json(values)
+    return jax.eval_shape(lambda: jaxkv.models.random_model(config, **options))
+
+
+def describe_cache(model, num_blocks):
+    return jax.eval_shape(lambda: model.cache(num_blocks))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("entry_format", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_the_cache_is_updated_in_place(name, entry_format, program):
+    model = describe(MODELS[name], entry_format=entry_format)
+    one = describe_cache(model, 1).layout
+    cache = describe_cache(model, 2**31 // one.nbytes)
+    tokens = (BATCH,) if program == "decode" else (BATCH, CHUNK)
+    batch = [described(shape, "int32") for shape in (tokens, (BATCH,), (BATCH, COLUMNS), tokens)]
+    function = getattr(jaxkv.models, program)
+
+    def step(cache, model, *batch):
+        return function(model, cache, *batch)
+
+    assert_in_place(step, [cache, model, *batch], donate_argnums=0)
+
+
+def test_main_and_indexer_entries_lie_in_one_block():
+    layout = describe(DEEPSEEK_V32, entry_format="fp8_ds_mla").layout(16)
+    assert {group.strides.block for group in layout.values()} == {27 * 64 * (656 + 132)}
+
+
+class TestWrongCaches:
+    def call(self, model, cache):
+        batch = [described(shape, "int32") for shape in ((2,), (2,), (2, 4), (2,))]
+        return jax.eval_shape(jaxkv.models.decode, model, cache, *batch)
+
+    def test_of_too_few_layers(self):
+        model = describe(DEEPSEEK_V2_LITE)
+        layout = jaxkv.CacheLayout(num_layers=26, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
+        with pytest.raises(ValueError, match=r"`cache` has 26 layers: expected the model's 27"):
+            self.call(model, jaxkv.KVCache(described((layout.size,)), layout))
+
+    def test_without_room_for_the_indexers_keys(self):
+        layout = describe(DEEPSEEK_V2_LITE).layout(4)
+        with pytest.raises(ValueError, match=r"`cache` has no room for the indexer's keys"):
+            self.call(describe(DEEPSEEK_V32), jaxkv.KVCache(described((layout.size,)), layout))
+
+    def test_no_cache(self):
+        with pytest.raises(ValueError, match=r"`cache` is a list: expected a KVCache"):
+            self.call(describe(DEEPSEEK_V2_LITE), [jnp.zeros(3)])

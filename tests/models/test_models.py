@@ -1,0 +1,155 @@
+"""Language models on the cache, held to what Hugging Face's own answer: tokens equal, logits within 1e-4."""
+
+import dataclasses
+import itertools
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import jaxkv.models
+
+FOLDER = Path(__file__).parents[1] / "data" / "models"
+FAMILIES = [
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v3_sharded",
+    "deepseek_v3_yarn",
+    "glm4_moe_lite",
+    "kimi",
+    "moonlight",
+    "youtu",
+]
+ORDERS = ("LBNHC", "BLNHC")
+"""Latents have one head, and so the six orders are two layouts: layer-major and block-major."""
+BLOCK_SIZE = 64
+STEPS = 64
+TOLERANCE = 1e-4  # of logits, relative to the largest of the position
+
+families = pytest.mark.parametrize("family", FAMILIES)
+# Latents and indexer keys that share their blocks need a block to be one run of memory.
+LAYOUTS = [(family, order) for family in FAMILIES for order in ORDERS if family != "deepseek_v32" or order[0] == "B"]
+
+
+def test_all_recordings_are_here():
+    assert sorted(path.parent.name for path in FOLDER.glob("*/truth.npz")) == FAMILIES
+
+
+@pytest.mark.parametrize("order", jaxkv.ORDERS)
+def test_every_order_is_one_of_two_layouts(order):
+    model, _ = load("deepseek_v3")
+    assert model.layout(4, order=order) in [model.layout(4, order=other) for other in ORDERS]
+
+
+@cache
+def load(family):
+    """A float32 model and its truth by name."""
+    with np.load(FOLDER / family / "truth.npz") as recorded:
+        return jaxkv.models.load(FOLDER / family, dtype="float32"), dict(recorded)
+
+
+@partial(jax.jit, donate_argnums=1)
+def prefill(model, cache, *batch):
+    """Logits of all new tokens, [B, Q, vocab]; the library's own program gives those of the last."""
+    cache, x = jaxkv.models.forward(model, cache, *batch)
+    return cache, jaxkv.models.head(model, x)
+
+
+@partial(jax.jit, donate_argnums=1)
+def decode(model, cache, tokens, seq_lens, block_tables, slots):
+    """The same of one new token, [B, 1, vocab]."""
+    cache, logits = jaxkv.models.decode(model, cache, tokens[:, 0], seq_lens, block_tables, slots[:, 0])
+    return cache, logits[:, None]
+
+
+class Requests:
+    """The recorded prompts as requests with blocks of their own, shuffled among NaN, and what the model answers."""
+
+    def __init__(self, family, order="BLNHC"):
+        self.model, self.truth = load(family)
+        prompts, lengths = self.truth["prompts"], self.truth["prompt_lens"]
+        self.prompts = [prompt[:length].tolist() for prompt, length in zip(prompts, lengths, strict=True)]
+        self.tokens = [[] for _ in prompts]
+        self.logits = [[] for _ in prompts]
+        self.cached = np.zeros(len(prompts), np.int32)
+        needed = -(-(lengths + STEPS) // BLOCK_SIZE)
+        blocks = np.random.default_rng(0).permutation(needed.sum() + 2)
+        self.tables = np.full((len(prompts), needed.max() + 1), np.iinfo(np.int32).max, np.int32)
+        for row, count, end in zip(self.tables, needed, needed.cumsum(), strict=True):
+            row[:count] = blocks[end - count : end]
+        empty = self.model.cache(len(blocks), BLOCK_SIZE, order)
+        self.cache = jaxkv.KVCache(
+            jnp.full(empty.buffer.nbytes, 0xFF, jnp.uint8).view(empty.buffer.dtype), empty.layout
+        )
+
+    def step(self, program, new, width):
+        """One call of `program` with the tokens new[i] of each request, aligned to the end of the width."""
+        count = np.asarray([len(ids) for ids in new])
+        tokens = np.stack([np.pad(np.asarray(ids, np.int32), (width - len(ids), 0)) for ids in new])
+        self.cached += count
+        seq_lens = np.where(count, self.cached, 0)
+        column = np.arange(width)
+        positions = np.where(column >= width - count[:, None], seq_lens[:, None] - width + column, -1)
+        slots = jaxkv.slots_for(jnp.asarray(self.tables), jnp.asarray(positions), block_size=BLOCK_SIZE)
+        self.cache, logits = program(self.model, self.cache, tokens, seq_lens, self.tables, slots)
+        for i, row in enumerate(np.asarray(logits)):
+            self.logits[i] += list(row[width - count[i] :])
+            if count[i] and self.cached[i] >= len(self.prompts[i]):
+                self.tokens[i].append(int(row[-1].argmax()))
+
+    def run(self, chunk, joins=(0, 0, 0, 0, 0)):
+        """Request i joins at step joins[i], its prompt goes in by chunks, and it leaves with its last token."""
+        for step in itertools.count():
+            here = [step >= join and len(tokens) < STEPS for join, tokens in zip(joins, self.tokens, strict=True)]
+            if step >= max(joins) and not any(here):
+                return self
+            todo = list(zip(here, self.prompts, self.cached, strict=True))
+            new = [prompt[cached : cached + chunk] if joined else [] for joined, prompt, cached in todo]
+            if any(new):
+                self.step(prefill, new, chunk)
+            new = [tokens[-1:] if joined else [] for joined, tokens in zip(here, self.tokens, strict=True)]
+            if any(new):
+                self.step(decode, new, 1)
+
+    def check(self):
+        """Tokens are the recorded ones, and logits are, at every position."""
+        assert self.tokens == self.truth["tokens"].tolist()
+        for i, prompt in enumerate(self.prompts):
+            logits = np.stack(self.logits[i])
+            expected = np.concatenate((self.truth["logits"][i, : len(prompt)], self.truth["step_logits"][i, 1:]))
+            assert logits.shape == expected.shape
+            error = np.abs(logits - expected).max(-1) / np.abs(expected).max(-1)
+            assert error.max() < TOLERANCE, (i, int(error.argmax()), error.max())
+
+
+@pytest.mark.parametrize(("family", "order"), LAYOUTS)
+def test_whole_prompts_and_64_tokens(family, order):
+    Requests(family, order).run(chunk=200).check()
+
+
+@families
+def test_prompts_in_chunks_of_7(family):
+    Requests(family).run(chunk=7).check()
+
+
+@families
+def test_requests_join_and_leave_at_different_steps(family):
+    Requests(family).run(chunk=64, joins=(40, 3, 0, 17, 9)).check()
+
+
+def test_the_sparse_path_decides_tokens():
+    requests = Requests("deepseek_v32")
+    config = requests.model.config
+    everything = dataclasses.replace(config.indexer, topk=requests.tables.shape[1] * BLOCK_SIZE)
+    requests.model = dataclasses.replace(requests.model, config=dataclasses.replace(config, indexer=everything))
+    requests.run(chunk=200)
+    expected = requests.truth["tokens"].tolist()
+    assert config.indexer.topk < len(requests.prompts[-1])
+    assert requests.tokens[0][:1] == expected[0][:1]  # so short that there is nothing to select
+    assert requests.tokens[-1] != expected[-1]

@@ -1,0 +1,394 @@
+"""Checked mode: each misuse is reported with argument, position and value, and nothing else is."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from support.compare import assert_same_bits
+
+ENTRY = jaxkv.MLAEntry("bf16", latent=8, rope=4)
+MLA = jaxkv.CacheLayout(num_layers=3, num_blocks=6, block_size=4, entry=ENTRY)
+KV = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, num_heads=2, entry=jaxkv.KVEntry("fp8", 8, 4))
+INDEXER = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, entry=jaxkv.IndexerEntry(head_dim=8))
+
+TABLES = [[4, 0], [1, 3]]
+LENGTHS = [7, 3]
+
+
+def ints(values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def write_mla(slots=(0, 7, -1), layer=0, cache=None):
+    values = [jnp.ones((len(slots), n), jnp.bfloat16) for n in ENTRY.sizes]
+    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
+    return jaxkv.write_mla(cache, *values, ints(slots), layer=layer)
+
+
+def write_kv(slots=(0, 7, -1), layer=0):
+    k, v = jnp.ones((len(slots), 2, 8)), jnp.ones((len(slots), 2, 4))
+    return jaxkv.write_kv(jaxkv.KVCache.zeros(KV), k, v, ints(slots), layer=layer, k_scale=0.1, v_scale=0.1)
+
+
+def write_indexer_k(slots=(0, 7, -1), layer=0):
+    return jaxkv.write_indexer_k(jaxkv.KVCache.zeros(INDEXER), jnp.ones((len(slots), 8)), ints(slots), layer=layer)
+
+
+def decode_mla(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, tokens=1):
+    q = [jnp.ones((len(tables), tokens, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
+    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
+    return jaxkv.decode_mla(*q, cache, ints(tables), ints(lengths), layer=layer, scale=0.3)
+
+
+def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1):
+    q = jnp.ones((len(tables), tokens, 2, 8))
+    cache = jaxkv.KVCache.zeros(KV) if cache is None else cache
+    scales = {"scale": 0.3, "k_scale": 0.1, "v_scale": 0.1}
+    return jaxkv.decode_kv(q, cache, ints(tables), ints(lengths), layer=layer, window=window, **scales)
+
+
+def decode_mla_sparse(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None, counts=None):
+    q = [jnp.ones((2, 1, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
+    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
+    counts = None if counts is None else ints(counts)[:, None]
+    return jaxkv.decode_mla_sparse(*q, cache, ints(slots)[:, None], layer=layer, scale=0.3, counts=counts)
+
+
+def indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0):
+    q, weights, cache = jnp.ones((2, 1, 2, 8)), jnp.ones((2, 1, 2)), jaxkv.KVCache.zeros(INDEXER)
+    return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), layer=layer, max_len=5)
+
+
+def gather_mla(tables=TABLES, cu_seq_lens=(0, 7, 10), starts=None, layer=0, total=10):
+    starts = None if starts is None else ints(starts)
+    cache = jaxkv.KVCache.zeros(MLA)
+    return jaxkv.gather_mla(cache, ints(tables), ints(cu_seq_lens), layer=layer, total=total, seq_starts=starts)
+
+
+def gather_kv(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
+    cache = jaxkv.KVCache.zeros(KV)
+    return jaxkv.gather_kv(
+        cache, ints(tables), ints(cu_seq_lens), layer=layer, total=10, k_scale=0.1, v_scale=0.1, dtype=jnp.float32
+    )
+
+
+def gather_indexer_k(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
+    return jaxkv.gather_indexer_k(jaxkv.KVCache.zeros(INDEXER), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
+
+
+def copy_blocks(src=(0, 1), dst=(2, 3)):
+    return jaxkv.copy_blocks(jaxkv.KVCache.zeros(MLA), ints(src), ints(dst))
+
+
+def read_blocks(blocks=(0, 5, 0)):
+    return jaxkv.read_blocks(jaxkv.KVCache.zeros(MLA), ints(blocks))
+
+
+def write_blocks(blocks=(0, 5)):
+    rows = jnp.zeros((len(blocks), MLA.block_nbytes // MLA.itemsize), MLA.dtype)
+    return jaxkv.write_blocks(jaxkv.KVCache.zeros(MLA), ints(blocks), rows)
+
+
+OPERATIONS = (
+    write_mla,
+    write_kv,
+    write_indexer_k,
+    decode_mla,
+    decode_kv,
+    decode_mla_sparse,
+    indexer_logits,
+    gather_mla,
+    gather_kv,
+    gather_indexer_k,
+    copy_blocks,
+    read_blocks,
+    write_blocks,
+)
+LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
+OF_LAYERS = [operation for operation in OPERATIONS if operation not in (copy_blocks, read_blocks, write_blocks)]
+
+# What is called, with what, and what the message says.
+MISUSE = {
+    "slot past the cache": (write_mla, dict(slots=[5, 23, 24]), "`slot_mapping`[2] is 24: the cache has 24 slots"),
+    "huge slot": (write_kv, dict(slots=[2**31 - 1]), "`slot_mapping`[0] is 2147483647: the cache has 24 slots"),
+    "indexer slot": (write_indexer_k, dict(slots=[-9, 99]), "`slot_mapping`[1] is 99: the cache has 24 slots"),
+    "slot twice": (write_mla, dict(slots=[7, 3, -1, 7, -1]), "`slot_mapping`[3] is 7: this slot is written twice"),
+    "slot thrice": (write_kv, dict(slots=[7, 7, 7]), "`slot_mapping`[1] is 7: this slot is written twice"),
+    "indexer slot twice": (write_indexer_k, dict(slots=[0, 0]), "`slot_mapping`[1] is 0: this slot is written twice"),
+    "block past the cache": (
+        decode_mla,
+        dict(tables=[[4, 0], [6, 3]]),
+        "`block_tables`[1, 0] is 6: the cache has blocks 0 to 5",
+    ),
+    "negative block": (decode_kv, dict(tables=[[4, -1], [1, 3]]), "`block_tables`[0, 1] is -1: the cache has blocks"),
+    "block of the indexer": (
+        indexer_logits,
+        dict(tables=[[2**31 - 1, 0], [1, 3]]),
+        "`block_tables`[0, 0] is 2147483647: the cache has blocks 0 to 5",
+    ),
+    "block of a gather": (gather_mla, dict(tables=[[4, 6], [1, 3]]), "`block_tables`[0, 1] is 6: the cache has blocks"),
+    "block of a later chunk": (
+        gather_mla,
+        dict(tables=[[77, 6], [1, 3]], starts=[4, 0], cu_seq_lens=[0, 1, 4]),
+        "`block_tables`[0, 1] is 6: the cache has blocks",
+    ),
+    "block of a gather of heads": (gather_kv, dict(tables=[[4, 0], [9, 3]]), "`block_tables`[1, 0] is 9"),
+    "block of a gather of keys": (gather_indexer_k, dict(tables=[[4, 0], [9, 3]]), "`block_tables`[1, 0] is 9"),
+    "length past the table": (
+        decode_mla,
+        dict(lengths=[7, 9]),
+        "`seq_lens`[1] is 9: the table holds 2 blocks, 8 tokens",
+    ),
+    "negative length": (decode_kv, dict(lengths=[-1, 3]), "`seq_lens`[0] is -1: the table holds 2 blocks, 8 tokens"),
+    "length of the indexer": (indexer_logits, dict(lengths=[8, 2**30]), "`seq_lens`[1] is 1073741824: the table holds"),
+    "run past the table": (
+        gather_mla,
+        dict(cu_seq_lens=[0, 1, 10]),
+        "lengths`[1] is 9: the table holds 2 blocks, 8 tokens",
+    ),
+    "chunk past the table": (
+        gather_mla,
+        dict(cu_seq_lens=[0, 7, 10], starts=[2, 0]),
+        "`seq_starts + lengths`[0] is 9: the table holds 2 blocks, 8 tokens",
+    ),
+    "running sum that falls": (
+        gather_mla,
+        dict(cu_seq_lens=[0, 5, 3]),
+        "`cu_seq_lens`[1] is 3: a running sum never falls",
+    ),
+    "total too small": (gather_mla, dict(total=9), "`cu_seq_lens` is 10: `total` is 9"),
+    "sparse slot": (
+        decode_mla_sparse,
+        dict(slots=[[0, 1, 2], [3, -1, 24]]),
+        "`slots`[1, 0, 2] is 24: the cache has 24 slots",
+    ),
+    "copy to a block twice": (
+        copy_blocks,
+        dict(src=[0, 1, 2], dst=[3, 4, 3]),
+        "`dst`[2] is 3: this block is written twice in one call",
+    ),
+    "copy from no block": (copy_blocks, dict(src=[0, -1]), "`src`[1] is -1: the cache has blocks 0 to 5"),
+    "copy to no block": (copy_blocks, dict(dst=[6, 0]), "`dst`[0] is 6: the cache has blocks 0 to 5"),
+    "read of no block": (read_blocks, dict(blocks=[0, 1, 6]), "`blocks`[2] is 6: the cache has blocks 0 to 5"),
+    "write of no block": (write_blocks, dict(blocks=[-1, 1]), "`blocks`[0] is -1: the cache has blocks 0 to 5"),
+    "write of a block twice": (write_blocks, dict(blocks=[1, 1]), "`blocks`[1] is 1: this block is written twice"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_reported_by_argument_position_and_value(case):
+    operation, given, told = MISUSE[case]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        jaxkv.checked(lambda: operation(**given))()
+
+
+UNREPORTED = {
+    "first token before the request": (gather_mla, dict(starts=[0, -1]), "`seq_starts`[1] is -1"),
+    "running sum not from 0": (gather_mla, dict(cu_seq_lens=[1, 7, 10]), "`cu_seq_lens`[0] is 1"),
+    "more slots counted than given": (decode_mla_sparse, dict(counts=[3, 4]), "`counts`[1, 0] is 4"),
+    "fewer slots counted than none": (decode_mla_sparse, dict(counts=[-1, 3]), "`counts`[0, 0] is -1"),
+}
+
+
+@pytest.mark.parametrize("case", UNREPORTED)
+def test_misuse_that_should_be_reported(case):
+    operation, given, told = UNREPORTED[case]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        jaxkv.checked(lambda: operation(**given))()
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_without_checks_misuse_raises_nothing(case):
+    operation, given, _ = MISUSE[case]
+    jax.block_until_ready(operation(**given))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+def test_good_calls_pass_and_give_what_unchecked_ones_give(operation):
+    found, expected = jaxkv.checked(operation)(), jax.jit(operation)()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("layer", [-1, "layers", 2**31 - 1])
+@pytest.mark.parametrize("operation", OF_LAYERS, ids=lambda operation: operation.__name__)
+def test_traced_layer_out_of_range(operation, layer):
+    layers = LAYERS.get(operation, 2)
+    layer = layers if layer == "layers" else layer
+    check = jaxkv.checked(lambda layer: operation(layer=layer))
+    with pytest.raises(ValueError, match=re.escape(f"`layer` is {layer}: the cache has {layers} layers")):
+        check(ints(layer))
+    check(ints(layers - 1))
+
+
+def test_bytes_outside_the_cache_of_a_bad_write_stay_as_they_were():
+    before = np.random.default_rng(0).integers(0, 2**16, MLA.size, np.uint16).view(jnp.bfloat16)
+    cache = jaxkv.KVCache(jnp.asarray(before), MLA)
+    expected = before.copy()
+    expected.reshape(6, 3, 4, 12)[5, 1, 3] = 1  # slot 23 of layer 1
+    after = write_mla([24, 23, 2**31 - 1, -7], layer=ints(1), cache=cache)
+    assert_same_bits(after.buffer, expected)
+    assert_same_bits(write_mla([1, 2], layer=ints(3), cache=cache).buffer, before)
+    with pytest.raises(ValueError, match=r"`slot_mapping`\[0\] is 24"):
+        jaxkv.checked(write_mla)([24, 23, 2**31 - 1, -7], ints(1), cache)
+    assert_same_bits(cache.buffer, before)
+
+
+class TestPoison:
+    """NaN and nonsense are misuse exactly where a call would look at them."""
+
+    def cache(self, layout, *bad, layer=1):
+        """Ones in the live slots of `layer`, but for `bad` ones; NaN everywhere else."""
+        parts = (layout.num_layers, layout.num_blocks, layout.num_heads, layout.block_size)
+        values = jnp.float8_e4m3fn if layout.entry.format == "fp8" else layout.dtype
+        buffer = np.full((*parts, layout.width), np.nan, values)
+        for row, length in zip(TABLES, LENGTHS, strict=True):
+            for position in range(length):
+                buffer[layer, row[position // 4], :, position % 4] = 1
+        for block, head, token, element in bad:
+            buffer[layer, block, head, token, element] = np.nan
+        flat = np.ascontiguousarray(np.moveaxis(buffer, [0, 1, 2, 3], [1, 0, 3, 2])).reshape(-1)  # BLNHC
+        return jaxkv.KVCache(jnp.asarray(flat.view(layout.dtype)), layout)
+
+    def test_nan_outside_the_live_range_is_not_misuse(self):
+        jaxkv.checked(lambda cache: decode_mla(layer=1, cache=cache))(self.cache(MLA))
+        jaxkv.checked(lambda cache: decode_kv(layer=1, cache=cache))(self.cache(KV))
+
+    @pytest.mark.parametrize("element", [0, 7, 8, 11])
+    def test_nan_in_a_live_entry_of_latents(self, element):
+        cache = self.cache(MLA, (0, 0, 2, element))  # position 6 of request 0
+        with pytest.raises(ValueError, match=re.escape("`cache`[0, 6] is 2: the entry at this slot")):
+            jaxkv.checked(lambda cache: decode_mla(layer=1, cache=cache))(cache)
+
+    @pytest.mark.parametrize("element", [0, 11])
+    @pytest.mark.parametrize("head", [0, 1])
+    def test_nan_in_a_live_entry_of_heads(self, head, element):
+        cache = self.cache(KV, (1, head, 1, element))  # position 1 of request 1
+        with pytest.raises(ValueError, match=re.escape("`cache`[1, 1] is 5: the entry at this slot")):
+            jaxkv.checked(lambda cache: decode_kv(layer=1, cache=cache))(cache)
+
+    def test_the_layer_looked_at_is_the_one_asked_for(self):
+        with pytest.raises(ValueError, match="`cache`"):
+            jaxkv.checked(lambda cache: decode_mla(layer=0, cache=cache))(self.cache(MLA))
+
+    @pytest.mark.parametrize(
+        ("window", "tokens", "misused"), [(2, 1, False), (3, 1, True), (2, 2, True), (1, 2, False)]
+    )
+    def test_nan_is_misuse_inside_the_window_only(self, window, tokens, misused):
+        cache = self.cache(KV, (0, 0, 0, 3))  # position 4 of 7
+        check = jaxkv.checked(lambda cache: decode_kv(layer=1, cache=cache, window=window, tokens=tokens))
+        if misused:
+            with pytest.raises(ValueError, match=re.escape("`cache`[0, 4] is 0: the entry at this slot")):
+                check(cache)
+        else:
+            check(cache)
+
+    def test_blocks_before_the_window_may_be_gone(self):
+        tables = [[-1, 0], [1, 3]]
+        jaxkv.checked(lambda cache: decode_kv(tables, layer=1, cache=cache, window=3))(self.cache(KV))
+        with pytest.raises(ValueError, match=re.escape("`block_tables`[0, 0] is -1")):
+            jaxkv.checked(lambda cache: decode_kv(tables, layer=1, cache=cache, window=4))(self.cache(KV))
+
+    def test_nan_in_a_chosen_slot(self):
+        check = jaxkv.checked(lambda cache, slots: decode_mla_sparse(slots, layer=1, cache=cache))
+        cache = self.cache(MLA, (0, 0, 2, 5))
+        check(cache, ints([[16, 0, 1], [4, -1, 6]]))  # NaN in slot 2, which is not chosen
+        with pytest.raises(ValueError, match=re.escape("`cache`[0, 0, 1] is 2: the entry at this slot")):
+            check(cache, ints([[16, 2, 1], [4, -1, 6]]))
+
+    @pytest.mark.parametrize("poison", [2**31 - 1, -1, -(2**31), 6])
+    @pytest.mark.parametrize("operation", [decode_mla, decode_kv, indexer_logits], ids=lambda each: each.__name__)
+    def test_unused_table_entries_may_hold_anything(self, operation, poison):
+        tables = [[4, 0, poison], [1, poison, poison], [poison] * 3]
+        if operation is indexer_logits:
+            tables = tables[:2]
+        jaxkv.checked(lambda: operation(tables, [*LENGTHS, 0][: len(tables)]))()
+
+    def test_tables_before_and_after_a_gathered_run_may_hold_anything(self):
+        jaxkv.checked(lambda: gather_mla([[-1, 0], [1, 2**31 - 1]], (0, 4, 7), starts=[4, 1], total=7))()
+
+    def test_skipped_slots_may_repeat(self):
+        jaxkv.checked(lambda: write_mla([-1, -1, 5, -(2**31), -(2**31)]))()
+
+
+class TestTransformations:
+    def test_inside_jit(self):
+        step = jax.jit(lambda slots: write_mla_at(slots, 1))
+        jaxkv.checked(step)(ints([3, 5]))
+        with pytest.raises(ValueError, match=re.escape("`slot_mapping`[1] is 24")):
+            jaxkv.checked(step)(ints([3, 24]))
+
+    def test_around_and_inside_scan_with_a_traced_layer(self):
+        def model(cache, slots, lengths):
+            def body(cache, layer):
+                cache = write_mla_at(slots, layer, cache)
+                out = decode_mla_at(lengths, layer, cache)
+                return cache, out
+
+            return jax.lax.scan(body, cache, jnp.arange(3, dtype=jnp.int32))
+
+        check = jaxkv.checked(jax.jit(model))
+        cache = jaxkv.KVCache.zeros(MLA)
+        found, expected = check(cache, ints([22, 14]), ints(LENGTHS)), model(cache, ints([22, 14]), ints(LENGTHS))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert_same_bits(a, b)
+        with pytest.raises(ValueError, match=re.escape("`slot_mapping`[0] is 24")):
+            check(cache, ints([24, 14]), ints(LENGTHS))
+        with pytest.raises(ValueError, match=re.escape("`seq_lens`[1] is 9")):
+            check(cache, ints([22, 14]), ints([7, 9]))
+
+    def test_only_one_turn_of_a_scan_is_wrong(self):
+        def model(cache):
+            return jax.lax.scan(lambda c, i: (write_mla_at(ints([0, 1]), i, c), None), cache, jnp.arange(4))
+
+        with pytest.raises(ValueError, match=re.escape("`layer` is 3: the cache has 3 layers")):
+            jaxkv.checked(model)(jaxkv.KVCache.zeros(MLA))
+
+    def test_a_function_that_was_traced_without_checks_is_checked(self):
+        step = jax.jit(lambda slots: write_mla_at(slots, 0))
+        jax.block_until_ready(step(ints([24, 24])))
+        with pytest.raises(ValueError, match=re.escape("`slot_mapping`[0] is 24")):
+            jaxkv.checked(step)(ints([24, 24]))
+        # And the other way round: the program with checks is not the one that runs without.
+        jax.block_until_ready(step(ints([24, 24])))
+
+    def test_a_checked_function_is_traced_once(self):
+        traces = []
+
+        def step(slots):
+            traces.append(1)
+            return write_mla_at(slots, 0)
+
+        check = jaxkv.checked(step)
+        for slot in range(5):
+            check(ints([slot, slot + 6]))
+        with pytest.raises(ValueError, match="`slot_mapping`"):
+            check(ints([30, 1]))
+        assert len(traces) == 1
+
+    def test_it_keeps_the_functions_name(self):
+        assert jaxkv.checked(write_mla).__name__ == "write_mla"
+
+
+@pytest.mark.parametrize("operation", [write_mla, write_kv, write_indexer_k], ids=lambda operation: operation.__name__)
+def test_no_tokens_are_no_misuse(operation):
+    jaxkv.checked(lambda: operation(slots=[]))()
+
+
+def test_no_blocks_are_no_misuse():
+    jaxkv.checked(lambda: (copy_blocks([], []), read_blocks([]), write_blocks([])))()
+
+
+def write_mla_at(slots, layer, cache=None):
+    values = [jnp.ones((slots.shape[0], n), jnp.bfloat16) for n in ENTRY.sizes]
+    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
+    return jaxkv.write_mla(cache, *values, slots, layer=layer)
+
+
+def decode_mla_at(lengths, layer, cache):
+    q = [jnp.ones((2, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
+    return jaxkv.decode_mla(*q, cache, ints(TABLES), lengths, layer=layer, scale=0.3)

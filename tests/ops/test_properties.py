@@ -1,0 +1,234 @@
+"""Layouts drawn at random: writes touch their own bytes only, reads are those of the packed cache, bit for bit."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxkv
+from support import oracle, scenes
+from support.compare import assert_same_bits
+from support.suites.base import dtype_of
+from support.suites.writes import new_tokens, scales_of
+
+BLOCK_SIZES = (1, 3, 16, 61, 64)
+AXES = {"layer": "num_layers", "block": "num_blocks", "token": "block_size", "head": "num_heads"}
+
+
+def mla_entry(random):
+    name = random.choice(jaxkv.MLAEntry.formats)
+    latent = random.choice([128, 256] if name == "fp8_ds_mla" else [8, 20, 64])
+    return jaxkv.MLAEntry(name, latent=latent, rope=random.choice([2, 8, 16]))
+
+
+def kv_entry(random):
+    name = random.choice(jaxkv.KVEntry.formats)
+    return jaxkv.KVEntry(name, head_dim=random.choice([4, 10]), value_dim=random.choice([2, 4, 16]))
+
+
+def indexer_entry(random):
+    return jaxkv.IndexerEntry(head_dim=random.choice([8, 128]))
+
+
+def draw_layout(random, entry):
+    """A layout of one of the six orders, of explicit strides, or of a group in a packed block."""
+    sizes = dict(
+        num_layers=random.randint(1, 4),
+        num_blocks=random.randint(2, 6),
+        block_size=random.choice(BLOCK_SIZES),
+        num_heads=1 if entry.one_head else random.randint(1, 3),
+        entry=entry,
+    )
+    kind = random.choice(["order", "strides", "packed"])
+    if kind == "packed":
+        return packed(random, sizes)
+    dtype = random.choice([None, "uint8"])
+    itemsize = entry.dtype.itemsize if dtype is None else 1
+    unit = max(entry.codec.alignment // itemsize, 1)
+    if kind == "order":
+        padding = unit * random.choice([0, 0, 1, 7])
+        return jaxkv.CacheLayout(**sizes, order=random.choice(jaxkv.ORDERS), block_padding=padding, dtype=dtype)
+    return nested(random, sizes, dtype, entry.nbytes // itemsize, unit)
+
+
+def packed(random, sizes):
+    """A group between, before or after others."""
+    own = jaxkv.Group(sizes["num_layers"], sizes["entry"], sizes["num_heads"])
+    others = [
+        ("other", jaxkv.Group(random.randint(1, 2), jaxkv.IndexerEntry(head_dim=4))),
+        ("another", jaxkv.Group(1, jaxkv.KVEntry("bf16", head_dim=3), num_heads=2)),
+    ]
+    groups = [("self", own), *others[: random.randint(0, 2)]]
+    random.shuffle(groups)
+    return jaxkv.PackedLayout(
+        num_blocks=sizes["num_blocks"],
+        block_size=sizes["block_size"],
+        groups=dict(groups),
+        order=random.choice(["BLNHC", "BLHNC", "BHLNC"]),
+    )["self"]
+
+
+def nested(random, sizes, dtype, width, unit):
+    """Explicit strides: the axes in any order, with gaps, behind an offset, nonsense where an axis has length 1."""
+    counts = {axis: sizes[name] for axis, name in AXES.items()}
+    axes = random.sample(list(AXES), 4)
+    if isinstance(sizes["entry"], jaxkv.IndexerEntry):  # a page of the indexer is one run
+        axes = ["token", *(axis for axis in axes if axis != "token")]
+    extent, strides = width, {}
+    for axis in axes:
+        if counts[axis] == 1:
+            strides[axis] = random.choice([0, -5, 1, 10**9])
+            continue
+        gap = random.choice([0, 0, 1, 5])
+        if axis == "token" and isinstance(sizes["entry"], jaxkv.IndexerEntry):
+            gap = 0
+        strides[axis] = extent + gap * unit
+        extent += (counts[axis] - 1) * strides[axis]
+        extent = -(-extent // unit) * unit
+    offset = unit * random.randint(0, 9)
+    size = offset + extent + random.randint(0, 3)
+    return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=size, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Two requests on shuffled blocks of a cache, and the slots at which their tokens are written, out of order."""
+
+    layer: int
+    tables: np.ndarray
+    lengths: np.ndarray
+    slots: np.ndarray
+    """Of each token of the two requests, shuffled, with slots that are no slots among them."""
+    kind: str
+
+
+@st.composite
+def cases(draw, draw_entry):
+    """A layout, and requests in it.
+
+    All of it comes from one seed: an example takes a second to compile, and drawn one by one, most would be dull.
+    """
+    random = draw(st.randoms(use_true_random=True))
+    layout = draw_layout(random, draw_entry(random))
+    blocks = random.sample(range(layout.num_blocks), layout.num_blocks)
+    first = random.randint(1, layout.num_blocks - 1)
+    tables = np.full((2, layout.num_blocks), scenes.UNUSED, np.int32)
+    slots, lengths = [-1, -(2**31), layout.num_slots, 2**31 - 1], []
+    for table, row in zip(tables, (blocks[:first], blocks[first:]), strict=True):
+        table[: len(row)] = row
+        lengths.append(random.randint(0, len(row) * layout.block_size))
+        slots += [slot(row, position, layout.block_size) for position in range(lengths[-1])]
+    random.shuffle(slots)
+    layer, kind = random.randrange(layout.num_layers), random.choice(["nan", "random"])
+    return layout, Requests(layer, tables, np.asarray(lengths, np.int32), np.asarray(slots, np.int32), kind)
+
+
+def slot(row, position, block_size):
+    return row[position // block_size] * block_size + position % block_size
+
+
+def check_write(layout, requests, write):
+    """Writes into garbage and compares every byte; returns the cache and its packed twin, with other garbage."""
+    entry, heads = layout.entry, layout.num_heads
+    parts = new_tokens(entry, heads, len(requests.slots))
+    keywords, scales = scales_of(entry, heads)
+    before = scenes.garbage(layout, np.random.default_rng(5), requests.kind)
+    cache = write(scenes.to_cache(layout, before), parts, jnp.asarray(requests.slots), requests.layer, keywords)
+    encoded = oracle.encode(entry, parts, scales)
+    expected = before.copy()
+    entries = scenes.fetch(layout, expected, requests.layer)
+    written = np.zeros(layout.num_slots, bool)
+    for token, slot in enumerate(requests.slots):
+        if 0 <= slot < layout.num_slots:
+            entries[slot // layout.block_size, :, slot % layout.block_size] = encoded[token]
+            written[slot] = True
+    scenes.place(layout, expected, requests.layer, entries)
+    assert_same_bits(scenes.to_bytes(cache), expected, "the buffer's bytes")
+    # What no request holds is NaN in the twin, whatever stands there in the cache.
+    entries[~written.reshape(layout.num_blocks, -1).repeat(heads, 0).reshape(entries.shape[:3])] = 0xFF
+    twin = scenes.packed_twin(layout)
+    packed = np.full(twin.nbytes, 0xFF, np.uint8)
+    scenes.place(twin, packed, 0, entries)
+    return cache, scenes.to_cache(twin, packed), keywords
+
+
+def check_reads(cache, twin, requests, keywords, gather, attend):
+    """Gathers and decodes from both caches and compares the bits."""
+    cu_seq_lens = np.cumsum([0, *requests.lengths])
+    tables, lengths = jnp.asarray(requests.tables), jnp.asarray(requests.lengths)
+    total = int(cu_seq_lens[-1]) + 3
+    results = []
+    for each, layer in ((cache, requests.layer), (twin, 0)):
+        gathered = gather(
+            each, tables, jnp.asarray(cu_seq_lens), layer=layer, total=total, dtype=jnp.float32, **keywords
+        )
+        results.append(
+            [*(gathered if isinstance(gathered, tuple) else (gathered,)), *attend(each, tables, lengths, layer)]
+        )
+    for found, expected in zip(*results, strict=True):
+        assert_same_bits(found, expected)
+    for part in results[0][:-2]:
+        assert np.isfinite(np.asarray(part)).all()
+    return results[0]
+
+
+def queries(entry, heads, sizes, tokens):
+    rng = np.random.default_rng(8)
+    return [jnp.asarray(rng.standard_normal((2, tokens, heads, n)), dtype_of(entry)) for n in sizes]
+
+
+@settings(max_examples=20)
+@given(cases(mla_entry), st.integers(1, 2))
+def test_latents_on_any_layout(case, tokens):
+    layout, requests = case
+    q = queries(layout.entry, 2, layout.entry.sizes, tokens)
+
+    def write(cache, parts, slots, layer, keywords):
+        return jaxkv.write_mla(cache, parts[0][:, 0], parts[1][:, 0], slots, layer=layer, **keywords)
+
+    def attend(cache, tables, lengths, layer):
+        return jaxkv.decode_mla(*q, cache, tables, lengths, layer=layer, scale=0.2, return_lse=True, **keywords)
+
+    cache, twin, keywords = check_write(layout, requests, write)
+    found = check_reads(cache, twin, requests, keywords, jaxkv.gather_mla, attend)
+    assert np.isfinite(np.asarray(found[-2].astype(jnp.float32))).all()
+
+
+@settings(max_examples=15)
+@given(cases(kv_entry), st.integers(1, 2), st.sampled_from([None, 1, 5, 64]))
+def test_keys_and_values_on_any_layout(case, tokens, window):
+    layout, requests = case
+    (q,) = queries(layout.entry, 2 * layout.num_heads, layout.entry.sizes[:1], tokens)
+
+    def write(cache, parts, slots, layer, keywords):
+        return jaxkv.write_kv(cache, *parts, slots, layer=layer, **keywords)
+
+    def attend(cache, tables, lengths, layer):
+        options = {"scale": 0.2, "return_lse": True, "window": window}
+        return jaxkv.decode_kv(q, cache, tables, lengths, layer=layer, **options, **keywords)
+
+    cache, twin, keywords = check_write(layout, requests, write)
+    found = check_reads(cache, twin, requests, keywords, jaxkv.gather_kv, attend)
+    assert np.isfinite(np.asarray(found[-2].astype(jnp.float32))).all()
+
+
+@settings(max_examples=10)
+@given(cases(indexer_entry), st.integers(1, 2))
+def test_indexer_keys_on_any_layout(case, tokens):
+    layout, requests = case
+    (q,) = queries(layout.entry, 3, layout.entry.sizes, tokens)
+    weights = jnp.asarray(np.random.default_rng(9).standard_normal((2, tokens, 3)), jnp.float32)
+
+    def write(cache, parts, slots, layer, keywords):
+        return jaxkv.write_indexer_k(cache, parts[0][:, 0], slots, layer=layer)
+
+    def attend(cache, tables, lengths, layer):
+        logits = jaxkv.indexer_logits(q, weights, cache, tables, lengths, layer=layer, max_len=100)
+        return logits, jaxkv.select_topk(logits, 5)
+
+    cache, twin, keywords = check_write(layout, requests, write)
+    logits = np.asarray(check_reads(cache, twin, requests, keywords, jaxkv.gather_indexer_k, attend)[-2])
+    seen = np.arange(100) < (requests.lengths[:, None] - (tokens - 1) + np.arange(tokens))[..., None]
+    assert np.array_equal(np.isfinite(logits), seen)

@@ -1,0 +1,374 @@
+"""`jaxkv.parallel` on 8 devices, and the same on one; `test_parallel.py` runs this where there are 8, simulated."""
+
+import re
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import parallel
+from jaxkv.models import Engine
+from jaxkv.offload import HostPool
+from jaxkv.parallel import context
+from jaxkv_kernels import mosaic_gpu
+from support import scenes, toy_model
+from support.compare import assert_close, assert_same_bits
+from support.suites.base import dtype_of
+
+BLOCK = 8
+COLUMNS = 6
+LENGTHS = (0, 1, 2, 7, 16, 17, 33, 45)
+LAYER, SCALE = 1, 0.11
+
+MLA = [jaxkv.MLAEntry(name, latent=128, rope=16) for name in ("f32", "bf16", "fp8_ds_mla")]
+GQA = jaxkv.KVEntry("f32", head_dim=16, value_dim=8)
+ENTRIES = {entry.format: entry for entry in MLA} | {"gqa": GQA}
+KV_HEADS = 8
+
+
+class Batch(NamedTuple):
+    """All tokens of the requests, and queries of their last ones."""
+
+    tables: jax.Array
+    lengths: jax.Array
+    positions: jax.Array
+    """[B, S], -1 past a request's length."""
+    new: list[jax.Array]
+    """[B, S, (H,) n_i]."""
+    q: list[jax.Array]
+    """[B, Q, Hq, n_i]."""
+
+
+@cache
+def batch(entry, tokens=1):
+    rng = np.random.default_rng(0)
+    count, longest, dtype = len(LENGTHS), max(LENGTHS), dtype_of(entry)
+    lengths = np.asarray(LENGTHS, np.int32)
+    positions = np.arange(longest, dtype=np.int32)[None].repeat(count, 0)
+    heads = (KV_HEADS,) if isinstance(entry, jaxkv.KVEntry) else ()
+    sizes = entry.sizes[:1] if heads else entry.sizes
+    return Batch(
+        tables=jnp.asarray(rng.permutation(count * COLUMNS).reshape(count, COLUMNS), jnp.int32),
+        lengths=jnp.asarray(lengths),
+        positions=jnp.asarray(np.where(positions < lengths[:, None], positions, -1)),
+        new=[jnp.asarray(rng.standard_normal((count, longest, *heads, n)), dtype) for n in entry.sizes],
+        q=[jnp.asarray(rng.standard_normal((count, tokens, 2 * KV_HEADS, n)), dtype) for n in sizes],
+    )
+
+
+def layout_of(entry, num_heads=None):
+    heads = num_heads or (KV_HEADS if isinstance(entry, jaxkv.KVEntry) else 1)
+    blocks = len(LENGTHS) * COLUMNS
+    return jaxkv.CacheLayout(num_layers=2, num_blocks=blocks, block_size=BLOCK, num_heads=heads, entry=entry)
+
+
+def poisoned(layout, mesh=None):
+    """A cache of NaN, or one a device."""
+    buffer = scenes.garbage(layout, None).view(layout.dtype)
+    if mesh is None:
+        return jaxkv.KVCache(jnp.asarray(buffer), layout)
+    zeros = parallel.zeros(layout, mesh, "x")
+    return jaxkv.KVCache(jax.device_put(np.tile(buffer, mesh.size), zeros.buffer.sharding), layout)
+
+
+def write(cache, new, slots):
+    """The tokens [B, S, ...] at their slots [B, S]."""
+    operation = jaxkv.write_kv if isinstance(cache.layout.entry, jaxkv.KVEntry) else jaxkv.write_mla
+    return operation(cache, *(x.reshape(-1, *x.shape[2:]) for x in new), slots.reshape(-1), layer=LAYER)
+
+
+def decode(q, cache, tables, lengths, package=jaxkv, **keywords):
+    operation = package.decode_kv if isinstance(cache.layout.entry, jaxkv.KVEntry) else package.decode_mla
+    return operation(*q, cache, tables, lengths, layer=LAYER, scale=SCALE, return_lse=True, **keywords)
+
+
+def written_and_read(cache, new, positions, q, tables, lengths):
+    """One device's step."""
+    cache = write(cache, new, jaxkv.slots_for(tables, positions, block_size=BLOCK))
+    return cache, decode(q, cache, tables, lengths)
+
+
+def arguments(told):
+    return told.new, told.positions, told.q, told.tables, told.lengths
+
+
+@cache
+def on_one_device(entry, tokens=1):
+    cache, found = jax.jit(written_and_read)(poisoned(layout_of(entry)), *arguments(batch(entry, tokens)))
+    return cache, *found
+
+
+def mesh_of(devices):
+    if devices > jax.device_count():
+        pytest.skip(f"needs {devices} devices; here are {jax.device_count()}")
+    return jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+
+
+def run(function, mesh, in_specs, out_specs, *args):
+    """The sharded function's result, of arguments put where it wants them, as a mesh of explicit axes demands."""
+    placed = [jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, in_specs, strict=True)]
+    return jax.jit(over(mesh, function, in_specs, out_specs))(*placed)
+
+
+def over(mesh, function, in_specs, out_specs):
+    """The sharded function.  What varies over the mesh, JAX can follow on CPUs, but not in Pallas's GPU kernels."""
+    checks = jax.default_backend() == "cpu"
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checks)
+
+
+def roundings_of(out):
+    """Partial results and their sum round to the queries' dtype; float32 also rounds the scores."""
+    return 64 if out.dtype == jnp.float32 else 4
+
+
+def assert_equal_within_roundings(found, right):
+    (out, lse), (right_out, right_lse) = found, right
+    assert out.dtype == right_out.dtype
+    assert_close(out, right_out.astype(jnp.float32), roundings=roundings_of(out), magnitude=1, what="out")
+    assert_close(lse, right_lse, roundings=64, magnitude=4, what="lse")
+
+
+def check_shares(entry, mesh, cache, specs, results):
+    """Every device's cache and results are those of its share on one device, bit for bit; and the whole's in value.
+
+    XLA sums products of another number of requests or heads in another order, so that bits are those of equal shapes.
+    """
+    after, found = run(written_and_read, mesh, specs, (specs[0], results), cache, *arguments(batch(entry)))
+    alone, outs = jax.jit(written_and_read), []
+    for device, held in enumerate(after.buffer.addressable_shards):
+        shares = [
+            share(arg, spec, device, mesh.size) for arg, spec in zip(arguments(batch(entry)), specs[1:], strict=True)
+        ]
+        right_cache, right = alone(poisoned(cache.layout), *shares)
+        assert_same_bits(held.data, right_cache.buffer, f"cache of device {device}")
+        outs.append(right)
+    for one, parts in zip(found, zip(*outs, strict=True), strict=True):
+        assert_same_bits(one, np.concatenate(parts, axis=tuple(results).index("x")))
+    assert_equal_within_roundings(found, on_one_device(entry)[1:])
+
+
+def share(arg, spec, device, devices):
+    """What `spec` gives a device."""
+    if not spec:
+        return arg
+    return jax.tree.map(lambda x: np.split(np.asarray(x), devices, axis=tuple(spec).index("x"))[device], arg)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("bf16", 8), ("gqa", 2)])
+def test_data_parallel(name, devices):
+    """Requests are sharded, and every device has a cache of its own."""
+    entry, mesh = ENTRIES[name], mesh_of(devices)
+    check_shares(entry, mesh, poisoned(layout_of(entry), mesh), (P("x"),) * 6, P("x"))
+
+
+@pytest.mark.parametrize(("name", "devices"), [("f32", 8), ("fp8_ds_mla", 2)])
+def test_tensor_parallel_latents(name, devices):
+    """Query heads are sharded, latents replicated."""
+    entry, heads = ENTRIES[name], P(None, None, "x")
+    specs = P(), P(), P(), heads, P(), P()
+    check_shares(entry, mesh_of(devices), poisoned(layout_of(entry)), specs, heads)
+
+
+def test_tensor_parallel_kv_heads():
+    """KV heads are sharded with the query heads that read them."""
+    devices, heads = 4, P(None, None, "x")
+    mesh = mesh_of(devices)
+    specs = P("x"), heads, P(), heads, P(), P()
+    check_shares(GQA, mesh, poisoned(layout_of(GQA, KV_HEADS // devices), mesh), specs, heads)
+
+
+def shared(axis, interleave, plans, cache, new, positions, q, tables, lengths):
+    """A device's step with the tokens of each request interleaved."""
+    me = dict(shard=jax.lax.axis_index(axis), num_shards=jax.lax.axis_size(axis), interleave=interleave)
+    cache = write(cache, new, context.local_slots(tables, positions, block_size=BLOCK, **me))
+    keywords = dict(axis=axis, interleave=interleave)
+    if plans:
+        heads, tokens = q[0].shape[2], q[0].shape[1]
+        keywords["plan"] = context.plan_decode(cache, tables, lengths, num_heads=heads, tokens=tokens, **keywords)
+    return cache, decode(q, cache, tables, lengths, package=context, **keywords)
+
+
+def on_shards(entry, devices, interleave, tokens=1, plans=False):
+    mesh = mesh_of(devices)
+    cache, specs = poisoned(layout_of(entry), mesh), (P("x"), *[P()] * 5)
+    step = partial(shared, "x", interleave, plans)
+    return run(step, mesh, specs, (P("x"), P()), cache, *arguments(batch(entry, tokens)))
+
+
+def assert_shards_hold_their_tokens_alone(after, whole, devices, interleave):
+    """Every shard has its tokens of the cache `whole`, one after the other, and NaN elsewhere."""
+    layout, tables = whole.layout, np.asarray(batch(whole.layout.entry).tables)
+    entries = scenes.window(layout, scenes.to_bytes(whole))[LAYER]
+    for shard, found in enumerate(np.asarray(after.buffer).reshape(devices, -1)):
+        expected = scenes.garbage(layout, None)
+        mine = scenes.window(layout, expected)[LAYER]
+        for blocks, length in zip(tables, LENGTHS, strict=True):
+            owned = [i for i in range(length) if i // interleave % devices == shard]
+            for local, i in enumerate(owned):
+                mine[blocks[local // BLOCK], :, local % BLOCK] = entries[blocks[i // BLOCK], :, i % BLOCK]
+        assert_same_bits(found.view(np.uint8), expected, f"shard {shard}")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "interleave"),
+    [
+        *(("f32", 2, 1), ("f32", 3, BLOCK), ("f32", 8, 16)),
+        *(("bf16", 2, BLOCK), ("bf16", 8, 1)),
+        *(("fp8_ds_mla", 2, 16), ("fp8_ds_mla", 3, 1)),
+        *(("gqa", 3, 16), ("gqa", 8, BLOCK)),
+    ],
+)
+def test_context_parallel(name, devices, interleave):
+    """Tokens of a request are interleaved."""
+    entry = ENTRIES[name]
+    after, found = on_shards(entry, devices, interleave)
+    whole, *right = on_one_device(entry)
+    assert_equal_within_roundings(found, right)
+    assert_shards_hold_their_tokens_alone(after, whole, devices, interleave)
+
+
+@pytest.mark.parametrize(("name", "devices", "interleave", "tokens"), [("f32", 3, 1, 4), ("gqa", 8, 16, 2)])
+def test_several_query_tokens_are_causal(name, devices, interleave, tokens):
+    """Also of requests that are shorter than that."""
+    _, found = on_shards(ENTRIES[name], devices, interleave, tokens, plans=True)
+    assert_equal_within_roundings(found, on_one_device(ENTRIES[name], tokens)[1:])
+
+
+@pytest.mark.parametrize(("devices", "interleave"), [(2, 1), (3, 4), (8, 2)])
+@pytest.mark.parametrize("k", [1, 20, 90])
+def test_the_best_of_all_devices_are_those_of_one(devices, interleave, k):
+    """Where many are equal, too; rows have fewer than k."""
+    mesh, rng = mesh_of(devices), np.random.default_rng(0)
+    lengths = np.asarray([0, 1, 19, 21, 64], np.int32)
+    tokens = np.arange(64)
+    logits = rng.choice(np.asarray([-3, -0.0, 0, 1, 1.5], np.float32), (5, 64))
+    logits[tokens >= lengths[:, None]] = -np.inf
+    owned = [tokens[tokens // interleave % devices == shard] for shard in range(devices)]
+    longest = max(map(len, owned))
+    shares = [np.pad(logits[:, own], ((0, 0), (0, longest - len(own))), constant_values=-np.inf) for own in owned]
+
+    def choose(share):
+        return context.select_topk(share[0], k, axis="x", interleave=interleave)[None]
+
+    found = np.asarray(run(choose, mesh, (P("x"),), P("x"), jnp.asarray(np.stack(shares))))
+    for row, right in enumerate(np.asarray(jaxkv.select_topk(jnp.asarray(logits), k))):
+        chosen = [
+            own[position] for own, share in zip(owned, found, strict=True) for position in share[row] if position >= 0
+        ]
+        assert sorted(chosen) == sorted(right[right >= 0])
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [("a", "b"), (None, ("a", "b"))])
+def test_several_axes(requests, tokens):
+    """Requests over one axis and their tokens over another, or tokens over both."""
+    mesh_of(8)
+    entry, mesh, both = ENTRIES["f32"], jax.make_mesh((2, 4), ("a", "b")), P(("a", "b"))
+    cache, rows = parallel.zeros(layout_of(entry), mesh, ("a", "b")), P(requests)
+    specs, step = (both, *[rows] * 5), partial(shared, tokens, 1, False)
+    _, found = run(step, mesh, specs, (both, rows), cache, *arguments(batch(entry)))
+    assert_equal_within_roundings(found, on_one_device(entry)[1:])
+
+
+def test_every_device_updates_its_cache_in_place():
+    """In a scan over layers, with a plan for all of them."""
+    entry, mesh, told = ENTRIES["bf16"], mesh_of(2), batch(ENTRIES["bf16"])
+    tokens, specs = [x[:, 0] for x in told.new], (P("x"), *[P()] * 4)
+
+    def step(cache, tokens, q, tables, lengths):
+        me = dict(shard=jax.lax.axis_index("x"), num_shards=2)
+        slots = context.local_slots(tables, lengths[:, None] - 1, block_size=BLOCK, **me)[:, 0]
+        plan = context.plan_decode(cache, tables, lengths, num_heads=2 * KV_HEADS, axis="x")
+
+        def layer_step(cache, layer):
+            cache = jaxkv.write_mla(cache, *tokens, slots, layer=layer)
+            out = context.decode_mla(*q, cache, tables, lengths, layer=layer, scale=SCALE, plan=plan, axis="x")
+            return cache, out
+
+        return jax.lax.scan(layer_step, cache, jnp.arange(cache.layout.num_layers))
+
+    sizes = dict(num_layers=8, num_blocks=4096, block_size=BLOCK)
+    cache = parallel.zeros(jaxkv.CacheLayout(**sizes, entry=entry), mesh, "x")
+    sharded = over(mesh, step, specs, (P("x"), P()))
+    compiled = jax.jit(sharded, donate_argnums=0).lower(cache, tokens, told.q, told.tables, told.lengths).compile()
+    memory, size = compiled.memory_analysis(), cache.layout.nbytes
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 10
+
+
+def test_an_engine_on_several_devices_takes_no_host_pool(monkeypatch):
+    model, mesh = toy_model.ToyModel(toy_model.random_params()), jax.make_mesh((2,), ("x",))
+    layout = model.layout(4, 4)
+    cache = parallel.zeros(layout, mesh, "x")
+    monkeypatch.setattr(toy_model.ToyModel, "cache", lambda *_: cache)
+    with pytest.raises(ValueError, match="`offload` takes blocks of one device: the cache is on NamedSharding"):
+        Engine(model, num_blocks=4, block_size=4, offload=HostPool(layout, 4))
+
+
+def test_gradients_pass_the_merge():
+    """The collectives give the merge's own gradients."""
+    rng = np.random.default_rng(0)
+    outs = jnp.asarray(rng.standard_normal((8, 3, 4)), jnp.float32)
+    lses = jnp.asarray(rng.standard_normal((8, 3)), jnp.float32).at[2].set(-jnp.inf)
+
+    def one(out, lse):
+        return context.merge_states(out[0], lse[0], axis="x")
+
+    def total(merge, outs, lses):
+        out, lse = merge(outs, lses)
+        return (out * jnp.arange(12.0).reshape(3, 4)).sum() + lse.sum()
+
+    mesh = mesh_of(8)
+    over_devices = jax.shard_map(one, mesh=mesh, in_specs=P("x"), out_specs=P())
+    with jax.set_mesh(mesh):
+        parts = jax.device_put((outs, lses), P("x"))
+        found = jax.jit(jax.grad(partial(total, over_devices), (0, 1)))(*parts)
+    right = jax.grad(partial(total, jaxkv.merge_states), (0, 1))(outs, lses)
+    for one_found, one_right in zip(found, right, strict=True):
+        assert_close(one_found, one_right, roundings=16)
+
+
+def test_the_readme_runs():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    code = re.search(r"## Many devices\n.*?```python\n(.*?)```", readme, re.DOTALL)
+    assert code
+    scope = {}
+    exec(code[1], scope)
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=16, block_size=64, entry=scope["entry"])
+    rope, told = jnp.ones((1000, 64)), (jnp.arange(16)[None], jnp.asarray([1000]))
+    cache = jaxkv.write_mla(jaxkv.KVCache.zeros(layout), scope["latents"], rope, jnp.arange(1000), layer=0)
+    q = scope["queries"], jnp.ones((1, 16, 64), jnp.bfloat16)
+    right = jaxkv.decode_mla(*q, cache, *told, layer=0, scale=192**-0.5)
+    assert_close(scope["out"], right.astype(jnp.float32), magnitude=1)
+
+
+def test_the_hopper_kernels_lower(monkeypatch):
+    """Under `shard_map`, whose checks of what varies over the mesh they do not pass."""
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: [])
+    entry, mesh = jaxkv.MLAEntry("bf16", latent=512, rope=64), mesh_of(4)
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=16, block_size=64, entry=entry)
+
+    def array(spec, dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def step(cache, q_latent, q_pe, tables, lengths):
+        keywords = dict(axis="x", interleave=64, implementation="mosaic_gpu")
+        plan = context.plan_decode(cache, tables, lengths, num_heads=64, tokens=2, **keywords)
+        return context.decode_mla(q_latent, q_pe, cache, tables, lengths, layer=1, scale=SCALE, plan=plan, **keywords)
+
+    specs = P("x"), P(), P(), P(), P()
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    traced = jax.jit(sharded).trace(
+        jaxkv.KVCache(array(P("x"), "bfloat16", 4 * layout.size), layout),
+        *(array(P(), "bfloat16", 8, 2, 64, n) for n in entry.sizes),
+        array(P(), "int32", 8, 4),
+        array(P(), "int32", 8),
+    )
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,46 @@
+"""`jaxkv parallel`; `test_parallel.py` runs this where there are 8 devices, simulated."""
+
+import json
+import re
+
+import pytest
+
+from jaxkv.bench.timing import Ceilings
+from jaxkv.cli import main
+from jaxkv.cli import parallel as command
+
+
+@pytest.mark.parametrize("divided", ["context", "tensor"])
+def test_the_command(divided, tmp_path, monkeypatch, capsys):
+    """Both devices have what they should, and give what one gives."""
+    monkeypatch.setattr(command, "measure_ceilings", lambda *_, **__: Ceilings(1e9, 1e9, 1e12))
+    file = tmp_path / "rows.json"
+    sizes = f"--requests 2 --tokens 150 --heads 8 --layers 3 --repeats 1 --devices 2 1 --format fp8 --json {file}"
+    assert main(["parallel", divided, *sizes.split()]) == 0
+    printed, told = capsys.readouterr().out, json.loads(file.read_text())
+    assert float(printed.split("results differ by ")[1].split()[0]) < 1e-2
+    assert re.findall(r"^ +(\d) ", printed, re.MULTILINE) == ["1", "2"]
+    assert re.search(r"^2 devices take \d+\.\d{3} times as long as 1; ", printed, re.MULTILINE)
+    assert [row["devices"] for row in told["rows"]] == [1, 2]
+    for row in told["rows"]:
+        share = 1 / row["devices"] if divided == "context" else 1
+        moved = row["gigabytes_per_s"] * row["attention_ms"] * 1e6
+        computed = row["tflop_per_s"] * row["attention_ms"] * 1e9
+        assert moved == pytest.approx(2 * 150 * 576 * share)
+        assert computed == pytest.approx(2 * 2 * 150 * 8 * 1088 / row["devices"])
+        assert (row["collective_ms"] is None) == (row["devices"] == 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("context --devices 9", "--devices has 9: expected 1 to 8"),
+        ("tensor --devices 3", "--devices has 3: expected divisors of the 128 heads"),
+        ("context --tokens 0", "--tokens is 0: expected 1 or more"),
+        ("context --implementation mosaic_gpu", "mosaic_gpu: "),
+    ],
+)
+def test_the_command_refuses_and_prints_no_table(arguments, words, capsys):
+    with pytest.raises(SystemExit, match=f"jaxkv parallel: .*{words}"):
+        main(["parallel", *arguments.split()])
+    assert not capsys.readouterr().out

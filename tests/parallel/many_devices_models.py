@@ -1,0 +1,279 @@
+"""Models and the engine on 8 devices: the tokens are Hugging Face's, whatever the devices divide.
+
+`test_parallel.py` runs this where there are 8 devices, simulated.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models, parallel
+from jaxkv.serving.engine import _decode_step
+from jaxkv.serving.step_inputs import Rows
+from parallel.many_devices import mesh_of
+from support.compare import assert_close, assert_same_bits
+
+FOLDER = Path(__file__).parents[1] / "data" / "models"
+BLOCK = 16
+SMALL = "youtu"
+"""Has no experts."""
+
+
+def tensor(devices):
+    return models.TensorParallel(mesh_of(devices), "x")
+
+
+def context(devices, interleave=1):
+    return models.ContextParallel(mesh_of(devices), "x", interleave)
+
+
+def data(devices):
+    return models.DataParallel(mesh_of(devices), "x")
+
+
+@cache
+def load(family, divided=None):
+    return models.load(FOLDER / family, parallel=divided)
+
+
+@cache
+def recorded(family):
+    """(prompt, the 64 tokens that follow) of requests of 1, 63, 64, 65 and 200 tokens."""
+    with np.load(FOLDER / family / "truth.npz") as truth:
+        prompts, lengths, tokens = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
+    return [(prompt[:length], right) for prompt, length, right in zip(prompts, lengths, tokens, strict=True)]
+
+
+def serve(engine, family, count=12):
+    """Every recorded prompt twice, and its tokens are right; the blocks shared and the requests sent back meanwhile."""
+    twice = [pair for pair in recorded(family) for _ in range(2)]
+    todo = [(engine.submit(prompt, max_tokens=count, stop=()), right) for prompt, right in twice]
+    engines, shared, sent_back = getattr(engine, "engines", [engine]), 0, 0
+    while any(one.running or one.waiting for one in engines):
+        engine.step()
+        for one in engines:
+            held = [block for request in one.running for block in request.blocks]
+            shared += len(held) - len(set(held))
+            sent_back += sum(bool(request.generated) for request in one.waiting)
+    for request, right in todo:
+        assert request.generated == right[:count]
+    assert all(one.pool.num_free == one.pool.num_blocks for one in engines)
+    return shared, sent_back
+
+
+@pytest.mark.parametrize(
+    ("family", "divided"),
+    [
+        ("deepseek_v32", partial(tensor, 2)),
+        ("deepseek_v3", partial(tensor, 4)),
+        ("deepseek_v2_lite", partial(context, 2)),
+        ("youtu", partial(context, 8, 2)),
+        ("deepseek_v32", partial(context, 2, 4)),
+    ],
+    ids=["tensor 2", "tensor 4", "context 2 by token", "context 8 by block", "sparse context 2"],
+)
+def test_the_engine(family, divided):
+    # 14 blocks of 16 tokens, which the longest request needs: some wait, some are computed again; requests of one
+    # prompt share blocks, and copy the last of them.
+    model = load(family, divided())
+    shared, sent_back = serve(models.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64), family)
+    assert shared
+    assert sent_back
+
+
+def test_replicas():
+    served = models.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    assert [engine.cache.buffer.devices() for engine in served.engines] == [{device} for device in jax.devices()[:2]]
+    served.warm_up()
+    serve(served, SMALL, count=8)
+    requests = [served.submit([3, 1, 4], max_tokens=2) for _ in range(4)]
+    assert [len(engine.waiting) for engine in served.engines] == [2, 2]
+    served.cancel(requests[3])
+    stream = list(served.run())
+    assert [len([token for told, token in stream if told is request]) for request in requests] == [2, 2, 2, 0]
+    assert requests[3].finish_reason == "cancelled"
+    with pytest.raises(ValueError, match="neither waits nor runs"):
+        served.cancel(requests[0])
+
+
+def test_where_a_replica_raises_the_others_keep_their_tokens(monkeypatch):
+    served = models.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    requests = [served.submit([3, 1, 4], max_tokens=3) for _ in range(2)]
+    broken, healthy = served.engines
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            served.step()
+    assert [len(engine.running) for engine in (broken, healthy)] == [0, 1]
+    stream = list(served.run())
+    assert [len([token for told, token in stream if told is request]) for request in requests] == [3, 3]
+
+
+def step(model, cache, prompts, blocks, columns=64):
+    """A prefill of the last `columns` tokens of prompts [B] that have one block each; logits [B, vocab]."""
+    rows = [np.asarray(prompt[:columns], np.int32) for prompt in prompts]
+    tokens = np.stack([np.pad(row, (columns - len(row), 0)) for row in rows])
+    lengths = np.asarray([len(row) for row in rows], np.int32)
+    positions = lengths[:, None] - columns + np.arange(columns, dtype=np.int32)
+    slots = np.where(positions < 0, -1, np.asarray(blocks)[:, None] * columns + positions).astype(np.int32)
+    program = jax.jit(models.prefill, donate_argnums=1)
+    return program(model, cache, tokens, lengths, np.asarray(blocks, np.int32)[:, None], slots)
+
+
+def test_data_parallel_batches():
+    """Rows are divided, and each device's are in its own cache."""
+    divided, family = data(2), SMALL
+    prompts = [recorded(family)[i][0] for i in (1, 2, 0, 1)]
+    model = load(family, divided)
+    _, found = step(model, model.cache(2, 64), prompts, [1, 0] * 2)
+    _, right = step(load(family), load(family).cache(4, 64), prompts, range(4))
+    assert found.sharding.spec == jax.P("x")
+    assert_close(found, np.asarray(right), roundings=256)
+    with pytest.raises(ValueError, match=r"`tokens` are of 3 requests: expected a multiple of 2 devices"):
+        step(model, model.cache(2, 64), prompts[:3], [0] * 3)
+
+
+def test_every_device_holds_its_share():
+    family, devices = "deepseek_v3", 4
+    whole, divided = load(family), load(family, tensor(devices))
+    for (path, array), one in zip(
+        jax.tree.leaves_with_path(divided.params), jax.tree.leaves(whole.params), strict=True
+    ):
+        assert_same_bits(array, one, path)
+        name, share = path[-1].key, array.addressable_shards[1].data.size
+        is_divided = name in models.parallel.tensor.DIVIDED
+        assert share == one.size // (devices if is_divided else 1), path
+    sizes = dict(num_blocks=6, block_size=BLOCK)
+    one = whole.cache(**sizes).buffer.size
+    shards = {kind: load(family, kind).cache(**sizes).buffer.addressable_shards for kind in (tensor(4), context(4))}
+    assert [[shard.data.size for shard in found] for found in shards.values()] == [[one] * 4, [one // 4] * 4]
+
+
+def test_the_indexer_is_replicated():
+    """Its matrix of queries has the name of the attention's."""
+    indexer = load("deepseek_v32", tensor(2)).params["stacks"][0]["attention"]["indexer"]
+    assert {weight.sharding.is_fully_replicated for weight in indexer.values()} == {True}
+
+
+@pytest.mark.parametrize("divided", [partial(tensor, 2), partial(context, 2)], ids=["tensor", "context"])
+def test_no_program_copies_the_cache(divided):
+    model = load(SMALL, divided())
+    cache = model.cache(2**13)
+    layout = cache.layout
+    assert layout.nbytes > 100e6
+    rows = Rows.of([], 4, 1, table_blocks=8, block_size=64)
+    memory = jax.jit(_decode_step, donate_argnums=1).lower(model, cache, rows).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= layout.nbytes
+    assert memory.temp_size_in_bytes < layout.nbytes / 10
+
+
+class TestHandOver:
+    """Prefill on devices 0 and 1, decode on others."""
+
+    def decoding(self, first, second, family=SMALL):
+        prompts = [prompt for prompt, _ in recorded(family)[1:3]]
+        here, there = load(family, first), load(family, second)
+        cache, logits = step(here, here.cache(4, 64), prompts, [2, 0])
+        target = parallel.hand_over(cache, [2, 0], there.cache(5, 64), [4, 1])
+        first = np.asarray(logits).argmax(-1).astype(np.int32)
+        lengths = np.asarray([64, 65], np.int32)
+        tables = np.asarray([[4, 0], [1, 3]], np.int32)
+        slots = np.asarray([4 * 64 + 63, 3 * 64], np.int32)
+        _, logits = jax.jit(models.decode, donate_argnums=1)(there, target, first, lengths, tables, slots)
+        second = np.asarray(logits).argmax(-1)
+        return [pair.tolist() for pair in np.stack([first, second], 1)]
+
+    def right(self):
+        return [right[:2] for _, right in recorded(SMALL)[1:3]]
+
+    def test_between_two_devices(self):
+        layout = load(SMALL).layout(4, BLOCK)
+        values = np.random.default_rng(0).standard_normal(layout.size).astype(layout.dtype)
+        source = jaxkv.KVCache(jax.device_put(values, jax.devices()[0]), layout)
+        target = jaxkv.KVCache.zeros(layout, device=jax.devices()[7])
+        found = parallel.hand_over(source, [3, 0], target, [1, 2])
+        assert found.buffer.devices() == {jax.devices()[7]}
+        right = jaxkv.write_blocks(
+            jaxkv.KVCache.zeros(layout), jnp.asarray([1, 2]), jaxkv.read_blocks(source, jnp.asarray([3, 0]))
+        )
+        assert_same_bits(found.buffer, right.buffer)
+
+    def test_tensor_parallel(self):
+        others = jax.make_mesh((4,), ("y",), devices=jax.devices()[2:6])
+        assert self.decoding(tensor(2), models.TensorParallel(others, "y")) == self.right()
+
+    def test_context_parallel(self):
+        others = jax.make_mesh((2,), ("y",), devices=jax.devices()[6:])
+        assert self.decoding(context(2, 16), models.ContextParallel(others, "y", 16)) == self.right()
+
+    def test_over_other_numbers_of_devices(self):
+        layout = load(SMALL).layout(4, BLOCK)
+        source, target = (parallel.zeros(layout, mesh_of(devices), "x") for devices in (2, 4))
+        with pytest.raises(ValueError, match=r"`target` is divided over 4 devices: expected as many as `source`, 2"):
+            parallel.hand_over(source, [0], target, [0])
+
+    def test_of_other_blocks(self):
+        source, target = (load(SMALL).cache(4, block_size) for block_size in (16, 32))
+        sizes = {name: getattr(source.layout, name) for name in ("num_layers", "num_blocks", "block_size", "entry")}
+        padded = jaxkv.CacheLayout(**sizes, block_padding=8)
+        with pytest.raises(ValueError, match="`block_size` is 16 in `source` and 32 in `target`"):
+            parallel.hand_over(source, [0], target, [0])
+        with pytest.raises(ValueError, match=r"same entries as `source` in another order.*convert_blocks"):
+            parallel.hand_over(source, [0], jaxkv.KVCache.zeros(padded), [0])
+
+    @pytest.mark.parametrize(
+        ("source", "target", "told"),
+        [
+            ([0.5], [0], r"`source_blocks` is \[0.5\]: expected block ids"),
+            ([0], [0, 1], "`target_blocks` has 2 ids: expected as many as `source_blocks`, 1"),
+            ([4], [0], "`source_blocks` has 4: expected ids from 0 to 3"),
+            ([0], [-1], "`target_blocks` has -1: expected ids from 0 to 3"),
+            ([2**32], [0], f"`source_blocks` has {2**32}: expected"),
+            ([0, 1], [2, 2], "`target_blocks` has 2 more than once"),
+        ],
+    )
+    def test_ids_that_do_not_fit(self, source, target, told):
+        ours = load(SMALL).cache(4, 16)
+        with pytest.raises(ValueError, match=told):
+            parallel.hand_over(ours, source, ours, target)
+
+    def test_of_no_blocks(self):
+        ours = load(SMALL).cache(4, 16)
+        before = np.asarray(ours.buffer)
+        assert_same_bits(parallel.hand_over(load(SMALL).cache(4, 16), [], ours, []).buffer, before)
+
+
+WRONG = {
+    "heads": (lambda: load("deepseek_v3", tensor(3)), ["`parallel`", "3 devices", "num_heads is 4"]),
+    "inner values": (
+        lambda: models.random_model(replace(load(SMALL).config, intermediate_size=63), parallel=tensor(2)),
+        ["`parallel`", "2 devices", "intermediate_size is 63"],
+    ),
+    "blocks": (lambda: load("youtu", context(8, 4)).cache(4, 16), ["`block_size` is 16", "8 devices", "interleave 4"]),
+    "no interleave": (lambda: context(2, 0), ["`interleave`", "0", "positive"]),
+    "no way to divide": (lambda: load(SMALL, "tensor"), ["`parallel`", "'tensor'", "expected"]),
+    "no axis": (lambda: models.TensorParallel(mesh_of(2), "y"), ["`axis`", "'y'", "x"]),
+    "an engine of data": (lambda: models.Engine(load("deepseek_v3", data(2)), num_blocks=4), ["`model`", "Replicas"]),
+    "replicas of one pool": (
+        lambda: models.Replicas(load(SMALL, data(2)), num_blocks=4, offload=object()),
+        ["`offload`", "one engine"],
+    ),
+    "replicas of heads": (
+        lambda: models.Replicas(load("deepseek_v3", tensor(4)), num_blocks=4),
+        ["`model`", "TensorParallel", "DataParallel", "Engine"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_divided_is_refused(call, words):
+    with pytest.raises(ValueError, match=r"^`") as refusal:
+        call()
+    for word in words:
+        assert word in str(refusal.value), refusal.value

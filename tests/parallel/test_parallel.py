@@ -1,0 +1,230 @@
+"""`jaxkv.parallel`: shares against plain Python, wrong calls, 8 simulated devices, two processes."""
+
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import parallel
+from jaxkv.parallel import context
+from support.compare import assert_same_bits
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize("tests", ["many_devices.py", "many_devices_models.py", "many_devices_command.py"])
+def test_on_8_devices(tests):
+    """In a process of its own, for the number of devices is fixed when JAX starts."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", tests]
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=TESTS, env=env, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS.parent)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "two_processes.py", address, str(number)],
+            cwd=TESTS,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, told, strict=True):
+        assert process.returncode == 0, output
+        assert "equal" in output.splitlines(), output
+
+
+@pytest.mark.parametrize("interleave", [1, 3, 16, 64])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
+def test_shares_are_those_of_plain_python(num_shards, interleave):
+    block_size, lengths = 4, np.asarray([[0, 1, 2, 15, 16], [17, 48, 100, 131, -3]], np.int32)
+    positions = np.asarray([[*range(-2, 140)]] * 2, np.int32)
+    tables = np.random.default_rng(0).permutation(80).reshape(2, 40).astype(np.int32)
+    for shard in range(num_shards):
+        share = dict(shard=shard, num_shards=num_shards, interleave=interleave)
+        owned = [i for i in range(140) if i // interleave % num_shards == shard]
+        right = [[sum(i < length for i in owned) for length in row] for row in lengths]
+        assert_same_bits(context.local_lengths(lengths, **share), np.asarray(right, np.int32))
+        local = {position: index for index, position in enumerate(owned)}
+        right = [
+            [
+                row[local[i] // block_size] * block_size + local[i] % block_size if i in local else -1
+                for i in positions[0]
+            ]
+            for row in tables
+        ]
+        found = context.local_slots(tables, positions, block_size=block_size, **share)
+        assert_same_bits(found, np.asarray(right, np.int32))
+
+
+def test_a_share_that_outgrows_the_table_has_no_slots():
+    share = dict(shard=1, num_shards=2, interleave=1)
+    found = context.local_slots(jnp.asarray([[5]]), jnp.asarray([[1, 7, 8, 9]]), block_size=4, **share)
+    assert_same_bits(found, np.asarray([[20, 23, -1, -1]], np.int32))
+
+
+def test_strict_programs_may_share():
+    def call(shard):
+        share = dict(shard=shard, num_shards=3, interleave=2)
+        slots = context.local_slots(jnp.asarray([[5, 6]]), jnp.asarray([[1, 7]]), block_size=4, **share)
+        return context.local_lengths(jnp.asarray([5, 9]), **share), slots
+
+    expected = call(1)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for found, right in zip(jax.jit(call)(1), expected, strict=True):
+            assert_same_bits(found, right)
+
+
+def mesh_of_one():
+    return jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+
+
+def inside(call):
+    """Runs `call` in a `shard_map` over one device."""
+    return jax.jit(jax.shard_map(call, mesh=mesh_of_one(), in_specs=(), out_specs=P()))()
+
+
+MLA = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=jaxkv.MLAEntry("bf16", latent=8, rope=4))
+GQA = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=jaxkv.KVEntry("bf16", head_dim=8))
+TABLES, SEQ_LENS = jnp.asarray([[0, 1], [2, 3]]), jnp.asarray([3, 4])
+
+
+def decode_mla(*, q_latent=(2, 3, 2, 8), q_pe=(2, 3, 2, 4), axis="x", tables=TABLES, lengths=SEQ_LENS, **keywords):
+    q = jnp.zeros(q_latent, jnp.bfloat16), jnp.zeros(q_pe, jnp.bfloat16)
+    cache = jaxkv.KVCache.zeros(MLA)
+    return context.decode_mla(*q, cache, tables, lengths, axis=axis, **{"layer": 0, "scale": 0.1, **keywords})
+
+
+def decode_kv(**keywords):
+    q, cache = jnp.zeros((2, 2, 8), jnp.bfloat16), jaxkv.KVCache.zeros(GQA)
+    return context.decode_kv(q, cache, TABLES, SEQ_LENS, axis="x", layer=0, scale=0.1, **keywords)
+
+
+def plan_decode(**keywords):
+    return context.plan_decode(jaxkv.KVCache.zeros(GQA), TABLES, SEQ_LENS, axis="x", num_heads=2, **keywords).schedule
+
+
+def decode_mla_sparse(**keywords):
+    q = jnp.zeros((2, 1, 2, 8)), jnp.zeros((2, 1, 2, 4))
+    slots, options = jnp.zeros((2, 1, 3), jnp.int32), {"axis": "x", "layer": 0, "scale": 0.1, **keywords}
+    return context.decode_mla_sparse(*q, jaxkv.KVCache.zeros(MLA), slots, **options)
+
+
+def indexer_logits(weights=(2, 1, 2), axis="x"):
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=jaxkv.IndexerEntry("bf16", head_dim=8))
+    options = {"axis": axis, "layer": 0, "max_len": 8}
+    q = jnp.zeros((2, 1, 2, 8), jnp.bfloat16), jnp.zeros(weights)
+    return context.indexer_logits(*q, jaxkv.KVCache.zeros(layout), TABLES, SEQ_LENS, **options)
+
+
+def select_topk(k=2, axis="x", interleave=1, dtype="float32"):
+    return context.select_topk(jnp.zeros((2, 8), dtype), k, axis=axis, interleave=interleave)
+
+
+def merge(out=(2, 3, 8), lse=(2, 3), dtype="float32", axis="x"):
+    return context.merge_states(jnp.zeros(out), jnp.zeros(lse, dtype), axis=axis)
+
+
+LENGTHS_OF = partial(context.local_lengths, SEQ_LENS)
+
+WRONG = {
+    "no such axis": (lambda: decode_mla(axis="y"), ["`axis`", "'y'", "shard_map"]),
+    "no such axis to merge over": (lambda: merge(axis="y"), ["`axis`", "'y'", "shard_map"]),
+    "queries of other tokens": (lambda: decode_mla(q_pe=(2, 2, 2, 4)), ["`q_pe`", "(2, 2, 2, 4)", "3", "`q_latent`"]),
+    "queries of rank 5": (lambda: decode_mla(q_latent=(1, 2, 3, 2, 8)), ["`q_latent`", "5 axes", "[B, Q, Hq"]),
+    "wide queries": (lambda: decode_mla(q_latent=(2, 3, 2, 9)), ["`q_latent`", "9", "8"]),
+    "a table of other requests": (lambda: decode_mla(tables=TABLES[:1]), ["`block_tables`", "(1, 2)", "2, M"]),
+    "lengths of other requests": (lambda: decode_mla(lengths=SEQ_LENS[:1]), ["`seq_lens`", "(1,)", "[2]"]),
+    "float lengths": (lambda: decode_mla(lengths=SEQ_LENS * 1.0), ["`seq_lens`", "float32", "int32"]),
+    "no such layer": (lambda: decode_mla(layer=1), ["`layer`", "1", "0 to 0"]),
+    "a decode of no interleave": (lambda: decode_mla(interleave=0), ["`interleave`", "0", "positive"]),
+    "a plan of other tokens": (lambda: decode_kv(plan=plan_of_two()), ["`plan`", "requests=4", "requests=2"]),
+    "a window": (lambda: decode_kv(window=4), ["`window`", "4", "expected None", "shard"]),
+    "a plan of a window": (lambda: plan_decode(window=4), ["`window`", "4", "expected None", "shard"]),
+    "a plan of no tokens": (lambda: plan_decode(tokens=0), ["`tokens`", "0", "positive"]),
+    "sinks": (lambda: decode_mla_sparse(sinks=jnp.zeros(2)), ["`sinks`", "expected None", "every device"]),
+    "slots over no axis": (lambda: decode_mla_sparse(axis="y"), ["`axis`", "'y'", "shard_map"]),
+    "weights of other queries": (lambda: indexer_logits(weights=(2, 2, 2)), ["`weights`", "(2, 2, 2)", "`q`"]),
+    "logits over no axis": (lambda: indexer_logits(axis="y"), ["`axis`", "'y'", "shard_map"]),
+    "the best over no axis": (lambda: select_topk(axis="y"), ["`axis`", "'y'", "shard_map"]),
+    "the best 0": (lambda: select_topk(k=0), ["`k`", "0", "positive"]),
+    "the best of no interleave": (lambda: select_topk(interleave=0), ["`interleave`", "0", "positive"]),
+    "the best of bf16": (lambda: select_topk(dtype="bfloat16"), ["`logits`", "bfloat16", "float32"]),
+    "lse of other queries": (lambda: merge(lse=(2, 4)), ["`lse`", "(2, 4)", "2, 3"]),
+    "bf16 lse": (lambda: merge(dtype="bfloat16"), ["`lse`", "bfloat16", "float32"]),
+    "a shard too many": (lambda: LENGTHS_OF(shard=2, num_shards=2), ["`shard`", "2", "0 to 1"]),
+    "a negative shard": (lambda: LENGTHS_OF(shard=-1, num_shards=2), ["`shard`", "-1", "0 to 1"]),
+    "a shard of a name": (lambda: LENGTHS_OF(shard="x", num_shards=2), ["`shard`", "'x'", "int32"]),
+    "a float shard": (lambda: LENGTHS_OF(shard=jnp.ones(()), num_shards=2), ["`shard`", "float32", "int32"]),
+    "no shards": (lambda: LENGTHS_OF(shard=0, num_shards=0), ["`num_shards`", "0", "positive"]),
+    "a traced interleave": (
+        lambda: LENGTHS_OF(shard=0, num_shards=2, interleave=jnp.int32(1)),
+        ["`interleave`", "positive int", "static"],
+    ),
+    "a length that is no array": (
+        lambda: context.local_lengths(5, shard=0, num_shards=2),
+        ["`seq_lens`", "int", "array"],
+    ),
+    "float positions": (
+        lambda: context.local_slots(TABLES, TABLES * 1.0, block_size=4, shard=0, num_shards=2),
+        ["`positions`", "float32", "int32"],
+    ),
+    "positions of other requests": (
+        lambda: context.local_slots(TABLES, TABLES[:1], block_size=4, shard=0, num_shards=2),
+        ["`positions`", "(1, 2)", "`block_tables`"],
+    ),
+    "caches over no axis": (lambda: parallel.zeros(MLA, mesh_of_one(), "y").buffer, ["`axis`", "'y'", "x"]),
+}
+
+
+def plan_of_two():
+    return context.plan_decode(jaxkv.KVCache.zeros(GQA), TABLES, SEQ_LENS, axis="x", num_heads=2, tokens=2)
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_calls_are_refused(call, words):
+    with pytest.raises(ValueError, match=r"^`") as refusal:
+        inside(call)
+    for word in words:
+        assert word in str(refusal.value), refusal.value
+
+
+def test_calls_that_are_not_wrong_pass():
+    assert inside(decode_mla).shape == (2, 3, 2, 8)
+    assert inside(decode_kv).shape == (2, 2, 8)
+    assert inside(decode_mla_sparse).shape == (2, 1, 2, 8)
+    assert inside(partial(decode_mla_sparse, return_lse=True))[1].shape == (2, 1, 2)
+    assert inside(lambda: jax.lax.pmax(indexer_logits(), "x")).shape == (2, 1, 8)
+    assert [x.shape for x in inside(merge)] == [(2, 3, 8), (2, 3)]
+    with pytest.raises(ValueError, match="`axis` is 'x'"):
+        decode_mla()
+
+
+def test_caches_in_a_row_are_no_cache_outside():
+    two = jaxkv.KVCache(jnp.zeros(2 * MLA.size, jnp.bfloat16), MLA)
+    assert parallel.zeros(MLA, mesh_of_one(), "x").buffer.shape == (MLA.size,)
+    with pytest.raises(ValueError, match=r"`cache\.buffer`"):
+        jaxkv.write_mla(two, jnp.ones((1, 8)), jnp.ones((1, 4)), jnp.asarray([0]), layer=0)

@@ -1,0 +1,79 @@
+"""One of two processes that share requests' tokens, and a model's heads; `test_parallel.py` starts both.
+
+python two_processes.py ADDRESS NUMBER
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import models, parallel
+from jaxkv.parallel import context
+from support.compare import assert_close
+
+MODEL = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
+HEADS, TOKENS, BLOCK, INTERLEAVE = 4, 20, 4, 2
+LENGTHS = np.asarray([0, 1, 2, 7, TOKENS], np.int32)
+
+rng = np.random.default_rng(0)  # the same numbers in both
+entry = jaxkv.MLAEntry("f32", latent=32, rope=8)
+tables = rng.permutation(25).reshape(5, 5).astype(np.int32)
+new = [rng.standard_normal((TOKENS, 5, n)).astype(np.float32) for n in entry.sizes]
+queries = [rng.standard_normal((TOKENS, 5, HEADS, n)).astype(np.float32) for n in entry.sizes]
+layout = jaxkv.CacheLayout(num_layers=2, num_blocks=25, block_size=BLOCK, entry=entry)
+
+
+def generate(cache, slots_of, decode):
+    """Every request, token by token: each is written, and attends to all so far.  Results [TOKENS, 5, HEADS, 32]."""
+
+    def step(cache, told):
+        position, new, q = told
+        lengths = jnp.minimum(position + 1, LENGTHS)
+        slots = slots_of(tables, jnp.where(position < LENGTHS, position, -1)[:, None])[:, 0]
+        cache = jaxkv.write_mla(cache, *new, slots, layer=1)
+        return cache, decode(*q, cache, tables, lengths, layer=1, scale=0.1)
+
+    return jax.lax.scan(step, cache, (jnp.arange(TOKENS, dtype=jnp.int32), new, queries))[1]
+
+
+def on_one_device():
+    return generate(
+        jaxkv.KVCache.zeros(layout), lambda *args: jaxkv.slots_for(*args, block_size=BLOCK), jaxkv.decode_mla
+    )
+
+
+def on_a_share(cache):
+    me = dict(shard=jax.lax.axis_index("x"), num_shards=jax.lax.axis_size("x"), interleave=INTERLEAVE)
+    return generate(
+        cache,
+        lambda *args: context.local_slots(*args, block_size=BLOCK, **me),
+        lambda *args, **keywords: context.decode_mla(*args, axis="x", interleave=INTERLEAVE, **keywords),
+    )
+
+
+def main(address, number):
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(address, num_processes=2, process_id=int(number), initialization_timeout=60)
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    cache = parallel.zeros(layout, mesh, "x")
+    assert not cache.buffer.is_fully_addressable
+    on_shares = jax.shard_map(on_a_share, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
+    found = jax.jit(on_shares)(cache)
+    assert_close(np.asarray(found), np.asarray(jax.jit(on_one_device)()), roundings=64, magnitude=1)
+    model = models.load(MODEL, parallel=models.TensorParallel(mesh, "x"))
+    engine = models.Engine(model, num_blocks=4, max_requests=2)
+    with np.load(MODEL / "truth.npz") as truth:
+        prompt, right = truth["prompts"][1, :63].tolist(), truth["tokens"][1, :8].tolist()
+    requests = [engine.submit([*prompt, *right[:known]], max_tokens=8 - known) for known in (0, 4)]
+    list(engine.run())
+    assert [request.tokens for request in requests] == [prompt + right] * 2
+    print("equal")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,86 @@
+"""The engine on recorded checkpoints: the tokens are Hugging Face's, whoever runs beside a request."""
+
+from functools import cache
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import KVCache, models
+from jaxkv.serving import engine as engine_module
+from jaxkv.serving.engine import Engine
+from jaxkv.serving.step_inputs import Rows
+
+FOLDER = Path(__file__).parents[1] / "data" / "models"
+
+
+@cache
+def model(family="deepseek_v3"):
+    return models.load(FOLDER / family)
+
+
+@cache
+def truth(family):
+    with np.load(FOLDER / family / "truth.npz") as recorded:
+        return {name: recorded[name].tolist() for name in ("prompts", "prompt_lens", "tokens")}
+
+
+def recorded(family, request, known=0):
+    """A recorded prompt with its first `known` tokens, and the tokens that follow."""
+    found = truth(family)
+    prompt, tokens = found["prompts"][request][: found["prompt_lens"][request]], found["tokens"][request]
+    return prompt + tokens[:known], tokens[known:]
+
+
+@pytest.fixture
+def one_trace(monkeypatch):
+    chex.clear_trace_counter()
+    for program in ("_prefill_step", "_decode_step"):
+        once = chex.assert_max_traces(getattr(engine_module, program), n=1)
+        monkeypatch.setattr(engine_module, program, once)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_twenty_requests_come_and_go(family, one_trace):
+    # Requests of one prompt come in pairs and share it.  20 blocks of 16 tokens, of which the longest request takes 17:
+    # some wait, and some are computed again.
+    served = Engine(model(family), num_blocks=20, block_size=16, max_requests=4, chunk=64)
+    rng, requests, sent_back, shared = np.random.default_rng(0), [], set(), 0
+    while len(requests) < 20 or served.running or served.waiting:
+        if len(requests) < 20 and rng.random() < 0.4:
+            prompt, follows = recorded(family, len(requests) // 2 % 5, int(rng.integers(0, 48)))
+            follows = follows[: int(rng.integers(1, len(follows)))]
+            requests.append((served.submit(prompt, max_tokens=len(follows), stop=()), follows))
+        served.step()
+        sent_back |= {request for request in served.waiting if request.generated}
+        held = [block for request in served.running for block in request.blocks]
+        shared += len(held) - len(set(held))
+    assert sent_back
+    assert shared
+    for request, follows in requests:
+        assert request.generated == follows
+    assert served.pool.num_free == 20
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
+def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
+    served = Engine(model(), num_blocks=10, order=order, max_requests=5, chunk=7)
+    requests = [served.submit(recorded("deepseek_v3", n)[0], max_tokens=64, stop=()) for n in range(5)]
+    for _ in served.run():
+        pass
+    for n, request in enumerate(requests):
+        assert request.generated == recorded("deepseek_v3", n)[1]
+
+
+@pytest.mark.parametrize(("program", "count", "columns"), [("_prefill_step", 1, 256), ("_decode_step", 32, 1)])
+def test_no_program_copies_the_cache(program, count, columns):
+    layout = model().layout(4096)
+    assert layout.nbytes > 400e6
+    cache = KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    rows = Rows.of([], count, columns, table_blocks=8, block_size=64)
+    step = jax.jit(getattr(engine_module, program), donate_argnames="cache")
+    memory = step.lower(model(), cache, rows).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= layout.nbytes
+    assert memory.temp_size_in_bytes < layout.nbytes / 10

@@ -1,0 +1,430 @@
+"""Prefixes that are found on the device, on the host or on disk: fewer tokens computed, the same tokens drawn."""
+
+from collections import Counter
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.models.weights.fingerprint import fingerprint
+from jaxkv.offload import DiskPool, HostPool, transfers
+from jaxkv.offload import host as host_module
+from jaxkv.serving.engine import Engine
+from jaxkv.serving.pool import BlockPool
+from support import toy_model
+from support.toy_model import prompt
+
+PARAMS = toy_model.random_params()
+MODEL = toy_model.ToyModel(PARAMS)
+BLOCK = 4
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    toy_model.install(monkeypatch)
+
+
+def engine(num_blocks=16, **options):
+    defaults = {"block_size": BLOCK, "max_requests": 3, "chunk": 7, "max_len": 48}
+    return Engine(MODEL, num_blocks=num_blocks, **{**defaults, **options})
+
+
+def host_pool(num_blocks=64, disk=None, order="BLNHC"):
+    return HostPool(MODEL.layout(1, BLOCK, order), num_blocks, disk=disk)
+
+
+def disk_pool(folder):
+    return DiskPool(folder, MODEL.layout(1, BLOCK), model=fingerprint(MODEL))
+
+
+@cache
+def right(tokens, count):
+    """The greedy continuation, without a cache."""
+    return toy_model.greedy_without_cache(PARAMS, tokens, count)
+
+
+def serve(served, tokens, count=6):
+    """The continuation of a prompt, which must be right, and how many tokens were found for it."""
+    before = served.reuse.found
+    request = served.submit(tokens, max_tokens=count)
+    for _ in served.run():
+        pass
+    assert request.generated == right(tuple(tokens), count)
+    assert served.pool.num_free == served.pool.num_blocks
+    return served.reuse.found - before
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each program ran."""
+    counted = Counter()
+    advance = Engine._advance
+
+    def counting(self, program, *args, **kwargs):
+        counted["prefill" if program is self._prefill else "decode"] += 1
+        return advance(self, program, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "_advance", counting)
+    return counted
+
+
+def test_a_prefix_outlives_its_request_on_the_device(calls):
+    served = engine()
+    assert serve(served, prompt(22)) == 0
+    assert calls.pop("prefill") == 3
+    # Five full blocks, and what was generated: 22 + 6 - 1 entries.
+    assert serve(served, prompt(22)) == 20
+    assert calls.pop("prefill") == 1
+    assert serve(served, (*prompt(22), *right(prompt(22), 6), 5)) == 24
+    assert serve(served, (*prompt(10), *prompt(12, seed=1))) == 0
+    assert serve(served, prompt(22)[:13]) == 12
+    assert served.reuse.tokens == 22 + 22 + 29 + 22 + 13
+    assert served.reuse.loaded == 0
+
+
+def test_of_a_prompt_that_is_known_whole_the_last_token_is_computed_in_place(calls):
+    served = engine(num_blocks=5)
+    assert serve(served, prompt(20), count=1) == 0
+    calls.clear()
+    assert serve(served, prompt(20), count=1) == 19
+    assert calls == {"decode": 1}
+
+
+def test_who_shares_a_known_block_with_another_copies_it():
+    served = engine()
+    serve(served, prompt(8))
+    first, second = (served.submit(prompt(8), max_tokens=count) for count in (9, 6))
+    while served.waiting:
+        served.step()
+    assert first.blocks[0] == second.blocks[0]
+    assert first.blocks[1] != second.blocks[1]
+    for _ in served.run():
+        pass
+    assert first.generated == right(prompt(8), 9)
+    assert second.generated == right(prompt(8), 6)
+
+
+def test_the_longest_unused_goes_first_and_of_it_the_end():
+    served = engine(num_blocks=12)
+    old, new = prompt(16, seed=1), prompt(16, seed=2)
+    for tokens in (old, new):
+        serve(served, tokens, count=1)
+    # Four blocks were never used; two more are needed.
+    assert serve(served, prompt(24, seed=3), count=1) == 0
+    assert serve(served, new, count=1) == 15
+    assert serve(served, old, count=1) == 8
+
+
+@pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
+def test_another_engine_finds_a_prefix_on_the_host(order, calls):
+    host = host_pool(order=order)
+    assert serve(engine(order=order, offload=host), prompt(22)) == 0
+    calls.clear()
+    other = engine(order=order, offload=host)
+    assert serve(other, prompt(22)) == 20
+    assert calls["prefill"] == 1
+    assert other.reuse.loaded == 20
+    assert host.stats.loaded == 5
+    # Now it is on the device.
+    assert serve(other, prompt(22)) == 20
+    assert host.stats.loaded == 5
+
+
+def test_what_left_the_device_is_on_the_host():
+    host = host_pool()
+    served = engine(num_blocks=6, offload=host)
+    for _ in range(2):
+        for seed in range(3):
+            serve(served, prompt(17, seed), count=3)
+    assert served.reuse.found == 3 * 16
+    assert served.reuse.loaded == 3 * 16
+
+
+def test_a_prefix_is_put_together_from_device_and_host():
+    host = host_pool()
+    served = engine(num_blocks=8, offload=host)
+    serve(served, prompt(24), count=1)
+    serve(served, prompt(12, seed=1), count=1)
+    # The last block went.
+    assert serve(served, prompt(24), count=1) == 23
+    assert served.reuse.loaded == 4
+
+
+def test_a_later_engine_finds_a_prefix_on_disk(tmp_path, calls):
+    host = host_pool(disk=disk_pool(tmp_path))
+    serve(engine(offload=host), prompt(22))
+    host.flush()
+    calls.clear()
+    host = host_pool(num_blocks=2, disk=disk_pool(tmp_path))
+    other = engine(offload=host)
+    assert serve(other, prompt(22)) == 20
+    assert calls["prefill"] == 1
+    assert host.stats.read == 5
+
+
+def test_a_damaged_file_costs_the_blocks_from_there_on(tmp_path):
+    disk = disk_pool(tmp_path)
+    host = host_pool(disk=disk)
+    served = engine(offload=host)
+    serve(served, prompt(22))
+    host.flush()
+    keys = [key for key in map(served.pool._keys.get, range(16)) if key]
+    file = disk.file(keys[2])
+    contents = bytearray(file.read_bytes())
+    contents[-1] ^= 1
+    file.write_bytes(contents)
+    other = engine(offload=host_pool(disk=disk_pool(tmp_path)))
+    assert serve(other, prompt(22)) == 2 * BLOCK
+    assert other.tiers.failures == 1
+
+
+def fail(*args, **kwargs):
+    raise RuntimeError("injected")
+
+
+def test_a_store_that_fails_is_missed_and_comes_later(monkeypatch):
+    host = host_pool()
+    with monkeypatch.context() as broken:
+        broken.setattr(transfers, "to_host", fail)
+        served = engine(offload=host)
+        serve(served, prompt(22))
+        assert served.tiers.failures > 0
+    assert len(host) == 0
+    serve(engine(offload=host), prompt(22))
+    assert serve(engine(offload=host), prompt(22)) == 20
+
+
+@pytest.mark.parametrize(("module", "transfer"), [(transfers, "to_device"), (host_module, "write_rows")])
+def test_a_load_that_fails_is_computed_and_stored_again(module, transfer, monkeypatch):
+    host = host_pool()
+    serve(engine(offload=host), prompt(22))
+    other = engine(offload=host)
+    with monkeypatch.context() as broken:
+        broken.setattr(module, transfer, fail)
+        assert serve(other, prompt(22)) == 0
+    assert other.tiers.failures == 1
+    serve(other, prompt(40, seed=1))
+    assert serve(other, prompt(22)) == 20
+    assert other.reuse.loaded > 0
+
+
+def test_a_load_that_stops_half_way_leaves_nothing_half_visible(monkeypatch):
+    host = host_pool()
+    serve(engine(offload=host), prompt(22))
+    write, left = host_module.write_rows, [1]
+
+    def once(*args, **kwargs):
+        return write(*args, **kwargs) if left and left.pop() else fail()
+
+    other = engine(offload=host)
+    with monkeypatch.context() as broken:
+        broken.setattr(host_module, "write_rows", once)
+        assert serve(other, prompt(22)) == 0
+    assert not left
+    assert serve(other, prompt(22)) == 20
+
+
+def test_who_was_sent_back_finds_what_it_had():
+    served = engine(num_blocks=8, offload=host_pool(), max_requests=2)
+    requests = [served.submit(prompt(9, seed=n), max_tokens=16) for n in range(2)]
+    for _ in served.run():
+        pass
+    # The second joins twice; the second time with all its full blocks.
+    assert served.reuse.tokens > 9 + 9
+    assert served.reuse.found >= served.reuse.tokens - 9 - 9 - BLOCK
+    for request in requests:
+        assert request.generated == right(request.prompt, 16)
+
+
+def test_nan_is_not_passed_on():
+    poisoned = {**PARAMS, "embedding": PARAMS["embedding"].copy()}
+    poisoned["embedding"][5] = np.nan
+    host = HostPool(MODEL.layout(1, BLOCK), 8)
+    served = Engine(toy_model.ToyModel(poisoned), num_blocks=8, block_size=BLOCK, max_len=32, chunk=4, offload=host)
+    request = served.submit((1, 2, 3, 4, 5, 6, 7, 8, 9), max_tokens=2)
+    for _ in served.run():
+        pass
+    assert request.finish_reason == "nan"
+    assert len(host) == 1
+
+
+@pytest.fixture
+def compiled():
+    """The names of the programs that are compiled."""
+    names = []
+
+    def told(event, seconds, *, fun_name="", **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(told)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(told)
+
+
+def test_after_the_warm_up_nothing_is_compiled(compiled):
+    served = engine(num_blocks=15, offload=host_pool())  # no other test has compiled for this size
+    served.warm_up()
+    assert {"jit(_decode_step)", "jit(read_blocks)", "jit(write_blocks)"} <= set(compiled)
+    compiled.clear()
+    for seed in (0, 1, 0):
+        serve(served, prompt(29, seed), count=20)
+    assert served.reuse.loaded > 0
+    assert compiled == []
+
+
+def test_models_of_one_layout_do_not_find_each_others_blocks():
+    host = host_pool()
+    serve(engine(offload=host), prompt(22))
+    other = toy_model.ToyModel(toy_model.random_params(seed=1))
+    served = Engine(other, num_blocks=16, block_size=BLOCK, max_requests=3, chunk=7, max_len=48, offload=host)
+    served.submit(prompt(22), max_tokens=1)
+    for _ in served.run():
+        pass
+    assert served.reuse.found == 0
+    assert len(host) == 11
+
+
+def test_blocks_of_another_layout_are_refused():
+    with pytest.raises(ValueError, match="`offload` is a pool of other blocks\n"):
+        engine(offload=host_pool(order="LBNHC"), order="BHLNC", block_size=8)
+
+
+class Walk:
+    """A random walk of submissions, cancellations and steps on tiny pools, with failures."""
+
+    def __init__(self, seed, monkeypatch, folder):
+        self.rng = np.random.default_rng(seed)
+        self.host = host_pool(num_blocks=8, disk=disk_pool(folder))
+        self.served = engine(num_blocks=14, offload=self.host)
+        self.sent_back = 0
+        for place, name in ((transfers, "to_host"), (transfers, "to_device"), (host_module, "write_rows")):
+            monkeypatch.setattr(place, name, self.flaky(getattr(place, name)))
+        monkeypatch.setattr(DiskPool, "load", self.flaky(DiskPool.load))
+        monkeypatch.setattr(Engine, "_make_room", self.counted(Engine._make_room))
+
+    def flaky(self, transfer):
+        return lambda *args, **kwargs: fail() if self.rng.random() < 0.05 else transfer(*args, **kwargs)
+
+    def counted(self, make_room):
+        def call(served, request):
+            before = len(served.waiting)
+            make_room(served, request)
+            self.sent_back += len(served.waiting) > before
+
+        return call
+
+    def prompt(self):
+        """The beginning of one of three long prompts, and sometimes an end of its own."""
+        whole = prompt(32, seed=int(self.rng.integers(3)))
+        end = prompt(int(self.rng.integers(6)), seed=int(self.rng.integers(4)))
+        return (*whole[: self.rng.integers(1, 33)], *end)
+
+    def run(self, steps):
+        requests, cancelled = [], 0
+        for _ in range(steps):
+            if len(self.served.waiting) < 4 and self.rng.random() < 0.3:
+                requests.append(self.served.submit(self.prompt(), max_tokens=int(self.rng.integers(1, 11))))
+            if self.rng.random() < 0.02 and (alive := [*self.served.waiting, *self.served.running]):
+                self.served.cancel(alive[self.rng.integers(len(alive))])
+                cancelled += 1
+            self.served.step()
+        for _ in self.served.run():
+            pass
+        assert cancelled
+        return requests
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_interleaving_gives_the_tokens_of_an_engine_without_reuse(seed, monkeypatch, tmp_path):
+    walk = Walk(seed, monkeypatch, tmp_path)
+    requests = walk.run(steps=400)
+    served, host = walk.served, walk.host
+    for request in requests:
+        expected = right(request.prompt, 10)[: request.max_tokens]
+        if request.finish_reason == "cancelled":
+            expected = expected[: len(request.generated)]
+        assert request.generated == expected
+    assert served.pool.num_free == served.pool.num_blocks
+    reuse = served.reuse
+    assert reuse.found > reuse.tokens / 4
+    assert 0 < reuse.loaded < reuse.found
+    assert host.stats.read > 0
+    assert served.tiers.failures > 5
+    assert walk.sent_back > 0
+
+
+def test_the_pool_finds_what_was_named_until_its_room_is_needed():
+    pool = BlockPool(3)
+    first, second, third = (pool.take() for _ in range(3))
+    pool.name(first, b"first")
+    pool.name(second, b"second")
+    pool.name(third, b"second")  # as well: one is enough
+    pool.name(second, b"second")
+    with pytest.raises(ValueError, match=f"`block` is {first}, which contains {b'first'.hex()}: expected"):
+        pool.name(first, b"other")
+    for block in (second, first, third):
+        pool.release(block)
+    assert pool.num_free == 3
+    assert (pool.find(b"first"), pool.find(b"second"), pool.find(b"third")) == (first, second, None)
+    assert pool.is_free(first)
+    assert pool.share(first) == first
+    assert not pool.is_free(first)
+    assert pool.num_free == 2
+    with pytest.raises(ValueError, match=f"`block` is {third}, which is free"):
+        pool.share(third)
+    with pytest.raises(ValueError, match=f"`block` is {second}, which is free"):
+        pool.name(second, b"second")
+    assert pool.take() == third
+    assert pool.take() == second
+    assert pool.find(b"second") is None
+    assert pool.find(b"first") == first
+
+
+def test_a_model_is_known_by_its_weights_and_configuration():
+    known = fingerprint(MODEL)
+    assert fingerprint(toy_model.ToyModel(jax.tree.map(jnp.asarray, PARAMS))) == known
+    assert fingerprint(toy_model.ToyModel(PARAMS, toy_model.Config(max_position_embeddings=511))) != known
+    others = {known}
+    for name, weight in PARAMS.items():
+        for change in (lambda flat: flat, np.flip, lambda flat: np.roll(flat, 1)):
+            altered = np.ascontiguousarray(change(weight.reshape(-1)).reshape(weight.shape))
+            others.add(fingerprint(toy_model.ToyModel({**PARAMS, name: altered})))
+        bit = weight.copy()
+        bit.reshape(-1).view(np.uint32)[weight.size // 2] ^= 1
+        others.add(fingerprint(toy_model.ToyModel({**PARAMS, name: bit})))
+        others |= {fingerprint(toy_model.ToyModel({**PARAMS, name: weight * factor})) for factor in (-1, 2, 0.5)}
+    assert len(others) == 1 + 6 * len(PARAMS)
+
+
+def test_a_block_that_another_shares_by_then_is_copied_when_there_is_room():
+    served = engine(num_blocks=3)
+    serve(served, range(1, 9), count=1)
+    requests = [served.submit(tokens, max_tokens=1) for tokens in (range(1, 9), range(1, 10))]
+    for _ in served.run():
+        pass
+    assert [request.generated for request in requests] == [right(tuple(request.prompt), 1) for request in requests]
+    assert served.pool.num_free == 3
+
+
+def test_an_interrupted_load_gives_its_blocks_back(monkeypatch):
+    host = host_pool()
+    serve(engine(offload=host), range(20))
+    served = engine(offload=host)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "load", interrupted)
+        served.submit(range(20), max_tokens=1)
+        with pytest.raises(KeyboardInterrupt):
+            served.step()
+    assert served.pool.num_free == served.pool.num_blocks
+
+
+def test_what_is_no_host_pool_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`offload` is a DiskPool: expected a HostPool, which takes a DiskPool as its"):
+        engine(offload=disk_pool(tmp_path))

@@ -1,0 +1,88 @@
+"""Prefixes that come back from a tier, on recorded checkpoints: the tokens are Hugging Face's."""
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from jaxkv import models
+from jaxkv.offload import DiskPool, HostPool
+
+FOLDER = Path(__file__).parents[1] / "data" / "models"
+BLOCK = 16
+
+
+@cache
+def model(family):
+    return models.load(FOLDER / family)
+
+
+@cache
+def recorded(family):
+    """A prompt of 200 tokens, and the 64 that follow."""
+    with np.load(FOLDER / family / "truth.npz") as found:
+        return found["prompts"][4].tolist(), found["tokens"][4].tolist()
+
+
+def serve(family, engine):
+    """How many of the prompt's tokens were found; its continuation must be right."""
+    prompt, tokens = recorded(family)
+    before = engine.reuse.found
+    request = engine.submit(prompt, max_tokens=len(tokens), stop=())
+    for _ in engine.run():
+        pass
+    assert request.generated == tokens
+    return engine.reuse.found - before
+
+
+def engine(family, offload=None):
+    return models.Engine(model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, offload=offload)
+
+
+def host_pool(family, disk=None):
+    return HostPool(model(family).layout(1, BLOCK), 20, disk=disk)
+
+
+def disk_pool(family, folder):
+    return DiskPool(folder, model(family).layout(1, BLOCK), model=models.fingerprint(model(family)))
+
+
+def test_cold_and_from_each_tier_the_tokens_are_the_same(tmp_path):
+    # Latents and the indexer's keys travel: of 200 tokens each query sees 64.
+    family = "deepseek_v32"
+    host = host_pool(family, disk_pool(family, tmp_path))
+    first = engine(family, host)
+    assert serve(family, first) == 0
+    assert serve(family, first) == 192
+    assert first.reuse.loaded == 0
+    second = engine(family, host)
+    assert serve(family, second) == second.reuse.loaded == 192
+    assert host.stats.read == 0
+    host.flush()
+    host = host_pool(family, disk_pool(family, tmp_path))
+    third = engine(family, host)
+    assert serve(family, third) == third.reuse.loaded == 192
+    assert host.stats.read == 12
+
+
+IN_A_PROCESS = """
+import sys
+sys.path.insert(0, {tests!r})
+import serving.test_reuse_recorded as here
+host = here.host_pool({family!r}, here.disk_pool({family!r}, {folder!r}))
+assert here.serve({family!r}, here.engine({family!r}, host)) == 0
+host.flush()
+"""
+
+
+def test_a_prefix_outlives_its_process_on_disk(tmp_path):
+    family = "deepseek_v3"
+    code = IN_A_PROCESS.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), family=family)
+    subprocess.run([sys.executable, "-c", code], check=True)
+    host = host_pool(family, disk_pool(family, tmp_path))
+    assert serve(family, engine(family, host)) == 192
+    assert host.stats.read == 12
+    assert serve(family, engine(family, host)) == 192
+    assert host.stats.read == 12

@@ -1,0 +1,196 @@
+"""Caches full of garbage with one layer of known entries in them, on every kind of layout, and their packed twins."""
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from support import oracle
+
+UNUSED = 2_147_480_000
+"""What stands in block tables past a request's last block."""
+
+BLOCKS = 16
+
+LAYOUTS = (*jaxkv.ORDERS, "BLNHC padded", "LBHNC padded", "packed, uint8", "packed, bfloat16", "gaps, offset")
+"""The names of `layouts`."""
+
+MLA_ENTRIES = [jaxkv.MLAEntry(name, latent=128, rope=16) for name in jaxkv.MLAEntry.formats]
+KV_ENTRIES = [jaxkv.KVEntry(name, head_dim=16, value_dim=8) for name in jaxkv.KVEntry.formats]
+INDEXER_ENTRY = jaxkv.IndexerEntry()
+INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.formats]
+
+
+def is_split(entry):
+    """Whether pages hold all values and then all scales."""
+    return entry.format == "indexer_fp8"
+
+
+def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
+    """Every kind of layout by name: the six orders, padded, explicit strides, in a packed block, in a byte buffer."""
+    sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, entry=entry)
+    pad = 16 // entry.dtype.itemsize
+    found = {order: jaxkv.CacheLayout(**sizes, order=order) for order in jaxkv.ORDERS}
+    found["BLNHC padded"] = jaxkv.CacheLayout(**sizes, order="BLNHC", block_padding=3 * pad)
+    found["LBHNC padded"] = jaxkv.CacheLayout(**sizes, order="LBHNC", block_padding=pad)
+    groups = {
+        "before": jaxkv.Group(2, jaxkv.IndexerEntry()),
+        "self": jaxkv.Group(num_layers, entry, num_heads),
+        "after": jaxkv.Group(1, jaxkv.MLAEntry("bf16", latent=24, rope=8)),
+    }
+    for dtype in ("uint8", "bfloat16"):
+        packed = jaxkv.PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, dtype=dtype)
+        found[f"packed, {dtype}"] = packed["self"]
+    if not is_split(entry):  # whose tokens cannot lie apart
+        dense = found["BLNHC"]
+        token = dense.strides.head * num_heads + pad
+        block = token * block_size * num_layers + 5 * pad
+        found["gaps, offset"] = jaxkv.CacheLayout.from_strides(
+            **sizes,
+            strides={"layer": token * block_size, "block": block, "head": dense.strides.head, "token": token},
+            offset=2 * pad,
+            size=num_blocks * block,
+        )
+    return found
+
+
+def packed_twin(layout):
+    """The same entries in a packed cache of one layer and of the entries' own dtype."""
+    return jaxkv.CacheLayout(
+        num_layers=1,
+        num_blocks=layout.num_blocks,
+        block_size=layout.block_size,
+        num_heads=layout.num_heads,
+        entry=layout.entry,
+        order="LBNHC",
+    )
+
+
+def window(layout, buffer):
+    """The entries of a NumPy byte buffer as a writable view [L, B, H, N, nbytes]; indexer pages: see `place`."""
+    strides = layout.strides
+    item = layout.itemsize
+    shape = (layout.num_layers, layout.num_blocks, layout.num_heads, layout.block_size, layout.entry.nbytes)
+    steps = (strides.layer * item, strides.block * item, strides.head * item, strides.token * item, 1)
+    return np.lib.stride_tricks.as_strided(buffer[layout.offset * item :], shape, steps)
+
+
+def place(layout, buffer, layer, entries):
+    """Stores entries, bytes [B, H, N, nbytes], as `layer` of the byte buffer; returns which bytes it wrote."""
+    written = np.zeros(buffer.shape, bool)
+    for target, source in ((buffer, entries), (written, np.ones(entries.shape, bool))):
+        pages = window(layout, target)[layer]
+        if is_split(layout.entry):
+            values, size = layout.entry.head_dim, layout.block_size
+            flat = np.concatenate(
+                [source[..., :values].reshape(-1, size * values), source[..., values:].reshape(-1, size * 4)], axis=1
+            )
+            pages[:, 0] = flat.reshape(-1, size, layout.entry.nbytes)
+        else:
+            pages[...] = source
+    return written
+
+
+def fetch(layout, buffer, layer):
+    """What `place` stores: entries [B, H, N, nbytes] of `layer`."""
+    pages = window(layout, np.asarray(buffer))[layer]
+    if not is_split(layout.entry):
+        return pages.copy()
+    values, size = layout.entry.head_dim, layout.block_size
+    flat = pages[:, 0].reshape(-1, size * layout.entry.nbytes)
+    split = size * values
+    parts = flat[:, :split].reshape(-1, size, values), flat[:, split:].reshape(-1, size, 4)
+    return np.concatenate(parts, axis=-1)[:, None]
+
+
+def garbage(layout, rng, kind="nan"):
+    """A byte buffer of NaN (0xff is NaN in every format), or of random bytes."""
+    if kind == "nan":
+        return np.full(layout.nbytes, 0xFF, np.uint8)
+    return rng.integers(0, 256, layout.nbytes, np.uint8)
+
+
+def to_cache(layout, buffer):
+    """The byte buffer as a cache."""
+    return jaxkv.KVCache(jnp.asarray(buffer.view(layout.dtype)), layout)
+
+
+def to_bytes(cache):
+    """The cache's buffer as bytes."""
+    return np.asarray(cache.buffer).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Requests whose entries stand in a cache, with everything that must not be read poisoned."""
+
+    entry: object
+    num_heads: int
+    block_size: int
+    lengths: tuple[int, ...]
+    tables: np.ndarray
+    entries: np.ndarray
+    """Bytes [B, H, N, nbytes] of a layer; NaN in slots that no request uses."""
+    scales: tuple | None
+    kind: str = "nan"
+
+    def cache(self, layout, layer):
+        """The scene as `layer` of a cache of that layout, garbage elsewhere."""
+        buffer = garbage(layout, np.random.default_rng(1), self.kind)
+        place(layout, buffer, layer, self.entries)
+        return to_cache(layout, buffer)
+
+    def twin(self, layout):
+        """The scene in the packed cache."""
+        return self.cache(packed_twin(layout), 0)
+
+    def slots(self, request):
+        """Slots of the tokens of a request."""
+        positions = np.arange(self.lengths[request])
+        return self.tables[request, positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def parts(self, request):
+        """The parts of a request's entries, float64 [S, H, n_i], in order of position."""
+        slots = self.slots(request)
+        rows = self.entries[slots // self.block_size, :, slots % self.block_size]
+        return oracle.decode(self.entry, rows, self.oracle_scales)
+
+    @property
+    def oracle_scales(self):
+        """Scales as the oracle takes them: [H, 1] where they are per head."""
+        if self.scales is None:
+            return (1.0, 1.0)
+        return tuple(np.asarray(s, np.float64)[..., None] if np.ndim(s) else float(s) for s in self.scales)
+
+    def scale_arguments(self):
+        """Keyword arguments that bring the scales to an operation."""
+        if self.scales is None:
+            return {}
+        if isinstance(self.entry, jaxkv.MLAEntry):
+            return {"kv_scale": float(self.scales[0])}
+        return {name: jnp.asarray(s, jnp.float32) for name, s in zip(("k_scale", "v_scale"), self.scales, strict=True)}
+
+
+def scene(entry, *, num_heads=1, block_size=64, lengths=None, num_blocks=BLOCKS, seed=0, kind="nan"):
+    """Requests of lengths round a block's edge (or those given) on shuffled blocks."""
+    rng = np.random.default_rng(seed)
+    n = block_size
+    lengths = tuple(lengths or (0, 1, n - 1, n, n + 1, 3 * n + 2))
+    needed = [-(-length // n) for length in lengths]
+    assert sum(needed) <= num_blocks
+    blocks = iter(rng.permutation(num_blocks))
+    tables = np.full((len(lengths), max(needed) + 2), UNUSED, np.int32)
+    scales = None
+    if entry.format == "fp8":
+        scales = (0.03, 0.03) if isinstance(entry, jaxkv.MLAEntry) else (rng.uniform(0.01, 0.04, num_heads), 0.02)
+    values = [rng.standard_normal((num_blocks, num_heads, n, size)).astype(np.float32) for size in entry.sizes]
+    told = Scene(entry, num_heads, n, lengths, tables, np.empty(0), scales, kind)
+    spread = tuple(s[:, None] if np.ndim(s) > 1 else s for s in told.oracle_scales)
+    encoded = oracle.encode(entry, values, spread)
+    entries = np.full(encoded.shape, 0xFF, np.uint8)
+    for request, count in enumerate(needed):
+        tables[request, :count] = [next(blocks) for _ in range(count)]
+        slots = told.slots(request)
+        entries[slots // n, :, slots % n] = encoded[slots // n, :, slots % n]
+    return replace(told, entries=entries)

@@ -1,0 +1,29 @@
+"""One abstract suite an operation.  An implementation subclasses them and says its name and its gaps.
+
+class TestWriteMLA(suites.WriteMLA):
+    implementation = "xla"
+"""
+
+from support import scenes as scenes
+from support.suites.base import assert_a_scan_stacks as assert_a_scan_stacks
+from support.suites.base import layout_of as layout_of
+from support.suites.blocks import BlockChecks as BlockChecks
+from support.suites.blocks import Blocks as Blocks
+from support.suites.decode_kv import DecodeKV as DecodeKV
+from support.suites.decode_kv import DecodeKVChecks as DecodeKVChecks
+from support.suites.decode_mla import DecodeMLA as DecodeMLA
+from support.suites.decode_mla import DecodeMLAChecks as DecodeMLAChecks
+from support.suites.decode_mla import assert_batch_invariant as assert_batch_invariant
+from support.suites.decode_mla import queries as queries
+from support.suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
+from support.suites.gathers import GatherChecks as GatherChecks
+from support.suites.gathers import Gathers as Gathers
+from support.suites.in_place import BlocksInScans as BlocksInScans
+from support.suites.in_place import LargeCaches as LargeCaches
+from support.suites.in_place import WritesInScans as WritesInScans
+from support.suites.indexer import Indexer as Indexer
+from support.suites.indexer import IndexerChecks as IndexerChecks
+from support.suites.merge import Merge as Merge
+from support.suites.writes import WriteChecks as WriteChecks
+from support.suites.writes import Writes as Writes
+from support.suites.writes import new_tokens as new_tokens

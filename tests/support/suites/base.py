@@ -1,0 +1,57 @@
+"""What the suites share."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from support import scenes
+from support.compare import assert_same_bits
+
+
+class Suite:
+    """Runs operations on one implementation."""
+
+    implementation: str
+    gaps: tuple[str, ...] = ()
+    """Beginnings of the reasons for which this implementation is expected to refuse calls of this suite."""
+
+    def run(self, operation, *args, **kwargs):
+        """The operation's result on this implementation; a declared gap skips the test, an undeclared one fails it."""
+        for reason in jaxkv.explain(operation, *args, **kwargs).reasons[self.implementation]:
+            assert reason.startswith(self.gaps or ("no gap is declared",)), f"undeclared gap: {reason}"
+            pytest.skip(reason)
+        return operation(*args, **kwargs, implementation=self.implementation)
+
+
+def assert_a_scan_stacks(call, cache):
+    """What a scan over layers stacks are the results of single calls; kernels that update in place once broke this."""
+
+    @jax.jit
+    def stacked(cache, layers):
+        return jax.lax.scan(lambda carry, layer: (carry, call(cache, layer)), 0, layers)[1]
+
+    for found, one in zip(stacked(cache, jnp.asarray([1, 1, 1])), call(cache, 1), strict=True):
+        for i in range(3):
+            assert_same_bits(found[i], one)
+
+
+def layout_of(name, entry, **sizes):
+    """The layout of that name; a test that it does not exist for is not a test."""
+    found = scenes.layouts(entry, **sizes)
+    if name not in found:
+        pytest.skip(f"{entry.format} pages are one run: tokens cannot lie apart")
+    return found[name]
+
+
+def formats(entries):
+    """Parametrises `entry`."""
+    return pytest.mark.parametrize("entry", entries, ids=[entry.format for entry in entries])
+
+
+every_layout = pytest.mark.parametrize("name", scenes.LAYOUTS)
+
+
+def dtype_of(entry):
+    """The dtype of queries and new values for an entry: its own, or bfloat16 for a quantised one."""
+    return entry.dtype if entry.format in ("bf16", "f16", "f32") else jnp.dtype("bfloat16")

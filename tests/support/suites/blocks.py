@@ -1,0 +1,94 @@
+"""Whole blocks: copies, and round trips through rows that travel."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from support import scenes
+from support.compare import assert_same_bits
+from support.suites.base import Suite, every_layout, formats, layout_of
+
+
+class BlockChecks(Suite):
+    """Checks of `copy_blocks`, `read_blocks` and `write_blocks`."""
+
+    def blocks(self, layout, buffer):
+        """What belongs to each block, bytes [B, ...]: its run, or its entries in all layers."""
+        if layout.blocks_are_runs:
+            return buffer.reshape(layout.num_blocks, -1)
+        return np.moveaxis(scenes.window(layout, buffer), 1, 0)
+
+    def make(self, name, entry, **sizes):
+        """A layout and a buffer of random bytes."""
+        layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2, **sizes)
+        return layout, scenes.garbage(layout, np.random.default_rng(2), "random")
+
+    def check_copy(self, layout, before):
+        """A swap, a copy of one of the two, a chain, and pairs with a bad id, which are skipped."""
+        last = layout.num_blocks - 1
+        src = [3, 1, 1, 0, 2, -1, layout.num_blocks, 5, 2]
+        dst = [1, 3, last, 2, 4, 5, 5, -2, 2**31 - 1]
+        cache = scenes.to_cache(layout, before)
+        after = self.run(jaxkv.copy_blocks, cache, jnp.asarray(src, jnp.int32), jnp.asarray(dst, jnp.int32))
+        expected = before.copy()
+        target, source = self.blocks(layout, expected), self.blocks(layout, before)
+        for s, d in zip(src[:5], dst[:5], strict=True):
+            target[d] = source[s]
+        assert_same_bits(scenes.to_bytes(after), expected)
+
+    def check_travel(self, layout, before):
+        """Blocks of one cache over others of another; bad ids give 0, and are skipped."""
+        rows = self.run(jaxkv.read_blocks, scenes.to_cache(layout, before), jnp.asarray([5, 0, 5, -1, 99]))
+        assert rows.shape == (5, layout.block_nbytes // layout.itemsize)
+        rows = np.asarray(rows)
+        assert not rows[3:].view(np.uint8).any()
+        other, last = scenes.garbage(layout, np.random.default_rng(9), "random"), layout.num_blocks - 1
+        after = self.run(
+            jaxkv.write_blocks, scenes.to_cache(layout, other), jnp.asarray([2, last, -1, 99]), jnp.asarray(rows[:4])
+        )
+        expected = other.copy()
+        target, source = self.blocks(layout, expected), self.blocks(layout, before)
+        target[2], target[last] = source[5], source[0]
+        assert_same_bits(scenes.to_bytes(after), expected)
+
+
+class Blocks(BlockChecks):
+    """The same on every layout."""
+
+    entries = (scenes.MLA_ENTRIES[0], scenes.KV_ENTRIES[2], scenes.KV_ENTRIES[3], scenes.INDEXER_ENTRY)
+
+    @every_layout
+    @formats(entries)
+    def test_copy(self, entry, name):
+        self.check_copy(*self.make(name, entry))
+
+    @every_layout
+    @formats(entries)
+    def test_blocks_travel(self, entry, name):
+        self.check_travel(*self.make(name, entry))
+
+    @formats(entries)
+    def test_equal_fingerprints_exchange_rows(self, entry):
+        heads = 1 if entry.one_head else 2
+        found = scenes.layouts(entry, num_heads=heads)
+        small = scenes.layouts(entry, num_heads=heads, num_blocks=5)
+        by_fingerprint = {}
+        for name, layout in found.items():
+            by_fingerprint.setdefault(layout.fingerprint, []).append(layout)
+            assert layout.fingerprint == small[name].fingerprint  # the number of blocks does not matter
+        pairs = [(a, b) for group in by_fingerprint.values() for a in group for b in group if a != b]
+        assert pairs, "a packed layer-major cache and a packed block-major one have the same blocks"
+        for source, target in pairs:
+            before = scenes.garbage(source, np.random.default_rng(2), "random")
+            rows = self.run(jaxkv.read_blocks, scenes.to_cache(source, before), jnp.asarray([3]))
+            after = self.run(jaxkv.write_blocks, jaxkv.KVCache.zeros(target), jnp.asarray([6]), rows)
+            for layer in range(source.num_layers):
+                moved = scenes.fetch(target, scenes.to_bytes(after), layer)[6]
+                assert_same_bits(moved, scenes.fetch(source, before, layer)[3])
+
+    @pytest.mark.parametrize("count", [0, 16])
+    def test_numbers_of_blocks(self, count):
+        layout, before = self.make("BLNHC", scenes.MLA_ENTRIES[0])
+        rows = self.run(jaxkv.read_blocks, scenes.to_cache(layout, before), jnp.arange(count, dtype=jnp.int32))
+        assert_same_bits(np.asarray(rows), before.view(layout.dtype).reshape(16, -1)[:count])

@@ -1,0 +1,172 @@
+"""Decode over keys and values: MHA and GQA, windows, scales a head."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from support import oracle, scenes
+from support.compare import assert_close, assert_same_bits
+from support.suites.base import Suite, dtype_of, every_layout, layout_of
+
+SCALE = 0.3
+
+every_format = pytest.mark.parametrize("form", jaxkv.KVEntry.formats)
+
+
+class DecodeKVChecks(Suite):
+    """How a result of `decode_kv` is held against the truth."""
+
+    head_dim, value_dim = 16, 8
+    exact = "f32"
+    """The format of the tests that are not about formats."""
+
+    def entry(self, name=None):
+        """An entry of that format, in the sizes that the implementation takes."""
+        return jaxkv.KVEntry(name or self.exact, head_dim=self.head_dim, value_dim=self.value_dim)
+
+    def query(self, entry, batch, tokens, heads, dtype=None):
+        """q [B, Q, Hq, D]."""
+        rng = np.random.default_rng(11)
+        return jnp.asarray(rng.standard_normal((batch, tokens, heads, entry.head_dim)), dtype or dtype_of(entry))
+
+    def decode(self, q, cache, scene, layer, **keywords):
+        """out and lse."""
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
+        return self.run(jaxkv.decode_kv, q, cache, tables, lengths, layer=layer, **keywords)
+
+    def check(self, q, cache, scene, layer, **keywords):
+        """Compares with float64; returns the result."""
+        out, lse = self.decode(q, cache, scene, layer, **keywords)
+        wide = np.asarray(q.astype(jnp.float32), np.float64)
+        found = []
+        for request, length in enumerate(scene.lengths):
+            ends = length - q.shape[1] + 1 + np.arange(q.shape[1])
+            found.append(oracle.attention(wide[request], *scene.parts(request), SCALE, ends=ends, **keywords))
+        right_out, right_lse = (np.stack(x) for x in zip(*found, strict=True))
+        dtype = str(q.dtype)
+        assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
+        assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
+        return out, lse
+
+
+class DecodeKV(DecodeKVChecks):
+    """`decode_kv`."""
+
+    @every_layout
+    @every_format
+    def test_equals_the_packed_cache_and_the_oracle(self, name, form):
+        entry = self.entry(form)
+        scene = scenes.scene(entry, num_heads=2)
+        layout = layout_of(name, entry, num_heads=2)
+        q = self.query(entry, len(scene.lengths), 2, 6)
+        found = self.check(q, scene.cache(layout, 1), scene, 1)
+        for a, b in zip(found, self.decode(q, scene.twin(layout), scene, 0), strict=True):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (4, 32), (1, 5)])
+    def test_mha_gqa_mqa(self, heads, query_heads):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=heads)
+        layout = layout_of("BHLNC", entry, num_heads=heads)
+        self.check(self.query(entry, len(scene.lengths), 1, query_heads), scene.cache(layout, 2), scene, 2)
+
+    @pytest.mark.parametrize("tokens", [4, 70])
+    def test_several_query_tokens_are_causal_at_the_end(self, tokens):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        layout = layout_of("LBHNC", entry, num_heads=2)
+        self.check(self.query(entry, len(scene.lengths), tokens, 6), scene.cache(layout, 2), scene, 2)
+
+    def test_without_a_token_axis(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.twin(layout_of("BLNHC", entry, num_heads=2))
+        q = self.query(entry, len(scene.lengths), 1, 4)
+        with_axis = self.decode(q, cache, scene, 0)
+        for a, b in zip(with_axis, self.decode(q[:, 0], cache, scene, 0), strict=True):
+            assert_same_bits(a[:, 0], b)
+        assert_same_bits(self.decode(q, cache, scene, 0, return_lse=False), with_axis[0])
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_blocks_outside_the_cache_are_masked(self, window):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2, block_size=16, lengths=(48, 16, 32))
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2, block_size=16), 0)
+        q = self.query(entry, 3, 1, 4)
+        tables = scene.tables.copy()
+        tables[0, 1], tables[1, 0], tables[2, 0] = scenes.BLOCKS, -7, 2**31 - 1
+        out, lse = self.decode(q, cache, replace(scene, tables=tables), 0, window=window)
+        wide = np.asarray(q.astype(jnp.float32), np.float64)
+        for request, kept in enumerate((np.r_[0:16, 32:48], np.r_[0:0], np.r_[16:32])):
+            if window is not None:
+                kept = kept[kept >= scene.lengths[request] - window]
+            k, v = (part[kept] for part in scene.parts(request))
+            right_out, right_lse = oracle.attention(wide[request], k, v, SCALE)
+            assert_close(out[request], right_out, roundings=64 if self.exact == "f32" else 4, magnitude=1)
+            assert_close(lse[request], right_lse, roundings=64, magnitude=4)
+
+    def test_traced_layer_outside_the_cache_is_empty(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        out, lse = self.decode(self.query(entry, 6, 1, 2), cache, scene, jnp.int32(3))
+        assert not np.asarray(out).any()
+        assert (np.asarray(lse) == -np.inf).all()
+
+    @pytest.mark.parametrize("window", [1, 63, 64, 1000])
+    @pytest.mark.parametrize("tokens", [1, 3])
+    def test_window(self, window, tokens):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        layout = layout_of("BLNHC", entry, num_heads=2)
+        q = self.query(entry, len(scene.lengths), tokens, 2)
+        self.check(q, scene.cache(layout, 0), scene, 0, window=window)
+
+    def test_window_over_long_requests_with_poison_before_it(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, block_size=16, lengths=(1500, 1300), num_blocks=180)
+        slots = scene.slots(0)[: 1500 - 40]
+        scene.entries[slots // 16, :, slots % 16] = 0xFF  # NaN in entries that have left the window
+        layout = layout_of("BLNHC", entry, block_size=16, num_blocks=180)
+        q = self.query(entry, 2, 1, 2)
+        _, lse = self.decode(q, scene.cache(layout, 0), scene, 0, window=40)
+        assert np.isfinite(np.asarray(lse)).all()
+
+    @pytest.mark.parametrize("window", [None, 70])
+    def test_a_plan_of_the_step_changes_no_bits(self, window):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        q = self.query(entry, len(scene.lengths), 2, 8)
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=8, tokens=2, window=window)
+        planned = self.decode(q, cache, scene, 1, window=window, plan=plan)
+        for a, b in zip(planned, self.decode(q, cache, scene, 1, window=window), strict=True):
+            assert_same_bits(a, b)
+
+    def test_logit_cap(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        layout = layout_of("LHBNC", entry, num_heads=2)
+        self.check(self.query(entry, len(scene.lengths), 1, 4), scene.cache(layout, 1), scene, 1, logit_cap=1.5)
+
+    @pytest.mark.parametrize("block_size", [1, 3, 16, 61])
+    def test_odd_block_sizes(self, block_size):
+        entry = self.entry("bf16")
+        scene = scenes.scene(entry, num_heads=2, block_size=block_size)
+        layout = layout_of("BLHNC", entry, num_heads=2, block_size=block_size)
+        self.check(self.query(entry, len(scene.lengths), 1, 4), scene.cache(layout, 1), scene, 1)
+
+    def test_one_scale_for_all_heads_is_the_same_scale_for_each(self):
+        entry = self.entry("fp8")
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.twin(layout_of("BLNHC", entry, num_heads=2))
+        q = self.query(entry, len(scene.lengths), 1, 4)
+        one = self.decode(q, cache, scene, 0, k_scale=0.02, v_scale=0.03)
+        each = self.decode(q, cache, scene, 0, k_scale=jnp.full(2, 0.02), v_scale=jnp.full(2, 0.03))
+        for a, b in zip(one, each, strict=True):
+            assert_same_bits(a, b)

@@ -1,0 +1,299 @@
+"""Dense MLA decode: bit-equal to the packed cache, right against the oracle, deaf to poison."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from support import oracle, scenes
+from support.compare import EPSILON, assert_close, assert_same_bits
+from support.suites.base import Suite, dtype_of, every_layout, layout_of
+
+SCALE = 0.11
+
+every_format = pytest.mark.parametrize("form", jaxkv.MLAEntry.formats)
+
+
+def queries(entry, batch, tokens, heads, dtype=None, seed=7):
+    """q_latent, q_pe [B, Q, Hq, n_i]."""
+    rng = np.random.default_rng(seed)
+    dtype = dtype or dtype_of(entry)
+    return [jnp.asarray(rng.standard_normal((batch, tokens, heads, n)), dtype) for n in entry.sizes]
+
+
+def roundings_of(out):
+    """Scores round to float32 only; P and V round to the queries' dtype, and so does the result."""
+    return 64 if out.dtype == jnp.float32 else 4
+
+
+def assert_batch_invariant(lengths, heads):
+    """Requests of the given lengths have the same bits alone as together, by a batch-invariant plan."""
+    entry, blocks = jaxkv.MLAEntry("bf16"), sum(-(-length // 64) for length in lengths) + 4
+    scene = scenes.scene(entry, lengths=lengths, num_blocks=blocks)
+    cache = scene.cache(layout_of("BLNHC", entry, num_blocks=blocks), 1)
+    q = queries(entry, len(lengths), 1, heads)
+    tables, lengths = jnp.asarray(scene.tables), jnp.asarray(lengths, jnp.int32)
+
+    def decode(rows):
+        rows = jnp.asarray(rows)
+        plan = jaxkv.plan_decode(cache, tables[rows], lengths[rows], num_heads=heads, batch_invariant=True)
+        args = (*(x[rows] for x in q), cache, tables[rows], lengths[rows])
+        return jaxkv.decode_mla(*args, layer=1, scale=0.11, return_lse=True, plan=plan)
+
+    together = decode(range(len(lengths))[::-1])
+    for row in range(len(lengths)):
+        for alone, reversed_ in zip(decode([row]), together, strict=True):
+            assert_same_bits(alone[0], reversed_[-1 - row])
+
+
+class DecodeMLAChecks(Suite):
+    """How a result of `decode_mla` is held against the truth."""
+
+    latent, rope = 128, 16
+    exact = "f32"
+    """The format of the tests that are not about formats."""
+    tokens = 2
+    heads = 3
+
+    def entry(self, name=None):
+        """An entry of that format, in the sizes that the implementation takes."""
+        return jaxkv.MLAEntry(name or self.exact, latent=self.latent, rope=self.rope)
+
+    def decode(self, q, cache, scene, layer, **keywords):
+        """out and lse."""
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
+        return self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=layer, **keywords)
+
+    def truth(self, q, scene, **keywords):
+        """out and lse in float64."""
+        q_latent, q_pe = (np.asarray(x.astype(jnp.float32), np.float64) for x in q)
+        found = []
+        for request, length in enumerate(scene.lengths):
+            latent, rope = scene.parts(request)
+            ends = length - q_latent.shape[1] + 1 + np.arange(q_latent.shape[1])
+            joined = np.concatenate([q_latent[request], q_pe[request]], axis=-1)
+            k = np.concatenate([latent, rope], axis=-1)
+            found.append(oracle.attention(joined, k, latent, SCALE, ends=ends, **keywords))
+        return tuple(np.stack(x) for x in zip(*found, strict=True))
+
+    def check(self, q, cache, scene, layer, **keywords):
+        """Compares with the truth; returns the result."""
+        out, lse = self.decode(q, cache, scene, layer, **keywords)
+        right_out, right_lse = self.truth(q, scene, **keywords)
+        assert out.dtype == q[0].dtype
+        assert_close(out, right_out, roundings=roundings_of(out), magnitude=1, what="out")
+        assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
+        return out, lse
+
+
+class DecodeMLA(DecodeMLAChecks):
+    """`decode_mla`."""
+
+    @every_layout
+    @every_format
+    def test_equals_the_packed_cache_and_the_oracle(self, name, form):
+        entry = self.entry(form)
+        scene = scenes.scene(entry)
+        layout = layout_of(name, entry)
+        q = queries(entry, len(scene.lengths), self.tokens, self.heads)
+        out, lse = self.check(q, scene.cache(layout, 1), scene, 1)
+        packed_out, packed_lse = self.decode(q, scene.twin(layout), scene, 0)
+        assert_same_bits(out, packed_out)
+        assert_same_bits(lse, packed_lse)
+
+    @every_format
+    def test_random_bytes_round_about(self, form):
+        entry = self.entry(form)
+        quiet, noisy = scenes.scene(entry), scenes.scene(entry, kind="random")
+        layout = layout_of("BLNHC", entry)
+        q = queries(entry, len(quiet.lengths), 1, 16)
+        for a, b in zip(
+            self.decode(q, quiet.cache(layout, 1), quiet, 1),
+            self.decode(q, noisy.cache(layout, 1), noisy, 1),
+            strict=True,
+        ):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize("block_size", [1, 3, 16, 61])
+    def test_odd_block_sizes(self, block_size):
+        entry = self.entry()
+        scene = scenes.scene(entry, block_size=block_size)
+        layout = layout_of("packed, uint8", entry, block_size=block_size)
+        self.check(queries(entry, len(scene.lengths), self.tokens, self.heads), scene.cache(layout, 1), scene, 1)
+
+    @pytest.mark.parametrize("heads", [1, 9, 128])
+    def test_head_counts(self, heads):
+        entry = self.entry("bf16")
+        scene = scenes.scene(entry)
+        self.check(queries(entry, len(scene.lengths), 1, heads), scene.cache(layout_of("BLNHC", entry), 0), scene, 0)
+
+    @pytest.mark.parametrize("tokens", [1, 4, 70])
+    def test_several_query_tokens_are_causal_at_the_end(self, tokens):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        self.check(queries(entry, len(scene.lengths), tokens, 2), scene.cache(layout_of("BLNHC", entry), 2), scene, 2)
+
+    def test_without_a_token_axis(self):
+        entry = self.entry("bf16")
+        scene = scenes.scene(entry)
+        cache = scene.twin(layout_of("BLNHC", entry))
+        q = queries(entry, len(scene.lengths), 1, 4)
+        with_axis = self.decode(q, cache, scene, 0)
+        without = self.decode([x[:, 0] for x in q], cache, scene, 0)
+        for a, b in zip(with_axis, without, strict=True):
+            assert_same_bits(a[:, 0], b)
+        assert_same_bits(self.decode(q, cache, scene, 0, return_lse=False), with_axis[0])
+
+    def test_a_plan_of_the_step_changes_no_bits(self):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), 2, 16)
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=16, tokens=2)
+        for a, b in zip(self.decode(q, cache, scene, 1, plan=plan), self.decode(q, cache, scene, 1), strict=True):
+            assert_same_bits(a, b)
+
+    def test_logit_cap(self):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache = scene.cache(layout_of("LBNHC", entry), 1)
+        self.check(queries(entry, len(scene.lengths), 2, 3), cache, scene, 1, logit_cap=2.0)
+
+    def test_queries_of_float32_on_quantised_entries(self):
+        for entry in (self.entry("fp8"), self.entry("fp8_ds_mla")):
+            scene = scenes.scene(entry)
+            cache = scene.cache(layout_of("BLNHC", entry), 1)
+            self.check(queries(entry, len(scene.lengths), 1, 3, jnp.float32), cache, scene, 1)
+
+    def test_quantised_entries_of_odd_sizes(self):
+        entry = jaxkv.MLAEntry("fp8", latent=77, rope=14)  # 91 bytes: of any two tokens, one begins at an odd address
+        scene = scenes.scene(entry)
+        layout = jaxkv.CacheLayout(num_layers=3, num_blocks=scenes.BLOCKS, block_size=64, entry=entry)
+        self.check(queries(entry, len(scene.lengths), self.tokens, self.heads), scene.cache(layout, 1), scene, 1)
+
+    @pytest.mark.parametrize("power", [-60, 60])
+    @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
+    def test_queries_of_any_magnitude(self, form, power):
+        entry = self.entry(form)
+        scene = scenes.scene(entry)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), 1, 3)
+        moved = [x * jnp.asarray(2.0**power, x.dtype) for x in q]
+        for a, b in zip(
+            self.decode(q, cache, scene, 1), self.decode(moved, cache, scene, 1, scale=SCALE * 2.0**-power), strict=True
+        ):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla"])
+    def test_a_nan_in_a_quantised_entry_is_seen(self, form):
+        entry = self.entry(form)
+        whole = scenes.scene(entry)
+        request = int(np.argmax(whole.lengths))
+        block = whole.tables[request, 0]
+        for byte in (0x7F, 0xFF):
+            entries = whole.entries.copy()
+            entries[block, 0, 1, 2] = byte
+            broken, layout = replace(whole, entries=entries), layout_of("BLNHC", entry)
+            q = queries(entry, len(whole.lengths), 1, 3)
+            before, _ = self.decode(q, whole.cache(layout, 1), whole, 1)
+            after, lse = self.decode(q, broken.cache(layout, 1), broken, 1)
+            others = np.arange(len(whole.lengths)) != request
+            assert np.isnan(np.asarray(after[request], np.float32)).all()
+            assert np.isnan(np.asarray(lse[request])).all()
+            assert_same_bits(after[others], before[others])
+
+    def test_many_small_weights_add_up_on_quantised_entries(self):
+        entry, tokens, power = self.entry("fp8"), 2500, 25.5
+        layout = jaxkv.CacheLayout(num_layers=1, num_blocks=40, block_size=64, entry=entry)
+        # The first token outweighs every other one by 2**power, and has no value where they have 448.
+        latent = np.zeros((tokens, entry.latent), np.float32)
+        latent[0, 0], latent[1:, 1] = 16, 448
+        cache = jaxkv.write_mla(
+            jaxkv.KVCache.zeros(layout), jnp.asarray(latent), jnp.zeros((tokens, entry.rope)), jnp.arange(tokens),
+            layer=0, kv_scale=1.0, implementation="xla",
+        )  # fmt: skip
+        q = jnp.zeros((1, 1, 16, entry.latent), jnp.bfloat16).at[..., 0].set(1)
+        out = self.run(
+            jaxkv.decode_mla, q, jnp.zeros((1, 1, 16, entry.rope), jnp.bfloat16), cache, jnp.arange(40)[None],
+            jnp.asarray([tokens]), layer=0, kv_scale=1.0, scale=power * np.log(2) / 16,
+        )  # fmt: skip
+        rest = (tokens - 1) * 2.0**-power
+        # All weights but one are the same number: their rounding, and that of the result, do not average out.
+        expected = 448 * rest / (1 + rest)
+        np.testing.assert_allclose(np.asarray(out[..., 1], np.float32), expected, rtol=4 * EPSILON["bfloat16"])
+
+    def test_lengths_far_apart_in_one_batch(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, block_size=16, lengths=(1, 0, 2500, 3, 17), num_blocks=170)
+        layout = layout_of("BLNHC", entry, block_size=16, num_blocks=170)
+        self.check(queries(entry, 5, 1, 2), scene.cache(layout, 0), scene, 0)
+
+    def test_large_scores(self):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        q = [x * 300 for x in queries(entry, len(scene.lengths), 1, 3)]
+        out, lse = self.decode(q, scene.twin(layout_of("BLNHC", entry)), scene, 0)
+        assert np.isfinite(np.asarray(out)).all()
+        # Float32 scores of 3e3 carry errors of 3e-4, which float32 results show.
+        right_out, right_lse = self.truth(q, scene)
+        assert_close(out, right_out, roundings=2**14 if out.dtype == jnp.float32 else 4, magnitude=1)
+        assert_close(lse, right_lse, roundings=64)
+
+    def test_blocks_outside_the_cache_are_masked(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, block_size=16, lengths=(48, 16, 32))
+        layout = layout_of("BLNHC", entry, block_size=16)
+        cache = scene.cache(layout, 0)
+        q = queries(entry, 3, 1, 2)
+        tables = scene.tables.copy()
+        tables[0, 1], tables[1, 0], tables[2, 0] = scenes.BLOCKS, -7, 2**31 - 1
+        out, lse = self.run(
+            jaxkv.decode_mla, *q, cache, jnp.asarray(tables), jnp.asarray(scene.lengths), layer=0, scale=SCALE,
+            return_lse=True,
+        )  # fmt: skip
+        keep = [np.r_[0:16, 32:48], np.r_[0:0], np.r_[16:32]]
+        for request, kept in enumerate(keep):
+            latent, rope = (part[kept] for part in scene.parts(request))
+            joined = np.concatenate([np.asarray(x[request]) for x in q], axis=-1)
+            right = oracle.attention(joined, np.concatenate([latent, rope], axis=-1), latent, SCALE)
+            assert_close(out[request], right[0], roundings=roundings_of(out), magnitude=1)
+            assert_close(lse[request], right[1], roundings=64, magnitude=4)
+
+    def test_traced_layer_outside_the_cache_is_empty(self):
+        entry = self.entry("bf16")
+        scene = scenes.scene(entry)
+        cache = scene.cache(layout_of("BLNHC", entry), 1)
+        out, lse = self.decode(queries(entry, 6, 1, 2), cache, scene, jnp.int32(3))
+        assert not np.asarray(out).any()
+        assert (np.asarray(lse) == -np.inf).all()
+
+    def test_halves_merged_are_the_whole(self):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache = scene.cache(layout_of("BLNHC", entry), 1)
+        q = queries(entry, len(scene.lengths), 1, 3)
+        lengths = np.asarray(scene.lengths)
+        first = np.minimum(lengths // 64 // 2 * 64 + 64, lengths)  # a block boundary, or all of it
+        shifted = np.stack([np.roll(row, -(cut // 64)) for row, cut in zip(scene.tables, first, strict=True)])
+        parts = [
+            self.run(
+                jaxkv.decode_mla, *q, cache, jnp.asarray(tables), jnp.asarray(n), layer=1, scale=SCALE, return_lse=True
+            )
+            for tables, n in ((scene.tables, first), (shifted, lengths - first))
+        ]
+        out, lse = jaxkv.merge_states(*zip(*parts, strict=True))
+        right_out, right_lse = self.truth(q, scene)
+        assert_close(out, right_out, roundings=roundings_of(out), magnitude=1)
+        assert_close(lse, right_lse, roundings=64, magnitude=4)
+
+    def test_real_dimensions(self):
+        for entry in (jaxkv.MLAEntry("bf16"), jaxkv.MLAEntry("fp8_ds_mla")):
+            scene = scenes.scene(entry)
+            layout = layout_of("BLNHC", entry)
+            assert layout.entry.nbytes == {"bf16": 1152, "fp8_ds_mla": 656}[entry.format]
+            q = queries(entry, len(scene.lengths), 1, 16)
+            out, _ = self.decode(q, scene.cache(layout, 2), scene, 2)
+            right, _ = self.truth(q, scene)
+            assert_close(out, right, roundings=4, magnitude=1)

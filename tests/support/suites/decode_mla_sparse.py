@@ -1,0 +1,114 @@
+"""Sparse MLA decode: chosen slots, counts, sinks, rows without a key."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from support import oracle, scenes
+from support.compare import assert_close, assert_same_bits
+from support.suites.base import Suite, every_layout, formats, layout_of
+from support.suites.decode_mla import SCALE, queries
+
+LENGTHS = (190, 64, 1)
+
+
+class DecodeMLASparse(Suite):
+    """`decode_mla_sparse`."""
+
+    def choose(self, scene, tokens, k, rng):
+        """Slots [B, Q, K] of random tokens, some entries negative or past the cache."""
+        slots = np.full((len(scene.lengths), tokens, k), -1, np.int32)
+        for request, length in enumerate(scene.lengths):
+            for token in range(tokens):
+                count = min(length, k * 3 // 4)
+                places = rng.permutation(k)[:count]
+                slots[request, token, places] = rng.permutation(scene.slots(request))[:count]
+                holes = slots[request, token] < 0
+                slots[request, token, holes] = rng.choice([-1, -(2**31), 2**31 - 1, scenes.BLOCKS * 64], holes.sum())
+        return slots
+
+    def decode(self, q, cache, slots, layer, scene, **keywords):
+        """out and lse."""
+        keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
+        return self.run(jaxkv.decode_mla_sparse, *q, cache, jnp.asarray(slots), layer=layer, **keywords)
+
+    def check(self, q, cache, slots, layer, scene, counts=None, sinks=None, **keywords):
+        """Compares with float64; returns the result."""
+        given = {"counts": counts, "sinks": sinks, **keywords}
+        out, lse = self.decode(q, cache, slots, layer, scene, **given)
+        wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in q]
+        right_out, right_lse = np.zeros(out.shape), np.zeros(lse.shape)
+        for b, t in np.ndindex(*slots.shape[:2]):
+            chosen = slots[b, t] if counts is None else slots[b, t, : counts[b, t]]
+            chosen = chosen[(chosen >= 0) & (chosen < scenes.BLOCKS * scene.block_size)]
+            rows = scene.entries[chosen // scene.block_size, :, chosen % scene.block_size]
+            latent, rope = oracle.decode(scene.entry, rows, scene.oracle_scales)
+            joined = np.concatenate([x[b, t] for x in wide], axis=-1)[None]
+            k = np.concatenate([latent, rope], axis=-1)
+            found = oracle.attention(joined, k, latent, SCALE, sinks=sinks, **keywords)
+            right_out[b, t], right_lse[b, t] = found[0][0], found[1][0]
+        dtype = str(q[0].dtype)
+        assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
+        assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
+        return out, lse
+
+    @every_layout
+    @formats(scenes.MLA_ENTRIES)
+    def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
+        scene = scenes.scene(entry, lengths=LENGTHS)
+        layout = layout_of(name, entry)
+        q = queries(entry, 3, 2, 3)
+        slots = self.choose(scene, 2, 32, np.random.default_rng(0))
+        found = self.check(q, scene.cache(layout, 1), slots, 1, scene)
+        for a, b in zip(found, self.decode(q, scene.twin(layout), slots, 0, scene), strict=True):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize("k", [1, 100, 700])
+    def test_numbers_of_slots(self, k):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry, lengths=(640, 70))
+        slots = self.choose(scene, 1, k, np.random.default_rng(k))
+        self.check(queries(entry, 2, 1, 2), scene.cache(layout_of("BLNHC", entry), 1), slots, 1, scene)
+
+    def test_counts_and_sinks(self):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry, lengths=LENGTHS)
+        cache = scene.cache(layout_of("BLNHC", entry), 0)
+        slots = self.choose(scene, 2, 32, np.random.default_rng(1))
+        counts = np.asarray([[32, 5], [0, 31], [1, 100]], np.int32)
+        sinks = np.asarray([0.5, -np.inf, np.inf, 3.0], np.float32)
+        out, lse = self.check(queries(entry, 3, 2, 4), cache, slots, 0, scene, counts=counts, sinks=sinks)
+        assert not np.asarray(out)[:, :, 2].any()  # an infinite sink takes everything
+        assert (np.asarray(lse)[1, 0] == -np.inf).all()
+
+    def test_no_live_slot_at_all(self):
+        entry = scenes.MLA_ENTRIES[4]
+        scene = scenes.scene(entry, lengths=LENGTHS)
+        cache = scene.cache(layout_of("BLNHC", entry), 0)
+        slots = np.full((3, 1, 8), -1, np.int32)
+        out, lse = self.check(queries(entry, 3, 1, 2), cache, slots, 0, scene)
+        assert not np.asarray(out).any()
+        assert (np.asarray(lse) == -np.inf).all()
+
+    def test_logit_cap(self):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry, lengths=LENGTHS)
+        slots = self.choose(scene, 1, 32, np.random.default_rng(2))
+        cache = scene.cache(layout_of("BLNHC", entry), 0)
+        self.check(queries(entry, 3, 1, 2), cache, slots, 0, scene, logit_cap=2.0)
+
+    def test_all_slots_is_dense(self):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry, lengths=(130, 65))
+        cache = scene.cache(layout_of("BLNHC", entry), 1)
+        q = queries(entry, 2, 1, 3)
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths)
+        positions = jnp.broadcast_to(
+            jnp.where(jnp.arange(140) < lengths[:, None], jnp.arange(140), -1)[:, None], (2, 1, 140)
+        )
+        slots = jaxkv.positions_to_slots(positions, tables, block_size=64)
+        out, lse = self.decode(q, cache, slots, 1, scene)
+        dense = self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=1, scale=SCALE, return_lse=True)
+        assert_close(out, dense[0], roundings=64)
+        assert_close(lse, dense[1], roundings=64)

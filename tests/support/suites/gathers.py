@@ -1,0 +1,125 @@
+"""Gathers: bit-equal to the packed cache, right against the oracle, with garbage round about."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from support import oracle, scenes
+from support.compare import assert_close, assert_same_bits
+from support.suites.base import Suite, every_layout, formats, layout_of
+
+
+class GatherChecks(Suite):
+    """Checks of `gather_mla`, `gather_kv` and `gather_indexer_k`."""
+
+    def gather(self, cache, scene, cu_seq_lens, layer, **keywords):
+        """The operation for the cache's entry; parts as a tuple, [total, ...]."""
+        operations = {
+            jaxkv.MLAEntry: jaxkv.gather_mla,
+            jaxkv.KVEntry: jaxkv.gather_kv,
+            jaxkv.IndexerEntry: jaxkv.gather_indexer_k,
+        }
+        found = self.run(
+            operations[type(scene.entry)],
+            cache,
+            jnp.asarray(scene.tables),
+            jnp.asarray(cu_seq_lens, jnp.int32),
+            layer=layer,
+            **scene.scale_arguments(),
+            **keywords,
+        )
+        return found if isinstance(found, tuple) else (found,)
+
+    def expected(self, scene, runs, total):
+        """Float64 parts [total, H, n_i]: tokens [first, last) of each request, then zeros."""
+        found = [np.zeros((total, scene.num_heads, size)) for size in scene.entry.sizes]
+        row = 0
+        for request, (first, last) in enumerate(runs):
+            for part, values in zip(found, scene.parts(request), strict=True):
+                part[row : row + last - first] = values[first:last]
+            row += last - first
+        return found
+
+    def check(self, scene, layout, layer, runs=None):
+        """Gathers tokens [first, last) of each request, default all, and compares with the packed cache and truth."""
+        entry = scene.entry
+        runs = runs or [(0, length) for length in scene.lengths]
+        cu_seq_lens = np.cumsum([0, *(last - first for first, last in runs)])
+        plain = entry.format in ("bf16", "f16", "f32")
+        keywords = {"total": int(cu_seq_lens[-1]) + 7, "dtype": entry.dtype if plain else jnp.float32}
+        if any(first for first, _ in runs):
+            keywords["seq_starts"] = jnp.asarray([first for first, _ in runs], jnp.int32)
+        found = self.gather(scene.cache(layout, layer), scene, cu_seq_lens, layer, **keywords)
+        twin = self.gather(scene.twin(layout), scene, cu_seq_lens, 0, **keywords)
+        for part, packed, right in zip(found, twin, self.expected(scene, runs, keywords["total"]), strict=True):
+            assert part.dtype == keywords["dtype"]
+            assert_same_bits(part, packed)
+            assert_close(part, right.reshape(part.shape), roundings=0 if entry.format != "fp8" else 4)
+
+
+class Gathers(GatherChecks):
+    """The same on every layout."""
+
+    @every_layout
+    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
+        heads = 1 if entry.one_head else 2
+        scene = scenes.scene(entry, num_heads=heads)
+        self.check(scene, layout_of(name, entry, num_heads=heads), 1)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    @formats([scenes.MLA_ENTRIES[0], scenes.MLA_ENTRIES[3], scenes.MLA_ENTRIES[4]])
+    def test_converts_to_the_dtype_asked_for(self, entry, dtype):
+        scene = scenes.scene(entry)
+        cu_seq_lens = np.cumsum([0, *scene.lengths])
+        found = self.gather(scene.twin(layout_of("BLNHC", entry)), scene, cu_seq_lens, 0, total=400, dtype=dtype)
+        truth = self.expected(scene, [(0, length) for length in scene.lengths], 400)
+        for part, right in zip(found, truth, strict=True):
+            assert part.dtype == dtype
+            assert_close(part, right[:, 0], roundings=2)
+
+    @pytest.mark.parametrize("block_size", [1, 3, 16, 61])
+    def test_first_token_offsets_on_odd_blocks(self, block_size):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry, block_size=block_size, lengths=(0, 2, 3 * block_size + 1, 2 * block_size))
+        layout = layout_of("BLNHC padded", entry, block_size=block_size)
+        self.check(
+            scene, layout, 2, [(0, 0), (1, 2), (block_size, 3 * block_size + 1), (block_size - 1, 2 * block_size - 1)]
+        )
+
+    def test_hundreds_of_requests(self):
+        entry = scenes.MLA_ENTRIES[0]
+        lengths = tuple(int(n) for n in np.random.default_rng(0).integers(0, 7, 300))
+        scene = scenes.scene(entry, lengths=lengths, num_blocks=300, block_size=6)
+        self.check(scene, layout_of("BLNHC", entry, num_blocks=300, block_size=6), 1)
+
+    def test_tokens_outside_the_table_or_the_cache_are_zero(self):
+        entry = scenes.MLA_ENTRIES[2]
+        tables = jnp.asarray([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
+        cache = scenes.to_cache(layout := layout_of("BLNHC", entry), scenes.garbage(layout, None))
+        cu_seq_lens = jnp.asarray([0, 64, 400], jnp.int32)
+        kv_c, k_pe = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=0, total=400, dtype=jnp.float32)
+        assert not np.asarray(kv_c).any()
+        assert not np.asarray(k_pe).any()
+
+    def test_total_cuts_the_rest_off(self):
+        entry = scenes.MLA_ENTRIES[2]
+        scene = scenes.scene(entry, lengths=(70, 70))
+        found = self.gather(scene.twin(layout_of("BLNHC", entry)), scene, [0, 70, 140], 0, total=100, dtype=jnp.float32)
+        for part, right in zip(found, self.expected(scene, [(0, 70), (0, 70)], 140), strict=True):
+            assert_close(part, right[:100, 0], roundings=0)
+
+    def test_what_was_written_comes_back(self):
+        entry = scenes.MLA_ENTRIES[0]
+        layout = layout_of("BLNHC", entry)
+        tables = jnp.asarray([[4, 2], [9, 0]], jnp.int32)
+        cu_seq_lens = jnp.asarray([0, 100, 130], jnp.int32)
+        rng = np.random.default_rng(0)
+        kv_c, k_pe = (jnp.asarray(rng.standard_normal((130, n)), jnp.bfloat16) for n in entry.sizes)
+        slots = jaxkv.ragged_slots(tables, cu_seq_lens, total=130, block_size=64)
+        cache = self.run(jaxkv.write_mla, jaxkv.KVCache.zeros(layout), kv_c, k_pe, slots, layer=2)
+        found = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=2, total=130)
+        assert_same_bits(found[0], kv_c)
+        assert_same_bits(found[1], k_pe)
+        assert oracle.PLAIN["bf16"] == found[0].dtype

@@ -1,0 +1,179 @@
+"""The indexer: logits over split pages, exact selection."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxkv
+from support import scenes
+from support.compare import assert_close, assert_same_bits
+from support.suites.base import Suite, dtype_of, every_layout, formats, layout_of
+
+
+class IndexerChecks(Suite):
+    """What the tests of `indexer_logits` and `select_topk` are made of."""
+
+    def logits(self, q, weights, cache, scene, layer, max_len):
+        """float32 [B, Q, max_len]."""
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        return self.run(jaxkv.indexer_logits, q, weights, cache, tables, lengths, layer=layer, max_len=max_len)
+
+    def arguments(self, scene, tokens, dtype, heads=4):
+        """q [B, Q, Hi, D], weights [B, Q, Hi]."""
+        rng = np.random.default_rng(13)
+        shape = (len(scene.lengths), tokens, heads)
+        q = jnp.asarray(rng.standard_normal((*shape, scene.entry.head_dim))).astype(dtype)
+        return q, jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    def truth(self, q, weights, scene, max_len):
+        """The formula in float64."""
+        q, weights = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, weights))
+        found = np.full((*q.shape[:2], max_len), -np.inf)
+        for b, length in enumerate(scene.lengths):
+            k = scene.parts(b)[0][:, 0]
+            for t in range(q.shape[1]):
+                end = min(max(length - q.shape[1] + 1 + t, 0), max_len)
+                scores = np.maximum(q[b, t] @ k[:end].T, 0)
+                found[b, t, :end] = weights[b, t] @ scores
+        return found
+
+    def check(self, q, weights, scene, layout, layer, max_len):
+        """The formula holds, and on the packed cache the bits are the same."""
+        found = self.logits(q, weights, scene.cache(layout, layer), scene, layer, max_len)
+        # Products of such narrow values are exact in float32: only the sums round.
+        assert_close(found, self.truth(q, weights, scene, max_len), roundings=128, what="logits")
+        assert_same_bits(found, self.logits(q, weights, scene.twin(layout), scene, 0, max_len))
+
+    def check_topk(self, logits, k):
+        """The positions are those of a stable sort."""
+        found = self.run(jaxkv.select_topk, jnp.asarray(logits), k)
+        assert found.dtype == jnp.int32
+        order = np.argsort(-logits.astype(np.float64), axis=-1, kind="stable")[..., :k]
+        order = np.where(np.take_along_axis(logits, order, -1) == -np.inf, -1, order)
+        order = np.pad(order, [(0, 0)] * (logits.ndim - 1) + [(0, k - order.shape[-1])], constant_values=-1)
+        assert_same_bits(found, order.astype(np.int32))
+
+
+class Indexer(IndexerChecks):
+    """`indexer_logits`, `select_topk`."""
+
+    @every_layout
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+    @formats([scenes.INDEXER_ENTRIES[0], scenes.INDEXER_ENTRY])
+    def test_equals_the_packed_cache_and_the_oracle(self, name, dtype, entry):
+        scene = scenes.scene(entry)
+        layout = layout_of(name, entry)
+        self.check(*self.arguments(scene, 2, dtype), scene, layout, 1, 200)
+
+    @formats(scenes.INDEXER_ENTRIES[1:3])
+    def test_keys_and_queries_of_more_digits(self, entry):
+        scene = scenes.scene(entry)
+        layout = layout_of("packed, uint8", entry)
+        q, weights = self.arguments(scene, 2, dtype_of(entry))
+        found = self.logits(q, weights, scene.cache(layout, 1), scene, 1, 200)
+        assert_close(found, self.truth(q, weights, scene, 200), roundings=128, what="logits")
+
+    @pytest.mark.parametrize("max_len", [1, 64, 100, 1000])
+    def test_lengths_of_the_result(self, max_len):
+        entry = scenes.INDEXER_ENTRY
+        scene = scenes.scene(entry, block_size=16, lengths=(700, 3, 0, 90), num_blocks=60)
+        layout = layout_of("BLNHC", entry, block_size=16, num_blocks=60)
+        q, weights = self.arguments(scene, 1, "float32")
+        found = self.logits(q, weights, scene.cache(layout, 2), scene, 2, max_len)
+        assert_close(found, self.truth(q, weights, scene, max_len), roundings=128)
+
+    @pytest.mark.parametrize("block_size", [1, 3, 61])
+    def test_odd_block_sizes(self, block_size):
+        entry = scenes.INDEXER_ENTRY
+        scene = scenes.scene(entry, block_size=block_size)
+        layout = layout_of("BLNHC padded", entry, block_size=block_size)
+        q, weights = self.arguments(scene, 1, "float32")
+        found = self.logits(q, weights, scene.cache(layout, 0), scene, 0, 200)
+        assert_close(found, self.truth(q, weights, scene, 200), roundings=128)
+
+    def test_blocks_outside_the_cache_are_not_seen(self):
+        entry = scenes.INDEXER_ENTRY
+        scene = scenes.scene(entry, block_size=16, lengths=(48, 16, 32))
+        tables = scene.tables.copy()
+        tables[0, 1], tables[1, 0], tables[2, 0] = scenes.BLOCKS, -7, 2**31 - 1
+        q, weights = self.arguments(scene, 1, "bfloat16")
+        right = self.truth(q, weights, scene, 64)
+        for request, lost in ((0, slice(16, 32)), (1, slice(0, 16)), (2, slice(0, 16))):
+            right[request, :, lost] = -np.inf
+        cache = scene.cache(layout_of("BLNHC", entry, block_size=16), 0)
+        assert_close(self.logits(q, weights, cache, replace(scene, tables=tables), 0, 64), right, roundings=128)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_every_e4m3_value(self, dtype):
+        layout = layout_of("BLNHC", scenes.INDEXER_ENTRY, num_blocks=4)
+        codes, size = np.setdiff1d(np.arange(256), [0x7F, 0xFF]), layout.entry.head_dim
+        keys = np.zeros((256, layout.entry.nbytes), np.uint8)
+        keys[codes, codes % size] = codes  # in every place of a word
+        keys[:, size:] = np.float32([1]).view(np.uint8)
+        buffer = scenes.garbage(layout, np.random.default_rng(0))
+        scenes.place(layout, buffer, 1, keys.reshape(4, 1, 64, -1))
+        # relu(v) - relu(-v) = v.
+        q = jnp.stack([jnp.ones(size), -jnp.ones(size)])[None, None].astype(dtype)
+        found = self.run(
+            jaxkv.indexer_logits, q, jnp.asarray([[[1.0, -1.0]]]), scenes.to_cache(layout, buffer),
+            jnp.arange(4)[None], jnp.asarray([256]), layer=1, max_len=256,
+        )  # fmt: skip
+        values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        assert np.array_equal(found[0, 0, codes], values[codes])
+
+    def test_traced_layer_outside_the_cache_is_empty(self):
+        entry = scenes.INDEXER_ENTRY
+        scene = scenes.scene(entry)
+        q, weights = self.arguments(scene, 1, "bfloat16")
+        found = self.logits(q, weights, scene.cache(layout_of("BLNHC", entry), 1), scene, jnp.int32(3), 100)
+        assert (np.asarray(found) == -np.inf).all()
+
+    @pytest.mark.parametrize("k", [1, 7, 64, 300])
+    @pytest.mark.parametrize("kind", ["random", "ties", "constant", "last bits"])
+    def test_select_topk_is_exact(self, k, kind):
+        rng = np.random.default_rng(0)
+        logits = {
+            "random": rng.standard_normal((4, 3, 250)),
+            "ties": rng.integers(0, 4, (4, 3, 250)),
+            "constant": np.ones((4, 3, 250)),
+            "last bits": 1 + rng.integers(0, 1024, (4, 3, 250)) * 2.0**-23,
+        }[kind].astype(np.float32)
+        for row, valid in enumerate((250, 64, 3, 0)):
+            logits[row, :, valid:] = -np.inf
+        self.check_topk(logits, k)
+
+    @pytest.mark.parametrize("length", [8193, 20000, 70000])
+    def test_select_topk_of_long_rows(self, length):
+        rng = np.random.default_rng(0)
+        logits = np.stack(
+            [rng.standard_normal(length), rng.integers(-2, 3, length), np.where(rng.random(length) < 0.5, 0.0, -0.0)]
+        )
+        logits = logits.astype(np.float32)
+        logits[0, rng.random(length) < 0.9] = -np.inf
+        self.check_topk(logits, 2048)
+
+    def test_the_whole_path_attends_to_the_best_positions(self):
+        entry, main = scenes.INDEXER_ENTRY, scenes.MLA_ENTRIES[4]
+        groups = {"main": jaxkv.Group(2, main), "indexer": jaxkv.Group(2, entry)}
+        packed = jaxkv.PackedLayout(num_blocks=8, block_size=64, groups=groups)
+        rng = np.random.default_rng(0)
+        tables, length, k = jnp.asarray([[5, 0, 3]], jnp.int32), 150, 16
+        slots = jaxkv.slots_for(tables, jnp.arange(length)[None], block_size=64)[0]
+        latent, rope, key = (
+            jnp.asarray(rng.standard_normal((length, n)), ml_dtypes.bfloat16) for n in (*main.sizes, *entry.sizes)
+        )
+        cache = self.run(jaxkv.write_mla, jaxkv.KVCache.zeros(packed["main"]), latent, rope, slots, layer=1)
+        cache = self.run(jaxkv.write_indexer_k, cache.view(packed["indexer"]), key, slots, layer=1)
+        q = jnp.asarray(rng.standard_normal((1, 1, 2, 128)), jnp.float32)
+        logits = self.run(
+            jaxkv.indexer_logits, q, jnp.ones((1, 1, 2)), cache, tables, jnp.asarray([length]), layer=1, max_len=192
+        )
+        positions = self.run(jaxkv.select_topk, logits, k)
+        chosen = jaxkv.positions_to_slots(positions, tables, block_size=64)
+        assert np.array_equal(np.sort(chosen[0, 0]), np.sort(slots[np.argsort(-logits[0, 0])[:k]]))
+        q_latent, q_pe = (jnp.asarray(rng.standard_normal((1, 1, 4, n)), jnp.float32) for n in main.sizes)
+        out = self.run(jaxkv.decode_mla_sparse, q_latent, q_pe, cache.view(packed["main"]), chosen, layer=1, scale=0.1)
+        assert np.isfinite(np.asarray(out)).all()

@@ -1,0 +1,153 @@
+"""Writes: the entries of an independent encoder where they belong, and every other byte as it was."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from support import oracle, scenes
+from support.compare import assert_same_bits
+from support.suites.base import Suite, dtype_of, every_layout, formats, layout_of
+
+
+def new_tokens(entry, num_heads, count, seed=3):
+    """Parts [T, H, n_i] as the dtype in which a model has them."""
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal((count, num_heads, n)), dtype_of(entry)) for n in entry.sizes]
+
+
+def scales_of(entry, num_heads):
+    """Keyword arguments, and the scales as the oracle takes them."""
+    if entry.format != "fp8":
+        return {}, (1.0, 1.0)
+    if isinstance(entry, jaxkv.MLAEntry):
+        return {"kv_scale": 0.04}, (0.04, 0.04)
+    heads = np.linspace(0.01, 0.05, num_heads, dtype=np.float32)
+    return {"k_scale": jnp.asarray(heads), "v_scale": 0.02}, (heads[:, None], 0.02)
+
+
+class WriteChecks(Suite):
+    """Checks of `write_mla`, `write_kv` and `write_indexer_k`."""
+
+    def write(self, cache, parts, slots, layer, scales):
+        """The operation for the cache's entry."""
+        if isinstance(cache.layout.entry, jaxkv.MLAEntry):
+            return self.run(jaxkv.write_mla, cache, parts[0][:, 0], parts[1][:, 0], slots, layer=layer, **scales)
+        if isinstance(cache.layout.entry, jaxkv.KVEntry):
+            return self.run(jaxkv.write_kv, cache, *parts, slots, layer=layer, **scales)
+        return self.run(jaxkv.write_indexer_k, cache, parts[0][:, 0], slots, layer=layer)
+
+    def check(self, layout, layer, slots, kind):
+        """Writes tokens at `slots` of `layer` into garbage, and compares the whole buffer."""
+        entry, heads = layout.entry, layout.num_heads
+        parts = new_tokens(entry, heads, len(slots))
+        keywords, scales = scales_of(entry, heads)
+        before = scenes.garbage(layout, np.random.default_rng(5), kind)
+        cache = self.write(scenes.to_cache(layout, before), parts, jnp.asarray(slots, jnp.int32), layer, keywords)
+        encoded = oracle.encode(entry, parts, scales)
+        expected = before.copy()
+        entries = scenes.fetch(layout, expected, layer)
+        for token, slot in enumerate(slots):
+            if 0 <= slot < layout.num_slots:
+                entries[slot // layout.block_size, :, slot % layout.block_size] = encoded[token]
+        scenes.place(layout, expected, layer, entries)
+        assert (expected != before).any()
+        assert_same_bits(scenes.to_bytes(cache), expected, "the buffer's bytes")
+
+    def slots(self, layout, rng, count=12):
+        """Distinct slots among skipped ones: negative, one past the end, far past it."""
+        good = rng.permutation(layout.num_slots)[:count]
+        bad = [-1, -(2**31), layout.num_slots, 2**31 - 1]
+        return [int(slot) for slot in rng.permutation([*good, *bad])]
+
+
+class Writes(WriteChecks):
+    """The same on every layout."""
+
+    @every_layout
+    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    def test_stores_the_encoders_bytes_and_touches_nothing_else(self, entry, name):
+        layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
+        self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
+
+    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    def test_neighbours_of_random_bytes_survive_in_every_layer(self, entry):
+        layout = layout_of("BLNHC", entry, num_heads=1 if entry.one_head else 2)
+        for layer in range(layout.num_layers):
+            self.check(layout, layer, self.slots(layout, np.random.default_rng(layer)), "random")
+
+    @pytest.mark.parametrize("block_size", [1, 3, 16, 61])
+    @formats([scenes.MLA_ENTRIES[0], scenes.INDEXER_ENTRY])
+    def test_odd_block_sizes(self, entry, block_size):
+        layout = layout_of("BLNHC padded", entry, block_size=block_size)
+        self.check(layout, 2, self.slots(layout, np.random.default_rng(0)), "nan")
+
+    @formats([scenes.MLA_ENTRIES[4], scenes.INDEXER_ENTRY])
+    def test_quantised_bytes_of_extreme_rows(self, entry):
+        layout = layout_of("BLNHC", entry)
+        n = entry.sizes[0]
+        rng = np.random.default_rng(0)
+        noise = rng.standard_normal((8, n)).astype(np.float32)
+        rows = np.stack(
+            [
+                np.zeros(n),
+                noise[0] * 1e-30,
+                noise[1] * 1e-40,  # denormal
+                noise[2] * 1e30,
+                np.full(n, np.finfo(np.float32).max),
+                np.where(np.arange(n) == 5, 448.0, 1e-3),
+                np.where(np.arange(n) == 5, np.nextafter(np.float32(448), np.float32(500)), 1e-3),
+                noise[3] * np.exp2(rng.integers(-20, 20, n)),
+                np.full(n, -1e-4),
+            ]
+        ).astype(np.float32)
+        parts = [jnp.asarray(rows[:, None])] + [jnp.zeros((len(rows), 1, size)) for size in entry.sizes[1:]]
+        cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.arange(len(rows)), 0, {})
+        entries = scenes.fetch(layout, scenes.to_bytes(cache), 0)[0, 0, : len(rows)]
+        assert_same_bits(entries, oracle.encode(entry, [part[:, 0] for part in parts]))
+
+    def test_a_nan_stays_visible(self):
+        for entry in (scenes.MLA_ENTRIES[4], scenes.INDEXER_ENTRY):
+            layout = layout_of("BLNHC", entry)
+            parts = [jnp.ones((1, 1, size)) for size in entry.sizes]
+            parts[0] = parts[0].at[0, 0, 3].set(jnp.nan)
+            cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([7]), 0, {})
+            stored = oracle.decode(entry, scenes.fetch(layout, scenes.to_bytes(cache), 0)[0, 0, 7])[0]
+            assert np.isnan(stored[3])
+
+    def test_fp8_saturates(self):
+        layout = layout_of("BLNHC", scenes.MLA_ENTRIES[3])
+        parts = [jnp.full((1, 1, size), -1e6, jnp.float32) for size in layout.entry.sizes]
+        cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([0]), 0, {"kv_scale": 0.5})
+        stored = oracle.decode(layout.entry, scenes.fetch(layout, scenes.to_bytes(cache), 0)[0, 0, 0], (0.5, 0.5))
+        assert (stored[0] == -224).all()
+
+    def test_traced_layer_outside_the_cache_writes_nothing(self):
+        layout = layout_of("BLNHC", scenes.MLA_ENTRIES[0])
+        before = scenes.garbage(layout, np.random.default_rng(0), "random")
+        parts = new_tokens(layout.entry, 1, 3)
+        for layer in (-1, layout.num_layers, 2**31 - 1):
+            after = self.write(
+                scenes.to_cache(layout, before), parts, jnp.asarray([0, 5, 99]), jnp.asarray(layer, jnp.int32), {}
+            )
+            assert_same_bits(scenes.to_bytes(after), before)
+
+    def test_no_tokens(self):
+        layout = layout_of("BLNHC", scenes.MLA_ENTRIES[0])
+        before = scenes.garbage(layout, np.random.default_rng(0), "random")
+        after = self.write(
+            scenes.to_cache(layout, before), new_tokens(layout.entry, 1, 0), jnp.zeros(0, jnp.int32), 0, {}
+        )
+        assert_same_bits(scenes.to_bytes(after), before)
+
+    def test_slots_of_other_integer_types_do_not_wrap_round(self):
+        layout = layout_of("BLNHC", scenes.MLA_ENTRIES[0])
+        before = scenes.garbage(layout, np.random.default_rng(0), "random")
+        parts = new_tokens(layout.entry, 1, 2)
+        wrapped = np.asarray([2**32 + 5, -(2**32) + 5], np.int64)  # 5, had they been cut to 32 bits
+        after = self.write(scenes.to_cache(layout, before), parts, wrapped, 0, {})
+        assert_same_bits(scenes.to_bytes(after), before)
+        with jax.enable_x64(True):
+            after = self.write(scenes.to_cache(layout, before), parts, jnp.asarray(wrapped), 0, {})
+            assert_same_bits(scenes.to_bytes(after), before)

@@ -1,0 +1,125 @@
+"""What Triton makes of the kernels of a call for a GPU that need not be there: compiled, or lowered by jax-triton."""
+
+import re
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.dispatch.backends import call_of
+from jaxkv_kernels import triton as kernels
+
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
+"""KiB of shared memory that a program may have, by compute capability."""
+
+POINTERS = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int32": "*i32",
+    "uint8": "*u8",
+    "float8_e4m3fn": "*fp8e4nv",
+}
+
+building = jax.make_user_context(default_value=0)
+"""The compute capability that is built for: what is traced for one must not serve another."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled kernel."""
+
+    name: str
+    shared: int
+    """Bytes."""
+    registers: int
+    """A thread."""
+    stack: int
+    """Bytes a thread: registers that were spilled, or arrays that found no registers."""
+    ptx: str
+
+
+def builds(capability, operation, *args, **kwargs):
+    """The kernels that `operation(*args, **kwargs)` launches, compiled for `capability`; arrays may be shapes."""
+    call = call_of(operation, *args, **kwargs)
+    reasons = kernels.refuses(call.operation, call.arrays, call.options)
+    assert not reasons, reasons
+    built = []
+
+    def compile(kernel, operands, results, updated, grid, warps, stages, constants):
+        before = () if updated is None else (updated,)
+        built.append(_compile(capability, kernel, (*operands, *before, *results), warps, stages, constants))
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in (*before, *results))
+
+    def run(arrays):
+        return kernels.OPERATIONS[call.operation](**arrays, **call.options)
+
+    with (
+        building(capability),
+        mock.patch("jaxkv_kernels.triton.launch._through_jax_triton", compile),
+        mock.patch("jaxkv_kernels.triton.launch._capability", return_value=capability),
+    ):
+        jax.eval_shape(run, call.arrays)
+    assert built, f"{call.operation} launches nothing"
+    return built
+
+
+def _compile(capability, kernel, arrays, warps, stages, constants):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = [parameter.name for parameter in kernel.params]
+    pointers = names[: len(arrays)]
+    assert {*names[len(arrays) :]} == {*constants}, f"{kernel}: pointers, then constants"
+    source = ASTSource(
+        kernel,
+        signature=dict(zip(pointers, (POINTERS[str(x.dtype)] for x in arrays), strict=True))
+        | dict.fromkeys(constants, "constexpr"),
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(pointers))},
+    )
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    with TemporaryDirectory() as folder, mock.patch.dict("os.environ", TRITON_CACHE_DIR=folder):
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Built(kernel.__name__, made.metadata.shared, *_resources(made.asm["cubin"]), made.asm["ptx"])
+
+
+def _resources(cubin):
+    """Registers, and bytes of stack, of a thread."""
+    import triton
+
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found, told
+    return int(found[1]), int(found[2])
+
+
+@contextmanager
+def without_a_gpu(capability=90):
+    """jax-triton lowers for CUDA on any machine: stand-ins for what jaxlib brings with its GPU plugin."""
+    import jaxlib.gpu_triton
+
+    made = lambda *args, **kwargs: SimpleNamespace(to_proto=lambda *args: b"")  # noqa: E731
+    names = (
+        *("TritonKernel", "TritonKernelCall", "TritonAutotunedKernelCall"),
+        *("create_array_parameter", "create_scalar_parameter", "create_tma_descriptor_parameter"),
+    )
+    stubs = dict.fromkeys(names, made) | {
+        "get_compute_capability": lambda device: capability,
+        "get_serialized_metadata": lambda proto: b"",
+    }
+    with (
+        mock.patch.multiple(jaxlib.gpu_triton, create=True, **stubs),
+        mock.patch("jaxkv_kernels.triton.launch._capability", return_value=capability),
+    ):
+        yield
