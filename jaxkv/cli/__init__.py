@@ -4,6 +4,7 @@
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
 COMMANDS = ("demo", "generate", "verify", "bench", "step", "ttft", "offload", "parallel", "doctor", "layout", "matrix")
@@ -19,5 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=told, description=told)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    args.argv = argv  # recorded with measurements
     return args.run(args)

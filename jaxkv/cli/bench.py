@@ -11,10 +11,12 @@ measured ceiling.
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import batched
 from typing import Any
 
@@ -77,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     ceilings = measure_ceilings(device, repeats=args.repeats)
     about = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": shlex.join(["jaxkv", *args.argv]),
         "device": device.device_kind,
         "platform": device.client.platform_version,
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},

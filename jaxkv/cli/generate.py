@@ -115,8 +115,18 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
         from tokenizers import Tokenizer
     except ImportError:
         raise ImportError("the checkpoint's tokenizer.json needs tokenizers: pip install 'jaxkv[models]'") from None
-    tokenizer = Tokenizer.from_file(str(file))
-    return lambda prompt: tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt, tokenizer.decode
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # of no narrower class
+        raise ValueError(f"{file} is not a tokenizer that can be read: {error}") from None
+
+    def encode(prompt: str | list[int]) -> list[int]:
+        try:
+            return tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
+        except Exception as error:  # of no narrower class
+            raise ValueError(f"{file} cannot encode {prompt!r}: {error}") from None
+
+    return encode, tokenizer.decode
 
 
 def _pieces(engine: "Engine", request: "Request", decode) -> Iterator[str]:

@@ -32,7 +32,7 @@ def quick(monkeypatch):
 def bench_args(*arguments):
     parser = argparse.ArgumentParser(prog="jaxkv bench")
     bench.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return parser.parse_args(arguments, argparse.Namespace(argv=["bench", *arguments]))
 
 
 def test_peers_are_the_recorded_rows():
@@ -307,6 +307,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     assert [line.split()[0] for line in lines] == list(NAMES)
     assert {len(line) for line in lines} == {len(headings)}
     told = json.loads(file.read_text())
+    assert told["command"] == " ".join(["jaxkv", "bench", "--shape", *NAMES, *options])
     assert told["ceilings"] == {"read": 4.5e12, "copy": 4e12, "matmul": 8e14}
     row = told["rows"][1]
     assert row["layers"] == 4

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 
 import jaxkv.models
 from jaxkv.cli import main
@@ -66,6 +66,26 @@ def test_text_goes_in_and_comes_out(with_tokenizer, capsys):
     from_text = capsys.readouterr().out
     assert generate("--ids", words(tokenizer.encode(text).ids), "--max-tokens", "4", model=folder) == 0
     assert capsys.readouterr().out == from_text
+
+
+def refusal(*arguments, model):
+    """The one line with which the command refuses."""
+    with pytest.raises(SystemExit, match=r"^jaxkv generate: [^\n]+\Z") as error:
+        generate(*arguments, model=model)
+    return error.value.code
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"null", b"\xff", b'{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_cannot_be_read_is_told(with_tokenizer, text):
+    folder, _ = with_tokenizer
+    (folder / "tokenizer.json").write_bytes(text)
+    assert f"{folder / 'tokenizer.json'} is not a tokenizer" in refusal("--ids", "1", model=folder)
+
+
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_told(with_tokenizer):
+    folder, _ = with_tokenizer
+    Tokenizer(WordLevel({"a": 0}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    assert f"{folder / 'tokenizer.json'} cannot encode 'b'" in refusal("--prompt", "b", model=folder)
 
 
 def test_the_checkpoints_stop_token_ends_the_text(tmp_path, capsys):

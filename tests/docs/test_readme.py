@@ -1,5 +1,6 @@
 """The README's code runs, its matrix is the code's, and its commands are the ones that exist."""
 
+import json
 import re
 import subprocess
 import sys
@@ -63,6 +64,20 @@ def test_the_support_matrix_is_that_of_the_code():
     shown = re.search(r"<!-- matrix -->\n(.*?)\n?<!-- /matrix -->", README, re.DOTALL)
     assert shown
     assert shown[1] == support_matrix(), "run `jaxkv matrix` and paste its output between the marks"
+
+
+def test_the_speed_table_is_that_of_the_recorded_measurements(tmp_path):
+    copy = tmp_path / "README.md"
+    copy.write_text(re.sub(r"(<!-- speed -->\n).*?(<!-- /speed -->)", r"\1\2", README, flags=re.DOTALL))
+    report = ROOT / "notebooks" / "h200" / "report.py"
+    subprocess.run([sys.executable, report, copy], check=True)
+    assert copy.read_text() == README, "run `python notebooks/h200/report.py README.md`"
+
+
+def test_measurements_name_their_date_device_versions_and_command():
+    for name in ("decode_mla", "flash_mla"):
+        found = json.loads((ROOT / "notebooks" / "h200" / f"{name}.json").read_text())
+        assert {"date", "device", "versions", "command", "ceilings", "rows"} <= set(found), name
 
 
 def test_every_command_is_told_of():

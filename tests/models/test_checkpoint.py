@@ -1,10 +1,11 @@
-"""Reading checkpoints: what is not supported, and weights that are missing, misshapen or NaN, are told by name."""
+"""Reading checkpoints: what is missing, damaged or not supported is refused, with the file and the key or weight."""
 
 import json
 import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -13,14 +14,231 @@ import jaxkv.models
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+EMBED = "model.embed_tokens.weight"
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+PUBLISHED_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+PUBLISHED_V3 = {
+    **PUBLISHED_V2,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+NO_GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+# The config.json of the families' checkpoints, with the values that the model depends on; V3, V3.2 and Kimi-K2 without
+# their `quantization_config`, as conversions to bf16 have them.
+PUBLISHED = {
+    "DeepSeek-V2": PUBLISHED_V2,
+    "DeepSeek-V2-Lite": {
+        **PUBLISHED_V2,
+        **NO_GROUPS,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "q_lora_rank": None,
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+    },
+    "DeepSeek-V3 and R1": PUBLISHED_V3,
+    "DeepSeek-V3.2": {
+        **PUBLISHED_V3,
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 2048,
+        "model_type": "deepseek_v32",
+    },
+    "Moonlight": {
+        **PUBLISHED_V3,
+        **NO_GROUPS,
+        "eos_token_id": 163586,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "max_position_embeddings": 8192,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446,
+        "vocab_size": 163840,
+    },
+    "Kimi-K2": {
+        **PUBLISHED_V3,
+        **NO_GROUPS,
+        "eos_token_id": 163585,
+        "max_position_embeddings": 131072,
+        "model_type": "kimi_k2",
+        "n_routed_experts": 384,
+        "num_attention_heads": 64,
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "vocab_size": 163840,
+    },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "eos_token_id": [154820, 154827, 154829],
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 202752,
+        "model_type": "glm4_moe_lite",
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 20,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 47,
+        "num_key_value_heads": 20,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 154820,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.8,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
+    "Youtu-LLM": {
+        "architectures": ["YoutuForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "eos_token_id": 128001,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "youtu",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_theta": 1600000, "rope_type": "default"},
+        "tie_word_embeddings": True,
+        "v_head_dim": 128,
+        "vocab_size": 128256,
+    },
+}
+
+
+def copied(family, folder):
+    """A copy of a checkpoint, to be spoilt."""
+    shutil.copytree(RECORDED / family, folder, ignore=shutil.ignore_patterns("truth.npz"), dirs_exist_ok=True)
+    return folder
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of a checkpoint, to be spoilt."""
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(RECORDED / "deepseek_v3" / name, tmp_path)
-    return tmp_path
+    """One file of weights."""
+    return copied("deepseek_v3", tmp_path)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two files of weights, and an index."""
+    return copied("deepseek_v3_sharded", tmp_path)
 
 
 def configure(folder, **changes):
@@ -30,24 +248,37 @@ def configure(folder, **changes):
     file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
 
 
-def spoil(folder, change):
+def spoil(folder, change, file="model.safetensors"):
     """Writes the weights again as `change` makes them."""
-    weights = safetensors.numpy.load_file(folder / "model.safetensors")
+    weights = safetensors.numpy.load_file(folder / file)
     change(weights)
-    safetensors.numpy.save_file(weights, folder / "model.safetensors")
+    safetensors.numpy.save_file(weights, folder / file)
+
+
+def spoil_index(folder, change):
+    """Writes the index again with the weight map as `change` makes it."""
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def assert_same(model, other):
+    """Every weight is equal."""
+    assert jax.tree.all(jax.tree.map(np.array_equal, model.params, other.params))
 
 
 def refuses(folder, *words, **options):
-    """Loading raises a ValueError with all of the words."""
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+    """Loading raises a ValueError of one line with all of the words."""
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))) as error:
         jaxkv.models.load(folder, **options)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, ["'LlamaForCausalLM'", "DeepseekV3ForCausalLM", "YoutuForCausalLM"]),
-        ({"architectures": None}, ["`architectures`", "None"]),
+        ({"architectures": None}, ["no `architectures`"]),
         ({"kv_lora_rank": None}, ["no `kv_lora_rank`"]),
         ({"hidden_act": "gelu"}, ["`hidden_act` is 'gelu'", "'silu'"]),
         ({"attention_bias": True}, ["`attention_bias` is True", "False"]),
@@ -57,12 +288,98 @@ def refuses(folder, *words, **options):
         ({"n_group": 5}, ["`n_group` is 5", "12"]),
         ({"num_experts_per_tok": 9}, ["`num_experts_per_tok` is 9", "8 experts"]),
         ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, ["`mlp_layer_types`", "dense ones first"]),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["`rope_type` is 'linear'", "'yarn'"]),
+        ({"rope_parameters": {"rope_type": "linear"}, "rope_theta": 1e4}, ["`rope_parameters.rope_type` is 'linear'"]),
+        ({"rope_parameters": {"rope_theta": 1e4}}, ["no `rope_parameters.rope_type`"]),
+        ({"rope_parameters": {"rope_theta": 0, "rope_type": "default"}}, ["`rope_parameters.rope_theta` is 0", "1 <"]),
+        ({"rope_theta": 5e4}, ["`rope_theta` is 50000.0", "10000.0, as in `rope_parameters`"]),
+        ({"rope_scaling": YARN}, ["`rope_scaling` is {", "the same as `rope_parameters`"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 0}}, ["`rope_parameters.beta_fast` is 0"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 0.5}}, ["beta_fast` is 0.5", "at least"]),
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 1e4, "rope_type": "default"}},
+            ["`rope_parameters.type` is 'yarn'"],
+        ),
+        ({"partial_rotary_factor": 0.5}, ["`partial_rotary_factor` is 0.5"]),
+        ({"num_experts_per_tok": 0}, ["`num_experts_per_tok` is 0", "from 1"]),
+        ({"n_group": 12}, ["`n_group` is 12", "2 or more"]),
+        ({"topk_group": 4}, ["`topk_group` is 4", "at most `n_group`, which is 3"]),
+        ({"eos_token_id": "a"}, ["`eos_token_id` is 'a'", "from 0 to 96"]),
+        ({"eos_token_id": [1, 97]}, ["`eos_token_id` is [1, 97]", "from 0 to 96"]),
+        ({"eos_token_id": True}, ["`eos_token_id` is True"]),
+        ({"num_hidden_layers": "3"}, ["`num_hidden_layers` is '3'", "an integer"]),
+        ({"num_hidden_layers": True}, ["`num_hidden_layers` is True", "an integer"]),
+        ({"num_hidden_layers": 3.0}, ["`num_hidden_layers` is 3.0", "an integer"]),
+        ({"hidden_size": 10**30}, ["`hidden_size` is 1000000000000000000000000000000", "to 2147483647"]),
+        ({"rms_norm_eps": float("nan")}, ["`rms_norm_eps` is nan", "a number"]),
+        ({"rms_norm_eps": 10**400}, ["`rms_norm_eps` is 1000", "a number"]),
+        ({"qk_rope_head_dim": 7}, ["`qk_rope_head_dim` is 7", "even"]),
+        ({"attention_bias": 0}, ["`attention_bias` is 0", "False"]),
+        ({"tie_word_embeddings": "no"}, ["`tie_word_embeddings` is 'no'", "False or True"]),
+        ({"architectures": "DeepseekV3ForCausalLM"}, ["`architectures` is 'DeepseekV3ForCausalLM'", "a list"]),
+        ({"dtype": "float64"}, ["`dtype` is 'float64'", "'bfloat16' or 'float16' or 'float32'"]),
+        ({"torch_dtype": "bfloat16"}, ["`torch_dtype` is 'bfloat16'", "the same as `dtype`"]),
+        ({"dtype": None}, ["no `dtype`"]),
+        ({"mlp_layer_types": "dense"}, ["`mlp_layer_types` is 'dense'", "3 layers"]),
+        ({"rope_parameters": [1]}, ["`rope_parameters` is [1]", "object"]),
     ],
 )
 def test_configurations_that_are_not_supported(folder, changes, words):
     configure(folder, **changes)
-    refuses(folder, *words)
+    refuses(folder, str(folder / "config.json"), *words)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "norm_topk_prob", "hidden_act", "architectures", "tie_word_embeddings"])
+def test_a_null_in_the_configuration(folder, key):
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, key: None}))
+    refuses(folder, str(folder / "config.json"), f"`{key}` is None: expected ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", ["Expecting value"]),
+        (b'{"hidden_size": 48', ["delimiter"]),
+        (b"\xff\xfe\xff", ["decode"]),
+        (b"[" * 100_000, ["recursion"]),
+        (b'["architectures"]', ["['architectures']", "object"]),
+        (b"null", ["None", "object"]),
+        (b'{"hidden_size": 48, "hidden_size": 24}', ["'hidden_size' appears more than once"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_files_that_cannot_be_read(shards, name, text, words):
+    (shards / name).write_bytes(text)
+    refuses(shards, str(shards / name), *words)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_supported(name):
+    values = PUBLISHED[name]
+    config = jaxkv.models.ModelConfig.from_json(json.loads(json.dumps(values)))
+    assert config.num_layers == values["num_hidden_layers"]
+    assert config.dtype == "bfloat16"
+    assert (config.rope.yarn is not None) == (values.get("rope_scaling") is not None)
+    stop = values["eos_token_id"]
+    assert config.stop_tokens == (tuple(stop) if isinstance(stop, list) else (stop,))
+    quantised = {**values, "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(ValueError, match=r"`quantization_config`.*unquantised"):
+        jaxkv.models.ModelConfig.from_json(quantised)
+
+
+def test_one_value_written_as_an_integer_or_a_float_is_one_model():
+    integers = jaxkv.models.ModelConfig.from_json(PUBLISHED_V2)
+    floats = {**PUBLISHED_V2, "rope_theta": 10000.0, "rope_scaling": {**YARN, "factor": 40.0, "beta_slow": 1.0}}
+    assert repr(jaxkv.models.ModelConfig.from_json(floats)) == repr(integers)  # fingerprints are made from it
+
+
+def test_the_indexer_needs_the_latent_of_the_queries(tmp_path):
+    folder = copied("deepseek_v32", tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "q_lora_rank": None}))
+    refuses(folder, "config.json", "`q_lora_rank` is None", "indexer")
+    (folder / "config.json").write_text(json.dumps({**values, "index_head_dim": 4}))
+    refuses(folder, "config.json", "`index_head_dim` is 4", "at least `qk_rope_head_dim`, which is 8")
 
 
 def test_a_folder_without_a_checkpoint(tmp_path):
@@ -73,15 +390,139 @@ def test_a_folder_without_a_checkpoint(tmp_path):
 
 def test_a_missing_weight(folder):
     spoil(folder, lambda weights: weights.pop(GATE))
-    refuses(folder, "lacks 1 of", GATE)
+    refuses(folder, "model.safetensors lacks", GATE)
 
 
-def test_a_missing_shard(tmp_path):
-    for file in (RECORDED / "deepseek_v3_sharded").glob("*.*"):
-        shutil.copy(file, tmp_path)
-    (shard, *_) = sorted(tmp_path.glob("model-*.safetensors"))
-    shard.unlink()
-    refuses(tmp_path, shard.name)
+def test_a_missing_shard(shards):
+    (shards / FIRST).unlink()
+    refuses(shards, INDEX, FIRST, "none of that name")
+
+
+@pytest.mark.parametrize("length", [0, 4, 100, -1])
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+def test_a_truncated_shard(shards, name, length):
+    (shards / name).write_bytes((shards / name).read_bytes()[:length])
+    refuses(shards, str(shards / name), "cannot be read as a safetensors file")
+
+
+@pytest.mark.parametrize("zeros_in", [FIRST, SECOND])
+def test_each_weight_is_read_from_the_file_that_the_index_names(shards, zeros_in):
+    weights = safetensors.numpy.load_file(shards / FIRST)
+    right = SECOND if zeros_in == FIRST else FIRST
+    for name, weight in [(zeros_in, np.zeros_like(weights[EMBED])), (right, weights[EMBED])]:
+        spoil(shards, lambda held, weight=weight: held.update({EMBED: weight}), name)
+    spoil_index(shards, lambda weight_map: weight_map.update({EMBED: right}))
+    assert_same(jaxkv.models.load(shards), jaxkv.models.load(RECORDED / "deepseek_v3_sharded"))
+
+
+def test_a_shard_without_a_weight_that_the_index_expects_there(shards):
+    spoil_index(shards, lambda weight_map: weight_map.update({EMBED: SECOND}))
+    refuses(shards, str(shards / SECOND), EMBED, INDEX)
+
+
+def test_a_weight_that_the_index_omits(shards):
+    spoil_index(shards, lambda weight_map: weight_map.pop(EMBED))
+    refuses(shards, str(shards / INDEX), "lacks", EMBED)
+
+
+@pytest.mark.parametrize("name", ["../stolen.safetensors", "a/../../stolen.safetensors", "{parent}/stolen.safetensors"])
+def test_an_index_cannot_point_outside_its_folder(tmp_path, name):
+    shards = copied("deepseek_v3_sharded", tmp_path / "checkpoint")
+    (shards / "a").mkdir()
+    shutil.copy(shards / FIRST, tmp_path / "stolen.safetensors")
+    name = name.format(parent=tmp_path)
+    spoil_index(shards, lambda weight_map: weight_map.update({EMBED: name}))
+    refuses(shards, str(shards / INDEX), f"`weight_map.{EMBED}`", "in the folder of the index")
+
+
+def test_shards_may_be_symbolic_links(tmp_path):
+    # The cache of the Hugging Face Hub consists of them.
+    shards = copied("deepseek_v3_sharded", tmp_path / "checkpoint")
+    (shards / FIRST).rename(tmp_path / "blob")
+    (shards / FIRST).symlink_to("../blob")
+    assert_same(jaxkv.models.load(shards), jaxkv.models.load(RECORDED / "deepseek_v3_sharded"))
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({}, ["no `weight_map`"]),
+        ({"weight_map": [EMBED]}, ["`weight_map` is [", "object"]),
+        ({"weight_map": {}}, ["`weight_map` is empty"]),
+        ({"weight_map": {EMBED: None}}, [f"`weight_map.{EMBED}` is None", "a file"]),
+        ({"weight_map": {EMBED: 1}}, [f"`weight_map.{EMBED}` is 1", "a file"]),
+        ({"weight_map": {"a\nb": 1}}, ["`weight_map.a\\nb` is 1", "a file"]),
+        ({"weight_map": {EMBED: ""}}, [f"`weight_map.{EMBED}` is ''", "none of that name"]),
+        ({"weight_map": {EMBED: "x" * 5000}}, [f"`weight_map.{EMBED}` is 'xxx", "none of that name"]),
+        ({"weight_map": {EMBED: "\ud800"}}, [f"`weight_map.{EMBED}` is '\\ud800'", "none of that name"]),
+    ],
+)
+def test_an_index_without_files(shards, index, words):
+    (shards / INDEX).write_text(json.dumps(index))
+    refuses(shards, str(shards / INDEX), *words)
+
+
+def test_one_file_and_an_index_of_others(shards):
+    shutil.copy(shards / FIRST, shards / "model.safetensors")
+    refuses(shards, str(shards), "model.safetensors", INDEX, "remove one")
+
+
+UNKNOWN = ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.input_layernorm.weight", "enorm.weight", "a\nb"]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_weight_that_the_model_does_not_have(folder, name):
+    spoil(folder, lambda weights: weights.update({name: np.ones(48, np.float32)}))
+    refuses(folder, str(folder / "model.safetensors"), repr(name))
+
+
+def test_a_weight_that_neither_the_model_nor_the_index_has(shards):
+    spoil(shards, lambda weights: weights.update({UNKNOWN[0]: np.ones(96, np.float32)}), SECOND)
+    refuses(shards, str(shards / SECOND), UNKNOWN[0])
+
+
+def test_a_layer_that_the_configuration_omits(folder):
+    configure(folder, num_hidden_layers=2, num_nextn_predict_layers=1)
+    refuses(folder, str(folder / "model.safetensors"), "config.json", "model.layers.2.")
+
+
+def test_more_layers_or_experts_than_the_checkpoint_has(folder):
+    configure(folder, num_hidden_layers=2**31 - 1)
+    refuses(folder, str(folder / "model.safetensors"), "lacks", "model.layers.3.")
+    configure(folder, num_hidden_layers=3, n_routed_experts=2**31 - 2)  # divisible by the three groups
+    refuses(folder, str(folder / "model.safetensors"), "lacks", "experts.12.")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite"])
+def test_published_weights_without_a_use_are_skipped(family, tmp_path):
+    folder = copied(family, tmp_path)
+
+    def change(weights):
+        for name in list(weights):
+            if name.startswith("model.layers.2."):  # a layer like the model's last, and what comes before and after it
+                weights[name.replace(".2.", ".3.", 1)] = weights[name]
+        for name in ("embed_tokens", "shared_head.head"):
+            weights[f"model.layers.3.{name}.weight"] = weights[EMBED]
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            weights[f"model.layers.3.{name}.weight"] = weights["model.norm.weight"]
+        weights["model.layers.3.eh_proj.weight"] = np.ones((48, 96), np.float32)
+        for layer in range(4):
+            weights[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float64)
+
+    spoil(folder, change)
+    assert_same(jaxkv.models.load(folder), jaxkv.models.load(RECORDED / family))
+    spoil(folder, lambda weights: weights.pop("model.layers.3.eh_proj.weight"))
+    refuses(folder, str(folder / "model.safetensors"), "model.layers.3.")
+
+
+def test_a_tied_head_is_a_copy_of_the_embedding(tmp_path):
+    folder = copied("youtu", tmp_path)
+    spoil(folder, lambda weights: weights.update({"lm_head.weight": weights[EMBED]}))
+    assert_same(jaxkv.models.load(folder), jaxkv.models.load(RECORDED / "youtu"))
+    spoil(folder, lambda weights: weights.update({"lm_head.weight": weights[EMBED] + 1}))
+    refuses(folder, str(folder / "model.safetensors"), "lm_head.weight", EMBED)
+    spoil(folder, lambda weights: weights.update({"lm_head.weight": weights[EMBED].astype(np.int8)}))
+    refuses(folder, str(folder / "model.safetensors"), "lm_head.weight", "I8")
 
 
 def test_a_misshapen_weight(folder):
@@ -99,7 +540,7 @@ def test_nan_in_a_weight(folder):
         weights[GATE][5, 7] = np.nan
 
     spoil(folder, change)
-    refuses(folder, GATE, "1 NaN of 768")
+    refuses(folder, str(folder / "model.safetensors"), GATE, "1 NaN of 768")
 
 
 def test_arguments(folder):
@@ -107,6 +548,11 @@ def test_arguments(folder):
     refuses(folder, "MLAEntry format 'fp4'", "fp8_ds_mla", entry_format="fp4")
     configure(folder, kv_lora_rank=96)
     refuses(folder, "fp8_ds_mla", "128", "96", entry_format="fp8_ds_mla")
+
+
+def test_an_entry_format_that_cannot_hold_the_indexers_keys(tmp_path):
+    configure(copied("deepseek_v32", tmp_path), index_head_dim=33)
+    refuses(tmp_path, "indexer_fp8", "a multiple of 4", "33", entry_format="fp8_ds_mla")
 
 
 def test_the_dtype_asked_for_and_the_progress(folder):

@@ -1,61 +1,137 @@
 """The safetensors files of a checkpoint: one, or shards with an index."""
 
-import json
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 
+from jaxkv.models.json_object import JsonObject
+from jaxkv.models.weights.parameters import Weight
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = ("BF16", "F16", "F32")
+
 
 class Checkpoint:
-    """Weights by name; a context manager that keeps the files open."""
+    """Weights by name; a context manager that keeps the files open.
+
+    Raises:
+      ImportError: safetensors is not installed.
+      ValueError: a file is missing, damaged, or outside the folder; or a weight is not as required.  The message is one
+        line that names the file.
+    """
 
     def __init__(self, path):
-        self._path = Path(path)
-        index = self._path / "model.safetensors.index.json"
-        if index.is_file():
-            self._files: dict[str, str] | None = json.loads(index.read_text())["weight_map"]
-        elif (self._path / "model.safetensors").is_file():
-            self._files = None
+        self._folder = Path(path)
+        self._index = self._folder / INDEX
+        self._file_of: dict[str, str] = {}
+        """The file of each weight: that of the index, or the only one."""
+        whole = os.path.isfile(self._folder / WHOLE)
+        if os.path.isfile(self._index):
+            self._file_of = _weight_map(self._index)
+            self._file_names = sorted(set(self._file_of.values()))
+            if whole and WHOLE not in self._file_names:
+                raise ValueError(f"{self._folder} has {WHOLE}, and {INDEX}, which does not name it: remove one of them")
+        elif whole:
+            self._file_names = [WHOLE]
         else:
-            raise ValueError(f"`path` is {str(path)!r}: expected model.safetensors, or {index.name} and its shards")
+            raise ValueError(f"`path` is {str(path)!r}: expected {WHOLE}, or {INDEX} and its shards")
 
     def __enter__(self) -> "Checkpoint":
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ImportError("reading weights needs safetensors: pip install 'jaxkv[models]'") from error
-        self._stack = ExitStack()
-        names = {"model.safetensors"} if self._files is None else set(self._files.values())
-        missing = sorted(name for name in names if not (self._path / name).is_file())
-        if missing:
-            raise ValueError(f"`path` is {str(self._path)!r}: the index names {', '.join(missing)}, not found there")
-        opened = {name: self._stack.enter_context(safe_open(self._path / name, "numpy")) for name in sorted(names)}
-        self._of = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118  (no mapping)
+        with ExitStack() as stack:
+            self._files = {name: stack.enter_context(_open(self._folder / name)) for name in self._file_names}
+            self._held = {name: set(file.keys()) for name, file in self._files.items()}
+            self._stack = stack.pop_all()
+        self._file_of = self._file_of or dict.fromkeys(self._held[WHOLE], WHOLE)
         return self
 
     def __exit__(self, *exception):
         self._stack.close()
 
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """ValueError unless every weight is there in the given shape and a plain float dtype."""
-        missing = [name for name in shapes if name not in self._of]
+    @property
+    def names(self) -> set[str]:
+        """The names of all weights in the index and the files."""
+        return set(self._file_of).union(*self._held.values())
+
+    def check(self, weights: Sequence[Weight], unused: Iterable[str]) -> None:
+        """ValueError unless every weight is there, in its shape and a plain float dtype, and no other but `unused`."""
+        # Stops at the first few that are missing: a wrong configuration may claim billions.
+        needed = (name for weight in weights for name in weight.all_names())
+        missing = list(islice((name for name in needed if name not in self._file_of), 4))
         if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise ValueError(
-                f"{self._path} lacks {len(missing)} of {len(shapes)} weights: {', '.join(missing[:3])}{more}"
-            )
+            source = self._index if os.path.isfile(self._index) else self._folder / WHOLE
+            raise ValueError(f"{source} lacks weights that the model of config.json has: {_listed(missing)}")
+        shapes = {name: weight.shape for weight in weights for name in weight.all_names()}
+        unknown = sorted(self.names - set(shapes) - set(unused))
+        if unknown:
+            holders = (name for name, held in self._held.items() if unknown[0] in held)
+            source = self._folder / next(holders, INDEX)
+            raise ValueError(f"{source} has weights that the model of config.json does not have: {_listed(unknown)}")
         for name, shape in shapes.items():
-            piece = self._of[name].get_slice(name)
-            if tuple(piece.get_shape()) != shape:
-                raise ValueError(f"weight {name} has shape {tuple(piece.get_shape())}: config.json tells {shape}")
-            if piece.get_dtype() not in ("BF16", "F16", "F32"):
-                raise ValueError(f"weight {name} has dtype {piece.get_dtype()}: expected BF16, F16 or F32")
+            self._check_one(name, shape)
+
+    def _check_one(self, name: str, shape: tuple[int, ...]) -> None:
+        file = self._path(name)
+        if name not in self._held[self._file_of[name]]:
+            raise ValueError(f"{file} lacks the weight {name!r}, which {INDEX} expects there")
+        piece = self._files[self._file_of[name]].get_slice(name)
+        if tuple(piece.get_shape()) != shape:
+            found = tuple(piece.get_shape())
+            raise ValueError(f"{file}: weight {name!r} has shape {found}: expected {shape}, from config.json")
+        if piece.get_dtype() not in DTYPES:
+            raise ValueError(f"{file}: weight {name!r} has dtype {piece.get_dtype()}: expected BF16, F16 or F32")
+
+    def check_equal(self, name: str, other: str) -> None:
+        """ValueError unless two weights are equal."""
+        if not np.array_equal(self.read(name), self.read(other)):
+            raise ValueError(f"{self._path(name)}: weight {name!r} differs from {other!r}: config.json ties them")
 
     def read(self, name: str) -> np.ndarray:
         """A weight as it is stored; ValueError if it holds NaN."""
-        weight = self._of[name].get_tensor(name)
+        weight = self._files[self._file_of[name]].get_tensor(name)
         if np.isnan(weight).any():
-            raise ValueError(f"weight {name} holds {np.isnan(weight).sum()} NaN of {weight.size} values")
+            count = np.isnan(weight).sum()
+            raise ValueError(f"{self._path(name)}: weight {name!r} holds {count} NaN of {weight.size} values")
         return weight
+
+    def _path(self, name: str) -> Path:
+        return self._folder / self._file_of[name]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each weight.
+
+    Files must be in the folder by name, so that an index cannot point to others; they may be symbolic links, as in the
+    cache of the Hugging Face Hub.
+    """
+    weight_map = JsonObject.read(index).child("weight_map")
+    found = {}
+    for weight, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).anchor or ".." in Path(name).parts:
+            raise weight_map.error(weight, "the name of a file in the folder of the index")
+        if not os.path.isfile(index.parent / name):  # also of a name that no file can have
+            raise weight_map.error(weight, f"a file in {index.parent}, but there is none of that name")
+        found[weight] = name
+    if not found:
+        raise ValueError(f"{index}: `weight_map` is empty: expected the file of each weight")
+    return found
+
+
+def _open(file: Path):
+    """The open safetensors file; opening it checks its header and length."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("reading weights needs safetensors: pip install 'jaxkv[models]'") from error
+    try:
+        return safe_open(file, "numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as a safetensors file: {' '.join(str(error).split())}") from None
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (", and more" if len(names) > 3 else "")

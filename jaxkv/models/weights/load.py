@@ -1,5 +1,6 @@
 """A model from a Hugging Face checkpoint: each weight goes to the device as it is read."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
-from jaxkv.models.weights.parameters import Weight, parameters
+from jaxkv.models.weights.parameters import EMBED, HEAD, Weight, parameters, unused
 
 
 def load(
@@ -24,6 +25,10 @@ def load(
     progress=iter,
 ) -> Model:
     """Reads a checkpoint; downloads nothing.
+
+    Each weight is read from the file that the index names for it.  Weights that published checkpoints have and these
+    programs have no use for are skipped: layers of multi-token prediction, saved rotary frequencies, and a copy of the
+    embedding as the head where they are tied.
 
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -40,17 +45,18 @@ def load(
 
     Raises:
       ImportError: safetensors is not installed.
-      ValueError: an architecture or value of config.json is not supported, or `entry_format` cannot hold its latents;
-        a weight is missing, has another shape than the configuration tells, or holds NaN; the model cannot be divided
-        as `parallel` would.
+      ValueError: a file of the checkpoint is missing, damaged, or outside the folder; a value of config.json is
+        missing or not supported; a weight is missing, unknown, has another shape than the configuration requires, or
+        holds NaN.  The message is one line that names the file and the key or weight.  Or `entry_format` cannot hold
+        the model's latents, or the model cannot be divided as `parallel` would.
     """
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
     leaves, structure = jax.tree.flatten_with_path(parameters(config))
     paths, weights = zip(*leaves, strict=True)
-    pieces = [(i, layer) for i, weight in enumerate(weights) for layer in weight.layers or [0]]
     with Checkpoint(path) as checkpoint:
-        checkpoint.check({name: weights[i].shape for i, layer in pieces for name in weights[i].names(layer)})
+        _check(checkpoint, config, weights)
+        pieces = [(i, layer) for i, weight in enumerate(weights) for layer in weight.layers or [0]]
         arrays = [
             jnp.zeros(shape, build.dtype_of(weight), device=build.parallel.sharding(path, len(shape)))
             for path, weight in leaves
@@ -61,6 +67,15 @@ def load(
             piece = jax.device_put(piece, build.parallel.sharding(paths[i], piece.ndim))
             arrays[i] = _place(arrays[i], weights[i], layer, piece)
     return build.model(jax.tree.unflatten(structure, arrays))
+
+
+def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight]) -> None:
+    """ValueError unless the checkpoint has the weights, and no others but those known to have no use."""
+    copied = config.tie_word_embeddings and HEAD in checkpoint.names
+    head = [Weight(HEAD, (config.vocab_size, config.hidden_size))] if copied else []
+    checkpoint.check([*weights, *head], unused(config, checkpoint.names))
+    if copied:
+        checkpoint.check_equal(HEAD, EMBED)
 
 
 def _read(weight: Weight, layer: int, checkpoint: Checkpoint) -> np.ndarray:

@@ -1,12 +1,19 @@
 """The names and shapes of a checkpoint's weights, arranged as the programs use them."""
 
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from jaxkv.models.config import Experts, Indexer, ModelConfig
 
 LAYER, EXPERT = "{layer}", "{expert}"
 NO_LAYERS = range(0)
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MTP = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
+"""What a layer of multi-token prediction has besides the weights of a decoder layer."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,14 @@ class Weight:
             shape.insert(self.expert_axis, self.experts)
         return (len(self.layers), *shape) if self.layers else tuple(shape)
 
-    def names(self, layer: int) -> list[str]:
+    def names(self, layer: int) -> Iterator[str]:
         """The names of a layer's pieces: one, or one an expert."""
         name = self.name.replace(LAYER, str(layer))
-        return [name.replace(EXPERT, str(expert)) for expert in range(self.experts)] if self.experts else [name]
+        return (name.replace(EXPERT, str(expert)) for expert in range(self.experts)) if self.experts else iter([name])
+
+    def all_names(self) -> Iterator[str]:
+        """The names of the pieces of all layers."""
+        return (name for layer in self.layers or [0] for name in self.names(layer))
 
 
 def parameters(config: ModelConfig) -> dict[str, Any]:
@@ -44,14 +55,39 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     tree: dict[str, Any] = {
-        "embed": Weight("model.embed_tokens.weight", (vocab, hidden)),
+        "embed": Weight(EMBED, (vocab, hidden)),
         "norm": Weight("model.norm.weight", (hidden,)),
     }
     if not config.tie_word_embeddings:
-        tree["head"] = Weight("lm_head.weight", (vocab, hidden))
+        tree["head"] = Weight(HEAD, (vocab, hidden))
     stacks = (range(config.num_dense_layers), range(config.num_dense_layers, config.num_layers))
     tree["stacks"] = tuple(_stack(config, layers) for layers in stacks if layers)
     return tree
+
+
+def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
+    """Those of `names` that published checkpoints have and these programs have no use for.
+
+    - `model.layers.N.self_attn.rotary_emb.inv_freq` (Moonlight, Kimi-K2): the frequencies that follow from the rotary
+      embedding's values in config.json.
+    - Layers of multi-token prediction (MTP, arXiv 2412.19437, 2.2; V3, V3.2, GLM-4.7-Flash), numbered after those of
+      the model: they draft tokens, and do not change which ones the model chooses.  Each has an `eh_proj`; any other
+      layer past `num_hidden_layers` is one that config.json omits.
+    """
+    names, found = set(names), set()
+    for name in names:
+        match = re.fullmatch(r"model\.layers\.([0-9]{1,9})\.(self_attn\.rotary_emb\.inv_freq|eh_proj\.weight)", name)
+        if match and match[2].endswith("inv_freq"):
+            found.add(name)
+        elif match and int(match[1]) >= config.num_layers:
+            found |= _mtp_names(config, int(match[1])) & names
+    return found
+
+
+def _mtp_names(config: ModelConfig, layer: int) -> set[str]:
+    decoder = jax.tree.leaves(_stack(config, range(layer, layer + 1)))
+    names = {name for weight in decoder for name in weight.all_names()}
+    return names | {f"model.layers.{layer}.{name}.weight" for name in MTP}
 
 
 def _stack(config: ModelConfig, layers: range) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""JSON files that others wrote: objects whose values are checked as they are read."""
+
+import json
+from collections import Counter
+from collections.abc import ItemsView
+from pathlib import Path
+from reprlib import Repr
+from typing import Any
+
+REQUIRED: Any = object()
+MAX_INTEGER = 2**31 - 1
+MAX_NUMBER = 3.4e38
+"""Programs compute with int32 and float32."""
+_shown = Repr(maxstring=200, maxother=200).repr
+"""A value in a message: a long one is cut."""
+
+
+class JsonObject:
+    """An object of a JSON file; each error is one line that names the file, the key, its value and what is expected.
+
+    A key with a `default` may be absent; it may be null only where the default is None.
+    """
+
+    def __init__(self, values: Any, source: str, parent: str = ""):
+        if not isinstance(values, dict):
+            raise ValueError(f"{source} holds {_shown(values)}: expected a JSON object")
+        self._values = values
+        self._source = source
+        self._parent = parent
+
+    @classmethod
+    def read(cls, file: Path) -> "JsonObject":
+        """The object that is the whole of `file`; ValueError unless it is one, without duplicate keys."""
+        try:
+            values = json.loads(file.read_bytes(), object_pairs_hook=_without_duplicates)
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} is not a JSON file that can be read: {error}") from None
+        return cls(values, str(file))
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is there, and not null."""
+        return self._values.get(key) is not None
+
+    def value(self, key: str, default: Any = REQUIRED) -> Any:
+        """What the key holds, unchecked, or the default; ValueError where a key without a default is absent."""
+        if key not in self._values and default is REQUIRED:
+            raise ValueError(f"{self._source} has no {self._name(key)}, which is needed")
+        return self._values.get(key, default)
+
+    def error(self, key: str, expected: str) -> ValueError:
+        """The error for a value that is not as expected."""
+        held = _shown(self._values.get(key))
+        return ValueError(f"{self._source}: {self._name(key)} is {held}: expected {expected}")
+
+    def _name(self, key: str) -> str:
+        """The key in a message; as `repr` escapes it, since it may hold anything."""
+        return f"`{repr(self._parent + key)[1:-1]}`"
+
+    def integer(self, key: str, *, least: int = 1) -> int:
+        """An int of at least `least` that fits int32."""
+        value = self.value(key)
+        if type(value) is not int or not least <= value <= MAX_INTEGER:
+            raise self.error(key, f"an integer from {least} to {MAX_INTEGER}")
+        return value
+
+    def number(self, key: str, *, least: float | None = None, above: float = 0, default: Any = REQUIRED) -> Any:
+        """A float of at least `least`, or else larger than `above`, that float32 can represent."""
+        value = self.value(key, default)
+        if value is default:
+            return value
+        low, bound = (f"{above} <", above) if least is None else (f"{least} <=", least)
+        inside = type(value) in (int, float) and (value > bound or value == least) and value <= MAX_NUMBER
+        if not inside:
+            raise self.error(key, f"a number, {low} `{key}` <= {MAX_NUMBER}")
+        return float(value)
+
+    def flag(self, key: str, *, default: Any = REQUIRED) -> bool:
+        """A bool."""
+        return self.choice(key, False, True, default=default)
+
+    def choice(self, key: str, *expected: Any, default: Any = REQUIRED) -> Any:
+        """One of `expected`, of the same type: 0 is not False."""
+        value = self.value(key, default)
+        if value is not default and not any(type(value) is type(one) and value == one for one in expected):
+            raise self.error(key, " or ".join(map(repr, expected)))
+        return value
+
+    def spelling(self, *keys: str) -> str:
+        """Which of several names for one value is used, or the first; ValueError where two hold different values."""
+        used = [key for key in keys if key in self]
+        for other in used[1:]:
+            if self._values[other] != self._values[used[0]]:
+                raise self.error(other, f"the same as {self._name(used[0])}")
+        return (used or keys)[0]
+
+    def child(self, key: str) -> "JsonObject":
+        """The object that the key holds."""
+        if not isinstance(self.value(key), dict):
+            raise self.error(key, "an object")
+        return JsonObject(self._values[key], self._source, f"{self._parent}{key}.")
+
+    def items(self) -> ItemsView[str, Any]:
+        """All keys with their values, unchecked."""
+        return self._values.items()
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} appears more than once")
+    return values
