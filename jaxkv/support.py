@@ -12,6 +12,7 @@ from jaxkv.layout.layout import CacheLayout
 from jaxkv.ops import attention as decode
 from jaxkv.ops import blocks, gathers, indexer, merge, plan, writes
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.format import FORMATS
 
 BATCH, HEADS, TABLE, TOKENS, CHOSEN = 2, 16, 4, 8, 32
 
@@ -51,6 +52,35 @@ def support_matrix() -> str:
     return "\n".join(lines)
 
 
+PAGE = 64
+"""Tokens of the page that `format_table` shows where pages are split."""
+
+
+def format_table() -> str:
+    """A Markdown table of the entry formats, made from their byte maps.
+
+    It shows the entry of default sizes of the first kind that a format serves; the other kinds are stored alike.
+    """
+    lines = ["| format | entries | bytes per token and head | byte map |", "|---|---|---|---|"]
+    for name, form in FORMATS.items():
+        entry = form.kinds[0](name)
+        kinds = ", ".join(f"`{kind.__name__}`" for kind in form.kinds)
+        size = f"{entry.nbytes:,} for {' + '.join(map(str, entry.sizes))} values"
+        lines.append(f"| `{name}` | {kinds} | {size} | {_byte_map(entry)} |")
+    return "\n".join(lines)
+
+
+def _byte_map(entry: Entry) -> str:
+    tokens = PAGE if entry.split else 1
+    found = [f"of a page of {tokens} tokens: "] if entry.split else []
+    for part in entry.parts(tokens):
+        stop = part.offset + part.nbytes * tokens
+        values = f"{tokens} x {part.count}" if entry.split else f"{part.count}"
+        found.append(f"[{part.offset}, {stop}) {part.name}, {values} {part.dtype}; ")
+    scale = "value = stored * scale, which the caller keeps" if entry.codec.scaled else ""
+    return ("".join(found) + scale).removesuffix("; ")
+
+
 def _array(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -61,18 +91,13 @@ def _cache(entry: Entry) -> KVCache:
     return KVCache(_array(layout.dtype, layout.size), layout)  # type: ignore[arg-type]
 
 
-def _values(entry: Entry):
-    """The dtype of queries and new tokens for a cache of `entry`."""
-    return entry.dtype if entry.format in ("bf16", "f16", "f32") else "bfloat16"
-
-
 def _requests():
     tables = _array("int32", BATCH, TABLE)
     return (tables, _array("int32", BATCH)), (tables, _array("int32", BATCH + 1))
 
 
 def _mla(entry: MLAEntry) -> Iterator[tuple[str, str, Sample]]:
-    cache, dtype, (paged, ragged) = _cache(entry), _values(entry), _requests()
+    cache, dtype, (paged, ragged) = _cache(entry), entry.input_dtype, _requests()
     scale: dict[str, Any] = {"layer": 0, **({"kv_scale": 1.0} if entry.codec.scaled else {})}
     new = [_array(dtype, TOKENS, n) for n in entry.sizes]
     q = [_array(dtype, BATCH, 1, HEADS, n) for n in entry.sizes]
@@ -90,7 +115,7 @@ def _mla(entry: MLAEntry) -> Iterator[tuple[str, str, Sample]]:
 
 
 def _kv(entry: KVEntry) -> Iterator[tuple[str, str, Sample]]:
-    cache, dtype, (paged, ragged) = _cache(entry), _values(entry), _requests()
+    cache, dtype, (paged, ragged) = _cache(entry), entry.input_dtype, _requests()
     scale: dict[str, Any] = {"layer": 0, **({"k_scale": 1.0, "v_scale": 1.0} if entry.codec.scaled else {})}
     new = [_array(dtype, TOKENS, cache.layout.num_heads, n) for n in entry.sizes]
     q = _array(dtype, BATCH, 1, HEADS, entry.head_dim)
@@ -106,7 +131,7 @@ def _kv(entry: KVEntry) -> Iterator[tuple[str, str, Sample]]:
 
 
 def _indexer(entry: IndexerEntry) -> Iterator[tuple[str, str, Sample]]:
-    cache, dtype, (paged, ragged) = _cache(entry), _values(entry), _requests()
+    cache, dtype, (paged, ragged) = _cache(entry), entry.input_dtype, _requests()
     q, weights = _array(dtype, BATCH, 1, 64, entry.head_dim), _array("float32", BATCH, 1, 64)
     calls: dict[str, Sample] = {
         "write_indexer_k": (

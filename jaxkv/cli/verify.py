@@ -105,7 +105,7 @@ def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.
     rng = np.random.default_rng(1)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32 if entry.format == "f32" else jnp.bfloat16)
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32 if entry.dtype == jnp.float32 else jnp.bfloat16)
 
     needed = [-(-length // BLOCK_SIZE) for length in LENGTHS]
     tables = np.full((len(LENGTHS), max(needed)), -1, np.int32)
@@ -119,7 +119,7 @@ def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.
     ragged: dict[str, Any] = {"total": total, "dtype": jnp.float32, "implementation": implementation}
     one: dict[str, Any] = {"implementation": implementation}
     if isinstance(entry, jaxkv.MLAEntry):
-        scale: dict[str, Any] = {"kv_scale": 0.03} if entry.format == "fp8" else {}
+        scale: dict[str, Any] = {"kv_scale": 0.03} if entry.codec.scaled else {}
         (kv_c, k_pe), (q, q_pe) = ([normal(*shape, n) for n in entry.sizes] for shape in ((total,), (batch, 2, 16)))
         chosen = jnp.asarray(rng.integers(-1, BLOCKS * BLOCK_SIZE, (batch, 2, 48)), jnp.int32)
         attend: dict[str, Any] = {"scale": 0.07, "return_lse": True, **scale, **one}
@@ -132,7 +132,7 @@ def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.
             ),
         }
     if isinstance(entry, jaxkv.KVEntry):
-        scale: dict[str, Any] = {"k_scale": 0.03, "v_scale": 0.02} if entry.format == "fp8" else {}
+        scale: dict[str, Any] = {"k_scale": 0.03, "v_scale": 0.02} if entry.codec.scaled else {}
         (k, v), q = [normal(total, heads, n) for n in entry.sizes], normal(batch, 2, 4 * heads, entry.head_dim)
         attend: dict[str, Any] = {"scale": 0.09, "return_lse": True, **scale, **one}
         return {

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.xla.rows import read_slots
+from jaxkv_kernels.xla.entry_rows import load_entries
 
 # A context that jit's caches know of: functions traced without checks are traced anew with them.
 _checking = jax.make_user_context(default_value=False)
@@ -96,7 +95,7 @@ def check_ids(name, blocks, pages):
 def check_live_entries(cache, slots, live, layer):
     """No entry at `slots` [...] holds NaN where `live` [...]."""
     layout = cache.layout
-    rows, valid = read_slots(cache.buffer, layout.pages, slots, layer)
-    parts = layout.entry.decode(view_as(rows, layout.entry.dtype), jnp.float32)
+    rows, valid = load_entries(cache.buffer, layout.pages, layout.entry, slots, layer)
+    parts = layout.entry.decode(rows, jnp.float32)
     nan = jnp.isnan(jnp.concatenate(parts, axis=-1)).any(axis=(-2, -1))
     require(~(nan & valid & live), "cache", slots, "the entry at this slot holds NaN and is attended to")

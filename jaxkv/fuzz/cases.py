@@ -234,7 +234,7 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
     sizes |= {"entry": entry, "num_heads": heads}
     dtype = _pick(rng, None, None, "uint8")
     itemsize = entry.dtype.itemsize if dtype is None else 1
-    if kind == "order" or isinstance(entry, jaxkv.IndexerEntry):  # whose tokens cannot lie apart
+    if kind == "order" or entry.split:  # tokens of a split page cannot lie apart
         padding = _pick(rng, 0, 0, 16, 48) // itemsize
         if rng.random() < 0.2:
             padding = 3 * entry.nbytes // itemsize
@@ -250,7 +250,7 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
 
 
 def _scales(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    if case.layout.entry.format != "fp8":
+    if not case.layout.entry.codec.scaled:
         return {}
     if isinstance(case.layout.entry, jaxkv.MLAEntry):
         return {"kv_scale": np.asarray(rng.uniform(0.01, 0.04), np.float32)}

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxkv.layout.describe import Band, Piece, bands, headline
-from jaxkv.layout.layout import CacheLayout
+from jaxkv.layout.describe import Band, Descriptions, Piece, bands, headline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,11 +27,11 @@ HUES = {"block": "#475569", "layer": "#1d4ed8", "head": "#7c3aed", "token": "#0f
 GROUP_HUES = ("#1d4ed8", "#b45309", "#0f766e", "#7c3aed", "#be123c")
 
 
-def draw(groups: Mapping[str, CacheLayout], path: str | os.PathLike[str] | None = None) -> "Figure":
+def draw(groups: Descriptions, path: str | os.PathLike[str] | None = None) -> "Figure":
     """The memory map as a matplotlib figure, saved if `path` is given; addresses are in bytes.
 
     Args:
-      groups: a layout under the name "", or a `PackedLayout`.
+      groups: descriptions by name, of one layout under the name "", or of the groups of a `PackedLayout`.
       path: a file name that ends in .svg or .png.
 
     Raises:
@@ -74,7 +73,7 @@ def draw(groups: Mapping[str, CacheLayout], path: str | os.PathLike[str] | None 
     return figure
 
 
-def svg(groups: Mapping[str, CacheLayout]) -> str | None:
+def svg(groups: Descriptions) -> str | None:
     """The memory map as SVG text; None without matplotlib."""
     try:
         figure = draw(groups)

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkv.layout.describe import Axis, Description, table
+from jaxkv.layout.draw import draw, svg
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.addressing.slots import MAX_SLOTS
-from jaxkv_kernels.formats.entries import Entry, IndexerEntry
+from jaxkv_kernels.formats.entries import Entry
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 """Physical orders of the axes, outermost first."""
@@ -130,10 +132,11 @@ class CacheLayout:
             )
         object.__setattr__(self, "entry", entry)
         object.__setattr__(self, "dtype", entry.dtype if dtype is None else checked_dtype(dtype))
-        if entry.nbytes % self.itemsize:
+        runs = [part.nbytes for part in entry.parts()] if entry.split else [entry.nbytes]
+        if any(nbytes % self.itemsize for nbytes in runs):
             raise ValueError(
-                f"`dtype` is {self.dtype} of {self.itemsize} bytes, which does not divide the {entry.nbytes} bytes of "
-                f"{entry}"
+                f"`dtype` is {self.dtype} of {self.itemsize} bytes, which does not divide the "
+                f"{' and '.join(map(str, runs))} bytes of {entry}"
             )
 
     def _set_addresses(self, strides, offset, size):
@@ -175,17 +178,17 @@ class CacheLayout:
                 f"strides leave the buffer: entries lie in elements [{self.offset}, {self.offset + end}), the buffer "
                 f"has `size` {self.size} (strides {self.strides}, counts {counts})"
             )
-        if self.alignment % self.entry.codec.alignment:
+        if self.alignment % self.entry.alignment:
             raise ValueError(
-                f"entries of format {self.entry.format!r} begin at multiples of {self.entry.codec.alignment} bytes; "
+                f"entries of format {self.entry.format!r} begin at multiples of {self.entry.alignment} bytes; "
                 f"offset {self.offset} and strides {self.strides}, in elements of {self.itemsize} bytes, keep only "
                 f"{self.alignment}"
             )
-        split = isinstance(self.entry, IndexerEntry) and self.entry.split
-        if split and self.block_size > 1 and self.strides.token != self.width:
+        if self.entry.split and self.block_size > 1 and self.strides.token != self.width:
+            contents = ", then ".join(f"all {part.name}" for part in self.entry.parts())
             raise ValueError(
-                f"`strides.token` is {self.strides.token}: a quantised indexer page is one run of {self.block_size} * "
-                f"{self.width} elements (all values, then all scales), so its token stride is the entry's width"
+                f"`strides.token` is {self.strides.token}: a page of {self.entry.format} entries is one run of "
+                f"{self.block_size} * {self.width} elements ({contents}), so its token stride is the entry's width"
             )
 
     @property
@@ -287,21 +290,36 @@ class CacheLayout:
             "dtype": str(self.dtype),
         }
 
-    def __str__(self):
-        from jaxkv.layout.describe import table
+    def describe(self) -> Description:
+        """The layout in plain numbers, for the table and the memory map."""
+        counts, strides = self._counts(), vars(self.strides)
+        axes = (AXES[letter] for letter in self.order if letter in AXES)
+        return Description(
+            entry=self.entry,
+            block_size=self.block_size,
+            axes=tuple(Axis(axis, counts[axis], strides[axis] * self.itemsize) for axis in axes),
+            order=self.order,
+            offset=self.offset * self.itemsize,
+            nbytes=self.nbytes,
+            block_nbytes=self.block_nbytes,
+            dtype=str(self.dtype),
+            itemsize=self.itemsize,
+            alignment=self.alignment,
+            blocks_are_runs=self.blocks_are_runs,
+            is_block_contiguous=self.is_block_contiguous,
+            is_layer_contiguous=self.is_layer_contiguous,
+            fingerprint=self.fingerprint,
+        )
 
-        return table({"": self})
+    def __str__(self):
+        return table({"": self.describe()})
 
     def draw(self, path=None):
         """The memory map as a matplotlib figure, saved if `path` is given (.svg or .png)."""
-        from jaxkv.layout.draw import draw
-
-        return draw({"": self}, path)
+        return draw({"": self.describe()}, path)
 
     def _repr_svg_(self):
-        from jaxkv.layout.draw import svg
-
-        return svg({"": self})
+        return svg({"": self.describe()})
 
 
 def _checked_int(name: str, value, expected="an int", least: int | None = None) -> int:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from jaxkv.layout.describe import Description, table
+from jaxkv.layout.draw import draw, svg
 from jaxkv.layout.layout import CacheLayout, Strides, checked_dtype, fingerprint
 from jaxkv_kernels.formats.entries import Entry
 
@@ -97,18 +99,16 @@ class PackedLayout(Mapping[str, CacheLayout]):
         """Like `CacheLayout.fingerprint`, for the block with all its groups."""
         return fingerprint({name: layout.fingerprint for name, layout in self.items()})
 
-    def __str__(self):
-        from jaxkv.layout.describe import table
+    def describe(self) -> dict[str, Description]:
+        """The groups in plain numbers, for the table and the memory map."""
+        return {name: layout.describe() for name, layout in self.items()}
 
-        return table(self)
+    def __str__(self):
+        return table(self.describe())
 
     def draw(self, path=None):
         """The memory map as a matplotlib figure, saved if `path` is given (.svg or .png)."""
-        from jaxkv.layout.draw import draw
-
-        return draw(self, path)
+        return draw(self.describe(), path)
 
     def _repr_svg_(self):
-        from jaxkv.layout.draw import svg
-
-        return svg(self)
+        return svg(self.describe())

@@ -13,15 +13,6 @@ from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv_kernels.formats.entries import IndexerEntry, MLAEntry
 
-INDEXER_FORMATS = {
-    "bf16": "bf16",
-    "f16": "f16",
-    "f32": "f32",
-    "fp8": "indexer_fp8",
-    "fp8_ds_mla": "indexer_fp8",
-}
-"""Format of the indexer's keys beside latents of each format."""
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,7 +47,7 @@ class Model:
 
     def packed_layout(self, indexer: Indexer, num_blocks: int, block_size: int, order: str = "BLNHC") -> PackedLayout:
         """The layout with groups "latent" and "indexer"."""
-        layers, keys = self.config.num_layers, IndexerEntry(INDEXER_FORMATS[self.entry_format], indexer.head_dim)
+        layers, keys = self.config.num_layers, IndexerEntry.beside(self.entry_format, indexer.head_dim)
         groups = {"latent": Group(layers, self._latent), "indexer": Group(layers, keys)}
         return PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, order=order)
 

@@ -25,6 +25,11 @@ PACKED = PackedLayout(
 )
 
 
+def described(groups):
+    """What the table and the drawing are made from, of layouts by name."""
+    return {name: layout.describe() for name, layout in groups.items()}
+
+
 def make(order, entry, counts, padding=0):
     sizes = {"num_layers": counts["L"], "num_blocks": counts["B"], "num_heads": counts["H"], "block_size": counts["N"]}
     return CacheLayout(**sizes, entry=entry, order=order, block_padding=padding)
@@ -51,7 +56,7 @@ def bytes_of(order, entry, counts, padding=0):
 def check(groups, memory):
     """That every row says of every byte in it what `memory` says."""
     names, seen = list(groups), set()
-    for band in bands(groups):
+    for band in bands(described(groups)):
         coordinates = {axis: int(i) for axis, i in re.findall(r"(block|layer|head|token) (\d+)", band.title)}
         if band.group is not None:
             coordinates["group"] = names.index(band.group)
@@ -109,7 +114,7 @@ def test_indexer_pages(tokens):
     entry, counts = IndexerEntry(head_dim=8), {"L": 3, "B": 2, "H": 1, "N": tokens}
     layout = make("BLNHC", entry, counts)
     check({"": layout}, bytes_of("BLNHC", entry, counts))
-    values, scales = bands({"": layout})[-2:]
+    values, scales = bands(described({"": layout}))[-2:]
     if tokens > 1:
         assert [(piece.start, piece.stop) for piece in values.pieces][-2:] == [(32, 40), (40, 60)]
         assert [piece.start for piece in scales.pieces] == [40, 44, 48, 52, 56]
@@ -133,7 +138,10 @@ def test_packed_groups(order, blocks):
     memory = np.tile(np.concatenate(regions), blocks)
     memory["block"] = np.where(memory["group"] < 0, -1, np.arange(len(memory)) // (len(memory) // blocks))
     check(packed, memory)
-    names = [name for name, _ in itertools.groupby(piece.group for piece in bands(packed)[1].pieces if piece.group)]
+    names = [
+        name
+        for name, _ in itertools.groupby(piece.group for piece in bands(described(packed))[1].pieces if piece.group)
+    ]
     assert names == list(groups)
 
 
@@ -159,7 +167,7 @@ def test_explicit_strides():
 
 
 def test_one_group_of_a_pack_is_shown_in_whole_blocks():
-    rows = bands({"": PACKED["indexer"]})
+    rows = bands(described({"": PACKED["indexer"]}))
     assert [(row.pieces[0].start, row.pieces[-1].stop) for row in rows] == [
         (0, PACKED["indexer"].nbytes),
         (0, PACKED["indexer"].block_nbytes),
@@ -170,7 +178,7 @@ def test_one_group_of_a_pack_is_shown_in_whole_blocks():
 
 def test_parts_of_entries():
     def parts(entry):
-        last = bands({"": CacheLayout(num_layers=1, num_blocks=1, block_size=2, entry=entry)})[-1]
+        last = bands(described({"": CacheLayout(num_layers=1, num_blocks=1, block_size=2, entry=entry)}))[-1]
         return [(piece.label, piece.start, piece.stop) for piece in last.pieces]
 
     assert parts(MLAEntry("bf16")) == [("latent", 0, 1024), ("rope", 1024, 1152)]
@@ -181,7 +189,7 @@ def test_parts_of_entries():
 
 def test_long_axes_are_elided():
     layout = CacheLayout(**BIG, order="LBNHC", block_padding=32)
-    rows = bands({"": layout})
+    rows = bands(described({"": layout}))
     assert [row.title for row in rows] == ["buffer", "layer 0", "layer 0 · block 0", "layer 0 · block 0 · token 0"]
     blocks = rows[1].pieces
     assert len(blocks) < 12
@@ -193,7 +201,7 @@ def test_long_axes_are_elided():
 
 def test_rectangles_are_to_scale():
     layout = make("BHLNC", KVEntry("bf16", head_dim=16), COUNTS, 64)
-    figure, rows = draw({"": layout}), bands({"": layout})
+    figure, rows = draw(described({"": layout})), bands(described({"": layout}))
     drawn = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
     pieces = [(piece, row) for row in rows for piece in row.pieces]
     assert len(drawn) == len(pieces)
@@ -216,7 +224,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("groups", PICTURES.values(), ids=PICTURES)
 def test_labels_do_not_overlap(groups):
-    figure = draw(groups)
+    figure = draw(described(groups))
     width, height = figure.bbox.size
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
     assert all(box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height for box in boxes)
@@ -240,21 +248,21 @@ def test_saved_pictures_are_deterministic(tmp_path, suffix):
     if suffix == ".svg":
         assert ET.fromstring(one).tag.endswith("svg")
         assert b"<dc:date>" not in one
-        assert svg({"": layout}) == one.decode()
+        assert svg(described({"": layout})) == one.decode()
     else:
         assert one.startswith(b"\x89PNG")
 
 
 def test_other_suffixes_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'\.pdf'"):
-        draw({"": CacheLayout(**BIG)}, tmp_path / "map.pdf")
+        draw(described({"": CacheLayout(**BIG)}), tmp_path / "map.pdf")
 
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib"):
-        draw({"": CacheLayout(**BIG)})
-    assert svg({"": CacheLayout(**BIG)}) is None
+        draw(described({"": CacheLayout(**BIG)}))
+    assert svg(described({"": CacheLayout(**BIG)})) is None
 
 
 def rows_of(text):
@@ -263,7 +271,7 @@ def rows_of(text):
 
 def test_table():
     layout = CacheLayout(**BIG)
-    text = table({"": layout})
+    text = table(described({"": layout}))
     assert text == str(layout)
     rows = rows_of(text)
     assert rows[0] == ["BLNHC, bfloat16, 17.2 GiB (18,421,383,168 bytes)"]

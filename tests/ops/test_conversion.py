@@ -62,7 +62,7 @@ def test_strides_of_every_kind(random):
         if kind == "packed":
             return packed(random, sizes)
         itemsize = entry.dtype.itemsize if dtype is None else 1
-        unit = max(entry.codec.alignment // itemsize, 1)
+        unit = max(entry.alignment // itemsize, 1)
         if kind == "strides":
             return nested(random, sizes, dtype, entry.nbytes // itemsize, unit)
         padding = unit * random.choice([0, 3])

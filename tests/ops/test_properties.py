@@ -46,7 +46,7 @@ def draw_layout(random, entry):
         return packed(random, sizes)
     dtype = random.choice([None, "uint8"])
     itemsize = entry.dtype.itemsize if dtype is None else 1
-    unit = max(entry.codec.alignment // itemsize, 1)
+    unit = max(entry.alignment // itemsize, 1)
     if kind == "order":
         padding = unit * random.choice([0, 0, 1, 7])
         return jaxkv.CacheLayout(**sizes, order=random.choice(jaxkv.ORDERS), block_padding=padding, dtype=dtype)

@@ -23,8 +23,8 @@ INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.forma
 
 
 def is_split(entry):
-    """Whether pages hold all values and then all scales."""
-    return entry.format == "indexer_fp8"
+    """Whether pages hold the first part of all tokens, then the second."""
+    return oracle.FORMATS[entry.format].page_parts is not None
 
 
 def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
@@ -82,11 +82,9 @@ def place(layout, buffer, layer, entries):
     for target, source in ((buffer, entries), (written, np.ones(entries.shape, bool))):
         pages = window(layout, target)[layer]
         if is_split(layout.entry):
-            values, size = layout.entry.head_dim, layout.block_size
-            flat = np.concatenate(
-                [source[..., :values].reshape(-1, size * values), source[..., values:].reshape(-1, size * 4)], axis=1
-            )
-            pages[:, 0] = flat.reshape(-1, size, layout.entry.nbytes)
+            parts = np.split(source, _edges(layout.entry), axis=-1)
+            flat = np.concatenate([part.reshape(*source.shape[:2], -1) for part in parts], axis=-1)
+            pages[...] = flat.reshape(source.shape)
         else:
             pages[...] = source
     return written
@@ -97,11 +95,14 @@ def fetch(layout, buffer, layer):
     pages = window(layout, np.asarray(buffer))[layer]
     if not is_split(layout.entry):
         return pages.copy()
-    values, size = layout.entry.head_dim, layout.block_size
-    flat = pages[:, 0].reshape(-1, size * layout.entry.nbytes)
-    split = size * values
-    parts = flat[:, :split].reshape(-1, size, values), flat[:, split:].reshape(-1, size, 4)
-    return np.concatenate(parts, axis=-1)[:, None]
+    flat = pages.reshape(*pages.shape[:2], -1)
+    parts = np.split(flat, [edge * layout.block_size for edge in _edges(layout.entry)], axis=-1)
+    return np.concatenate([part.reshape(*pages.shape[:3], -1) for part in parts], axis=-1)
+
+
+def _edges(entry):
+    """Where the parts of an entry of a split page part, in bytes."""
+    return np.cumsum(oracle.FORMATS[entry.format].page_parts(entry))[:-1]
 
 
 def garbage(layout, rng, kind="nan"):
@@ -182,7 +183,7 @@ def scene(entry, *, num_heads=1, block_size=64, lengths=None, num_blocks=BLOCKS,
     blocks = iter(rng.permutation(num_blocks))
     tables = np.full((len(lengths), max(needed) + 2), UNUSED, np.int32)
     scales = None
-    if entry.format == "fp8":
+    if entry.codec.scaled:
         scales = (0.03, 0.03) if isinstance(entry, jaxkv.MLAEntry) else (rng.uniform(0.01, 0.04, num_heads), 0.02)
     values = [rng.standard_normal((num_blocks, num_heads, n, size)).astype(np.float32) for size in entry.sizes]
     told = Scene(entry, num_heads, n, lengths, tables, np.empty(0), scales, kind)

@@ -4,13 +4,12 @@ from typing import Any
 
 from jaxkv.dispatch.validate import float_dtype
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.model import INDEXER_FORMATS, Model
+from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv.models.weights.parameters import Weight
 from jaxkv_kernels.formats.entries import IndexerEntry, MLAEntry
-
-PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+from jaxkv_kernels.formats.format import unquantised
 
 
 class Build:
@@ -19,11 +18,11 @@ class Build:
     def __init__(self, config: ModelConfig, dtype, entry_format: str | None, implementation, parallel: Parallel | None):
         self._config = config
         self._dtype = float_dtype("dtype", dtype)
-        self._entry_format = entry_format or PLAIN_FORMATS[str(self._dtype)]
+        self._entry_format = entry_format or unquantised(self._dtype)
         # Refuses here, before gigabytes are read, what it would refuse when a cache is made.
         MLAEntry(self._entry_format, config.kv_lora_rank, config.qk_rope_head_dim)
         if config.indexer is not None:
-            IndexerEntry(INDEXER_FORMATS[self._entry_format], config.indexer.head_dim)
+            IndexerEntry.beside(self._entry_format, config.indexer.head_dim)
         self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
         self.parallel = OneDevice() if parallel is None else parallel
         if not isinstance(self.parallel, Parallel):

@@ -1,4 +1,4 @@
-"""What one token stores for one head in one layer: its parts and their format."""
+"""What one token stores for one head in one layer: its values and their format."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,18 +6,24 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.formats import FORMATS, Format
-from jaxkv_kernels.formats.indexer_fp8 import IndexerFp8
+from jaxkv_kernels.formats.format import FORMATS, Format, Part
+
+
+class _FormatNames:
+    """Reads the registry each time, so that formats registered later are in it."""
+
+    def __get__(self, entry, kind: type) -> tuple[str, ...]:
+        return tuple(name for name, format in FORMATS.items() if issubclass(kind, format.kinds))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Base of the entries; `format` is a name in `FORMATS`."""
+    """Base of the entry kinds; `format` is the name of a registered format that serves the kind."""
 
     format: str
 
-    formats: ClassVar[tuple[str, ...]] = ()
-    """The format names that this kind of entry takes."""
+    formats = _FormatNames()
+    """The names of the formats that serve this kind of entry."""
     one_head: ClassVar[bool] = True
     """Whether all query heads share the entry, so that a cache of it has one head."""
 
@@ -26,17 +32,31 @@ class Entry:
             raise ValueError(f"{type(self).__name__} format {self.format!r}: expected one of {', '.join(self.formats)}")
         if any(not isinstance(size, int) or size < 1 for size in self.sizes):
             raise ValueError(f"{self}: every size must be a positive int")
-        self.codec.width(self.sizes)
+        self.parts()
+
+    @property
+    def named_sizes(self) -> dict[str, int]:
+        """Lengths of the values that an entry stores, by name, in order."""
+        raise NotImplementedError
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Lengths of the parts, in values."""
-        raise NotImplementedError
+        """The lengths alone."""
+        return tuple(self.named_sizes.values())
 
     @property
     def codec(self) -> Format:
         """The format itself."""
         return FORMATS[self.format]
+
+    def parts(self, block_size: int = 1) -> tuple[Part, ...]:
+        """The byte map in a page of `block_size` tokens; of a page of one token, that of an encoded entry."""
+        return self.codec.parts(self.named_sizes, block_size)
+
+    @property
+    def split(self) -> bool:
+        """Whether pages are split: the first part of all their tokens, then the second part of all of them."""
+        return any(part.per_page for part in self.parts())
 
     @property
     def dtype(self):
@@ -44,17 +64,27 @@ class Entry:
         return jnp.dtype(self.codec.dtype)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes an entry."""
-        return self.codec.width(self.sizes) * self.dtype.itemsize
+    def input_dtype(self):
+        """The usual dtype of new values and queries: that of the buffer, or bfloat16 where entries are quantised."""
+        return self.dtype if jnp.issubdtype(self.dtype, jnp.floating) else jnp.dtype(jnp.bfloat16)
 
-    def encode(self, parts, scales=(None, None)) -> jax.Array:
-        """Parts [..., n_i] to stored elements [..., width] of the natural dtype."""
-        return self.codec.encode(parts, scales)
+    @property
+    def nbytes(self) -> int:
+        """Bytes per entry."""
+        return max(part.offset + part.nbytes for part in self.parts())
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that the address of an entry must be a multiple of: the itemsize of its widest part."""
+        return max(part.itemsize for part in self.parts())
+
+    def encode(self, values, scales=(None, None)) -> jax.Array:
+        """Values [..., n_i] to stored elements [..., width] of the natural dtype."""
+        return self.codec.encode(values, scales)
 
     def decode(self, row, dtype, scales=(None, None)) -> list[jax.Array]:
-        """Stored elements [..., width] to parts [..., n_i] of `dtype`."""
-        return self.codec.decode(row, self.sizes, scales, dtype)
+        """Stored elements [..., width] to values [..., n_i] of `dtype`."""
+        return self.codec.decode(row, self.named_sizes, scales, dtype)
 
 
 @dataclass(frozen=True)
@@ -64,12 +94,10 @@ class MLAEntry(Entry):
     latent: int = 512
     rope: int = 64
 
-    formats = ("bf16", "f16", "f32", "fp8", "fp8_ds_mla")
-
     @property
-    def sizes(self):
-        """(R, P)."""
-        return self.latent, self.rope
+    def named_sizes(self):
+        """R, P."""
+        return {"latent": self.latent, "rope": self.rope}
 
 
 @dataclass(frozen=True)
@@ -79,7 +107,6 @@ class KVEntry(Entry):
     head_dim: int = 128
     value_dim: int = 0
 
-    formats = ("bf16", "f16", "f32", "fp8")
     one_head = False
 
     def __post_init__(self):
@@ -87,9 +114,9 @@ class KVEntry(Entry):
         super().__post_init__()
 
     @property
-    def sizes(self):
-        """(D, Dv)."""
-        return self.head_dim, self.value_dim
+    def named_sizes(self):
+        """D, Dv."""
+        return {"K": self.head_dim, "V": self.value_dim}
 
 
 @dataclass(frozen=True)
@@ -99,25 +126,23 @@ class IndexerEntry(Entry):
     format: str = "indexer_fp8"
     head_dim: int = 128
 
-    formats = ("bf16", "f16", "f32", "indexer_fp8")
+    @classmethod
+    def beside(cls, latents: str, head_dim: int) -> "IndexerEntry":
+        """The key entry of a model whose latents have format `latents`: of that format, or quantised where it has none.
 
-    @property
-    def split(self) -> bool:
-        """Whether a page is split: all its values, then all its scales."""
-        return isinstance(self.codec, IndexerFp8)
+        Quantised keys rank tokens differently, so that keys beside latents of a float format are not quantised.
+        """
+        return cls(latents, head_dim) if latents in cls.formats else cls(head_dim=head_dim)
 
     def key_and_scale(self, row, dtype) -> tuple[jax.Array, jax.Array]:
         """Stored elements [..., width] to a key [..., head_dim] of `dtype` and its float32 scale [..., 1].
 
-        An e4m3 value is exact in every dtype of queries, so that products need not see the scale.
+        The key is exact in the dtype of queries, so that products need not see the scale.
         """
-        if isinstance(self.codec, IndexerFp8):
-            values, scale = self.codec.split(row, self.sizes)
-            return values.astype(dtype), scale
-        (key,) = self.decode(row, dtype)
-        return key, jnp.ones((*key.shape[:-1], 1), jnp.float32)
+        (key,), scale = self.codec.decode_factored(row, self.named_sizes, dtype)
+        return key, scale
 
     @property
-    def sizes(self):
-        """(head_dim,)."""
-        return (self.head_dim,)
+    def named_sizes(self):
+        """D."""
+        return {"key": self.head_dim}

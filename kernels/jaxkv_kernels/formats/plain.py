@@ -1,35 +1,27 @@
-"""`bf16`, `f16`, `f32`: the parts one after the other, unscaled."""
-
-from dataclasses import dataclass
+"""`bf16`, `f16`, `f32`: values rounded to one dtype and stored one after the other, unscaled."""
 
 import jax.numpy as jnp
 
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.format import Format, together
 
-@dataclass(frozen=True)
-class Plain:
-    """Values rounded to `dtype` and stored side by side."""
 
-    name: str
-    dtype: str
-    scaled: bool = False
+class Plain(Format):
+    """Values as they are, in `dtype`."""
 
-    @property
-    def alignment(self):
-        """One element."""
-        return jnp.dtype(self.dtype).itemsize
+    kinds = (MLAEntry, KVEntry, IndexerEntry)
 
-    def width(self, sizes):
-        """One element a value."""
-        return sum(sizes)
+    def __init__(self, name: str, dtype: str):
+        self.name, self.dtype = name, dtype
 
-    def encode(self, parts, scales):
-        """Parts [..., n_i] to [..., sum n_i]."""
-        return jnp.concatenate([part.astype(self.dtype) for part in parts], axis=-1)
+    def parts(self, sizes, block_size):
+        """One part per value."""
+        return together(*((name, self.dtype, count) for name, count in sizes.items()))
+
+    def encode(self, values, scales):
+        """Rounded to nearest even."""
+        return jnp.concatenate([x.astype(self.dtype) for x in values], axis=-1)
 
     def decode(self, row, sizes, scales, dtype):
-        """Slices of the row, converted to `dtype`."""
-        first, parts = 0, []
-        for size in sizes:
-            parts.append(row[..., first : first + size].astype(dtype))
-            first += size
-        return parts
+        """Converted to `dtype`."""
+        return [part.read(row).astype(dtype) for part in self.parts(sizes, 1)]

@@ -5,9 +5,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.xla.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends
-from jaxkv_kernels.xla.rows import read_slots
 from jaxkv_kernels.xla.softmax import attend
 
 
@@ -26,8 +25,8 @@ def decode_kv(
 
     def load(i):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
-        rows, valid = read_slots(buffer, pages, slots, layer)
-        k, v = entry.decode(view_as(rows, entry.dtype), q.dtype)
+        rows, valid = load_entries(buffer, pages, entry, slots, layer)
+        k, v = entry.decode(rows, q.dtype)
         seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
         return k, v, seen
 

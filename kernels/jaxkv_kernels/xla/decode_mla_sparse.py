@@ -5,9 +5,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.xla.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import CHUNK_TOKENS
-from jaxkv_kernels.xla.rows import read_slots
 from jaxkv_kernels.xla.softmax import attend
 
 
@@ -26,8 +25,8 @@ def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale
 
     def load(i):
         some = jax.lax.dynamic_slice_in_dim(slots, i * chunk, chunk, axis=1)
-        rows, valid = read_slots(buffer, pages, some, layer)
-        latent, rope = entry.decode(view_as(rows, entry.dtype), q.dtype)
+        rows, valid = load_entries(buffer, pages, entry, some, layer)
+        latent, rope = entry.decode(rows, q.dtype)
         return jnp.concatenate([latent, rope], axis=-1), latent, valid[:, None]
 
     out, lse = attend(

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import ragged_slots
-from jaxkv_kernels.xla.split_page import read_keys
+from jaxkv_kernels.xla.entry_rows import load_entries
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
 def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype):
     """k [total, head_dim] of `dtype`, dequantised; rows without a token are 0."""
     slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
-    rows, valid = read_keys(buffer, pages, entry, slots, layer)
-    (k,) = entry.decode(rows, dtype)
+    rows, valid = load_entries(buffer, pages, entry, slots, layer)
+    (k,) = entry.decode(rows[:, 0], dtype)
     return jnp.where(valid[:, None], k, 0)

@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import ragged_slots
-from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.xla.rows import read_slots
+from jaxkv_kernels.xla.entry_rows import load_entries
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
 def gather_kv(buffer, block_tables, cu_seq_lens, seq_starts, layer, k_scale, v_scale, *, pages, entry, total, dtype):
     """k [total, H, D], v [total, H, Dv] of `dtype`; rows without a token are 0."""
     slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
-    rows, valid = read_slots(buffer, pages, slots, layer)
-    parts = entry.decode(view_as(rows, entry.dtype), dtype, (k_scale, v_scale))
+    rows, valid = load_entries(buffer, pages, entry, slots, layer)
+    parts = entry.decode(rows, dtype, (k_scale, v_scale))
     return tuple(jnp.where(valid[:, None, None], part, 0) for part in parts)

@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import ragged_slots
-from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.xla.rows import read_slots
+from jaxkv_kernels.xla.entry_rows import load_entries
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
 def gather_mla(buffer, block_tables, cu_seq_lens, seq_starts, layer, kv_scale, *, pages, entry, total, dtype):
     """kv_c [total, R], k_pe [total, P] of `dtype`; rows without a token are 0."""
     slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
-    rows, valid = read_slots(buffer, pages, slots, layer)
-    parts = entry.decode(view_as(rows[:, 0], entry.dtype), dtype, (kv_scale, kv_scale))
+    rows, valid = load_entries(buffer, pages, entry, slots, layer)
+    parts = entry.decode(rows[:, 0], dtype, (kv_scale, kv_scale))
     return tuple(jnp.where(valid[:, None], part, 0) for part in parts)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.formats.bits import FP8
+from jaxkv_kernels.xla.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends, walk
-from jaxkv_kernels.xla.split_page import read_keys
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
@@ -27,9 +27,9 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 
     def step(i, logits):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
-        rows, valid = read_keys(buffer, pages, entry, slots, layer)
+        rows, valid = load_entries(buffer, pages, entry, slots, layer)
         # A gather fused into the product would make the product's order of sums depend on the layout.
-        rows = lax.optimization_barrier(rows)
+        rows = lax.optimization_barrier(rows[..., 0, :])
         k, k_scale = entry.key_and_scale(rows, dtype)
         s = jnp.einsum("bqhd,bsd->bqhs", q, k, precision=precision, preferred_element_type=jnp.float32)
         s = (jax.nn.relu(s) * weights.astype(jnp.float32)[..., None]).sum(axis=2) * k_scale[:, None, :, 0]

@@ -4,12 +4,11 @@ from functools import partial
 
 import jax
 
-from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.xla.rows import write_slots
+from jaxkv_kernels.xla.entry_rows import store_entries
 
 
 @partial(jax.jit, static_argnames=("pages", "entry"))
 def write_kv(buffer, k, v, slot_mapping, layer, k_scale, v_scale, *, pages, entry):
     """k [T, H, D], v [T, H, Dv] into slots [T] of a layer; the new buffer."""
-    rows = view_as(entry.encode((k, v), (k_scale, v_scale)), buffer.dtype)
-    return write_slots(buffer, pages, rows, slot_mapping, layer)
+    rows = entry.encode((k, v), (k_scale, v_scale))
+    return store_entries(buffer, pages, entry, rows, slot_mapping, layer)

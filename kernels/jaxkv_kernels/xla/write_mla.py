@@ -4,12 +4,11 @@ from functools import partial
 
 import jax
 
-from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.xla.rows import write_slots
+from jaxkv_kernels.xla.entry_rows import store_entries
 
 
 @partial(jax.jit, static_argnames=("pages", "entry"))
 def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry):
     """kv_c [T, R], k_pe [T, P] into slots [T] of a layer; the new buffer."""
-    rows = view_as(entry.encode((kv_c, k_pe), (kv_scale, kv_scale)), buffer.dtype)
-    return write_slots(buffer, pages, rows[:, None], slot_mapping, layer)
+    rows = entry.encode((kv_c, k_pe), (kv_scale, kv_scale))[:, None]
+    return store_entries(buffer, pages, entry, rows, slot_mapping, layer)

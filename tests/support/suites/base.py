@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from support import scenes
+from support import oracle, scenes
 from support.compare import assert_same_bits
 
 
@@ -54,4 +54,4 @@ every_layout = pytest.mark.parametrize("name", scenes.LAYOUTS)
 
 def dtype_of(entry):
     """The dtype of queries and new values for an entry: its own, or bfloat16 for a quantised one."""
-    return entry.dtype if entry.format in ("bf16", "f16", "f32") else jnp.dtype("bfloat16")
+    return entry.dtype if entry.format in oracle.PLAIN else jnp.dtype("bfloat16")

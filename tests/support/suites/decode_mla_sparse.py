@@ -13,8 +13,8 @@ from support.suites.decode_mla import SCALE, queries
 LENGTHS = (190, 64, 1)
 
 
-class DecodeMLASparse(Suite):
-    """`decode_mla_sparse`."""
+class DecodeMLASparseChecks(Suite):
+    """How a result of `decode_mla_sparse` is held against the truth."""
 
     def choose(self, scene, tokens, k, rng):
         """Slots [B, Q, K] of random tokens, some entries negative or past the cache."""
@@ -52,6 +52,10 @@ class DecodeMLASparse(Suite):
         assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
         assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
         return out, lse
+
+
+class DecodeMLASparse(DecodeMLASparseChecks):
+    """`decode_mla_sparse`."""
 
     @every_layout
     @formats(scenes.MLA_ENTRIES)

@@ -46,7 +46,7 @@ class GatherChecks(Suite):
         entry = scene.entry
         runs = runs or [(0, length) for length in scene.lengths]
         cu_seq_lens = np.cumsum([0, *(last - first for first, last in runs)])
-        plain = entry.format in ("bf16", "f16", "f32")
+        plain = entry.format in oracle.PLAIN
         keywords = {"total": int(cu_seq_lens[-1]) + 7, "dtype": entry.dtype if plain else jnp.float32}
         if any(first for first, _ in runs):
             keywords["seq_starts"] = jnp.asarray([first for first, _ in runs], jnp.int32)

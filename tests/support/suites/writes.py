@@ -19,7 +19,7 @@ def new_tokens(entry, num_heads, count, seed=3):
 
 def scales_of(entry, num_heads):
     """Keyword arguments, and the scales as the oracle takes them."""
-    if entry.format != "fp8":
+    if not entry.codec.scaled:
         return {}, (1.0, 1.0)
     if isinstance(entry, jaxkv.MLAEntry):
         return {"kv_scale": 0.04}, (0.04, 0.04)

@@ -1,0 +1,46 @@
+"""Encoded entries at slots of a layer, whether their parts lie together or apart in a split page."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.formats.format import Part
+from jaxkv_kernels.xla.rows import read_slots, write_slots
+
+
+def load_entries(buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array, layer) -> tuple[jax.Array, jax.Array]:
+    """Encoded entries [..., H, width] of all heads at `slots` [...], and which slots lie in the cache [...].
+
+    The entries are elements of the natural dtype, as `entry.decode` takes them.  What is returned for slots outside the
+    cache is to be masked by the caller.
+    """
+    found = [read_slots(buffer, run, slots, layer) for run in _runs(pages, entry, buffer.dtype.itemsize)]
+    return view_as(jnp.concatenate([rows for rows, _ in found], axis=-1), entry.dtype), found[0][1]
+
+
+def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:
+    """The buffer with encoded entries [..., H, width] stored at `slots` [...]; those outside the cache are skipped."""
+    rows, first = view_as(rows, buffer.dtype), 0
+    for run in _runs(pages, entry, buffer.dtype.itemsize):
+        buffer = write_slots(buffer, run, rows[..., first : first + run.width], slots, layer)
+        first += run.width
+    return buffer
+
+
+def _runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
+    """Where the runs of bytes of an entry lie: the whole entry, or each part of it in a split page.
+
+    The buffer has elements of `itemsize` bytes.
+    """
+    if not entry.split:
+        return [pages]
+
+    def run(part: Part) -> Pages:
+        width = part.nbytes // itemsize
+        return replace(pages, token_stride=width, width=width, offset=pages.offset + part.offset // itemsize)
+
+    return [run(part) for part in entry.parts(pages.block_size)]
