@@ -14,6 +14,7 @@ import numpy as np
 from jaxkv.arguments import block_ids, positive_int
 from jaxkv.cache import KVCache
 from jaxkv.offload import transfers
+from jaxkv.offload.block_file import DamagedBlock
 from jaxkv.offload.chunks import Chunk, Chunks
 from jaxkv.offload.disk import DiskPool
 from jaxkv.offload.rows import Layout, check_travels, read_rows, row_of, write_rows
@@ -346,8 +347,12 @@ class HostPool:
         for part in _split((key for key in dict.fromkeys(keys) if key not in places), self._chunk_blocks):
             start = time.perf_counter()
             rows = np.empty((len(part), *self._row.shape), self._row.dtype)
-            for n, key in enumerate(part):  # one file open at a time
-                rows[n] = self.disk.load(key)
+            try:
+                for n, key in enumerate(part):  # one file open at a time
+                    rows[n] = self.disk.load(key)
+            except DamagedBlock:
+                self.stats.damaged += 1
+                raise
             chunk = Chunk(part, transfers.to_pinned(rows, sharding))
             self.stats.read += len(part)
             self.stats.read_bytes += rows.nbytes
