@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -22,7 +23,7 @@ import forged_blocks
 import jaxkv
 from compare import assert_same_bits
 from jaxkv import offload
-from jaxkv.offload import block_file
+from jaxkv.offload import block_file, transfers
 from test_offload import ENTRY, LAYOUT, SIZES, blocks_of, filled, names
 
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -440,6 +441,52 @@ class TestBehindTheHost:
         assert (host.stats.host_hits, host.stats.disk_hits) == (4, 1)
         assert host.matched(keys[:1] + keys[2:]) == 4
         assert host.stats.disk_hits == 1  # block 1 went
+
+    @pytest.mark.parametrize("held", [False, True])
+    @pytest.mark.parametrize(("room", "chunk"), [(1, 1), (4, 1), (32, 4)])
+    def test_a_load_of_more_than_the_bound_goes_by_portions(self, tmp_path, monkeypatch, room, chunk, held):
+        layout = jaxkv.CacheLayout(**SIZES | {"num_blocks": 100}, entry=ENTRY)
+        (cache, before), keys = filled(layout), names(100)
+        disk = offload.DiskPool(tmp_path, layout, model="m")
+        for key, row in zip(keys, before, strict=True):
+            disk.store(key, row)
+        host, arrays, most = offload.HostPool(layout, room, disk=disk), [], [0]
+        to_pinned, load = transfers.to_pinned, disk.load
+
+        def tracked(rows, sharding):
+            array = to_pinned(rows, sharding)
+            arrays.append((weakref.ref(array), len(rows)))
+            return array
+
+        def counted(key):
+            most[0] = max(most[0], sum(count for array, count in arrays if array() is not None))
+            return load(key)
+
+        monkeypatch.setattr(transfers, "to_pinned", tracked)
+        monkeypatch.setattr(disk, "load", counted)
+        if held:
+            host.hold(keys)
+        cache = host.load(cache, range(99, -1, -1), keys)
+        assert_same_bits(blocks_of(cache, range(100)), before[::-1])
+        assert host.stats.read == 100
+        assert len(host) <= room
+        # Beside the chunk that is being read.
+        assert most[0] <= room - chunk + chunk * held
+        assert not host._holds or held
+
+    def test_a_block_that_is_damaged_in_a_later_portion_leaves_the_cache(self, disk, row):
+        keys = names(12)
+        for key in keys:
+            disk.store(key, row)
+        flip(-1)(disk.file(keys[9]))
+        (cache, before), host = filled(LAYOUT), offload.HostPool(LAYOUT, 4, disk=disk)
+        with pytest.raises(offload.LoadFailed, match=r"a load of 12 blocks stopped half-way: .*was altered") as failed:
+            host.load(cache, range(12), keys)
+        assert isinstance(failed.value.__cause__, offload.DamagedBlock)
+        assert_same_bits(blocks_of(failed.value.cache, range(8)), np.stack([row] * 8))
+        assert_same_bits(blocks_of(failed.value.cache, range(12, 16)), before[12:])
+        assert host.matched(keys) == 9
+        assert not host._holds
 
     def test_a_hold_keeps_a_block_on_disk(self, tmp_path):
         cache, _ = filled(LAYOUT)
