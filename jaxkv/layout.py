@@ -4,7 +4,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -40,7 +40,8 @@ class CacheLayout:
 
     Entry (layer, block, head, token) begins at element
     `offset + layer * strides.layer + block * strides.block + head * strides.head + token * strides.token`.
-    Two layouts that address the same bytes are equal, however they were described.
+    Two layouts that address the same bytes are equal, however they were described.  Where a `PackedLayout` has several
+    groups, each is equal to groups of equal blocks only.
 
     Args:
       num_layers: layers (L).
@@ -69,6 +70,8 @@ class CacheLayout:
     offset: int
     size: int
     """Elements of the whole buffer."""
+    packed: str | None = field(default=None, init=False)
+    """The fingerprint of the `PackedLayout` that it is a group of, where that has others."""
 
     def __init__(
         self,
@@ -272,9 +275,10 @@ class CacheLayout:
         """A stable name (32 hex digits) of what a block that travels contains and how.
 
         Two caches may exchange blocks only if theirs agree.  It covers the entry, the counts and strides inside a
-        block and the padding, not the number of blocks.
+        block and the padding, not the number of blocks.  A group of a `PackedLayout` has the fingerprint of the
+        whole, as all groups of a block travel together.
         """
-        return fingerprint(self._block_description())
+        return self.packed or fingerprint(self._block_description())
 
     def _block_description(self) -> dict[str, Any]:
         strides = {axis: stride for axis, _, stride in self.pages.row_axes}

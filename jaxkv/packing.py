@@ -79,6 +79,10 @@ class PackedLayout(Mapping[str, CacheLayout]):
             )
             for name, layout in alone.items()
         }
+        if len(self) > 1:
+            whole = fingerprint({name: layout.fingerprint for name, layout in self.items()})
+            for layout in self.values():
+                object.__setattr__(layout, "packed", whole)
 
     def __getitem__(self, name: str) -> CacheLayout:
         return self._layouts[name]
@@ -94,8 +98,8 @@ class PackedLayout(Mapping[str, CacheLayout]):
 
     @property
     def fingerprint(self) -> str:
-        """Like `CacheLayout.fingerprint`, for the block with all its groups."""
-        return fingerprint({name: layout.fingerprint for name, layout in self.items()})
+        """Like `CacheLayout.fingerprint`, for the block with all its groups: that of each of them."""
+        return next(iter(self.values())).fingerprint
 
     def __str__(self):
         from jaxkv.layout_table import table
