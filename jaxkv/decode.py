@@ -291,10 +291,8 @@ def _decode(operation, cache, dims, q, arrays, options, block_tables, seq_lens, 
         "plan": None,
     }
     options = {"pages": pages, "entry": cache.layout.entry, **options}
-    requests, columns = block_tables.shape
     _, tokens, heads, _ = q.shape
-    shape = Shape(requests, columns, pages.block_size, pages.num_blocks, heads, tokens, options.get("window"))
-    check_plan(plan, shape)
+    check_plan(plan, Shape.of(block_tables, pages, cache.layout.entry, heads, tokens, options.get("window")), seq_lens)
     if plan is not None and plan.batch_invariant and implementation is None:
         implementation = plan.implementation
     name = chosen(Call(operation, arrays, options), implementation)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.entries import Entry, IndexerEntry
 from jaxkv_kernels.pages import Pages
+from jaxkv_kernels.row_view import entry_view
 from jaxkv_kernels.slots import MAX_SLOTS
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
@@ -56,8 +57,8 @@ class CacheLayout:
         (uint8 for a buffer shared by groups of several dtypes): entries are stored bit for bit.
 
     Raises:
-      ValueError: overlapping entries, addresses outside the buffer, bad alignment, sizes or dtype; the message has the
-        numbers.
+      ValueError: overlapping entries, addresses outside the buffer, bad alignment, sizes or dtype, or a buffer of more
+        than 2**31 elements whose size has no divisors by which to index it in int32; the message has the numbers.
     """
 
     num_layers: int
@@ -144,6 +145,7 @@ class CacheLayout:
         object.__setattr__(self, "offset", offset)
         object.__setattr__(self, "strides", self._canonical(strides, size))
         self._check_addresses()
+        entry_view(self.pages)  # ValueError where int32 indices reach no entry of so large a buffer
 
     def _canonical(self, given: Strides, size: int) -> Strides:
         """Strides whose axes of length 1 hold what a packed cache would: callers put anything there, kernels divide."""

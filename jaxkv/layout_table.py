@@ -236,6 +236,8 @@ def _parts(entry: Entry) -> list[tuple[str, int, str]]:
         KVEntry: ("K", "V"),
         IndexerEntry: ("key",),
     }
+    if type(entry) not in parts or entry.format not in ("bf16", "f16", "f32", "fp8"):
+        return [("entry", entry.nbytes, entry.format)]
     names = parts[type(entry)]
     values = "e4m3" if entry.format == "fp8" else entry.dtype.name
     item = entry.dtype.itemsize

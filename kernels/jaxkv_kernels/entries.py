@@ -1,7 +1,8 @@
 """What one token stores for one head in one layer: its parts and their format."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -121,3 +122,23 @@ class IndexerEntry(Entry):
     def sizes(self):
         """(head_dim,)."""
         return (self.head_dim,)
+
+
+Listed = Mapping[type[Entry], Collection[str]]
+"""Formats by kind of entry."""
+
+
+def unlisted(listed: Listed, options: Mapping[str, Any]) -> list[str]:
+    """The reason against a call with an `entry` whose kind (the class itself) or format is not `listed`.
+
+    A kernel knows the bytes of the entries that it was written for.  It must not guess those of others.
+    """
+    entry = options.get("entry")
+    if entry is None:
+        return []
+    formats = listed.get(type(entry))
+    if formats is None:
+        return [f"entries of kind {type(entry).__name__}: supports {', '.join(kind.__name__ for kind in listed)}"]
+    if entry.format not in formats:
+        return [f"entries of format {entry.format!r}: supports {', '.join(formats)}"]
+    return []

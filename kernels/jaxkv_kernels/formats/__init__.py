@@ -1,6 +1,7 @@
 """Entry formats: how the parts of an entry (latent and rope; K and V; an indexer key) become elements and back.
 
-A format is a file here plus its line in `FORMATS`.
+A format is a file here, its line in `FORMATS`, and its name in the `formats` of the entries that have it.  Kernels
+support the formats that their `limits` list.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class Format(Protocol):
 
     @property
     def scaled(self) -> bool:
-        """Whether every call must bring a scale a part."""
+        """Whether every call must bring a scale for each part: value = stored * scale."""
         ...
 
     def width(self, sizes: Sequence[int]) -> int:
@@ -48,7 +49,11 @@ class Format(Protocol):
     def decode(
         self, row: jax.Array, sizes: Sequence[int], scales: Sequence[jax.Array | None], dtype
     ) -> list[jax.Array]:
-        """Stored elements [..., width] to parts [..., n_i] of `dtype`."""
+        """Stored elements [..., width] to parts [..., n_i] of `dtype`.
+
+        Of a scaled format, a scale of None leaves a part as it is stored, exact in every `dtype`: the scale is then
+        applied to sums of products.
+        """
         ...
 
 
