@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxkv_kernels.logit_cap import too_large
+
 TILE_LIMIT = 2**20
 MOST_HEADS, MOST_VALUES = {2: 128, 4: 64}, 128
 """Of the indexer's queries, heads by the bytes of a value."""
@@ -54,6 +56,7 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     latent, rope = options["entry"].sizes
     if latent > LATENT or rope > ROPE:
         yield f"entries of {latent} + {rope} values: takes at most {LATENT} + {ROPE}"
+    yield from too_large(options)
 
 
 decode_mla_sparse = decode_mla
@@ -64,6 +67,7 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
     yield from _empty(arrays, "q", "block_tables")
     if max(options["entry"].sizes) > HEAD_DIM:
         yield f"entries of {' + '.join(map(str, options['entry'].sizes))} values: takes at most {HEAD_DIM} of each"
+    yield from too_large(options)
 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
