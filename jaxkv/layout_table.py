@@ -101,9 +101,12 @@ class Band:
 def bands(groups: Mapping[str, CacheLayout]) -> list[Band]:
     """The memory map: the whole buffer, then what its first step is made of, and so on down to an entry.
 
-    `groups` is a layout under the name "" or a `PackedLayout`, whose groups part below the second row.
+    `groups` is a layout under the name "" or a `PackedLayout`, whose groups part below the second row.  ValueError
+    where the steps of an axis do not lie one after the other.
     """
     views = [_View(name, layout) for name, layout in groups.items()]
+    for view in views:
+        view.check_order()
     layout, outer, size = views[0].layout, views[0].axes[0], views[0].layout.nbytes
     start = min(view.start for view in views)
     span = max(view.start + view.span(1) for view in views) - start
@@ -154,6 +157,15 @@ class _View:
     def span(self, depth: int) -> int:
         """Bytes from the first to the last entry, both included."""
         return sum((axis.count - 1) * axis.stride for axis in self.axes[depth:]) + self.layout.entry.nbytes
+
+    def check_order(self) -> None:
+        """ValueError where the steps of an axis interleave, which boxes side by side cannot show."""
+        for depth, axis in enumerate(self.axes, 1):
+            if axis.count > 1 and axis.stride < self.span(depth):
+                raise ValueError(
+                    f"the {axis.count:,} {axis.name}s interleave, one every {axis.stride:,} B, each over "
+                    f"{self.span(depth):,} B: a memory map shows only what lies one after the other"
+                )
 
     def pieces(self, depth: int, start: int) -> list[Piece]:
         """What begins at `start`: the steps of an axis, or the parts of an entry."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxkv.layout import CacheLayout, Strides, checked_dtype, fingerprint
+from jaxkv.layout import CacheLayout, Strides, checked_dtype, checked_int, fingerprint
 from jaxkv_kernels.entries import Entry
 
 ALIGNMENT = 16
@@ -46,6 +46,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
             raise ValueError(f"`groups` is {groups!r}: expected a mapping of names to Groups")
         if not groups:
             raise ValueError(f"`groups` is {groups!r}, empty: expected at least one Group")
+        num_blocks = checked_int("num_blocks", num_blocks, "a positive int", least=1)
         natural = {group.entry.dtype for group in groups.values()}
         dtype = checked_dtype(dtype or (natural.pop() if len(natural) == 1 else "uint8"))
         unit = max(ALIGNMENT // dtype.itemsize, 1)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxkv import checks
-from jaxkv.arguments import Dims, check_cache, int32, positive_int
+from jaxkv.arguments import Dims, check_cache, int32, positive_int, window_within
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import LADDER, Call, chosen, run
 from jaxkv_kernels.entries import Entry, KVEntry, MLAEntry
@@ -103,7 +103,7 @@ def plan_decode(
         "entry": cache.layout.entry,
         "heads": num_heads,
         "tokens": positive_int("tokens", tokens),
-        "window": None if window is None else positive_int("window", window),
+        "window": window_within(window, dims["M"] * pages.block_size),
         "batch_invariant": bool(batch_invariant),
     }
     arrays = {"buffer": cache.buffer, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}

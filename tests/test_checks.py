@@ -166,6 +166,16 @@ MISUSE = {
         dict(slots=[[0, 1, 2], [3, -1, 24]]),
         "`slots`[1, 0, 2] is 24: the cache has 24 slots",
     ),
+    "sparse slot that is counted": (
+        decode_mla_sparse,
+        dict(slots=[[0, 1, 24], [3, 24, 2]], counts=[2, 2]),
+        "`slots`[1, 0, 1] is 24: the cache has 24 slots",
+    ),
+    "block of the indexer before max_len": (
+        indexer_logits,
+        dict(tables=[[4, 6], [1, 3]]),
+        "`block_tables`[0, 1] is 6: the cache has blocks 0 to 5",
+    ),
     "copy to a block twice": (
         copy_blocks,
         dict(src=[0, 1, 2], dst=[3, 4, 3]),
@@ -307,6 +317,14 @@ class TestPoison:
         if operation is indexer_logits:
             tables = tables[:2]
         jaxkv.checked(lambda: operation(tables, [*LENGTHS, 0][: len(tables)]))()
+
+    def test_slots_past_the_count_may_be_anything(self):
+        slots = [[0, 24, 2**31 - 1], [99, 24, -7]]
+        jaxkv.checked(lambda: decode_mla_sparse(slots, counts=[1, 0]))()
+
+    def test_blocks_past_the_last_position_of_the_result_may_be_anything(self):
+        tables = [[4, 0, 6], [1, 3, 2**31 - 1]]  # positions 8 to 11, of which the result has none
+        jaxkv.checked(lambda: indexer_logits(tables, [12, 12]))()
 
     def test_tables_before_and_after_a_gathered_run_may_hold_anything(self):
         jaxkv.checked(lambda: gather_mla([[-1, 0], [1, 2**31 - 1]], (0, 4, 7), starts=[4, 1], total=7))()

@@ -1,7 +1,7 @@
 """What one token stores for one head in one layer: its parts and their format."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.formats import FORMATS, Format
 from jaxkv_kernels.formats.indexer_fp8 import IndexerFp8
+from jaxkv_kernels.integers import as_int
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,11 @@ class Entry:
     def __post_init__(self):
         if self.format not in self.formats:
             raise ValueError(f"{type(self).__name__} format {self.format!r}: expected one of {', '.join(self.formats)}")
-        if any(not isinstance(size, int) or size < 1 for size in self.sizes):
-            raise ValueError(f"{self}: every size must be a positive int")
+        for name in (field.name for field in fields(self) if field.name != "format"):
+            size = as_int(getattr(self, name))
+            if size is None or size < 1:
+                raise ValueError(f"{self}: every size must be a positive int")
+            object.__setattr__(self, name, size)
         self.codec.width(self.sizes)
 
     @property
@@ -84,7 +88,8 @@ class KVEntry(Entry):
     one_head = False
 
     def __post_init__(self):
-        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
+        if as_int(self.value_dim) == 0:
+            object.__setattr__(self, "value_dim", self.head_dim)
         super().__post_init__()
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxkv_kernels.entries import KVEntry, Listed, MLAEntry
+from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.warp_share import MOST_BYTES, token_ways
@@ -36,11 +37,13 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     yield from _attention(
         options["entry"], options["pages"], {"buffer": arrays["buffer"], "q_latent": arrays["q_latent"]}
     )
+    yield from too_large(options)
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
     yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"], "q": arrays["q"]})
+    yield from too_large(options)
 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

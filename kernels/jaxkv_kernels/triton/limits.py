@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxkv_kernels.entries import IndexerEntry, KVEntry, Listed, MLAEntry
+from jaxkv_kernels.logit_cap import too_large
 
 _PLAIN = ("bf16", "f16", "f32")
 _MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla")}
@@ -83,6 +84,7 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     latent, rope = options["entry"].sizes
     if latent > LATENT or rope > ROPE:
         yield f"entries of {latent} + {rope} values: takes at most {LATENT} + {ROPE}"
+    yield from too_large(options)
 
 
 decode_mla_sparse = decode_mla
@@ -93,6 +95,7 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
     yield from _empty(arrays, "q", "block_tables")
     if max(options["entry"].sizes) > HEAD_DIM:
         yield f"entries of {' + '.join(map(str, options['entry'].sizes))} values: takes at most {HEAD_DIM} of each"
+    yield from too_large(options)
 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
