@@ -863,34 +863,31 @@ def test_scales_of_any_kind_of_number_are_taken(scale):
 class TestRefusal:
     """NotImplementedError is for calls that are right and that no implementation asked for takes."""
 
-    # More than 2**31 elements whose outer stride does not divide the size: no view has rows of fewer.
-    layout = jaxkv.CacheLayout.from_strides(
-        num_layers=1,
-        num_blocks=2**17,
-        block_size=64,
-        entry=jaxkv.MLAEntry("fp8"),
-        strides={"layer": 0, "block": 64 * 576, "head": 0, "token": 576},
-        size=2**17 * 64 * 576 + 1,
-    )
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("fp8"))
+
+    def cache(self):
+        return jaxkv.KVCache(jax.ShapeDtypeStruct((self.layout.size,), self.layout.dtype), self.layout)
 
     def arguments(self):
-        cache = jaxkv.KVCache(jax.ShapeDtypeStruct((self.layout.size,), self.layout.dtype), self.layout)
         values = [jax.ShapeDtypeStruct((5, n), jnp.bfloat16) for n in self.layout.entry.sizes]
-        return cache, *values, jax.ShapeDtypeStruct((5,), jnp.int32)
+        return self.cache(), *values, jax.ShapeDtypeStruct((5,), jnp.int32)
+
+    def planned(self):
+        options = {"num_heads": 16, "batch_invariant": True}
+        return (self.cache(), jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)), options
 
     @pytest.mark.parametrize("implementation", ["xla", ("xla",), ["xla", "xla"]])
     def test_a_named_implementation_runs_or_says_why_not(self, implementation):
-        def write(*arguments):
-            return jaxkv.write_mla(*arguments, layer=0, kv_scale=1.0, implementation=implementation)
-
+        arguments, options = self.planned()
         with pytest.raises(NotImplementedError) as caught:
-            jax.eval_shape(write, *self.arguments())
-        for fragment in ("write_mla", "xla: ", str(self.layout.size), "2**31 elements", "divide the size"):
+            jaxkv.plan_decode(*arguments, **options, implementation=implementation)
+        for fragment in ("plan_decode", "xla: ", "batch-invariant", "depend on the shape of its batch"):
             assert fragment in str(caught.value)
 
     def test_explain_gives_the_same_reasons(self):
-        explanation = jaxkv.explain(jaxkv.write_mla, *self.arguments(), layer=0, kv_scale=1.0)
-        assert "divide the size" in explanation.reasons["xla"][0]
+        arguments, options = self.planned()
+        explanation = jaxkv.explain(jaxkv.plan_decode, *arguments, **options)
+        assert "batch-invariant" in explanation.reasons["xla"][0]
 
     def test_explain_checks_the_arguments(self):
         cache, kv_c, k_pe, slots = self.arguments()
