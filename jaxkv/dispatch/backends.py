@@ -58,7 +58,10 @@ LADDER = (
 
 
 def implementations() -> dict[str, str]:
-    """Names for `implementation=`, best first, and what each runs on; the last takes every call."""
+    """Names for `implementation=`, best first, and what each runs on.
+
+    The last supports every call, on every layout, that needs no batch-invariant plan.
+    """
     return {candidate.name: candidate.devices for candidate in LADDER}
 
 

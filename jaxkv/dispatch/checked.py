@@ -19,9 +19,9 @@ def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
     Without checks, bad data never touches memory that is not its own, but nobody hears of it: bad slots are skipped and
     bad blocks masked.  With them, the first misuse raises ValueError with the argument's name, the position and the
-    value: slots and block ids out of range, a slot written twice in one call, lengths beyond the table, traced layers
-    out of range, NaN in entries that a decode reads.  Works through `jit` and `scan`, not `vmap`; costs time and
-    memory.
+    value: slots and block ids out of range, a slot written twice in one call, lengths beyond the table, lengths other
+    than those that a plan was made for, traced layers out of range, NaN in entries that a decode reads.  Works through
+    `jit` and `scan`, not `vmap`; costs time and memory.
 
     All arguments of `function` are traced, and nothing is donated; close over what is static:
     `jaxkv.checked(lambda cache: jaxkv.decode_mla(q_latent, q_pe, cache, ..., return_lse=True))(cache)`.
@@ -44,14 +44,18 @@ def checking() -> bool:
     return bool(_checking.value)
 
 
-def require(ok: jax.Array, name: str, values: jax.Array, problem: str):
-    """Reports the first element of `values` where `ok` (of the same shape) does not hold."""
+def require(ok: jax.Array, name: str, values: jax.Array, problem: str, **others: jax.Array):
+    """Reports the first element of `values` where `ok` (of the same shape) does not hold.
+
+    `problem` may name `others`, arrays of the same shape, in braces.
+    """
     if not ok.size:
         return
     first = jnp.argmin(ok)
     index = jnp.unravel_index(first, ok.shape) if ok.ndim else ()
     where = "[" + ", ".join(f"{{i{n}}}" for n in range(ok.ndim)) + "]" if ok.ndim else ""
     told: dict[str, Any] = {f"i{n}": i for n, i in enumerate(index)}
+    told |= {other: array.ravel()[first] for other, array in others.items()}
     checkify.check(ok.all(), f"`{name}`{where} is {{value}}: {problem}", value=values.ravel()[first], **told)
 
 
@@ -75,13 +79,14 @@ def check_written_once(name, slots, what):
     )
 
 
-def check_tables(block_tables, first, lengths, pages, name="seq_lens"):
-    """Positions first <= p < lengths of each request lie in the table, in blocks of the cache."""
+def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None):
+    """Positions first <= p < lengths of each request lie in the table, those below `most` in blocks of the cache."""
     capacity = block_tables.shape[1] * pages.block_size
     fits = (lengths >= 0) & (lengths <= capacity)
     require(fits, name, lengths, f"the table holds {block_tables.shape[1]} blocks, {capacity} tokens")
     begins = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * pages.block_size
-    live = (begins + pages.block_size > first[:, None]) & (begins < lengths[:, None])
+    last = lengths if most is None else jnp.minimum(lengths, most)
+    live = (begins + pages.block_size > first[:, None]) & (begins < last[:, None])
     inside = (block_tables >= 0) & (block_tables < pages.num_blocks)
     require(inside | ~live, "block_tables", block_tables, f"the cache has blocks 0 to {pages.num_blocks - 1}")
 

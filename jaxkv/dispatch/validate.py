@@ -1,6 +1,5 @@
 """Static checks of arguments, made once, before dispatch: kernels assume clean input."""
 
-import operator
 from typing import Any
 
 import jax
@@ -8,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import KVCache
+from jaxkv_kernels.addressing.integers import as_int
+from jaxkv_kernels.addressing.slots import MAX_SLOTS
 from jaxkv_kernels.formats.entries import Entry
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -86,17 +87,16 @@ def check_cache(cache: KVCache, *kinds: type[Entry]):
 
 
 def layer_index(layer: Any, cache: KVCache):
-    """`layer` as an int32 array; ValueError where it is a Python int out of range, or no integer."""
+    """`layer` as an int32 array; ValueError where it is a Python int out of range, or no integer (a bool is none)."""
     layers = cache.layout.num_layers
     known = not hasattr(layer, "dtype") or isinstance(layer, np.generic | np.ndarray)
     if not known:
         if not _is_integer(layer) or layer.shape != ():
             raise ValueError(f"`layer` is {told(layer)}: expected an int, or an int32 scalar")
         return int32(layer)
-    try:
-        value = operator.index(layer)
-    except TypeError:
-        raise ValueError(f"`layer` is {layer!r}: expected an int, or an int32 scalar") from None
+    value = as_int(layer)
+    if value is None:
+        raise ValueError(f"`layer` is {layer!r}: expected an int, or an int32 scalar")
     if not 0 <= value < layers:
         raise ValueError(f"`layer` is {value}: the cache has {layers} layers, 0 to {layers - 1}")
     return jnp.int32(value)
@@ -144,9 +144,13 @@ def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool =
 
 
 def in_float32(value) -> np.ndarray:
-    """What float32 makes of a number: inf or 0 where it cannot hold it."""
+    """What devices make of a number in float32: inf where it is too large, 0 where it is too small.
+
+    0 are also the numbers below 2**-126 that float32 has, but that devices take for 0: what is divided by one is NaN.
+    """
     with np.errstate(over="ignore", under="ignore"):
-        return np.asarray(value).astype(np.float32)
+        found = np.asarray(value).astype(np.float32)
+    return np.where(np.abs(found) < np.finfo(np.float32).tiny, np.float32(0), found)
 
 
 def float_dtype(name: str, dtype):
@@ -160,11 +164,24 @@ def float_dtype(name: str, dtype):
     return found
 
 
-def positive_int(name: str, value) -> int:
-    """`value` as a Python int; ValueError unless it is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"`{name}` is {value!r}: expected a positive int (it is static)")
-    return int(value)
+def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
+    """`value` as a Python int; ValueError unless it is a positive integer, and one that int32 holds."""
+    number = None if isinstance(value, jax.Array) else as_int(value)
+    if number is None or number < 1 or (below is not None and number >= below):
+        limit = "" if below is None else f" below {below}"
+        raise ValueError(f"`{name}` is {value!r}: expected a positive int{limit} (it is static)")
+    return number
+
+
+def window_within(window, capacity: int) -> int | None:
+    """`window` as kernels take it; ValueError unless it is None or a positive int, of any size.
+
+    None where it is at least the `capacity` of the block tables, in tokens, or what int32 holds: then it hides nothing.
+    """
+    if window is None:
+        return None
+    window = positive_int("window", window, below=None)
+    return window if window < min(capacity, MAX_SLOTS) else None
 
 
 def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:

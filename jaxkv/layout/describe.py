@@ -133,9 +133,11 @@ class Band:
 def bands(groups: Descriptions) -> list[Band]:
     """The memory map: the whole buffer, then what its first step is made of, and so on down to an entry.
 
-    Groups part below the second row.
+    Groups part below the second row.  ValueError if the steps of an axis do not lie one after the other.
     """
     views = [_View(name, about) for name, about in groups.items()]
+    for view in views:
+        view.check_order()
     about, outer = views[0].about, views[0].axes[0]
     start = min(view.about.offset for view in views)
     span = max(view.about.offset + view.span(1) for view in views) - start
@@ -176,6 +178,15 @@ class _View:
     def span(self, depth: int) -> int:
         """Bytes from the first to the last entry, both included."""
         return sum((axis.count - 1) * axis.stride for axis in self.axes[depth:]) + self.about.entry.nbytes
+
+    def check_order(self) -> None:
+        """ValueError if the steps of an axis interleave, which boxes side by side cannot show."""
+        for depth, axis in enumerate(self.axes, 1):
+            if axis.count > 1 and axis.stride < self.span(depth):
+                raise ValueError(
+                    f"the {axis.count:,} {axis.name}s interleave, one every {axis.stride:,} B, each over "
+                    f"{self.span(depth):,} B: a memory map shows only what lies one after the other"
+                )
 
     def pieces(self, depth: int, start: int) -> list[Piece]:
         """What begins at `start`: the steps of an axis, the parts of an entry, or the contents of a split page."""

@@ -36,7 +36,7 @@ def draw(groups: Descriptions, path: str | os.PathLike[str] | None = None) -> "F
 
     Raises:
       ImportError: matplotlib is missing.
-      ValueError: `path` ends in neither .svg nor .png.
+      ValueError: `path` ends in neither .svg nor .png, or the steps of an axis interleave.
     """
     if path is not None and Path(path).suffix not in (".svg", ".png"):
         raise ValueError(f"`path` ends in {Path(path).suffix!r}: expected .svg or .png")
@@ -74,10 +74,10 @@ def draw(groups: Descriptions, path: str | os.PathLike[str] | None = None) -> "F
 
 
 def svg(groups: Descriptions) -> str | None:
-    """The memory map as SVG text; None without matplotlib."""
+    """The memory map as SVG text; None without matplotlib, and for a layout that has no map."""
     try:
         figure = draw(groups)
-    except ImportError:
+    except (ImportError, ValueError):
         return None
     file = io.StringIO()
     _save(figure, file, "svg")

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +11,10 @@ import jax.numpy as jnp
 
 from jaxkv.layout.describe import Axis, Description, table
 from jaxkv.layout.draw import draw, svg
+from jaxkv.layout.overlap import overlapping_entries
+from jaxkv_kernels.addressing.integers import as_int
 from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing.row_view import entry_view
 from jaxkv_kernels.addressing.slots import MAX_SLOTS
 from jaxkv_kernels.formats.entries import Entry
 
@@ -42,7 +44,12 @@ class CacheLayout:
 
     Entry (layer, block, head, token) begins at element
     `offset + layer * strides.layer + block * strides.block + head * strides.head + token * strides.token`.
-    Two layouts that address the same bytes are equal, however they were described.
+    Two layouts that address the same bytes are equal, however they were described.  Where a `PackedLayout` has several
+    groups, each is equal to groups of equal blocks only.
+
+    Sizes are ints of any kind, NumPy's included; arithmetic with them is exact.  `dataclasses.replace` keeps strides,
+    offset and size where they are not replaced, and checks the result like any other layout.  Applied to a group of a
+    `PackedLayout`, it returns a layout of its own, no longer part of the packed block.
 
     Args:
       num_layers: layers (L).
@@ -50,15 +57,19 @@ class CacheLayout:
       block_size: tokens a block; any positive int.
       entry: what one token stores for one head: `MLAEntry`, `KVEntry` or `IndexerEntry`.
       num_heads: KV heads (H); 1 for MLA and indexer entries.
-      order: physical order of the axes, outermost first, one of `ORDERS`.  `BLNHC` (cross-layer) keeps everything that
-        a block needs, in every layer, in one run of memory.
+      order: physical order of the axes, outermost first, one of `ORDERS`.  `BLNHC` (cross-layer), the default, keeps
+        everything that a block needs, in every layer, in one run of memory.
       block_padding: unused elements after each step of the block axis.
       dtype: dtype of the buffer; default the entry's own.  Any other whose itemsize divides the entry's bytes will do
         (uint8 for a buffer shared by groups of several dtypes): entries are stored bit for bit.
+      strides: instead of `order` and `block_padding`, as in `from_strides`; `offset` and `size` go with it.
+      offset: element of the buffer where entry (0, 0, 0, 0) begins.
+      size: elements of the buffer.
 
     Raises:
-      ValueError: overlapping entries, addresses outside the buffer, bad alignment, sizes or dtype; the message has the
-        numbers.
+      ValueError: overlapping entries (those that interleave without sharing an element do not overlap), addresses
+        outside the buffer, bad alignment, sizes or dtype, or a buffer of more than 2**31 elements whose size has no
+        divisors by which to index it in int32; the message has the numbers.
     """
 
     num_layers: int
@@ -71,6 +82,8 @@ class CacheLayout:
     offset: int
     size: int
     """Elements of the whole buffer."""
+    packed: str | None = field(default=None, init=False)
+    """The fingerprint of the `PackedLayout` that it is a group of, where that has others."""
 
     def __init__(
         self,
@@ -80,22 +93,26 @@ class CacheLayout:
         block_size: int,
         entry: Entry,
         num_heads: int = 1,
-        order: str = "BLNHC",
+        order: str | None = None,
         block_padding: int = 0,
         dtype=None,
+        strides: Strides | Mapping[str, int] | None = None,
+        offset: int = 0,
+        size: int | None = None,
     ):
-        if order not in ORDERS:
-            raise ValueError(f"`order` is {order!r}: expected one of {', '.join(ORDERS)}")
-        block_padding = _checked_int("block_padding", block_padding, "0 or more elements", least=0)
         self._set_sizes(num_layers, num_blocks, block_size, num_heads, entry, dtype)
-        counts = {"L": self.num_layers, "B": self.num_blocks, "H": self.num_heads, "N": self.block_size}
-        strides, extent = {}, self.width
-        for axis in reversed(order[:-1]):
-            if axis == "B":
-                extent += block_padding
-            strides[AXES[axis]] = extent
-            extent *= counts[axis]
-        self._set_addresses(Strides(**strides), 0, extent)
+        block_padding = checked_int("block_padding", block_padding, "0 or more elements", least=0)
+        offset = checked_int("offset", offset)
+        if strides is None:
+            if size is not None or offset:
+                raise ValueError(f"`size` is {size} and `offset` is {offset}: expected neither without `strides`")
+            self._set_addresses(*self._packed("BLNHC" if order is None else order, block_padding))
+        else:
+            if order is not None or block_padding:
+                raise ValueError(
+                    f"`order` is {order!r} and `block_padding` is {block_padding}: expected neither beside `strides`"
+                )
+            self._set_addresses(_checked_strides(strides), offset, checked_int("size", size))
 
     @classmethod
     def from_strides(
@@ -112,22 +129,31 @@ class CacheLayout:
         dtype=None,
     ) -> "CacheLayout":
         """A view into a buffer of `size` elements that someone else laid out; strides and offset in its elements."""
-        layout = cls.__new__(cls)
-        layout._set_sizes(num_layers, num_blocks, block_size, num_heads, entry, dtype)
-        layout._set_addresses(_checked_strides(strides), _checked_int("offset", offset), _checked_int("size", size))
-        return layout
+        return cls(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_heads=num_heads,
+            entry=entry,
+            dtype=dtype,
+            strides=_checked_strides(strides),
+            offset=offset,
+            size=size,
+        )
 
     def _set_sizes(self, num_layers, num_blocks, block_size, num_heads, entry, dtype):
         sizes = {"num_layers": num_layers, "num_blocks": num_blocks, "block_size": block_size, "num_heads": num_heads}
         for name, value in sizes.items():
-            object.__setattr__(self, name, _checked_int(name, value, "a positive int", least=1))
+            object.__setattr__(self, name, checked_int(name, value, "a positive int", least=1))
         if not isinstance(entry, Entry):
             raise ValueError(f"`entry` is {entry!r}: expected an MLAEntry, a KVEntry or an IndexerEntry")
-        if num_heads > 1 and entry.one_head:
-            raise ValueError(f"`num_heads` is {num_heads}: a {type(entry).__name__} has one head for all query heads")
-        if num_blocks * block_size > MAX_SLOTS:
+        if self.num_heads > 1 and entry.one_head:
             raise ValueError(
-                f"{num_blocks} blocks of {block_size} tokens are {num_blocks * block_size} slots: slots are int32, "
+                f"`num_heads` is {self.num_heads}: a {type(entry).__name__} has one head for all query heads"
+            )
+        if self.num_slots > MAX_SLOTS:
+            raise ValueError(
+                f"{self.num_blocks} blocks of {self.block_size} tokens are {self.num_slots} slots: slots are int32, "
                 f"so at most {MAX_SLOTS}"
             )
         object.__setattr__(self, "entry", entry)
@@ -139,11 +165,24 @@ class CacheLayout:
                 f"{' and '.join(map(str, runs))} bytes of {entry}"
             )
 
+    def _packed(self, order: str, block_padding: int) -> tuple[Strides, int, int]:
+        """Strides, offset and size of a buffer without gaps, but for the padding of blocks."""
+        if order not in ORDERS:
+            raise ValueError(f"`order` is {order!r}: expected one of {', '.join(ORDERS)}")
+        counts, strides, extent = self._counts(), {}, self.width
+        for axis in reversed(order[:-1]):
+            if axis == "B":
+                extent += block_padding
+            strides[AXES[axis]] = extent
+            extent *= counts[AXES[axis]]
+        return Strides(**strides), 0, extent
+
     def _set_addresses(self, strides, offset, size):
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "offset", offset)
         object.__setattr__(self, "strides", self._canonical(strides, size))
         self._check_addresses()
+        entry_view(self.pages)  # ValueError where int32 indices reach no entry of so large a buffer
 
     def _canonical(self, given: Strides, size: int) -> Strides:
         """Strides whose axes of length 1 hold what a packed cache would: callers put anything there, kernels divide."""
@@ -164,15 +203,18 @@ class CacheLayout:
             raise ValueError(
                 f"`strides.content` is {self.strides.content}: the content of an entry is contiguous, always 1"
             )
-        end, last = self.width, f"an entry of {self.width} elements"
-        for axis in sorted((a for a in counts if counts[a] > 1), key=lambda a: strides[a]):
-            if strides[axis] < end:
-                raise ValueError(
-                    f"entries overlap: `strides.{axis}` is {strides[axis]}, but {last} spans {end} elements "
-                    f"(strides {self.strides}, counts {counts})"
-                )
-            end += strides[axis] * (counts[axis] - 1)
-            last = f"the {axis} axis of {counts[axis]} steps of {strides[axis]}"
+        stepped = {axis: (count, strides[axis]) for axis, count in counts.items() if count > 1}
+        for axis, (count, stride) in stepped.items():
+            if stride < 1:
+                raise ValueError(f"`strides.{axis}` is {stride}: expected at least 1, as the axis has {count} steps")
+        if found := overlapping_entries(stepped, self.width):
+            names = [f"({', '.join(f'{axis} {entry.get(axis, 0)}' for axis in counts)})" for entry in found]
+            begins = [self.offset + sum(i * strides[axis] for axis, i in entry.items()) for entry in found]
+            raise ValueError(
+                f"entries overlap: entry {names[1]} begins at element {begins[1]}, and entry {names[0]} has elements "
+                f"[{begins[0]}, {begins[0] + self.width}) (strides {self.strides}, counts {counts})"
+            )
+        end = self.width + sum((count - 1) * stride for count, stride in stepped.values())
         if self.offset < 0 or self.offset + end > self.size:
             raise ValueError(
                 f"strides leave the buffer: entries lie in elements [{self.offset}, {self.offset + end}), the buffer "
@@ -275,12 +317,15 @@ class CacheLayout:
         """A stable name (32 hex digits) of what a block that travels contains and how.
 
         Two caches may exchange blocks only if theirs agree.  It covers the entry, the counts and strides inside a
-        block and the padding, not the number of blocks.
+        block and the padding, not the number of blocks, nor the stride of an axis of length 1.  A group of a
+        `PackedLayout` has the fingerprint of the whole, as all groups of a block travel together.
         """
-        return fingerprint(self._block_description())
+        return self.packed or fingerprint(self._block_description())
 
     def _block_description(self) -> dict[str, Any]:
-        strides = {axis: stride for axis, _, stride in self.pages.row_axes}
+        inner = {axis: stride for axis, _, stride in self.pages.row_axes}
+        # Blocks of the same bytes have the same name, whatever an axis of length 1 would step.
+        strides = vars(self._canonical(Strides(block=0, **inner), 0))
         return {
             "entry": [type(self.entry).__name__, self.entry.format, *self.entry.sizes],
             "counts": [self.num_layers, self.num_heads, self.block_size],
@@ -322,12 +367,9 @@ class CacheLayout:
         return svg({"": self.describe()})
 
 
-def _checked_int(name: str, value, expected="an int", least: int | None = None) -> int:
+def checked_int(name: str, value, expected="an int", least: int | None = None) -> int:
     """`value` as a Python int; ValueError for anything else (a bool, a float) and below `least`."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number = as_int(value)
     if number is None or (least is not None and number < least):
         raise ValueError(f"`{name}` is {value!r}: expected {expected}")
     return number
@@ -339,7 +381,7 @@ def _checked_strides(strides) -> Strides:
     axes = tuple(AXES.values())
     if not isinstance(given, Mapping) or not {*axes} <= {*given} <= {*axes, "content"}:
         raise ValueError(f"`strides` is {strides!r}: expected Strides, or a mapping with {', '.join(axes)}")
-    return Strides(**{axis: _checked_int(f"strides.{axis}", stride) for axis, stride in given.items()})
+    return Strides(**{axis: checked_int(f"strides.{axis}", stride) for axis, stride in given.items()})
 
 
 def checked_dtype(dtype):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxkv.layout.describe import Description, table
 from jaxkv.layout.draw import draw, svg
-from jaxkv.layout.layout import CacheLayout, Strides, checked_dtype, fingerprint
+from jaxkv.layout.layout import CacheLayout, Strides, checked_dtype, checked_int, fingerprint
 from jaxkv_kernels.formats.entries import Entry
 
 ALIGNMENT = 16
@@ -48,6 +48,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
             raise ValueError(f"`groups` is {groups!r}: expected a mapping of names to Groups")
         if not groups:
             raise ValueError(f"`groups` is {groups!r}, empty: expected at least one Group")
+        num_blocks = checked_int("num_blocks", num_blocks, "a positive int", least=1)
         natural = {group.entry.dtype for group in groups.values()}
         dtype = checked_dtype(dtype or (natural.pop() if len(natural) == 1 else "uint8"))
         unit = max(ALIGNMENT // dtype.itemsize, 1)
@@ -81,6 +82,10 @@ class PackedLayout(Mapping[str, CacheLayout]):
             )
             for name, layout in alone.items()
         }
+        if len(self) > 1:
+            whole = fingerprint({name: layout.fingerprint for name, layout in self.items()})
+            for layout in self.values():
+                object.__setattr__(layout, "packed", whole)
 
     def __getitem__(self, name: str) -> CacheLayout:
         return self._layouts[name]
@@ -96,8 +101,8 @@ class PackedLayout(Mapping[str, CacheLayout]):
 
     @property
     def fingerprint(self) -> str:
-        """Like `CacheLayout.fingerprint`, for the block with all its groups."""
-        return fingerprint({name: layout.fingerprint for name, layout in self.items()})
+        """Like `CacheLayout.fingerprint`, for the block with all its groups: that of each of them."""
+        return next(iter(self.values())).fingerprint
 
     def describe(self) -> dict[str, Description]:
         """The groups in plain numbers, for the table and the memory map."""

@@ -1,11 +1,14 @@
 """From logits to tokens: greedy, temperature, top-p."""
 
 import math
+import numbers
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxkv_kernels.addressing.integers import as_int
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,10 @@ class Sampling:
       temperature: logits are divided by it before the softmax; 0 takes the likeliest token (greedy).
       top_p: draw from the fewest likeliest tokens whose probabilities reach this sum (nucleus sampling,
         arXiv:1904.09751); 1 draws from all.
-      seed: 0 to 2**32 - 1.  A request's tokens depend on its seed, not on the requests that run beside it.
+      seed: an int, 0 to 2**32 - 1.  A request's tokens depend on its seed, not on the requests that run beside it.
+
+    Raises:
+      ValueError: an argument is out of range or no number; a bool is none, and a seed is no float.
     """
 
     temperature: float = 0.0
@@ -24,12 +30,18 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"`temperature` is {self.temperature}: expected a finite number, 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"`top_p` is {self.top_p}: expected more than 0, at most 1")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"`seed` is {self.seed}: expected 0 to 2**32 - 1")
+        if not (_is_real(self.temperature) and self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"`temperature` is {self.temperature!r}: expected a finite number, 0 (greedy) or more")
+        if not (_is_real(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"`top_p` is {self.top_p!r}: expected more than 0, at most 1")
+        seed = as_int(self.seed)
+        if seed is None or not 0 <= seed < 2**32:
+            raise ValueError(f"`seed` is {self.seed!r}: expected an int, 0 to 2**32 - 1")
+        object.__setattr__(self, "seed", seed)
+
+
+def _is_real(value) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def sample(logits, temperature, top_p, seeds, positions) -> jax.Array:

@@ -1,32 +1,62 @@
-"""A block in a file: its bytes, what they are, and a checksum over both.
+"""A block in a file: its bytes, what they are, and a digest over both.
 
-Little-endian.  A page of 4096 bytes: magic (8 bytes), version (uint32), CRC-32 of all that follows (uint32), bytes of
-the description (uint32), bytes of the block (uint64), the description in JSON, zeros.  Then the block.
+Little-endian.  A header of 4096 bytes, then the block.  The header:
+
+    magic         8 bytes
+    version       uint32
+    checksum      uint32: CRC-32 of the rest of the header
+    digest        32 bytes: of the rest of the file, keyed BLAKE2b with a secret, else CRC-32 followed by zeros
+    length        uint32: bytes of the description
+    description   JSON in ASCII: an object of strings, the fields of `Description`
+    zeros         up to the block
 """
 
+import hashlib
+import hmac
 import json
 import os
+import re
 import secrets
 import struct
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 
 MAGIC = b"jaxkvblk"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
 """The block begins at a page of memory, whatever its description."""
+DIGEST_BYTES = 32
+UNFINISHED = ".unfinished"
+"""How the name of a file ends that is being written."""
 
-_FIXED = struct.Struct("<8sI")
-_CHECKED = struct.Struct("<IQ")
-_CHECKED_FROM = _FIXED.size + 4
-"""Where the bytes begin that the checksum covers: after itself."""
+SHOWN = 200
+"""Bytes of a description in a message, at most."""
+
+_START = struct.Struct("<8sII")
+_LENGTH = struct.Struct("<I")
+_DIGESTED_FROM = _START.size + DIGEST_BYTES
+"""Where the bytes begin that the digest covers: after itself."""
+
+_SCHEMA = {
+    "dtype": r"[a-z0-9_]+",
+    "fingerprint": r"[0-9a-f]{32}",
+    "model": r"(?s:.*)",
+    "secret": r"|[0-9a-f]{32}",
+    "key": r"([0-9a-f]{2})+",
+}
+"""What the strings of a description match as a whole; in this order they are written."""
 
 
 class DamagedBlock(ValueError):
-    """A file that is refused: the message says which, and what is wrong with it."""
+    """A file that is refused: the message names it, and what is wrong with it."""
+
+
+class ForeignBlock(LookupError):
+    """A file of another pool (model, layout, secret), or of another version of the format: not here, not damaged."""
 
 
 @dataclass(frozen=True)
@@ -37,32 +67,46 @@ class Description:
     fingerprint: str
     """Of the layout."""
     model: str
+    secret: str
+    """Its `secret_id`."""
     key: str
     """In hex."""
 
     def check(self) -> None:
         """ValueError where it is too long for a header."""
-        _header(self, memoryview(b""))
+        _encoded(self)
 
 
-def write_block(path: Path, description: Description, row: np.ndarray) -> None:
+def secret_id(secret: bytes | None) -> str:
+    """Which secret it is, without revealing it: 32 hex digits, or "" for None.  ValueError for what is not a secret."""
+    if secret is None:
+        return ""
+    most = hashlib.blake2b.MAX_KEY_SIZE
+    if not isinstance(secret, bytes) or not 1 <= len(secret) <= most:
+        found = f"has {len(secret)} bytes" if isinstance(secret, bytes) else f"is a {type(secret).__name__}"
+        raise ValueError(f"`secret` {found}: expected 1 to {most} bytes, such as `secrets.token_bytes(32)`, or None")
+    return hashlib.blake2b(key=secret, digest_size=16, person=b"jaxkv secret").hexdigest()
+
+
+def write_block(path: Path, description: Description, row: np.ndarray, secret: bytes | None = None) -> None:
     """Writes a file that is there whole or not at all, whenever the process or the machine stops.
 
     Args:
       path: the file; replaced where it exists.
       description: what `row` is.
       row: [E] of any dtype.
+      secret: keys the digest; `description.secret` is its `secret_id`.
 
     Raises:
-      OSError: the disk is full, say; nothing of the file is left.
+      OSError: the disk is full, for example; nothing of the new file is left, and an older one is as it was.
     """
-    payload = memoryview(np.ascontiguousarray(row).view(np.uint8)).cast("B")
-    header = _header(description, payload)
+    block = memoryview(np.ascontiguousarray(row).view(np.uint8)).cast("B")
+    header = _header(description, block, secret)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with open(unfinished, "wb") as file:
             file.write(header)
-            file.write(payload)
+            file.write(block)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
@@ -71,45 +115,109 @@ def write_block(path: Path, description: Description, row: np.ndarray) -> None:
         raise
 
 
-UNFINISHED = ".unfinished"
-"""How the name of a file ends that is being written."""
+def read_block(path: Path, expected: Description, row: jax.ShapeDtypeStruct, secret: bytes | None = None) -> np.ndarray:
+    """The block of a file, after all of it has been checked.
 
+    It is read into memory first and checked there: what another process does to the file meanwhile has no effect.
 
-def _header(description: Description, payload: memoryview) -> bytes:
-    told = json.dumps(asdict(description)).encode()
-    checked = (_CHECKED.pack(len(told), len(payload)) + told).ljust(HEADER_BYTES - _CHECKED_FROM, b"\0")
-    if len(checked) > HEADER_BYTES - _CHECKED_FROM:
-        raise ValueError(f"the description of a block takes {len(told)} bytes, which is too long: shorten `model`")
-    checksum = zlib.crc32(payload, zlib.crc32(checked))
-    return _FIXED.pack(MAGIC, VERSION) + struct.pack("<I", checksum) + checked
-
-
-def read_block(path: Path, expected: Description) -> np.ndarray:
-    """The block of a file, mapped into memory, uint8 [E], after all of it has been checked.
+    Args:
+      path: the file.
+      expected: what the block must be.
+      row: shape [E] and dtype of the block.
+      secret: keys the digest; `expected.secret` is its `secret_id`.
 
     Raises:
-      DamagedBlock: the file is no block, cut off, altered, or another block than `expected`.
+      DamagedBlock: the file is not a block, is truncated, altered, or holds the block of another key.
+      ForeignBlock: the file is of another model, layout, secret or version.
       FileNotFoundError: there is no such file.
     """
-    size = path.stat().st_size
-    if size < HEADER_BYTES:
-        raise DamagedBlock(f"{path} is truncated: it has {size} bytes, less than a header of {HEADER_BYTES}")
-    contents = np.memmap(path, np.uint8, mode="r")
-    magic, version = _FIXED.unpack_from(contents)
+    with open(path, "rb") as file:
+        header = file.read(HEADER_BYTES)
+        _check_header(path, header, expected)
+        block = np.empty(row.shape, row.dtype)
+        size, whole = os.fstat(file.fileno()).st_size, HEADER_BYTES + block.nbytes
+        if size != whole:
+            raise DamagedBlock(f"{path} has {size} bytes: expected {whole}, a header and a block of the layout")
+        if file.readinto(block.view(np.uint8)) != block.nbytes:
+            raise DamagedBlock(f"{path} became shorter than {whole} bytes while it was read")
+    found = _digest(secret, header[_DIGESTED_FROM:], block.view(np.uint8))
+    if not hmac.compare_digest(found, header[_START.size : _DIGESTED_FROM]):
+        # Without the digest that is right: it would make a forged block good.
+        raise DamagedBlock(f"{path} was altered: its contents do not have the digest in its header")
+    return block
+
+
+def _header(description: Description, block, secret: bytes | None) -> bytes:
+    rest = _encoded(description)
+    rest = _digest(secret, rest, block) + rest
+    return _START.pack(MAGIC, VERSION, zlib.crc32(rest)) + rest
+
+
+def _encoded(description: Description) -> bytes:
+    """The end of a header, from the length of the description on."""
+    text = json.dumps(asdict(description)).encode()
+    encoded = _padded(text)
+    if len(encoded) > HEADER_BYTES - _DIGESTED_FROM:
+        raise ValueError(f"the description of a block takes {len(text)} bytes, which is too long: shorten `model`")
+    return encoded
+
+
+def _padded(text: bytes) -> bytes:
+    return (_LENGTH.pack(len(text)) + text).ljust(HEADER_BYTES - _DIGESTED_FROM, b"\0")
+
+
+def _digest(secret: bytes | None, *parts) -> bytes:
+    """`DIGEST_BYTES` of these bytes, in a row."""
+    if secret is None:
+        checksum = 0
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        return checksum.to_bytes(DIGEST_BYTES, "little")
+    digest = hashlib.blake2b(key=secret, digest_size=DIGEST_BYTES, person=b"jaxkv block")
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _check_header(path: Path, header: bytes, expected: Description) -> None:
+    """DamagedBlock or ForeignBlock unless it is that of the block that is expected."""
+    if len(header) < HEADER_BYTES:
+        raise DamagedBlock(f"{path} is truncated: it has {len(header)} bytes, less than a header of {HEADER_BYTES}")
+    magic, version, checksum = _START.unpack_from(header)
     if magic != MAGIC:
-        raise DamagedBlock(f"{path} is no block: it begins with {magic!r}, expected {MAGIC!r}")
+        raise DamagedBlock(f"{path} is not a block: it begins with {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
-        raise DamagedBlock(f"{path} is of version {version}: this program reads version {VERSION}")
-    (checksum,) = struct.unpack_from("<I", contents, _FIXED.size)
-    length, nbytes = _CHECKED.unpack_from(contents, _CHECKED_FROM)
-    if size != HEADER_BYTES + nbytes:
-        raise DamagedBlock(f"{path} is truncated: it has {size} bytes, its header says {HEADER_BYTES + nbytes}")
-    if (found := zlib.crc32(contents[_CHECKED_FROM:])) != checksum:
-        raise DamagedBlock(f"{path} was altered: its checksum is {found:08x}, its header says {checksum:08x}")
-    start = _CHECKED_FROM + _CHECKED.size
-    description = Description(**json.loads(contents[start : start + length].tobytes()))
-    for what in ("dtype", "fingerprint", "model", "key"):
-        has, wanted = getattr(description, what), getattr(expected, what)
+        raise ForeignBlock(f"{path} is of version {version} of the format: this program reads version {VERSION}")
+    if (found := zlib.crc32(header[_START.size :])) != checksum:
+        raise DamagedBlock(f"{path} was altered: the checksum of its header is {found:08x}, it has {checksum:08x}")
+    description = _decoded(path, header[_DIGESTED_FROM:])
+    for name in ("dtype", "fingerprint", "model", "secret"):
+        has, wanted = getattr(description, name), getattr(expected, name)
         if has != wanted:
-            raise DamagedBlock(f"{path} holds a block of another {what}: {has!r}, expected {wanted!r}")
-    return contents[HEADER_BYTES:]
+            raise ForeignBlock(f"{path} holds a block of another {name}: {has!r}, expected {wanted!r}")
+    if description.key != expected.key:
+        raise DamagedBlock(f"{path} holds a block of another key: {description.key!r}, expected {expected.key!r}")
+
+
+def _decoded(path: Path, encoded: bytes) -> Description:
+    """The description that `_encoded` made these bytes of; DamagedBlock where it made them of none."""
+    (length,) = _LENGTH.unpack_from(encoded)
+    text = encoded[_LENGTH.size :][:length]
+    try:
+        fields = json.loads(text.decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedBlock(f"{path} has the description {text[:SHOWN]!r}, which is not JSON: {error}") from None
+    if not _is_description(fields) or _padded(json.dumps(fields).encode()) != encoded:
+        raise DamagedBlock(
+            f"{path} has the description {text[:SHOWN]!r}: expected an object of strings, "
+            + ", ".join(f"{name} as {pattern}" for name, pattern in _SCHEMA.items())
+        )
+    return Description(**fields)
+
+
+def _is_description(fields: object) -> bool:
+    return (
+        isinstance(fields, dict)
+        and list(fields) == list(_SCHEMA)
+        and all(isinstance(fields[name], str) and re.fullmatch(_SCHEMA[name], fields[name]) for name in _SCHEMA)
+    )

@@ -2,8 +2,8 @@
 
 import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import islice
@@ -14,6 +14,7 @@ import numpy as np
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.validate import block_ids, positive_int
 from jaxkv.offload import transfers
+from jaxkv.offload.block_file import DamagedBlock
 from jaxkv.offload.chunks import Chunk, Chunks
 from jaxkv.offload.disk import DiskPool
 from jaxkv.offload.rows import Layout, check_travels, read_rows, row_of, write_rows
@@ -59,7 +60,9 @@ class HostPool:
 
     Args:
       layout: that of the cache, or the PackedLayout of which the cache views a group: all groups travel.
-      num_blocks: blocks in host memory at most.  On GPUs the memory is pinned now, which takes half a second a GB.
+      num_blocks: blocks in host memory at most.  A load from disk of more blocks is divided into portions that fit.
+        Where all room is held, a portion is one chunk (an eighth of `num_blocks`, at least one block) in addition.  On
+        GPUs the memory is pinned now, which takes half a second a GB.
       disk: a pool of the same layout, for more blocks, and for those that are to survive the process.
       device: the device whose host's memory it is; default this process's first.
       implementation: of `read_blocks` and `write_blocks`.
@@ -173,26 +176,33 @@ class HostPool:
         Raises:
           KeyError: a block is not here; it is named, and `cache` is as it was.
           DamagedBlock: a block on disk is refused, and is here no longer; `cache` is as it was.
-          LoadFailed: a transfer failed; the error has the cache.
+          OSError: a block on disk cannot be read now; `cache` is as it was.
+          LoadFailed: a transfer failed, or one of the above happened after a portion had been loaded; the error has the
+            cache.
           ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not go together.
         """
         blocks = self._checked(cache, blocks, keys, distinct=True)
-        with self._holding(keys):
+        targets = defaultdict(list)
+        for key, block in zip(keys, blocks, strict=True):
+            targets[key].append(block)
+        given, waiting = cache, dict.fromkeys(keys)
+        with self._holding(waiting):
             self._check_present(keys)
-            places = self._fetched(keys, cache.buffer.sharding)
-        self._chunks.use(keys)
-        try:
-            arriving = None
-            for chunk, ids in _moves([places[key] for key in keys], blocks):
-                following = ids, transfers.to_device(chunk.rows, cache.buffer.sharding)
-                if arriving is not None:
-                    jax.block_until_ready(arriving)  # two chunks at a time on the device
-                    cache = write_rows(cache, *arriving, implementation=self._implementation)
-                arriving = following
-            if arriving is not None:
-                cache = write_rows(cache, *arriving, implementation=self._implementation)
-        except Exception as error:
-            raise LoadFailed(f"a load of {len(keys)} blocks stopped half-way: {error}", cache) from error
+            while waiting:
+                try:
+                    if cache is not given:
+                        jax.block_until_ready(cache.buffer)  # the portion before has left host memory
+                    places = self._places(waiting, cache.buffer.sharding)
+                except Exception as error:
+                    if cache is given:
+                        raise  # as it was
+                    raise LoadFailed(f"a load of {len(keys)} blocks stopped half-way: {error}", cache) from error
+                cache = self._moved(cache, places, targets)
+                self._chunks.use(keys)
+                for key in places:
+                    del waiting[key]
+                self.release(places)
+                del places  # it keeps chunks in host memory
         self.stats.loaded += len(keys)
         self.stats.loaded_bytes += len(keys) * self.block_nbytes
         return cache
@@ -225,9 +235,9 @@ class HostPool:
             self._holds.update(keys)
 
     @contextmanager
-    def _holding(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """Holds blocks, those of them that are here, for a while."""
-        self._holds.update(keys)
+    def _holding(self, keys: Collection[bytes]) -> Iterator[None]:
+        """Holds blocks, those of them that are here, for a while; in the end releases the keys that are left."""
+        self._holds.update(list(keys))
         try:
             yield
         finally:
@@ -338,24 +348,55 @@ class HostPool:
         if errors:
             raise errors[0]
 
-    def _fetched(self, keys: Sequence[bytes], sharding: jax.sharding.Sharding) -> dict[bytes, tuple[Chunk, int]]:
-        """Places of blocks in host memory.  Those on disk are read, and stay here if there is room."""
+    def _places(self, keys: Iterable[bytes], sharding: jax.sharding.Sharding) -> dict[bytes, tuple[Chunk, int]]:
+        """Places in host memory of a portion of these blocks: those that are here, and as many from disk as fit."""
         places = {key: self._chunks.place(key) for key in keys if key in self._chunks}
         if self.disk is None:
             return places
-        for part in _split((key for key in dict.fromkeys(keys) if key not in places), self._chunk_blocks):
-            start = time.perf_counter()
-            rows = np.empty((len(part), *self._row.shape), self._row.dtype)
-            for n, key in enumerate(part):  # one file open at a time
-                rows[n] = self.disk.load(key)
-            chunk = Chunk(part, transfers.to_pinned(rows, sharding))
-            self.stats.read += len(part)
-            self.stats.read_bytes += rows.nbytes
-            self.stats.read_seconds += time.perf_counter() - start
-            if self._make_room(len(part)) == len(part):
+        for part in _split((key for key in keys if key not in places), self._chunk_blocks):
+            fits = self._make_room(len(part)) == len(part)
+            if places and not fits:
+                break
+            chunk = self._read(part, self.disk, sharding)
+            if fits:
                 self._chunks.add(chunk)
             places.update((key, (chunk, row)) for row, key in enumerate(part))
         return places
+
+    def _read(self, keys: tuple[bytes, ...], disk: DiskPool, sharding: jax.sharding.Sharding) -> Chunk:
+        """Blocks on disk, as one array in host memory."""
+        start = time.perf_counter()
+        rows = np.empty((len(keys), *self._row.shape), self._row.dtype)
+        try:
+            for n, key in enumerate(keys):  # one file open at a time
+                rows[n] = disk.load(key)
+        except DamagedBlock:
+            self.stats.damaged += 1
+            raise
+        chunk = Chunk(keys, transfers.to_pinned(rows, sharding))
+        self.stats.read += len(keys)
+        self.stats.read_bytes += rows.nbytes
+        self.stats.read_seconds += time.perf_counter() - start
+        return chunk
+
+    def _moved(
+        self, cache: KVCache, places: Mapping[bytes, tuple[Chunk, int]], targets: Mapping[bytes, Sequence[int]]
+    ) -> KVCache:
+        """The cache, donated, with blocks from these places at their targets; LoadFailed where a transfer fails."""
+        moves = _moves([(place, block) for key, place in places.items() for block in targets[key]])
+        try:
+            arriving = None
+            for chunk, ids in moves:
+                following = ids, transfers.to_device(chunk.rows, cache.buffer.sharding)
+                if arriving is not None:
+                    jax.block_until_ready(arriving)  # two chunks at a time on the device
+                    cache = write_rows(cache, *arriving, implementation=self._implementation)
+                arriving = following
+            if arriving is not None:
+                cache = write_rows(cache, *arriving, implementation=self._implementation)
+        except Exception as error:
+            raise LoadFailed(f"a load of {len(places)} blocks stopped half-way: {error}", cache) from error
+        return cache
 
 
 def _split(keys: Iterable[bytes], most: int) -> Iterator[tuple[bytes, ...]]:
@@ -367,10 +408,10 @@ def _split(keys: Iterable[bytes], most: int) -> Iterator[tuple[bytes, ...]]:
         del keys[:length]
 
 
-def _moves(places: Sequence[tuple[Chunk, int]], blocks: Sequence[int]) -> list[tuple[Chunk, np.ndarray]]:
-    """Chunks, each with the block that each of its rows goes to, int32 [rows], or `SKIPPED`."""
+def _moves(pairs: Iterable[tuple[tuple[Chunk, int], int]]) -> list[tuple[Chunk, np.ndarray]]:
+    """Chunks of places, each with the block that each of its rows goes to, int32 [rows], or `SKIPPED`."""
     moves: dict[Chunk, list[np.ndarray]] = {}
-    for (chunk, row), block in zip(places, blocks, strict=True):
+    for (chunk, row), block in pairs:
         targets = moves.setdefault(chunk, [])
         free = next((ids for ids in targets if ids[row] == SKIPPED), None)
         if free is None:

@@ -18,24 +18,18 @@ write_rows = jax.jit(write_blocks, static_argnames="implementation", donate_argn
 
 
 def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
-    """Shape [E] and dtype of a block that travels, with all its groups; ValueError for what is no layout."""
-    group = _groups(layout)[0]
+    """Shape [E] and dtype of an exported block, with all its groups; ValueError for what is not a layout."""
+    if not isinstance(layout, CacheLayout | PackedLayout):
+        raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout or a PackedLayout")
+    group = next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout
     return jax.ShapeDtypeStruct((group.pages.block_elements,), group.dtype)
 
 
 def check_travels(cache: KVCache, layout: Layout) -> None:
     """ValueError unless blocks of `cache` are blocks of `layout`; of a packed one, `cache` views any group."""
     check_cache(cache, Entry)
-    if cache.layout.fingerprint not in (group.fingerprint for group in _groups(layout)):
+    if cache.layout.fingerprint != layout.fingerprint:
         raise ValueError(
             "`cache` has other blocks than the pool: make a pool for them, or convert them by `jaxkv.convert_blocks`\n"
             f"the cache has\n{cache.layout}\nthe pool takes\n{layout}"
         )
-
-
-def _groups(layout: Layout) -> list[CacheLayout]:
-    if isinstance(layout, PackedLayout):
-        return list(layout.values())
-    if isinstance(layout, CacheLayout):
-        return [layout]
-    raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout or a PackedLayout")

@@ -37,6 +37,8 @@ class Stats:
     """From disk to host memory."""
     read_bytes: int = 0
     read_seconds: float = 0.0
+    damaged: int = 0
+    """Files on disk that were refused, and kept under another name."""
 
     @property
     def write_rate(self) -> float:

@@ -15,8 +15,8 @@ from jaxkv.dispatch.validate import (
     in_float32,
     int32,
     layer_index,
-    positive_int,
     softmax_scale,
+    window_within,
 )
 from jaxkv.ops.plan import DecodePlan, Shape, check_plan
 from jaxkv_kernels.addressing.slots import slots_for
@@ -53,15 +53,17 @@ def decode_mla(
       layer: int, or traced int32 scalar.
       scale: float, the model's own softmax scale; R and P do not tell it.
       kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
-      logit_cap: static float; scores become cap * tanh(score / cap).
+      logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
+        scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       return_lse: also return the log-sum-exp of the scores.
       plan: what `plan_decode` returned for the same tables, lengths and heads; without it, the call plans for itself.
       implementation: None (the best that takes the call), a name, or a sequence of names.
 
     Returns:
       out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Hq] or [B, Q, Hq], natural logarithm.
-      A query that sees no token gets 0 and -inf.  Tokens in blocks outside the cache are masked; a traced layer outside
-      the cache is a cache without tokens.
+      A query that sees no token gets 0 and -inf.  A token that is seen counts however low its score; only one that
+      float32 cannot hold is -inf, and weighs nothing.  Tokens in blocks outside the cache are masked; a traced layer
+      outside the cache is a cache without tokens.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
@@ -76,7 +78,7 @@ def decode_mla(
         "q_pe": _with_tokens(q_pe),
         "kv_scale": entry_scale("kv_scale", kv_scale, cache),
     }
-    options = {"logit_cap": _positive("logit_cap", logit_cap)}
+    options = {"logit_cap": _logit_cap(logit_cap)}
     out, lse = _decode(
         "decode_mla",
         cache,
@@ -123,15 +125,18 @@ def decode_kv(
       scale: float, the softmax scale.
       k_scale: float scalar or [H], required by format `fp8` and refused by the others; value = stored * k_scale.
       v_scale: likewise for v.
-      logit_cap: static float; scores become cap * tanh(score / cap).
-      window: static int; a query sees the last `window` tokens only, itself included.
+      logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
+        scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
+      window: static int of any size; a query sees the last `window` tokens only, itself included.  One of at least the
+        tokens that the table holds is no window.
       return_lse: also return the log-sum-exp of the scores.
       plan: what `plan_decode` returned for the same tables, lengths and heads; without it, the call plans for itself.
       implementation: None (the best that takes the call), a name, or a sequence of names.
 
     Returns:
       out [B, Hq, Dv] or [B, Q, Hq, Dv], of q's dtype; with `return_lse` also lse, float32 [B, Hq] or [B, Q, Hq],
-      natural logarithm.  A query that sees no token gets 0 and -inf.  Tokens in blocks outside the cache are masked.
+      natural logarithm.  A query that sees no token gets 0 and -inf; low scores count as in `decode_mla`.  Tokens in
+      blocks outside the cache are masked.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
@@ -148,10 +153,7 @@ def decode_kv(
         "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
         "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
     }
-    options = {
-        "logit_cap": _positive("logit_cap", logit_cap),
-        "window": None if window is None else positive_int("window", window),
-    }
+    options = {"logit_cap": _logit_cap(logit_cap), "window": window}
     out, lse = _decode(
         "decode_kv",
         cache,
@@ -195,16 +197,18 @@ def decode_mla_sparse(
       layer: int, or traced int32 scalar.
       scale: float, the model's own softmax scale.
       kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
-      counts: int32 [B, Q]; only the first `counts` slots of a query token are read.  Default all.
+      counts: int32 [B, Q]; only the first `counts` slots of a query token are read, those after them may hold anything.
+        Default all.
       sinks: float32 [Hq]; a logit a head that takes part in the softmax without a value: out is multiplied by
         exp(lse) / (exp(lse) + exp(sink)), lse is left alone.
-      logit_cap: static float; scores become cap * tanh(score / cap).
+      logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
+        scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       return_lse: also return the log-sum-exp of the scores.
       implementation: None (the best that takes the call), a name, or a sequence of names.
 
     Returns:
       out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.
-      A query without a live slot gets 0 and -inf.
+      A query without a live slot gets 0 and -inf; low scores count as in `decode_mla`.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
@@ -222,12 +226,12 @@ def decode_mla_sparse(
     layer, pages = layer_index(layer, cache), cache.layout.pages
     if checks.checking():
         checks.check_layer(layer, pages)
-        checks.check_slots("slots", slots, pages)
         used = slots >= 0
         if counts is not None:
             inside = (counts >= 0) & (counts <= slots.shape[-1])
             checks.require(inside, "counts", counts, f"there are {slots.shape[-1]} slots a query token")
             used &= jnp.arange(slots.shape[-1]) < counts[..., None]
+        checks.check_slots("slots", jnp.where(used, slots, -1), pages)
         checks.check_live_entries(cache, slots, used, layer)
     arrays = {
         "q_latent": q_latent,
@@ -240,7 +244,7 @@ def decode_mla_sparse(
         "scale": softmax_scale(scale),
         "kv_scale": entry_scale("kv_scale", kv_scale, cache),
     }
-    options = {"pages": pages, "entry": cache.layout.entry, "logit_cap": _positive("logit_cap", logit_cap)}
+    options = {"pages": pages, "entry": cache.layout.entry, "logit_cap": _logit_cap(logit_cap)}
     out, lse = run(Call("decode_mla_sparse", arrays, options), implementation)
     return (out, lse) if return_lse else out
 
@@ -267,10 +271,14 @@ def _with_tokens(q):
     return q if len(q.shape) == 4 else q[:, None]
 
 
-def _positive(name, value):
+def _logit_cap(value):
+    """`value`; ValueError unless it is None, or a number that float32 holds together with its inverse."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and 0 < in_float32(value) < float("inf")):
-        raise ValueError(f"`{name}` is {value!r}: expected None, or a positive number (static) that float32 holds")
+    if value is not None and not (number and 2.0**-126 <= in_float32(value) <= 2.0**126):
+        raise ValueError(
+            f"`logit_cap` is {value!r}: expected None, or a positive number (static) from 2**-126 to 2**126, which "
+            "float32 holds together with its inverse"
+        )
     return value
 
 
@@ -279,6 +287,8 @@ def _decode(operation, cache, dims, q, arrays, options, block_tables, seq_lens, 
     dims.check_ints("seq_lens", seq_lens, "B")
     block_tables, seq_lens = int32(block_tables), int32(seq_lens)
     layer, pages = layer_index(layer, cache), cache.layout.pages
+    if "window" in options:
+        options = {**options, "window": window_within(options["window"], dims["M"] * pages.block_size)}
     if checks.checking():
         first = jnp.zeros_like(seq_lens)
         if options.get("window"):
@@ -300,10 +310,8 @@ def _decode(operation, cache, dims, q, arrays, options, block_tables, seq_lens, 
         "plan": None,
     }
     options = {"pages": pages, "entry": cache.layout.entry, **options}
-    requests, columns = block_tables.shape
     _, tokens, heads, _ = q.shape
-    shape = Shape(requests, columns, pages.block_size, pages.num_blocks, heads, tokens, options.get("window"))
-    check_plan(plan, shape)
+    check_plan(plan, Shape.of(block_tables, pages, cache.layout.entry, heads, tokens, options.get("window")), seq_lens)
     if plan is not None and plan.batch_invariant and implementation is None:
         implementation = plan.implementation
     name = chosen(Call(operation, arrays, options), implementation)

@@ -1,6 +1,7 @@
 """Blocks of one layout as blocks of another that stores the same entries."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.xla.rows import read_entries, write_entries
 
 
 def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | PackedLayout) -> jax.Array:
@@ -39,9 +41,11 @@ def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | Pac
     dims.check("data", data, "n E", (str(first.dtype),))
     rows = view_as(jnp.asarray(data), _bits(first))
     out = jnp.zeros((rows.shape[0], target.pages.block_elements), _bits(target))
-    for old, new in pairs:
-        entries = view_as(_unpacked(rows, old.pages), _bits(new))
-        out = lax.dynamic_update_slice(out, _packed(entries, new.pages), (0, new.pages.row_offset))
+    for old, new in pairs if rows.size else ():
+        inside, place = _in_rows(rows, old.pages)
+        entries = view_as(read_entries(rows.reshape(-1), inside, **place), _bits(new))
+        inside, place = _in_rows(out, new.pages)
+        out = write_entries(out.reshape(-1), inside, entries, jnp.array(True), **place).reshape(out.shape)
     return view_as(lax.optimization_barrier(out), target.dtype)
 
 
@@ -74,36 +78,11 @@ def pairs_of_groups(**layouts: CacheLayout | PackedLayout) -> list[tuple[CacheLa
     return [(old, groups[1][name]) for name, old in groups[0].items()]
 
 
-def _unpacked(rows: jax.Array, pages: Pages) -> jax.Array:
-    """Rows [n, E] as entries [n, L, H, N, width]."""
-    axes = [axis for axis in pages.row_axes if axis[1] > 1]
-    x = rows[:, pages.row_offset :]
-    for _, count, stride in axes:
-        x = _fitted(x, count * stride)
-        x = x.reshape(*x.shape[:-1], count, stride)
-    x = jnp.transpose(x[..., : pages.width], (0, *_places(axes), len(axes) + 1))
-    return x.reshape(-1, pages.num_layers, pages.num_heads, pages.block_size, pages.width)
-
-
-def _packed(entries: jax.Array, pages: Pages) -> jax.Array:
-    """Entries [n, L, H, N, width] as runs [n, extent], from `row_offset` on, with zeros in the gaps."""
-    axes = [axis for axis in pages.row_axes if axis[1] > 1]
-    order = sorted(range(len(axes)), key=_places(axes).__getitem__)
-    x = entries.reshape(entries.shape[0], *(n for n in entries.shape[1:4] if n > 1), pages.width)
-    x = jnp.transpose(x, (0, *(1 + place for place in order), len(axes) + 1))
-    for _, count, stride in reversed(axes):
-        x = _fitted(x, stride)
-        x = x.reshape(*x.shape[:-2], count * stride)
-    return x[:, : sum((count - 1) * stride for _, count, stride in axes) + pages.width]
-
-
-def _places(axes) -> list[int]:
-    """Where layer, head and token are among axes that follow a first one; those that there are."""
-    names = [name for name, _, _ in axes]
-    return [1 + names.index(name) for name in ("layer", "head", "token") if name in names]
-
-
-def _fitted(x: jax.Array, length: int) -> jax.Array:
-    """The last axis cut off, or filled up with zeros, to `length`."""
-    missing = max(length - x.shape[-1], 0)
-    return jnp.pad(x[..., :length], [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+def _in_rows(rows: jax.Array, pages: Pages) -> tuple[Pages, dict[str, jax.Array]]:
+    """Where entries lie in `rows` [n, E] laid end to end, as in a buffer of n blocks; indices [n, L, H, N] of all."""
+    strides = {f"{axis}_stride": stride for axis, _, stride in pages.row_axes}
+    count, length = rows.shape
+    inside = replace(pages, num_blocks=count, block_stride=length, offset=pages.row_offset, size=rows.size, **strides)
+    counts = {"block": count, "layer": pages.num_layers, "head": pages.num_heads, "token": pages.block_size}
+    grid = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in counts.values()), indexing="ij")
+    return inside, dict(zip(counts, grid, strict=True))

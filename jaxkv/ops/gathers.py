@@ -29,7 +29,7 @@ def gather_mla(
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, at least `cu_seq_lens[-1]`: further tokens are left out.
+      total: static number of rows of the result, below 2**31; tokens past the last row are left out.
       dtype: of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
@@ -68,7 +68,7 @@ def gather_kv(
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, at least `cu_seq_lens[-1]`: further tokens are left out.
+      total: static number of rows of the result, below 2**31; tokens past the last row are left out.
       dtype: of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       k_scale: float scalar or [H], required by format `fp8` and refused by the others; value = stored * k_scale.
@@ -109,7 +109,7 @@ def gather_indexer_k(
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, at least `cu_seq_lens[-1]`: further tokens are left out.
+      total: static number of rows of the result, below 2**31; tokens past the last row are left out.
       dtype: of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       implementation: None (the best that takes the call), a name, or a sequence of names.

@@ -25,7 +25,7 @@ def indexer_logits(
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
       seq_lens: int32 [B], tokens of each request, the new ones included.
       layer: int, or traced int32 scalar.
-      max_len: static number of positions of the result.
+      max_len: static number of positions of the result, below 2**31, as positions are int32.
       implementation: None (the best that takes the call), a name, or a sequence of names.
 
     Returns:
@@ -42,9 +42,10 @@ def indexer_logits(
     dims.check_ints("seq_lens", seq_lens, "B")
     block_tables, seq_lens = int32(block_tables), int32(seq_lens)
     layer, pages = layer_index(layer, cache), cache.layout.pages
+    max_len = positive_int("max_len", max_len)
     if checks.checking():
         checks.check_layer(layer, pages)
-        checks.check_tables(block_tables, jnp.zeros_like(seq_lens), seq_lens, pages)
+        checks.check_tables(block_tables, jnp.zeros_like(seq_lens), seq_lens, pages, most=max_len)
     arrays = {
         "q": q,
         "weights": weights,
@@ -53,7 +54,7 @@ def indexer_logits(
         "seq_lens": seq_lens,
         "layer": layer,
     }
-    options = {"pages": pages, "entry": cache.layout.entry, "max_len": positive_int("max_len", max_len)}
+    options = {"pages": pages, "entry": cache.layout.entry, "max_len": max_len}
     return run(Call("indexer_logits", arrays, options), implementation)
 
 
@@ -62,7 +63,7 @@ def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
 
     Args:
       logits: float32 [..., N]; -inf marks a position that is not to be selected.
-      k: static number of positions.
+      k: static number of positions, below 2**31.
       implementation: None (the best that takes the call), a name, or a sequence of names.
 
     Returns:

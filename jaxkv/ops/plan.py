@@ -6,9 +6,11 @@ from typing import Any
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.backends import Call, chosen, run
-from jaxkv.dispatch.validate import Dims, check_cache, int32, positive_int
-from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
+from jaxkv.dispatch import checked as checks
+from jaxkv.dispatch.backends import LADDER, Call, chosen, run
+from jaxkv.dispatch.validate import Dims, check_cache, int32, positive_int, window_within
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,19 @@ class Shape:
     num_blocks: int
     num_heads: int
     """Query heads."""
+    kv_heads: int
+    """Heads of the cache."""
     tokens: int
     """Query tokens a request."""
     window: int | None
+    entry: Entry
+
+    @classmethod
+    def of(cls, block_tables, pages: Pages, entry: Entry, num_heads: int, tokens: int, window: int | None) -> "Shape":
+        """Of a call on the cache of `pages` and `entry`."""
+        requests, columns = block_tables.shape
+        counts = (requests, columns, pages.block_size, pages.num_blocks, num_heads, pages.num_heads)
+        return cls(*counts, tokens, window, entry)
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +46,8 @@ class DecodePlan:
 
     schedule: Any
     """The implementation's own; None where it plans nothing."""
+    seq_lens: jax.Array
+    """int32 [B], the lengths that it was made for; only checked calls read them."""
     shape: Shape = field(metadata={"static": True})
     implementation: str = field(metadata={"static": True})
     batch_invariant: bool = field(metadata={"static": True})
@@ -58,7 +72,8 @@ def plan_decode(
     Args:
       cache: a cache of `MLAEntry` or `KVEntry`.
       block_tables: int32 [B, M], as the calls will get them.
-      seq_lens: int32 [B], as the calls will get them; a plan of other lengths gives wrong results.
+      seq_lens: int32 [B], as the calls will get them; a plan for other lengths gives wrong results, which `checked`
+        calls report.
       num_heads: query heads of the calls.
       tokens: query tokens a request of the calls.
       window: that of the calls (`decode_kv` only).
@@ -88,23 +103,40 @@ def plan_decode(
         "entry": cache.layout.entry,
         "heads": num_heads,
         "tokens": positive_int("tokens", tokens),
-        "window": None if window is None else positive_int("window", window),
+        "window": window_within(window, dims["M"] * pages.block_size),
         "batch_invariant": bool(batch_invariant),
     }
     arrays = {"buffer": cache.buffer, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
     call = Call("plan_decode", arrays, options)
-    name = chosen(call, implementation)
-    shape = Shape(
-        dims["B"], dims["M"], pages.block_size, pages.num_blocks, num_heads, options["tokens"], options["window"]
-    )
-    return DecodePlan(run(call, name), shape, name, options["batch_invariant"])
+    try:
+        name = chosen(call, implementation)
+    except NotImplementedError as error:
+        if not batch_invariant:
+            raise
+        raise NotImplementedError(f"{error}; {_instead(call)}") from None
+    shape = Shape.of(block_tables, pages, cache.layout.entry, num_heads, options["tokens"], options["window"])
+    return DecodePlan(run(call, name), arrays["seq_lens"], shape, name, options["batch_invariant"])
 
 
-def check_plan(plan: DecodePlan | None, shape: Shape) -> None:
-    """ValueError unless the plan was made for calls of that shape."""
+def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
+    """ValueError unless the plan was made for calls of that shape; a checked call reports other lengths."""
     if plan is None:
         return
     if not isinstance(plan, DecodePlan):
         raise ValueError(f"`plan` is a {type(plan).__name__}: expected what plan_decode returns, or None")
     if plan.shape != shape:
         raise ValueError(f"`plan` was made for {plan.shape}: expected one for {shape}")
+    if checks.checking():
+        same, problem = plan.seq_lens == seq_lens, "`plan` was made for {planned}, make one for the lengths of the call"
+        checks.require(same, "seq_lens", seq_lens, problem, planned=plan.seq_lens)
+
+
+def _instead(call: Call) -> str:
+    """What to do where no batch-invariant plan can be made."""
+    able = [f"{candidate.name} ({candidate.devices})" for candidate in LADDER if not candidate.refuses(call)]
+    if able:
+        return f"only {' and '.join(able)} can be batch-invariant on this cache: elsewhere, plan without it"
+    return (
+        f"no implementation can be batch-invariant on this cache of {call.options['entry']} on any device: plan "
+        f"without it, or use a cache that one of them supports"
+    )

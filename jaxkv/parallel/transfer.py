@@ -46,6 +46,12 @@ def hand_over(source: KVCache, source_blocks, target: KVCache, target_blocks, *,
         )
     if source.layout.fingerprint != target.layout.fingerprint:
         pairs_of_groups(source=source.layout, target=target.layout)
+        if source.layout.packed != target.layout.packed:
+            raise ValueError(
+                "`target` has other groups packed in its blocks than `source`, and blocks move with all of them: "
+                f"{_packed('source', source)}, {_packed('target', target)}; make both caches of PackedLayouts that "
+                "differ in nothing but the number of blocks"
+            )
         raise ValueError(
             "`target` has the same entries as `source` in another order, with other padding or of another dtype: make "
             "both caches alike, or take the blocks through `jaxkv.convert_blocks`"
@@ -53,6 +59,11 @@ def hand_over(source: KVCache, source_blocks, target: KVCache, target_blocks, *,
     data = _read(source, source_ids, source.buffer.sharding, implementation)
     data = jax.device_put(data, target.buffer.sharding)
     return _write(target, target_ids, data, target.buffer.sharding, implementation)
+
+
+def _packed(name: str, cache: KVCache) -> str:
+    packed = cache.layout.packed
+    return f"`{name}` has " + ("one group" if packed is None else f"those of a PackedLayout of fingerprint {packed}")
 
 
 @partial(jax.jit, static_argnums=(2, 3))

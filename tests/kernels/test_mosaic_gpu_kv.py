@@ -28,6 +28,7 @@ class Mosaic:
         "blocks of",  # TMA tiles are of whole 16-token pages
         "block stride",  # padding that is no multiple of the token stride: pages are no rows
         "`buffer` of",  # a buffer of another dtype, shared with other groups
+        "`logit_cap` of",  # too large for tanh by way of exp2
     )
 
 
@@ -73,6 +74,9 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
 
     def test_heads_in_the_row_and_lengths_round_the_edges(self):
         self.case((0, 1, 64, 65, 130), 2, 4)
+
+    def test_keys_of_very_low_scores_count(self):
+        self.check_low_scores("BLNHC", 8, lengths=(0, 1, 600))  # the last is cut
 
     def test_heads_outside_the_block(self):
         self.case((200, 129), 2, 1, layout="LHBNC", form="f16")
@@ -162,6 +166,12 @@ REFUSED = {
     ),
     "first column 32 is no multiple of 64": jaxkv.CacheLayout.from_strides(
         **DENSE, strides=dict(layer=320 * 64, block=320 * 64 * 3, head=128, token=320), size=320 * 64 * 12, offset=32
+    ),
+    "pages end at row 288 of a block of 192": jaxkv.CacheLayout.from_strides(  # blocks of the view are halves of two
+        **DENSE, strides=dict(layer=256 * 64, block=256 * 192, head=128, token=256), size=256 * 960, offset=256 * 96
+    ),
+    "pages end at row 320 of a block of 192": jaxkv.CacheLayout.from_strides(  # layers interleave with blocks
+        **DENSE, strides=dict(layer=256 * 128, block=256 * 192, head=128, token=256), size=256 * 960
     ),
     "columns a head 136 is no multiple of 64": jaxkv.CacheLayout.from_strides(
         **DENSE, strides=dict(layer=320 * 64, block=320 * 64 * 3, head=136, token=320), size=320 * 64 * 12

@@ -59,9 +59,24 @@ def test_rows_are_drawn_each_in_its_way():
         ({"temperature": float("nan")}, "`temperature` is nan"),
         ({"top_p": 0}, "`top_p` is 0: expected more than 0, at most 1"),
         ({"top_p": 1.5}, "`top_p` is 1.5"),
-        ({"seed": -1}, "`seed` is -1: expected 0 to"),
+        ({"temperature": True}, "`temperature` is True"),
+        ({"temperature": "1"}, "`temperature` is '1'"),
+        ({"top_p": True}, "`top_p` is True"),
+        ({"top_p": None}, "`top_p` is None"),
+        ({"seed": -1}, "`seed` is -1: expected an int, 0 to"),
+        ({"seed": 2**32}, "`seed` is 4294967296: expected an int, 0 to"),
+        ({"seed": 1.5}, "`seed` is 1.5: expected an int"),
+        ({"seed": 1.0}, "`seed` is 1.0: expected an int"),
+        ({"seed": True}, "`seed` is True: expected an int"),
+        ({"seed": "1"}, "`seed` is '1': expected an int"),
     ],
 )
 def test_settings_without_meaning_are_refused(options, told):
     with pytest.raises(ValueError, match=told):
         Sampling(**options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    found = Sampling(np.float32(0.5), np.float64(0.25), np.uint32(7))
+    assert found == Sampling(0.5, 0.25, 7)
+    assert type(found.seed) is int

@@ -106,6 +106,28 @@ def test_all_groups_of_a_block_travel():
     assert_same_bits(blocks_of(loaded, [0, 1, 2]), np.concatenate([before[[3, 4]], 0 * before[:1]]))
 
 
+def packed_with(other, **options):
+    groups = {"latent": jaxkv.Group(3, ENTRY), "other": jaxkv.Group(2, other)}
+    return jaxkv.PackedLayout(**{"num_blocks": 16, "block_size": 4, "groups": groups, "dtype": "uint8"} | options)
+
+
+def test_blocks_are_exchanged_only_where_all_their_groups_are_the_same():
+    """The group that the cache views is the same in both, and so are the bytes of a block."""
+    ours, theirs = packed_with(jaxkv.IndexerEntry("bf16", 16)), packed_with(jaxkv.IndexerEntry("f16", 16))
+    assert ours["latent"].block_nbytes == theirs["latent"].block_nbytes
+    assert ours["latent"] != theirs["latent"]
+    told = re.escape("`cache` has other blocks than the pool") + f".*{theirs.fingerprint}.*{ours.fingerprint}"
+    pool = offload.HostPool(ours, 8)
+    for cache in (jaxkv.KVCache.zeros(theirs["latent"]), jaxkv.KVCache.zeros(theirs["latent"]).view(theirs["other"])):
+        for operation in (pool.store, pool.load):
+            with pytest.raises(ValueError, match=re.compile(told, re.DOTALL)):
+                operation(cache, [0], names(1))
+        with pytest.raises(ValueError, match=re.compile(told, re.DOTALL)):
+            pool.warm_up(cache)
+    cache = jaxkv.KVCache.zeros(packed_with(jaxkv.IndexerEntry("bf16", 16), num_blocks=5)["other"])
+    assert pool.store(cache, [0], names(1)) == 1  # as many blocks as it has
+
+
 def test_a_store_has_the_writes_before_it_and_none_after_it(long_chunks):
     write = jax.jit(jaxkv.write_blocks, donate_argnums=0)
     cache, before = filled(LAYOUT)

@@ -38,10 +38,10 @@ def write_indexer_k(slots=(0, 7, -1), layer=0):
     return jaxkv.write_indexer_k(jaxkv.KVCache.zeros(INDEXER), jnp.ones((len(slots), 8)), ints(slots), layer=layer)
 
 
-def decode_mla(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, tokens=1):
+def decode_mla(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, tokens=1, plan=None):
     q = [jnp.ones((len(tables), tokens, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
     cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
-    return jaxkv.decode_mla(*q, cache, ints(tables), ints(lengths), layer=layer, scale=0.3)
+    return jaxkv.decode_mla(*q, cache, ints(tables), ints(lengths), layer=layer, scale=0.3, plan=plan)
 
 
 def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1):
@@ -165,6 +165,16 @@ MISUSE = {
         decode_mla_sparse,
         dict(slots=[[0, 1, 2], [3, -1, 24]]),
         "`slots`[1, 0, 2] is 24: the cache has 24 slots",
+    ),
+    "sparse slot that is counted": (
+        decode_mla_sparse,
+        dict(slots=[[0, 1, 24], [3, 24, 2]], counts=[2, 2]),
+        "`slots`[1, 0, 1] is 24: the cache has 24 slots",
+    ),
+    "block of the indexer before max_len": (
+        indexer_logits,
+        dict(tables=[[4, 6], [1, 3]]),
+        "`block_tables`[0, 1] is 6: the cache has blocks 0 to 5",
     ),
     "copy to a block twice": (
         copy_blocks,
@@ -308,6 +318,14 @@ class TestPoison:
             tables = tables[:2]
         jaxkv.checked(lambda: operation(tables, [*LENGTHS, 0][: len(tables)]))()
 
+    def test_slots_past_the_count_may_be_anything(self):
+        slots = [[0, 24, 2**31 - 1], [99, 24, -7]]
+        jaxkv.checked(lambda: decode_mla_sparse(slots, counts=[1, 0]))()
+
+    def test_blocks_past_the_last_position_of_the_result_may_be_anything(self):
+        tables = [[4, 0, 6], [1, 3, 2**31 - 1]]  # positions 8 to 11, of which the result has none
+        jaxkv.checked(lambda: indexer_logits(tables, [12, 12]))()
+
     def test_tables_before_and_after_a_gathered_run_may_hold_anything(self):
         jaxkv.checked(lambda: gather_mla([[-1, 0], [1, 2**31 - 1]], (0, 4, 7), starts=[4, 1], total=7))()
 
@@ -374,6 +392,47 @@ class TestTransformations:
         assert jaxkv.checked(write_mla).__name__ == "write_mla"
 
 
+class TestPlans:
+    """A plan made for other lengths, which gives wrong results where it is used, is misuse."""
+
+    told = re.escape("`seq_lens`[1] is 3: `plan` was made for 4, make one for the lengths of the call")
+
+    def plan(self, lengths, cache=None):
+        cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
+        return jaxkv.plan_decode(cache, ints(TABLES), lengths, num_heads=2)
+
+    def test_made_before_the_checked_call(self):
+        plan = self.plan(ints([7, 4]))
+        with pytest.raises(ValueError, match=self.told):
+            jaxkv.checked(lambda: decode_mla(plan=plan))()
+        with pytest.raises(ValueError, match=self.told):
+            jaxkv.checked(lambda plan: decode_mla(plan=plan))(plan)
+        jaxkv.checked(lambda: decode_mla(lengths=[7, 4], plan=plan))()
+
+    def test_made_in_the_checked_call_and_used_in_a_scan(self):
+        def model(cache, planned, lengths):
+            plan = self.plan(planned, cache)
+
+            def body(cache, layer):
+                cache = write_mla_at(ints([22, 14]), layer, cache)
+                return cache, decode_mla_at(lengths, layer, cache, plan)
+
+            return jax.lax.scan(body, cache, jnp.arange(3, dtype=jnp.int32))
+
+        cache, check = jaxkv.KVCache.zeros(MLA), jaxkv.checked(jax.jit(model))
+        found, expected = (step(cache, ints(LENGTHS), ints(LENGTHS)) for step in (check, model))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert_same_bits(a, b)
+        with pytest.raises(ValueError, match=self.told):
+            check(cache, ints([7, 4]), ints(LENGTHS))
+
+    def test_unchecked_programs_do_not_read_the_lengths_of_a_plan(self):
+        plan = self.plan(ints(LENGTHS))
+        step, cache = jax.jit(lambda cache, plan: decode_mla(cache=cache, plan=plan)), jaxkv.KVCache.zeros(MLA)
+        with_plan, without = (step.lower(cache, given).as_text() for given in (plan, None))
+        assert with_plan == without
+
+
 @pytest.mark.parametrize("operation", [write_mla, write_kv, write_indexer_k], ids=lambda operation: operation.__name__)
 def test_no_tokens_are_no_misuse(operation):
     jaxkv.checked(lambda: operation(slots=[]))()
@@ -389,6 +448,6 @@ def write_mla_at(slots, layer, cache=None):
     return jaxkv.write_mla(cache, *values, slots, layer=layer)
 
 
-def decode_mla_at(lengths, layer, cache):
+def decode_mla_at(lengths, layer, cache, plan=None):
     q = [jnp.ones((2, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
-    return jaxkv.decode_mla(*q, cache, ints(TABLES), lengths, layer=layer, scale=0.3)
+    return jaxkv.decode_mla(*q, cache, ints(TABLES), lengths, layer=layer, scale=0.3, plan=plan)

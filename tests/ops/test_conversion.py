@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from ops.test_properties import AXES, mla_entry, nested, packed
+from ops.test_properties import AXES, interleaved, mla_entry, nested, packed
 from support import scenes
 from support.compare import assert_same_bits
 from support.suites.base import formats
@@ -58,17 +58,31 @@ def test_strides_of_every_kind(random):
     sizes = {name: random.randint(1, 5) for name in AXES.values()} | {"num_blocks": 3, "num_heads": 1, "entry": entry}
 
     def draw():
-        kind, dtype = random.choice(["strides", "order", "packed"]), random.choice([None, "uint8"])
+        kind = random.choice(["strides", "interleaved", "order", "packed"])
+        dtype = random.choice([None, "uint8"])
         if kind == "packed":
             return packed(random, sizes)
         itemsize = entry.dtype.itemsize if dtype is None else 1
         unit = max(entry.alignment // itemsize, 1)
-        if kind == "strides":
-            return nested(random, sizes, dtype, entry.nbytes // itemsize, unit)
+        if kind in ("strides", "interleaved"):
+            return (nested if kind == "strides" else interleaved)(random, sizes, dtype, entry.nbytes // itemsize, unit)
         padding = unit * random.choice([0, 3])
         return jaxkv.CacheLayout(**sizes, order=random.choice(jaxkv.ORDERS), block_padding=padding, dtype=dtype)
 
     check(draw(), draw())
+
+
+def test_layers_and_heads_that_interleave_within_a_block():
+    page = 4 * KV.nbytes // 4
+    # Pages at 0, 2, 4 and 0, 3: head 1 of layer 0 lies between the heads 0 of layers 1 and 2.
+    within = jaxkv.CacheLayout.from_strides(
+        num_layers=3, num_blocks=3, num_heads=2, block_size=4, entry=KV, size=24 * page,
+        strides={"layer": 2 * page, "block": 8 * page, "head": 3 * page, "token": page // 4},
+    )  # fmt: skip
+    assert within.blocks_are_runs
+    for other in (layouts(KV)["BLNHC"], layouts(KV)["packed, uint8"], within):
+        check(within, other)
+        check(other, within)
 
 
 def packed_pair(**options):

@@ -444,6 +444,11 @@ SCALES = [
         ["`kv_scale`", "nan", "positive"],
     ),
     (
+        "kv_scale that is 0 on devices",
+        lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=1e-40),
+        ["`kv_scale`", "1e-40", "positive"],
+    ),
+    (
         "NumPy kv_scale of 0",
         lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=np.float32(0)),
         ["`kv_scale`", "0.0", "positive"],
@@ -523,6 +528,22 @@ STATICS = [
     ("array total", lambda a: gather_mla(a, total=a.cu_seq_lens[-1]), ["`total`", "positive int", "static"]),
     ("max_len 0", lambda a: indexer_logits(a, max_len=0), ["`max_len`", "is 0:", "positive int"]),
     ("max_len of True", lambda a: indexer_logits(a, max_len=True), ["`max_len`", "True", "positive int"]),
+    ("window of True", lambda a: decode_kv(a, window=True), ["`window`", "True", "positive int"]),
+    (
+        "max_len past int32",
+        lambda a: indexer_logits(a, max_len=2**31),
+        ["`max_len`", "is 2147483648:", "below 2147483648"],
+    ),
+    ("total past int32", lambda a: gather_mla(a, total=2**31), ["`total`", "is 2147483648:", "below 2147483648"]),
+    ("k past int32", lambda a: select_topk(a, k=2**40), ["`k`", "is 1099511627776:", "below 2147483648"]),
+    (
+        "block_size past int32",
+        lambda a: positions_to_slots(a, block_size=2**31),
+        ["`block_size`", "is 2147483648:", "below 2147483648"],
+    ),
+    ("logit_cap past float32", lambda a: decode_mla(a, logit_cap=1e39), ["`logit_cap`", "1e+39", "float32 holds"]),
+    ("logit_cap without an inverse", lambda a: decode_mla(a, logit_cap=1e38), ["`logit_cap`", "1e+38", "to 2**126"]),
+    ("logit_cap that is 0 on devices", lambda a: decode_kv(a, logit_cap=1e-40), ["`logit_cap`", "1e-40", "2**-126"]),
     ("k 0", lambda a: select_topk(a, k=0), ["`k`", "is 0:", "positive int"]),
     ("k of a float", lambda a: select_topk(a, k=2.0), ["`k`", "2.0", "positive int"]),
     ("block_size 0", lambda a: positions_to_slots(a, block_size=0), ["`block_size`", "is 0:", "positive int"]),
@@ -533,6 +554,10 @@ LAYERS = [
     ("negative", -1, ["is -1:", "3 layers", "0 to 2"]),
     ("of NumPy, past the last", np.int64(3), ["is 3:", "3 layers", "0 to 2"]),
     ("beyond int32", 2**32, ["is 4294967296:", "3 layers"]),
+    ("bool", True, ["is True:", "expected an int"]),
+    ("bool of NumPy", np.True_, ["True", "expected an int"]),
+    ("bool array of NumPy", np.asarray(True), ["True", "expected an int"]),
+    ("bool array", jnp.asarray(True), ["bool[]", "expected an int"]),
     ("float", 1.0, ["is 1.0:", "expected an int"]),
     ("string", "1", ["is '1':", "expected an int"]),
     ("none", None, ["is None:", "expected an int"]),
@@ -783,6 +808,8 @@ def test_implementations(operation, wrong, told):
         (lambda: jaxkv.KVEntry("fp8_ds_mla"), ["KVEntry", "'fp8_ds_mla'", "bf16, f16, f32, fp8"]),
         (lambda: jaxkv.MLAEntry("bf16", latent=0), ["latent=0", "positive int"]),
         (lambda: jaxkv.MLAEntry("bf16", rope=64.0), ["rope=64.0", "positive int"]),
+        (lambda: jaxkv.MLAEntry("bf16", latent=True), ["latent=True", "positive int"]),
+        (lambda: jaxkv.KVEntry("bf16", value_dim=False), ["value_dim=False", "positive int"]),
         (lambda: jaxkv.KVEntry("bf16", head_dim=-1), ["head_dim=-1", "positive int"]),
         (lambda: jaxkv.MLAEntry("fp8_ds_mla", latent=100), ["fp8_ds_mla", "multiple of 128", "100"]),
         (lambda: jaxkv.MLAEntry("fp8_ds_mla", rope=63), ["fp8_ds_mla", "even", "63"]),
@@ -836,34 +863,31 @@ def test_scales_of_any_kind_of_number_are_taken(scale):
 class TestRefusal:
     """NotImplementedError is for calls that are right and that no implementation asked for takes."""
 
-    # More than 2**31 elements whose outer stride does not divide the size: no view has rows of fewer.
-    layout = jaxkv.CacheLayout.from_strides(
-        num_layers=1,
-        num_blocks=2**17,
-        block_size=64,
-        entry=jaxkv.MLAEntry("fp8"),
-        strides={"layer": 0, "block": 64 * 576, "head": 0, "token": 576},
-        size=2**17 * 64 * 576 + 1,
-    )
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("fp8"))
+
+    def cache(self):
+        return jaxkv.KVCache(jax.ShapeDtypeStruct((self.layout.size,), self.layout.dtype), self.layout)
 
     def arguments(self):
-        cache = jaxkv.KVCache(jax.ShapeDtypeStruct((self.layout.size,), self.layout.dtype), self.layout)
         values = [jax.ShapeDtypeStruct((5, n), jnp.bfloat16) for n in self.layout.entry.sizes]
-        return cache, *values, jax.ShapeDtypeStruct((5,), jnp.int32)
+        return self.cache(), *values, jax.ShapeDtypeStruct((5,), jnp.int32)
+
+    def planned(self):
+        options = {"num_heads": 16, "batch_invariant": True}
+        return (self.cache(), jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)), options
 
     @pytest.mark.parametrize("implementation", ["xla", ("xla",), ["xla", "xla"]])
     def test_a_named_implementation_runs_or_says_why_not(self, implementation):
-        def write(*arguments):
-            return jaxkv.write_mla(*arguments, layer=0, kv_scale=1.0, implementation=implementation)
-
+        arguments, options = self.planned()
         with pytest.raises(NotImplementedError) as caught:
-            jax.eval_shape(write, *self.arguments())
-        for fragment in ("write_mla", "xla: ", str(self.layout.size), "2**31 elements", "divide the size"):
+            jaxkv.plan_decode(*arguments, **options, implementation=implementation)
+        for fragment in ("plan_decode", "xla: ", "batch-invariant", "depend on the shape of its batch"):
             assert fragment in str(caught.value)
 
     def test_explain_gives_the_same_reasons(self):
-        explanation = jaxkv.explain(jaxkv.write_mla, *self.arguments(), layer=0, kv_scale=1.0)
-        assert "divide the size" in explanation.reasons["xla"][0]
+        arguments, options = self.planned()
+        explanation = jaxkv.explain(jaxkv.plan_decode, *arguments, **options)
+        assert "batch-invariant" in explanation.reasons["xla"][0]
 
     def test_explain_checks_the_arguments(self):
         cache, kv_c, k_pe, slots = self.arguments()

@@ -158,6 +158,14 @@ def fp8():
     return jaxkv.CacheLayout(num_layers=LAYERS, num_blocks=480, block_size=64, entry=FP8)
 
 
+def fp8_in_a_foreign_buffer():
+    """The same in a buffer of more than 2**31 elements that no stride divides."""
+    layout = fp8()
+    return jaxkv.CacheLayout.from_strides(
+        num_layers=LAYERS, num_blocks=480, block_size=64, entry=FP8, strides=layout.strides, size=layout.size + 128
+    )
+
+
 def write_fp8(cache, kv_c, k_pe, slots, layer):
     return jaxkv.write_mla(cache, kv_c, k_pe, slots, layer=layer, kv_scale=0.1)
 
@@ -166,9 +174,9 @@ def decode_fp8(cache, q_latent, q_pe, tables, lengths, layer):
     return jaxkv.decode_mla(q_latent, q_pe, cache, tables, lengths, layer=layer, scale=0.1, kv_scale=0.1)
 
 
-def programs_of_fp8():
+def programs_of_fp8(layout):
     """(function, arguments, whether it writes) of caches with e4m3 values."""
-    cache, latents = large(fp8()), (described((BATCH, FP8.latent)), described((BATCH, HEADS, FP8.latent)))
+    cache, latents = large(layout), (described((BATCH, FP8.latent)), described((BATCH, HEADS, FP8.latent)))
     return {
         "write_mla": (write_fp8, [cache, latents[0], NEW[1], SLOTS, LAYER], True),
         "copy_blocks": (jaxkv.copy_blocks, [cache, IDS, IDS], True),
@@ -246,9 +254,10 @@ def test_a_cache_is_read_where_it_is(program, order):
     assert_reads_in_place(*READS[program](order))
 
 
+@pytest.mark.parametrize("layout", [fp8, fp8_in_a_foreign_buffer])
 @pytest.mark.parametrize("program", ["write_mla", "copy_blocks", "decode_mla"])
-def test_a_cache_of_float8_values_is_neither_copied_nor_widened(program):
-    function, arguments, writes = programs_of_fp8()[program]
+def test_a_cache_of_float8_values_is_neither_copied_nor_widened(program, layout):
+    function, arguments, writes = programs_of_fp8(layout())[program]
     if writes:
         assert_in_place(function, arguments, donate_argnums=0)
     else:

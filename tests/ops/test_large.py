@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkv
-from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing.row_view import entry_view, piece_view, row_view
 from support import scenes
 from support.compare import assert_same_bits
 
@@ -14,8 +16,8 @@ BLOCK_SIZE = 64
 SCALE = 0.02
 
 
-def layout_of(order, num_layers, num_blocks):
-    sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+def layout_of(order, num_layers, num_blocks, block_size=BLOCK_SIZE):
+    sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size)
     return jaxkv.CacheLayout(**sizes, entry=ENTRY, order=order, dtype="uint8")
 
 
@@ -43,7 +45,7 @@ def blocks_at_edges(layout, layers):
 def check(layout, view, layers):
     """Writes, gathers, decodes and copies at both ends of the buffer and round the powers of two between."""
     assert layout.size > 2**31
-    assert row_view(layout.pages).shape == view
+    assert entry_view(layout.pages).shape == view
     blocks = blocks_at_edges(layout, layers)
     total = len(blocks) * BLOCK_SIZE - 3
     tables = jnp.asarray([blocks], jnp.int32)
@@ -94,3 +96,94 @@ def test_elements_beyond_2_31_are_found_and_nothing_wraps_round():
     check(layout_of("LBNHC", 3, 20_000), (3, 20_000 * block), [0, 2])
     # A layer alone has more than 2**31 elements: the view has to part layers and blocks.
     check(layout_of("LBNHC", 2, 60_000), (2, 60_000, block), [0, 1])
+
+
+def foreign_layout(tail, num_blocks=20_000):
+    """A view of odd strides into a buffer that no stride divides; `tail` elements follow the last block."""
+    block = 3 * BLOCK_SIZE * ENTRY.nbytes + 1
+    strides = {"layer": BLOCK_SIZE * ENTRY.nbytes, "block": block, "head": ENTRY.nbytes, "token": ENTRY.nbytes}
+    sizes = dict(num_layers=3, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    return jaxkv.CacheLayout.from_strides(
+        **sizes, entry=ENTRY, strides=strides, offset=5, size=5 + num_blocks * block + tail
+    )
+
+
+def test_a_buffer_that_no_stride_divides_is_served_where_it_is():
+    layout = foreign_layout(tail=12)
+    with pytest.raises(ValueError, match=r"2211860017 elements .* outer strides must divide the size"):
+        row_view(layout.pages)
+    check(layout, (110_477, 20_021), [0, 2])
+
+
+def test_a_size_that_int32_indices_cannot_reach_is_rejected_with_the_layout():
+    # 2,211,860,011 is prime: there are no rows.
+    with pytest.raises(ValueError, match=r"a buffer of 2211860011 elements .* expected another `size`, 2211860480 say"):
+        foreign_layout(tail=6)
+    assert foreign_layout(tail=475).size == 2_211_860_480
+    assert foreign_layout(tail=8, num_blocks=19_000).size == 2_101_267_013 < 2**31  # a prime number as well
+
+
+def test_rows_are_counted_in_int32():
+    """Eight small blocks at the beginning of a buffer of 2**33 elements are not seen as 2**32 rows of two elements."""
+    pages = Pages(
+        num_layers=1, num_blocks=8, num_heads=1, block_size=1, layer_stride=2, block_stride=2, head_stride=2,
+        token_stride=2, offset=0, width=2, size=2**33,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="outer strides"):
+        row_view(pages)
+    assert max(entry_view(pages).shape) < 2**31
+
+
+def test_blocks_of_more_than_2_31_elements_are_moved():
+    """In pieces: default JAX would truncate the indices of so wide a row."""
+    layout = layout_of("BLNHC", 61, 2, block_size=70_000)
+    assert layout.strides.block > 2**31
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    ids = jax.ShapeDtypeStruct((1,), jnp.int32)
+    rows = jax.eval_shape(jaxkv.read_blocks, cache, ids)
+    assert rows.shape == (1, layout.strides.block)
+    for function, arguments in ((jaxkv.copy_blocks, (ids, ids)), (jaxkv.write_blocks, (ids, rows))):
+        assert jax.eval_shape(function, cache, *arguments).buffer.shape == (layout.size,)
+    reasons = jaxkv.explain(jaxkv.read_blocks, cache, ids).reasons
+    assert f"blocks of {layout.strides.block} elements: supports at most 2147475456" in reasons["triton"]
+
+
+def drawn_pages(rng):
+    """Token, head, layer and block axes with gaps or without, in a buffer of up to 2**37 elements with a tail."""
+    stride, given = int(rng.choice([3, 16, 577, 1152])), {}
+    width, counts = stride, {"token": 16, "head": int(rng.integers(1, 3)), "layer": 3}
+    for axis, count in counts.items():
+        given[f"{axis}_stride"] = stride
+        stride = stride * count + int(rng.choice([0, 0, 1, 16]))
+    size, offset = int(rng.choice([2**32, 2**35, 2**37])), int(rng.choice([0, 3, 16]))
+    counts["block"] = min((size - offset) // stride, 2**27)
+    tail = int(rng.integers(16, 1000))
+    pages = Pages(
+        num_layers=3, num_blocks=counts["block"], num_heads=counts["head"], block_size=16, block_stride=stride,
+        width=width, offset=offset, size=offset + counts["block"] * stride + tail, **given,
+    )  # fmt: skip
+    return pages, counts
+
+
+def test_pieces_lie_where_the_strides_say():
+    rng, found = np.random.default_rng(0), set()
+    for _ in range(200):
+        pages, counts = drawn_pages(rng)
+        try:
+            view = piece_view(pages)
+        except ValueError:  # a size without divisors
+            continue
+        rows, length = view.shape
+        assert rows * length == pages.size
+        assert rows < 2**31
+        indices = {axis: np.asarray([0, n - 1, *rng.integers(0, n, 5)])[:, None] for axis, n in counts.items()}
+        first = sum(i * getattr(pages, f"{axis}_stride") for axis, i in indices.items()) + pages.offset
+        row, column = view.index(**{axis: i.astype(np.int32) for axis, i in indices.items()})
+        assert row.dtype == column.dtype == np.int32
+        np.testing.assert_array_equal(
+            row.astype(np.int64) * length + column, first + np.arange(0, pages.width, view.window)
+        )
+        assert (column >= 0).all()
+        assert (column + view.window <= length).all()
+        found.add((view.window == pages.width, length > 2**15))
+    assert len(found) > 2  # whole entries and pieces, in short rows and long ones

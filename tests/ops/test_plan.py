@@ -100,6 +100,38 @@ def test_only_some_implementations_have_batch_invariant_plans(interpreted):
         jaxkv.plan_decode(cache, tables, lengths, num_heads=16, batch_invariant=True, implementation="xla")
 
 
+def plan_batch_invariant(form):
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=jaxkv.MLAEntry(form))
+    tables, lengths = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
+    return jaxkv.plan_decode(jaxkv.KVCache.zeros(layout), tables, lengths, num_heads=8, batch_invariant=True)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla", "f32"])
+def test_entries_without_batch_invariant_plans_are_named_with_what_to_do(form):
+    told = (
+        rf"mosaic_gpu: .*entries of format '{form}': supports bf16, f16; .*no implementation can be batch-invariant on "
+        rf"this cache of MLAEntry\(format='{form}', .*: plan without it, or use a cache that one of them supports"
+    )
+    with pytest.raises(NotImplementedError, match=told):
+        plan_batch_invariant(form)
+
+
+def test_the_device_that_a_batch_invariant_plan_needs_is_named():
+    told = r"; only mosaic_gpu \(NVIDIA Hopper\) can be batch-invariant on this cache: elsewhere, plan without it"
+    with pytest.raises(NotImplementedError, match=told):
+        plan_batch_invariant("f16")
+
+
+def test_a_plan_for_another_kind_of_cache_is_refused():
+    """Its steps are others: pairs of tiles, where an MLA call with few rows takes single ones."""
+    mla = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=jaxkv.MLAEntry("bf16"))
+    kv = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=jaxkv.KVEntry("bf16"), num_heads=4)
+    tables, lengths = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
+    plan, q = jaxkv.plan_decode(jaxkv.KVCache.zeros(mla), tables, lengths, num_heads=8), jnp.zeros((2, 8, 128))
+    with pytest.raises(ValueError, match=r"`plan` was made for .*kv_heads=1,.*MLAEntry.*expected .*kv_heads=4,"):
+        jaxkv.decode_kv(q, jaxkv.KVCache.zeros(kv), tables, lengths, layer=0, scale=1.0, plan=plan)
+
+
 def test_a_plan_for_other_calls_is_refused():
     entry = jaxkv.MLAEntry("f32", latent=16, rope=8)
     cache = jaxkv.KVCache.zeros(jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=entry))

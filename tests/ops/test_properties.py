@@ -41,7 +41,7 @@ def draw_layout(random, entry):
         num_heads=1 if entry.one_head else random.randint(1, 3),
         entry=entry,
     )
-    kind = random.choice(["order", "strides", "packed"])
+    kind = random.choice(["order", "strides", "interleaved", "packed"])
     if kind == "packed":
         return packed(random, sizes)
     dtype = random.choice([None, "uint8"])
@@ -50,7 +50,7 @@ def draw_layout(random, entry):
     if kind == "order":
         padding = unit * random.choice([0, 0, 1, 7])
         return jaxkv.CacheLayout(**sizes, order=random.choice(jaxkv.ORDERS), block_padding=padding, dtype=dtype)
-    return nested(random, sizes, dtype, entry.nbytes // itemsize, unit)
+    return (nested if kind == "strides" else interleaved)(random, sizes, dtype, entry.nbytes // itemsize, unit)
 
 
 def packed(random, sizes):
@@ -90,6 +90,22 @@ def nested(random, sizes, dtype, width, unit):
     offset = unit * random.randint(0, 9)
     size = offset + extent + random.randint(0, 3)
     return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=size, dtype=dtype)
+
+
+def interleaved(random, sizes, dtype, width, unit):
+    """Explicit strides: of two axes that are not one of tokens, the steps lie between each other's; the rest nests."""
+    counts = {axis: sizes[name] for axis, name in AXES.items()}
+    extent = counts["token"] * (-(-width // unit) * unit)
+    inner, outer, *rest = random.sample(["layer", "block", "head"], 3)
+    # Step (i, j) is at extent * (i * n + j * (n + 1)) = extent * ((i + j) * n + j), and j is less than n.
+    n = max(counts[outer], 2)
+    strides = {"token": extent // counts["token"], inner: n * extent, outer: (n + 1) * extent}
+    extent += (counts[inner] - 1) * strides[inner] + (counts[outer] - 1) * strides[outer]
+    for axis in rest:
+        strides[axis] = extent
+        extent *= counts[axis]
+    offset = unit * random.randint(0, 9)
+    return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=offset + extent, dtype=dtype)
 
 
 @dataclass(frozen=True)

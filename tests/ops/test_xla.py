@@ -1,5 +1,10 @@
 """Every operation on the XLA implementation, which has no gaps."""
 
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv_kernels.logit_cap import capped
 from support import suites
 
 
@@ -33,3 +38,13 @@ class TestMerge(suites.Merge):
 
 class TestBlocks(suites.Blocks):
     implementation = "xla"
+
+
+@pytest.mark.parametrize("cap", [2.0**-126, 1e-9, 0.3, 50.0, 1e7, 2.0**126])
+def test_scores_are_capped_to_a_few_roundings(cap):
+    rng = np.random.default_rng(0)
+    ratios = np.r_[0, 2.0 ** rng.uniform(-40, 20, 4000), 2.0**-13 * rng.uniform(0.9, 1.1, 500)]
+    scores = np.float32(np.clip(ratios * cap, 2.0**-120, 3e38) * rng.choice([-1, 1], ratios.size))
+    found = np.asarray(capped(jnp.asarray(scores), cap), np.float64)
+    expected = cap * np.tanh(scores.astype(np.float64) / cap)
+    np.testing.assert_allclose(found, expected, rtol=8 * 2.0**-24, atol=2.0**-126)

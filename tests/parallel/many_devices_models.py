@@ -227,6 +227,21 @@ class TestHandOver:
         with pytest.raises(ValueError, match=r"same entries as `source` in another order.*convert_blocks"):
             parallel.hand_over(source, [0], jaxkv.KVCache.zeros(padded), [0])
 
+    def test_of_blocks_with_other_groups(self):
+        """The group that both view is the same, and so are the bytes of a block."""
+        entries = [jaxkv.MLAEntry("bf16", 8, 4), *(jaxkv.IndexerEntry(kind, 16) for kind in ("bf16", "f16"))]
+        latent, *others = (jaxkv.Group(2, entry) for entry in entries)
+        sizes = dict(num_blocks=4, block_size=4, dtype="uint8")
+        ours, theirs = (jaxkv.PackedLayout(**sizes, groups={"latent": latent, "keys": keys}) for keys in others)
+        alone = jaxkv.CacheLayout(num_layers=2, num_blocks=4, block_size=4, entry=latent.entry, dtype="uint8")
+        told = f"`target` has other groups packed in its blocks than `source`.*{ours.fingerprint}, `target` has "
+        for layout, has in ((theirs["latent"], f"those of .*{theirs.fingerprint}"), (alone, "one group")):
+            source, target = jaxkv.KVCache.zeros(ours["latent"]), jaxkv.KVCache.zeros(layout)
+            with pytest.raises(ValueError, match=told + has):
+                parallel.hand_over(source, [0], target, [0])
+        more = jaxkv.PackedLayout(**sizes | {"num_blocks": 7}, groups={"latent": latent, "keys": others[0]})
+        parallel.hand_over(source, [0], jaxkv.KVCache.zeros(more["keys"]), [6])
+
     @pytest.mark.parametrize(
         ("source", "target", "told"),
         [

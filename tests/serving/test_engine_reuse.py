@@ -13,7 +13,7 @@ from jaxkv.offload import DiskPool, HostPool, transfers
 from jaxkv.offload import host as host_module
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
-from support import toy_model
+from support import forged_blocks, toy_model
 from support.toy_model import prompt
 
 PARAMS = toy_model.random_params()
@@ -35,8 +35,8 @@ def host_pool(num_blocks=64, disk=None, order="BLNHC"):
     return HostPool(MODEL.layout(1, BLOCK, order), num_blocks, disk=disk)
 
 
-def disk_pool(folder):
-    return DiskPool(folder, MODEL.layout(1, BLOCK), model=fingerprint(MODEL))
+def disk_pool(folder, **options):
+    return DiskPool(folder, MODEL.layout(1, BLOCK), model=fingerprint(MODEL), **options)
 
 
 @cache
@@ -175,9 +175,48 @@ def test_a_damaged_file_costs_the_blocks_from_there_on(tmp_path):
     contents = bytearray(file.read_bytes())
     contents[-1] ^= 1
     file.write_bytes(contents)
-    other = engine(offload=host_pool(disk=disk_pool(tmp_path)))
+    host = host_pool(disk=disk_pool(tmp_path))
+    other = engine(offload=host)
     assert serve(other, prompt(22)) == 2 * BLOCK
-    assert other.tiers.failures == 1
+    assert (other.tiers.failures, host.stats.damaged) == (1, 1)
+    assert file.with_suffix(".damaged").read_bytes() == contents
+    # It was computed, and written again.
+    host.flush()
+    assert serve(engine(offload=host_pool(disk=disk_pool(tmp_path))), prompt(22)) == 5 * BLOCK
+
+
+@pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["checksum", "secret"])
+def test_files_that_were_forged_change_no_token(secret, tmp_path):
+    """Every file of the folder, in a way drawn at random; with a secret also blocks of other contents."""
+    prompts, rng = [prompt(38, seed) for seed in range(4)], np.random.default_rng(0)
+    kinds = [*forged_blocks.KINDS, forged_blocks.another_block] if secret else forged_blocks.KINDS
+
+    def host():
+        return host_pool(num_blocks=4, disk=disk_pool(tmp_path, secret=secret))
+
+    writer = host()
+    first = engine(offload=writer)
+    for tokens in prompts:
+        assert serve(first, tokens) == 0
+    writer.flush()
+    files = list(tmp_path.glob("*/*.block"))
+    assert len(files) == 40
+    damaged = found = 0
+    for _ in range(5):
+        whole = {file: file.read_bytes() for file in files}
+        for file, contents in whole.items():
+            file.write_bytes(forged_blocks.forged(rng, contents, kinds))
+        # Each load stops at one file: until all were met, there are more.
+        for _ in range(6):
+            reader = host()
+            served = engine(offload=reader)
+            for tokens in prompts:
+                found += serve(served, tokens)
+            damaged += reader.stats.damaged
+            reader.flush()
+        for file in files:
+            file.write_bytes(whole[file])
+    assert min(damaged, found) > 20
 
 
 def fail(*args, **kwargs):

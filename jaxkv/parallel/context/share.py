@@ -1,6 +1,5 @@
 """Which tokens of a request a shard owns, and where they lie in its cache."""
 
-import operator
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv.dispatch.validate import Dims, int32, positive_int, told
 from jaxkv.ops.slots import slots_for
+from jaxkv_kernels.addressing.integers import as_int
 
 
 def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> jax.Array:
@@ -87,10 +87,9 @@ def _shard_index(shard: Any, num_shards: int) -> jax.Array:
         if not jnp.issubdtype(shard.dtype, jnp.integer) or shard.shape != ():
             raise ValueError(f"`shard` is {told(shard)}: {expected}")
         return int32(shard)
-    try:
-        value = operator.index(shard)
-    except TypeError:
-        raise ValueError(f"`shard` is {told(shard)}: {expected}") from None
+    value = as_int(shard)
+    if value is None:
+        raise ValueError(f"`shard` is {told(shard)}: {expected}")
     if not 0 <= value < num_shards:
         raise ValueError(f"`shard` is {value}: {expected}")
     return jnp.int32(value)

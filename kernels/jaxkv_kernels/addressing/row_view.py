@@ -1,16 +1,24 @@
 """The flat buffer as rows of fewer than 2**31 elements.
 
 Default JAX indexes with int32, and real caches have more elements than that.  So the buffer is seen as rows (the
-reshape is free), and an entry is addressed by its row and its first element in the row: block-major buffers get one row
-a block, layer-major ones one row a layer, or a layer and a block.
+reshape is free), and an entry is addressed by its row and its first element in the row.  `row_view`: block-major
+buffers get one row per block, layer-major ones one row per layer, or per layer and block; an entry lies within a row.
+`piece_view`: rows of any length that divides the size, for strides that do not; an entry may cross rows.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from math import gcd, isqrt
 from typing import Any
+
+import numpy as np
 
 from jaxkv_kernels.addressing.pages import Pages
 
 ROW_LIMIT = 2**31
+
+MOST_COLUMNS, LARGEST_TRIED = 2**30, 2**20
+"""Of a `PieceView`: a bound of the length of rows, and what sizes are tried to be divided by."""
 
 AXES = ("layer", "block", "head", "token")
 
@@ -24,6 +32,8 @@ class RowView:
     """Where entry (0, 0, 0, 0) begins: an index a leading axis, then the column."""
     steps: dict[str, tuple[int, ...]]
     """What one step along an axis adds to it."""
+    window: int
+    """Elements that are moved at once: an entry."""
 
     def index(self, **indices) -> tuple[Any, ...]:
         """Where the entry at `layer`, `block`, `head` and `token` begins: an index a leading axis, then the column.
@@ -40,15 +50,13 @@ class RowView:
 
 def row_view(pages: Pages) -> RowView:
     """The coarsest view whose rows have fewer than 2**31 elements; ValueError where the strides allow none."""
-    counts = (pages.num_layers, pages.num_blocks, pages.num_heads, pages.block_size)
-    strides = (pages.layer_stride, pages.block_stride, pages.head_stride, pages.token_stride)
-    axes = sorted(((s, n, a) for s, n, a in zip(strides, counts, AXES, strict=True) if n > 1), reverse=True)
+    axes = _axes(pages)
     row, column = pages.size, pages.offset
     shape, origin, split = [], [], []
     while axes and (not shape or row >= ROW_LIMIT):
         stride, _, axis = axes[0]
         inside = column % stride + sum(s * (n - 1) for s, n, _ in axes[1:]) + pages.width
-        if row % stride or inside > stride:
+        if row % stride or inside > stride or row // stride >= ROW_LIMIT:
             break
         axes.pop(0)
         shape.append(row // stride)
@@ -56,10 +64,84 @@ def row_view(pages: Pages) -> RowView:
         split.append(axis)
         row, column = stride, column % stride
     if row >= ROW_LIMIT:
+        strides = dict(zip(AXES, _strides(pages), strict=True))
         raise ValueError(
-            f"a buffer of {pages.size} elements with strides {dict(zip(AXES, strides, strict=True))} and offset "
-            f"{pages.offset} cannot be seen as rows of fewer than 2**31 elements: outer strides must divide the size"
+            f"a buffer of {pages.size} elements with strides {strides} and offset {pages.offset} cannot be seen as "
+            f"rows of fewer than 2**31 elements: outer strides must divide the size"
         )
     steps: dict[str, tuple[int, ...]] = {axis: (0,) * len(shape) + (stride,) for stride, _, axis in axes}
     steps |= {axis: tuple(int(i == j) for j in range(len(shape) + 1)) for i, axis in enumerate(split)}
-    return RowView((*shape, row), (*origin, column), steps)
+    return RowView((*shape, row), (*origin, column), steps, pages.width)
+
+
+@dataclass(frozen=True)
+class PieceView:
+    """The buffer as `shape`, rows that entries may cross, and entries as pieces that do not cross them."""
+
+    shape: tuple[int, int]
+    window: int
+    """Elements that are moved at once: a piece, one of several of the same length that make up an entry."""
+    pages: Pages
+
+    def index(self, **indices) -> tuple[Any, Any]:
+        """Rows and columns [..., pieces] where the pieces of the entries at `layer`, `block`, `head` and `token` begin.
+
+        int32 arrays [..., 1].
+        """
+        pages, (_, length) = self.pages, self.shape
+        starts = divmod(pages.offset + np.arange(0, pages.width, self.window), length)
+        row, column = (start.astype(np.int32) for start in starts)
+        # An index is multiplied a few bits at a time, so that columns stay below 2**31; rows are those of an entry.
+        digits = 31 - length.bit_length()
+        for stride, count, axis in _axes(pages):
+            for low in range(0, (count - 1).bit_length(), digits):
+                digit = indices[axis] >> low & (1 << digits) - 1
+                rows, columns = divmod(stride << low, length)
+                column = column + digit * columns
+                row, column = row + digit * rows + column // length, column % length
+        return row, column
+
+
+@cache
+def piece_view(pages: Pages) -> PieceView:
+    """The view with the longest pieces, and of these the shortest rows; ValueError where no rows divide the buffer."""
+    unit = gcd(pages.width, pages.offset, *(stride for stride, _, _ in _axes(pages)))
+    length = max(_row_lengths(pages.size), key=lambda length: (gcd(length, unit), -length))
+    return PieceView((pages.size // length, length), gcd(length, unit), pages)
+
+
+def entry_view(pages: Pages) -> RowView | PieceView:
+    """The `row_view` where the strides allow one, else the `piece_view`."""
+    try:
+        return row_view(pages)
+    except ValueError:
+        return piece_view(pages)
+
+
+def _axes(pages: Pages) -> list[tuple[int, int, str]]:
+    """(stride, count, axis) of the axes of more than one step, outermost in memory first."""
+    counts = (pages.num_layers, pages.num_blocks, pages.num_heads, pages.block_size)
+    return sorted(((s, n, a) for s, n, a in zip(_strides(pages), counts, AXES, strict=True) if n > 1), reverse=True)
+
+
+def _strides(pages: Pages) -> tuple[int, ...]:
+    return pages.layer_stride, pages.block_stride, pages.head_stride, pages.token_stride
+
+
+def _row_lengths(size: int) -> list[int]:
+    """Divisors of `size` that leave rows and columns for `PieceView` to count in int32; ValueError if there are none.
+
+    Below 2**40 elements, only a size with a prime factor above 2**31 has none.
+    """
+    found = []
+    if size < MOST_COLUMNS * ROW_LIMIT:
+        divisors = np.arange(1, min(isqrt(size), LARGEST_TRIED) + 1)
+        divisors = divisors[size % divisors == 0].tolist()
+        found = [n for n in {*divisors, *(size // n for n in divisors)} if n < MOST_COLUMNS and size // n < ROW_LIMIT]
+    if not found:
+        unit = max(512, 2 ** (size // ROW_LIMIT).bit_length())
+        raise ValueError(
+            f"a buffer of {size} elements cannot be divided into fewer than 2**31 rows of fewer than 2**30 elements "
+            f"each, in which int32 indices reach its entries: expected another `size`, {-(-size // unit) * unit} say"
+        )
+    return found

@@ -1,11 +1,13 @@
 """What one token stores for one head in one layer: its values and their format."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.integers import as_int
 from jaxkv_kernels.formats.format import FORMATS, Format, Part
 
 
@@ -30,8 +32,11 @@ class Entry:
     def __post_init__(self):
         if self.format not in self.formats:
             raise ValueError(f"{type(self).__name__} format {self.format!r}: expected one of {', '.join(self.formats)}")
-        if any(not isinstance(size, int) or size < 1 for size in self.sizes):
-            raise ValueError(f"{self}: every size must be a positive int")
+        for name in (field.name for field in fields(self) if field.name != "format"):
+            size = as_int(getattr(self, name))
+            if size is None or size < 1:
+                raise ValueError(f"{self}: every size must be a positive int")
+            object.__setattr__(self, name, size)
         self.parts()
 
     @property
@@ -110,7 +115,8 @@ class KVEntry(Entry):
     one_head = False
 
     def __post_init__(self):
-        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
+        if as_int(self.value_dim) == 0:
+            object.__setattr__(self, "value_dim", self.head_dim)
         super().__post_init__()
 
     @property
@@ -146,3 +152,23 @@ class IndexerEntry(Entry):
     def named_sizes(self):
         """D."""
         return {"key": self.head_dim}
+
+
+Listed = Mapping[type[Entry], Collection[str]]
+"""Formats by kind of entry."""
+
+
+def unlisted(listed: Listed, options: Mapping[str, Any]) -> list[str]:
+    """The reason against a call with an `entry` whose kind (the class itself) or format is not `listed`.
+
+    A kernel knows the bytes of the entries that it was written for.  It must not guess those of others.
+    """
+    entry = options.get("entry")
+    if entry is None:
+        return []
+    formats = listed.get(type(entry))
+    if formats is None:
+        return [f"entries of kind {type(entry).__name__}: supports {', '.join(kind.__name__ for kind in listed)}"]
+    if entry.format not in formats:
+        return [f"entries of format {entry.format!r}: supports {', '.join(formats)}"]
+    return []

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxkv_kernels.formats.entries import unlisted
 from jaxkv_kernels.kernel import operations
 from jaxkv_kernels.mosaic_gpu import limits
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting as interpreting
@@ -43,4 +44,4 @@ def unavailable() -> list[str]:
 
 def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Reasons against this call on any machine; none means that it is taken."""
-    return list(getattr(limits, operation)(arrays, options))
+    return unlisted(limits.ENTRIES.get(operation, {}), options) or list(getattr(limits, operation)(arrays, options))

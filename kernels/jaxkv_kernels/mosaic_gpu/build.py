@@ -21,8 +21,8 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 """What a load must promise to become one bulk copy of contiguous memory."""
 
 LOG2E = math.log2(math.e)
-MASKED, EMPTY = -1e33, -1e30
-"""Score of a masked key, and maximum of a row without keys: far enough apart that exp2 of the difference is 0."""
+MASKED, EMPTY = -math.inf, float(jnp.finfo(jnp.float32).min)
+"""Score of a masked key, and maximum of a row without keys: it is finite, but no finite score is below it."""
 
 MULTIPROCESSORS, SHARED_MEMORY = 132, 232_448
 """Of an H100 or H200; bytes a CTA."""

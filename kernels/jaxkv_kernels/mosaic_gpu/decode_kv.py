@@ -226,6 +226,10 @@ def _attend(
                         return acc[...]
 
                     s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
+                    if (
+                        interpret
+                    ):  # XLA fuses the product with the difference on CPUs: the largest, less itself, is not 0 then
+                        s = lax.optimization_barrier(s)
                     if logit_cap is not None:
                         s = capped(s, logit_cap)
                     if masked:

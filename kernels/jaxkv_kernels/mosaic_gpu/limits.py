@@ -1,12 +1,28 @@
-"""Which calls the kernels take, and the reasons against the others."""
+"""Which entries the kernels support, and the reasons against other calls: a function per operation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
+from jaxkv_kernels.formats.entries import KVEntry, Listed, MLAEntry
+from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.warp_share import MOST_BYTES, token_ways
+
+_MOVED = ("bf16", "f16", "f32")
+_ATTENDED = ("bf16", "f16")
+
+ENTRIES: dict[str, Listed] = {
+    "write_mla": {MLAEntry: _MOVED},
+    "write_kv": {KVEntry: _MOVED},
+    "gather_mla": {MLAEntry: _MOVED},
+    "gather_kv": {KVEntry: _MOVED},
+    "plan_decode": {MLAEntry: _ATTENDED, KVEntry: _ATTENDED},
+    "decode_mla": {MLAEntry: _ATTENDED},
+    "decode_kv": {KVEntry: _ATTENDED},
+}
+"""What operations on entries support."""
 
 LATENT, ROPE = 512, 64
 FEW_ROWS = 16
@@ -21,11 +37,13 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     yield from _attention(
         options["entry"], options["pages"], {"buffer": arrays["buffer"], "q_latent": arrays["q_latent"]}
     )
+    yield from too_large(options)
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
     yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"], "q": arrays["q"]})
+    yield from too_large(options)
 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -35,9 +53,6 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 def _attention(entry, pages, arrays) -> Iterator[str]:
     """Reasons against attending to such entries, with arrays by name that must be of their dtype."""
-    if entry.format not in ("bf16", "f16"):
-        yield f"entries of format {entry.format!r}: takes bf16 and f16"
-        return
     sizes = f"entries of {entry.sizes[0]} + {entry.sizes[1]} values"
     if entry.one_head and entry.sizes != (LATENT, ROPE):
         yield f"{sizes}: takes {LATENT} + {ROPE}"
@@ -92,9 +107,6 @@ read_blocks = write_blocks = copy_blocks
 def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
     """Reasons against moving entries between the cache and arrays of their parts, of `dtypes` by name."""
     entry, pages = options["entry"], options["pages"]
-    if entry.format not in ("bf16", "f16", "f32"):
-        yield f"entries of format {entry.format!r}: takes bf16, f16 and f32"
-        return
     for name, dtype in dtypes.items():
         if dtype != entry.dtype:
             yield f"`{name}` of {dtype}: takes that of the entries, {entry.dtype}"

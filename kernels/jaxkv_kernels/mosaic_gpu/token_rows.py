@@ -75,7 +75,10 @@ def token_rows(pages: Pages) -> TokenRows:
         else:
             steps[axis] = Step(blocks=stride // block)
     first_row, first_column = pages.offset // token, pages.offset % token
-    if first_row >= block // token or last_column + pages.width > token:
+    last_row = first_row + pages.block_size + sum((count - 1) * steps[axis].rows for axis, (count, _) in axes.items())
+    if last_row > block // token:
+        raise ValueError(f"pages end at row {last_row} of a block of {block // token}: entries of blocks interleave")
+    if last_column + pages.width > token:
         raise ValueError(f"offset {pages.offset} breaks entries across rows of {token} elements")
     numbers = {"rows a block": (block // token, TILE_ROWS), "first row": (first_row, TILE_ROWS)}
     numbers |= {"columns a row": (token, TILE_COLUMNS), "first column": (first_column, TILE_COLUMNS)}

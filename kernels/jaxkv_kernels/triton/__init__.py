@@ -6,6 +6,7 @@ Importing this costs nothing: Triton and jax-triton come in with the first kerne
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxkv_kernels.formats.entries import unlisted
 from jaxkv_kernels.kernel import operations
 from jaxkv_kernels.triton import limits
 from jaxkv_kernels.triton.available import unavailable as unavailable
@@ -36,5 +37,5 @@ OPERATIONS = operations(
 
 def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Reasons against this call on any machine; none means that it is taken."""
-    reasons: Callable[..., Iterable[str]] = getattr(limits, operation, limits.nothing)
-    return list(reasons(arrays, options))
+    reasons: Callable[..., Iterable[str]] = getattr(limits, operation)
+    return unlisted(limits.ENTRIES.get(operation, {}), options) or list(reasons(arrays, options))

@@ -41,7 +41,8 @@ def token_address(buffer, layer, slot, head, PAGES: tl.constexpr):
 @triton.jit
 def value_address(buffer, layer, slot, PAGES: tl.constexpr, SIZE: tl.constexpr):
     """Where the SIZE bytes of values of keys begin, in split pages."""
-    return page_address(buffer, layer, slot // PAGES.block_size, 0, PAGES) + slot % PAGES.block_size * SIZE
+    page = page_address(buffer, layer, slot // PAGES.block_size, 0, PAGES)
+    return page + (slot % PAGES.block_size).to(tl.int64) * SIZE
 
 
 @triton.jit

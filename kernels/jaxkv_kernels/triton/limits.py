@@ -1,7 +1,33 @@
-"""Which calls the kernels do not take, and why: a function an operation that has such calls."""
+"""Which entries the kernels support, and the reasons against other calls: a function per operation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
+from jaxkv_kernels.logit_cap import too_large
+
+_PLAIN = ("bf16", "f16", "f32")
+_MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla")}
+_KV: Listed = {KVEntry: (*_PLAIN, "fp8")}
+_INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8")}
+
+ENTRIES: dict[str, Listed] = {
+    "write_mla": _MLA,
+    "write_kv": _KV,
+    "write_indexer_k": _INDEXER,
+    "gather_mla": _MLA,
+    "gather_kv": _KV,
+    "gather_indexer_k": _INDEXER,
+    "plan_decode": {**_MLA, **_KV},
+    "decode_mla": _MLA,
+    "decode_kv": _KV,
+    "decode_mla_sparse": _MLA,
+    "indexer_logits": _INDEXER,
+}
+"""What operations on entries support."""
+
+RUN_LIMIT = 2**31 - 2**13
+"""Words of a block, which kernels count in int32 and in chunks of at most 2**13."""
 
 TILE_LIMIT = 2**20
 MOST_HEADS, MOST_VALUES = {2: 128, 4: 64}, 128
@@ -9,10 +35,14 @@ MOST_HEADS, MOST_VALUES = {2: 128, 4: 64}, 128
 MOST_BEST = 4096
 
 
-def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """No reasons: every call is taken."""
-    del arrays, options
-    yield from ()
+def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that moves whole blocks: `copy_blocks`, `read_blocks`, `write_blocks`."""
+    del arrays
+    if options["pages"].block_elements > RUN_LIMIT:
+        yield f"blocks of {options['pages'].block_elements} elements: supports at most {RUN_LIMIT}"
+
+
+read_blocks = write_blocks = copy_blocks
 
 
 def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -54,6 +84,7 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     latent, rope = options["entry"].sizes
     if latent > LATENT or rope > ROPE:
         yield f"entries of {latent} + {rope} values: takes at most {LATENT} + {ROPE}"
+    yield from too_large(options)
 
 
 decode_mla_sparse = decode_mla
@@ -64,6 +95,7 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
     yield from _empty(arrays, "q", "block_tables")
     if max(options["entry"].sizes) > HEAD_DIM:
         yield f"entries of {' + '.join(map(str, options['entry'].sizes))} values: takes at most {HEAD_DIM} of each"
+    yield from too_large(options)
 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

@@ -1,13 +1,14 @@
 """A running softmax over tiles of scores, in powers of two: scores come multiplied by log2(e)."""
 
+import numpy as np
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MASKED = tl.constexpr(-1e33)
-"""Score of a masked key: finite, and so far below `EMPTY` that its exponential is 0 even in a row of masked keys."""
-EMPTY = tl.constexpr(-1e30)
-"""Running maximum of a row that has seen no key."""
+MASKED = tl.constexpr(float("-inf"))
+"""Score of a masked key: its exponential is 0 whatever the running maximum, which is finite."""
+EMPTY = tl.constexpr(float(np.finfo(np.float32).min))
+"""Running maximum of a row that has seen no key: no finite score is below it, so that only masked keys do not count."""
 LIFT = tl.constexpr(14.0)
 """How far the running maximum stays below the scores where weights are float16, which has less room below 1 than above:
 a weight of 2**-38 of the largest is not 0 yet."""

@@ -1,9 +1,13 @@
-"""Every operation in plain JAX: right on every device and every layout, and the last rung of the dispatch."""
+"""Every operation in plain JAX: right on every device and every layout, and the last rung of the dispatch.
+
+Entries are encoded and decoded by their format itself, so that every registered format is supported.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.formats import FORMATS
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry, unlisted
 from jaxkv_kernels.xla.copy_blocks import copy_blocks
 from jaxkv_kernels.xla.decode_kv import decode_kv
 from jaxkv_kernels.xla.decode_mla import decode_mla
@@ -40,6 +44,21 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "write_blocks": write_blocks,
 }
 
+ENTRIES: dict[str, Listed] = {
+    "write_mla": {MLAEntry: FORMATS},
+    "write_kv": {KVEntry: FORMATS},
+    "write_indexer_k": {IndexerEntry: FORMATS},
+    "gather_mla": {MLAEntry: FORMATS},
+    "gather_kv": {KVEntry: FORMATS},
+    "gather_indexer_k": {IndexerEntry: FORMATS},
+    "plan_decode": {MLAEntry: FORMATS, KVEntry: FORMATS},
+    "decode_mla": {MLAEntry: FORMATS},
+    "decode_kv": {KVEntry: FORMATS},
+    "decode_mla_sparse": {MLAEntry: FORMATS},
+    "indexer_logits": {IndexerEntry: FORMATS},
+}
+"""What operations on entries support."""
+
 
 def unavailable() -> list[str]:
     """None: JAX brings it."""
@@ -49,11 +68,7 @@ def unavailable() -> list[str]:
 def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Reasons against this call on any machine; none means that it is taken."""
     del arrays
+    reasons = unlisted(ENTRIES.get(operation, {}), options)
     if operation == "plan_decode" and options["batch_invariant"]:
-        return ["the last bits of a request depend on the shape of its batch: cannot be batch-invariant"]
-    try:
-        if "pages" in options:
-            row_view(options["pages"])
-    except ValueError as error:
-        return [str(error)]
-    return []
+        reasons.append("the last bits of a request depend on the shape of its batch: cannot be batch-invariant")
+    return reasons

@@ -1,8 +1,18 @@
 """Whole blocks, all layers at once, as rows of `Pages.block_elements`."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.xla.rows import read_entries, write_entries
+
+
+def _moved(pages: Pages) -> Pages:
+    """What is moved at once as if it were an entry: a block that is a run, or else its entries."""
+    if not pages.blocks_are_runs:
+        return pages
+    return replace(pages, num_layers=1, num_heads=1, block_size=1, offset=0, width=pages.block_stride)
 
 
 def _grid(pages, blocks):
@@ -18,22 +28,14 @@ def _valid(pages, blocks):
 
 def read_rows(buffer, pages, blocks):
     """Rows [n, block_elements] of `blocks` [n]; 0 where the id is not a block of the cache."""
-    valid = _valid(pages, blocks)
-    blocks = jnp.where(valid, blocks, 0)
-    if pages.blocks_are_runs:
-        rows = buffer.reshape(pages.num_blocks, pages.block_stride).at[blocks].get(mode="promise_in_bounds")
-    else:
-        rows = read_entries(buffer, pages, **_grid(pages, blocks)).reshape(blocks.size, pages.block_elements)
-    return jnp.where(valid[:, None], rows, 0)
+    valid, moved = _valid(pages, blocks), _moved(pages)
+    rows = read_entries(buffer, moved, **_grid(moved, jnp.where(valid, blocks, 0)))
+    return jnp.where(valid[:, None], rows.reshape(blocks.size, pages.block_elements), 0)
 
 
 def write_rows(buffer, pages, blocks, rows, keep=True):
     """The buffer with rows [n, block_elements] in `blocks` [n]; ids outside the cache, or not kept, are skipped."""
-    keep = _valid(pages, blocks) & keep
-    if pages.blocks_are_runs:
-        blocks = jnp.where(keep, blocks, pages.num_blocks)
-        runs = buffer.reshape(pages.num_blocks, pages.block_stride)
-        return runs.at[blocks].set(rows, mode="drop").reshape(buffer.shape)
-    index = _grid(pages, blocks)
+    keep, moved = _valid(pages, blocks) & keep, _moved(pages)
+    index = _grid(moved, blocks)
     keep = jnp.broadcast_to(keep.reshape(-1, 1, 1, 1), index["block"].shape)
-    return write_entries(buffer, pages, rows.reshape(*keep.shape, pages.width), keep, **index)
+    return write_entries(buffer, moved, rows.reshape(*keep.shape, moved.width), keep, **index)

@@ -1,16 +1,16 @@
-"""Reading and writing entries of the flat buffer as windows of its rows (`row_view`)."""
+"""Reading and writing entries of the flat buffer as windows of its rows (`entry_view`)."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
+from jaxkv_kernels.addressing.row_view import ROW_LIMIT, entry_view
 
 
 def read_entries(buffer: jax.Array, pages: Pages, *, layer, block, head, token) -> jax.Array:
     """Windows [..., width] of the entries at index arrays of one shape [...], all in range."""
-    view = row_view(pages)
+    view = entry_view(pages)
     start = _start(view, layer=layer, block=block, head=head, token=token)
     leading = tuple(range(len(view.shape) - 1))
     return lax.gather(
@@ -19,21 +19,21 @@ def read_entries(buffer: jax.Array, pages: Pages, *, layer, block, head, token) 
         lax.GatherDimensionNumbers(
             offset_dims=(start.ndim - 1,), collapsed_slice_dims=leading, start_index_map=(*leading, len(leading))
         ),
-        slice_sizes=(*[1] * len(leading), pages.width),
+        slice_sizes=(*[1] * len(leading), view.window),
         mode="promise_in_bounds",
-    )
+    ).reshape(*block.shape, pages.width)
 
 
 def write_entries(buffer: jax.Array, pages: Pages, rows: jax.Array, keep, *, layer, block, head, token) -> jax.Array:
     """The buffer with windows `rows` [..., width] stored where `keep` [...] holds, and nothing else touched."""
-    view = row_view(pages)
+    view = entry_view(pages)
     start = _start(view, layer=layer, block=block, head=head, token=token)
-    start = jnp.where(keep[..., None], start, jnp.int32(ROW_LIMIT - 1))  # out of bounds: dropped
+    start = jnp.where(keep[..., None, None], start, jnp.int32(ROW_LIMIT - 1))  # out of bounds: dropped
     leading = tuple(range(len(view.shape) - 1))
     return lax.scatter(
         buffer.reshape(view.shape),
         start,
-        rows,
+        rows.reshape(*start.shape[:-1], view.window),
         lax.ScatterDimensionNumbers(
             update_window_dims=(start.ndim - 1,),
             inserted_window_dims=leading,
@@ -73,6 +73,8 @@ def _locate(pages, slots, layer):
 
 
 def _start(view, **indices):
-    """Start indices [..., rank of the view] of the windows."""
-    shape = indices["block"].shape
-    return jnp.stack([jnp.broadcast_to(jnp.int32(i), shape) for i in view.index(**indices)], axis=-1)
+    """Start indices [..., windows of an entry, rank of the view]."""
+    indices = {axis: i[..., None] for axis, i in indices.items()}
+    place = view.index(**indices)
+    shape = jnp.broadcast_shapes(indices["block"].shape, *(jnp.shape(i) for i in place))
+    return jnp.stack([jnp.broadcast_to(jnp.int32(i), shape) for i in place], axis=-1)

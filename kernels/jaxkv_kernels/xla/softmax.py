@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.logit_cap import capped
 from jaxkv_kernels.xla.paged import walk
 
-MASKED = -1e33
-"""Score of a masked key: finite, and so far below `EMPTY` that its exponential is 0 even in a row of masked keys."""
-EMPTY = -1e30
-"""Running maximum of a row that has seen no key."""
+MASKED = -jnp.inf
+"""Score of a masked key: its exponential is 0 whatever the running maximum, which is finite."""
+EMPTY = float(jnp.finfo(jnp.float32).min)
+"""Running maximum of a row that has seen no key: no finite score is below it, so that only masked keys do not count."""
 
 Chunk = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -50,7 +51,7 @@ def attend(
         seen = seen[:, :, None, None, :]
         s = jnp.einsum("bqhgd,bshd->bqhgs", q, k, precision=precision, preferred_element_type=jnp.float32) * scale
         if logit_cap is not None:
-            s = logit_cap * jnp.tanh(s / logit_cap)
+            s = capped(s, logit_cap)
         s = jnp.where(seen, s, MASKED)
         m_new = jnp.maximum(m, s.max(axis=-1))
         p = jnp.exp(s - m_new[..., None])

@@ -1,5 +1,7 @@
 """What the suites share."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -47,6 +49,13 @@ def layout_of(name, entry, **sizes):
 def formats(entries):
     """Parametrises `entry`."""
     return pytest.mark.parametrize("entry", entries, ids=[entry.format for entry in entries])
+
+
+def without_signs(scene):
+    """The scene with the absolute values of its entries, which are of a plain format."""
+    entries, itemsize = scene.entries.copy(), scene.entry.dtype.itemsize
+    entries[..., itemsize - 1 :: itemsize] &= 0x7F
+    return replace(scene, entries=entries)
 
 
 every_layout = pytest.mark.parametrize("name", scenes.LAYOUTS)

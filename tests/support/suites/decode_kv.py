@@ -9,7 +9,7 @@ import pytest
 import jaxkv
 from support import oracle, scenes
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import Suite, dtype_of, every_layout, layout_of
+from support.suites.base import Suite, dtype_of, every_layout, layout_of, without_signs
 
 SCALE = 0.3
 
@@ -38,19 +38,27 @@ class DecodeKVChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_kv, q, cache, tables, lengths, layer=layer, **keywords)
 
-    def check(self, q, cache, scene, layer, **keywords):
+    def check(self, q, cache, scene, layer, scale=SCALE, **keywords):
         """Compares with float64; returns the result."""
-        out, lse = self.decode(q, cache, scene, layer, **keywords)
+        out, lse = self.decode(q, cache, scene, layer, scale=scale, **keywords)
         wide = np.asarray(q.astype(jnp.float32), np.float64)
         found = []
         for request, length in enumerate(scene.lengths):
             ends = length - q.shape[1] + 1 + np.arange(q.shape[1])
-            found.append(oracle.attention(wide[request], *scene.parts(request), SCALE, ends=ends, **keywords))
+            found.append(oracle.attention(wide[request], *scene.parts(request), scale, ends=ends, **keywords))
         right_out, right_lse = (np.stack(x) for x in zip(*found, strict=True))
         dtype = str(q.dtype)
         assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
         assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
         return out, lse
+
+    def check_low_scores(self, layout, heads, **sizes):
+        """Keys count however low their finite scores are, and a query without keys is one none the less."""
+        entry = self.entry()
+        scene = without_signs(scenes.scene(entry, num_heads=2, **sizes))
+        q = -abs(self.query(entry, len(scene.lengths), 2, heads))
+        for scale in (1e31, 1e35):  # scores of some -1e32 and -1e36
+            self.check(q, scene.cache(layout_of(layout, entry, num_heads=2), 1), scene, 1, scale=scale)
 
 
 class DecodeKV(DecodeKVChecks):
@@ -117,7 +125,7 @@ class DecodeKV(DecodeKVChecks):
         assert not np.asarray(out).any()
         assert (np.asarray(lse) == -np.inf).all()
 
-    @pytest.mark.parametrize("window", [1, 63, 64, 1000])
+    @pytest.mark.parametrize("window", [1, 63, 64, 1000, 2**31 - 1, 2**40])
     @pytest.mark.parametrize("tokens", [1, 3])
     def test_window(self, window, tokens):
         entry = self.entry()
@@ -136,7 +144,7 @@ class DecodeKV(DecodeKVChecks):
         _, lse = self.decode(q, scene.cache(layout, 0), scene, 0, window=40)
         assert np.isfinite(np.asarray(lse)).all()
 
-    @pytest.mark.parametrize("window", [None, 70])
+    @pytest.mark.parametrize("window", [None, 70, 2**31])
     def test_a_plan_of_the_step_changes_no_bits(self, window):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)
@@ -148,11 +156,15 @@ class DecodeKV(DecodeKVChecks):
         for a, b in zip(planned, self.decode(q, cache, scene, 1, window=window), strict=True):
             assert_same_bits(a, b)
 
-    def test_logit_cap(self):
+    @pytest.mark.parametrize("cap", [1.5, 50.0, 1e4, 2.0**126])
+    def test_logit_cap(self, cap):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)
         layout = layout_of("LHBNC", entry, num_heads=2)
-        self.check(self.query(entry, len(scene.lengths), 1, 4), scene.cache(layout, 1), scene, 1, logit_cap=1.5)
+        self.check(self.query(entry, len(scene.lengths), 1, 4), scene.cache(layout, 1), scene, 1, logit_cap=cap)
+
+    def test_keys_of_very_low_scores_count(self):
+        self.check_low_scores("BLNHC", 6)
 
     @pytest.mark.parametrize("block_size", [1, 3, 16, 61])
     def test_odd_block_sizes(self, block_size):

@@ -9,7 +9,7 @@ import pytest
 import jaxkv
 from support import oracle, scenes
 from support.compare import EPSILON, assert_close, assert_same_bits
-from support.suites.base import Suite, dtype_of, every_layout, layout_of
+from support.suites.base import Suite, dtype_of, every_layout, layout_of, without_signs
 
 SCALE = 0.11
 
@@ -67,7 +67,7 @@ class DecodeMLAChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=layer, **keywords)
 
-    def truth(self, q, scene, **keywords):
+    def truth(self, q, scene, scale=SCALE, **keywords):
         """out and lse in float64."""
         q_latent, q_pe = (np.asarray(x.astype(jnp.float32), np.float64) for x in q)
         found = []
@@ -76,7 +76,7 @@ class DecodeMLAChecks(Suite):
             ends = length - q_latent.shape[1] + 1 + np.arange(q_latent.shape[1])
             joined = np.concatenate([q_latent[request], q_pe[request]], axis=-1)
             k = np.concatenate([latent, rope], axis=-1)
-            found.append(oracle.attention(joined, k, latent, SCALE, ends=ends, **keywords))
+            found.append(oracle.attention(joined, k, latent, scale, ends=ends, **keywords))
         return tuple(np.stack(x) for x in zip(*found, strict=True))
 
     def check(self, q, cache, scene, layer, **keywords):
@@ -87,6 +87,14 @@ class DecodeMLAChecks(Suite):
         assert_close(out, right_out, roundings=roundings_of(out), magnitude=1, what="out")
         assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
         return out, lse
+
+    def check_low_scores(self, layout, heads, *, tokens=2, **sizes):
+        """Keys count however low their finite scores are, and a query without keys is one none the less."""
+        entry = self.entry()
+        scene = without_signs(scenes.scene(entry, **sizes))
+        q = [-abs(x) for x in queries(entry, len(scene.lengths), tokens, heads)]
+        for scale in (1e30, 1e34):  # scores of some -1e32 and -1e36
+            self.check(q, scene.cache(layout_of(layout, entry), 1), scene, 1, scale=scale)
 
 
 class DecodeMLA(DecodeMLAChecks):
@@ -156,11 +164,15 @@ class DecodeMLA(DecodeMLAChecks):
         for a, b in zip(self.decode(q, cache, scene, 1, plan=plan), self.decode(q, cache, scene, 1), strict=True):
             assert_same_bits(a, b)
 
-    def test_logit_cap(self):
+    @pytest.mark.parametrize("cap", [2.0, 50.0, 1e4, 2.0**126])
+    def test_logit_cap(self, cap):
         entry = self.entry()
         scene = scenes.scene(entry)
         cache = scene.cache(layout_of("LBNHC", entry), 1)
-        self.check(queries(entry, len(scene.lengths), 2, 3), cache, scene, 1, logit_cap=2.0)
+        self.check(queries(entry, len(scene.lengths), 2, 3), cache, scene, 1, logit_cap=cap)
+
+    def test_keys_of_very_low_scores_count(self):
+        self.check_low_scores("BLNHC", self.heads)
 
     def test_queries_of_float32_on_quantised_entries(self):
         for entry in (self.entry("fp8"), self.entry("fp8_ds_mla")):

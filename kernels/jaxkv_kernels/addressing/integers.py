@@ -1,0 +1,12 @@
+"""What counts as an integer, the same for sizes, layers, seeds and all other static arguments."""
+
+import operator
+from typing import Any
+
+
+def as_int(value: Any) -> int | None:
+    """`value` as a Python int, whose arithmetic does not overflow; None for what is no integer: a bool, a float."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
