@@ -85,6 +85,12 @@ def check_cache(cache: KVCache, *kinds: type[Entry]):
         raise ValueError(f"`cache.buffer` is {told(buffer)}: its layout says {layout.dtype}[{layout.size}]")
 
 
+def mla_dims(cache: KVCache) -> Dims:
+    """The axes of queries and new values for a cache of `MLAEntry`: R and P have the lengths of the entry's parts."""
+    latent, rope = cache.layout.entry.sizes
+    return Dims(R=(latent, "the entry's latent"), P=(rope, "the entry's rope"))
+
+
 def layer_index(layer: Any, cache: KVCache):
     """`layer` as an int32 array; ValueError where it is a Python int out of range, or no integer."""
     layers = cache.layout.num_layers
@@ -165,6 +171,14 @@ def positive_int(name: str, value) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"`{name}` is {value!r}: expected a positive int (it is static)")
     return int(value)
+
+
+def positive_float(name: str, value) -> float | None:
+    """`value`; ValueError unless it is None, or a positive Python number that is finite in float32."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 < in_float32(value) < float("inf")):
+        raise ValueError(f"`{name}` is {value!r}: expected None, or a positive number (static) that float32 holds")
+    return value
 
 
 def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.dispatch import backends as dispatch
+from jaxkv.dispatch import backends
 from jaxkv_kernels.formats.entries import Entry
 
 OPERATIONS = (
@@ -149,7 +149,7 @@ class Case:
 def draw_case(seed: int, implementation: str) -> Case | str:
     """The case of a seed, one that the implementation takes; why not, if there is none."""
     rng, operation = np.random.default_rng(seed), OPERATIONS[seed % len(OPERATIONS)]
-    kernels = {candidate.name: candidate.package.OPERATIONS for candidate in dispatch.LADDER}[implementation]
+    kernels = {backend.name: backend.kernels for backend in backends.BACKENDS}[implementation]
     reasons: tuple[str, ...] = ()
     for _ in range(TRIES if operation in kernels else 1):
         case = _case(rng, operation)

@@ -1,19 +1,21 @@
-"""A schedule for attention, computed once a step and shared by all layers."""
+"""Plans of attention: a schedule, computed once per step and shared by the calls of all layers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.backends import Call, chosen, run
+from jaxkv.dispatch.backends import Call, choose
 from jaxkv.dispatch.validate import Dims, check_cache, int32, positive_int
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.samples import HEADS, PAGED
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan was made for; a call that brings the plan must be of the same."""
+    """The calls that a plan is for: a call that is given the plan must have the same sizes."""
 
     requests: int
     columns: int
@@ -23,17 +25,17 @@ class Shape:
     num_heads: int
     """Query heads."""
     tokens: int
-    """Query tokens a request."""
+    """Query tokens per request."""
     window: int | None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodePlan:
-    """What `plan_decode` returns; goes through `jit` and `scan` like any pytree."""
+    """What `plan_decode` returns: a pytree, which goes through `jit` and `scan`."""
 
     schedule: Any
-    """The implementation's own; None where it plans nothing."""
+    """Of a type that belongs to the implementation; None if it plans nothing."""
     shape: Shape = field(metadata={"static": True})
     implementation: str = field(metadata={"static": True})
     batch_invariant: bool = field(metadata={"static": True})
@@ -52,28 +54,39 @@ def plan_decode(
 ) -> DecodePlan:
     """Divides the requests of a step among the processors of the device, for `decode_mla` and `decode_kv`.
 
-    The schedule depends on lengths and tables, not on the layer: compute it once a step, and give it to the call of
-    every layer as `plan`.  Without one, each call plans for itself.
+    The schedule depends on lengths and tables, not on the layer: compute it once per step, and pass it to the call of
+    every layer as `plan`.  Calls without a plan each make their own.
 
     Args:
       cache: a cache of `MLAEntry` or `KVEntry`.
-      block_tables: int32 [B, M], as the calls will get them.
-      seq_lens: int32 [B], as the calls will get them; a plan of other lengths gives wrong results.
+      block_tables: int32 [B, M], those of the calls.
+      seq_lens: int32 [B], the same as those of the calls; with other lengths, results are wrong.
       num_heads: query heads of the calls.
-      tokens: query tokens a request of the calls.
+      tokens: query tokens per request of the calls.
       window: that of the calls (`decode_kv` only).
-      batch_invariant: a request gets the same bits whatever else is in the batch: it is cut by its own length alone
-        (into at most 8 pieces), which takes longer where requests are few or of unlike lengths.
-      implementation: None (the best that takes the cache), a name, or a sequence of names.
+      batch_invariant: whether the result of a request has the same bits whatever else is in the batch.  A request is
+        then split by its own length alone (into at most 8 splits), which takes longer if requests are few or differ in
+        length.
+      implementation: None (the best that supports the cache), a name, or a sequence of names.
 
     Returns:
-      The plan.  An implementation that did not make it ignores it; with `batch_invariant` the calls run on the one that
-      made it, or raise.
+      The plan.  A call that runs on another implementation than the plan was made by ignores it.  With
+      `batch_invariant`, calls run on the implementation that made the plan, or raise.
 
     Raises:
       ValueError: a shape or dtype is wrong.
       NotImplementedError: no implementation can be batch-invariant on this cache.
     """
+    call = _bind(cache, block_tables, seq_lens, num_heads, tokens, window, batch_invariant)
+    backend = choose(call, implementation)
+    pages, (requests, columns), options = cache.layout.pages, call.arrays["block_tables"].shape, call.options
+    shape = Shape(
+        requests, columns, pages.block_size, pages.num_blocks, options["heads"], options["tokens"], options["window"]
+    )
+    return DecodePlan(backend.run(call), shape, backend.name, options["batch_invariant"])
+
+
+def _bind(cache, block_tables, seq_lens, num_heads, tokens, window, batch_invariant) -> Call:
     check_cache(cache, MLAEntry, KVEntry)
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
@@ -92,19 +105,39 @@ def plan_decode(
         "batch_invariant": bool(batch_invariant),
     }
     arrays = {"buffer": cache.buffer, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
-    call = Call("plan_decode", arrays, options)
-    name = chosen(call, implementation)
-    shape = Shape(
-        dims["B"], dims["M"], pages.block_size, pages.num_blocks, num_heads, options["tokens"], options["window"]
-    )
-    return DecodePlan(run(call, name), shape, name, options["batch_invariant"])
+    return Call("plan_decode", arrays, options)
 
 
 def check_plan(plan: DecodePlan | None, shape: Shape) -> None:
-    """ValueError unless the plan was made for calls of that shape."""
+    """ValueError unless `plan` is None or was made for calls of `shape`."""
     if plan is None:
         return
     if not isinstance(plan, DecodePlan):
         raise ValueError(f"`plan` is a {type(plan).__name__}: expected what plan_decode returns, or None")
     if plan.shape != shape:
         raise ValueError(f"`plan` was made for {plan.shape}: expected one for {shape}")
+
+
+def run_planned(call: Call, plan: DecodePlan | None, implementation):
+    """The result of an attention call, with the schedule of `plan` if the implementation that made it runs the call.
+
+    `call` has None in place of a schedule.  ValueError if the plan is batch-invariant and the call would run on another
+    implementation.
+    """
+    if plan is not None and plan.batch_invariant and implementation is None:
+        implementation = plan.implementation
+    backend = choose(call, implementation)
+    if plan is not None and plan.implementation == backend.name:
+        call = replace(call, arrays={**call.arrays, "plan": plan.schedule})
+    elif plan is not None and plan.batch_invariant:
+        raise ValueError(
+            f"`plan` is batch-invariant on {plan.implementation} only: expected no `implementation={backend.name!r}`"
+        )
+    return backend.run(call)
+
+
+def _sample(cache):
+    return (cache, *PAGED), {"num_heads": HEADS}
+
+
+OPERATIONS = (Operation(plan_decode, _bind, _sample, entries=(MLAEntry, KVEntry)),)

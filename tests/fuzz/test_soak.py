@@ -3,7 +3,6 @@
 import re
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ import pytest
 
 import jaxkv
 from jaxkv.cli import main
-from jaxkv.dispatch import backends as dispatch
+from jaxkv.dispatch import backends
 from jaxkv.fuzz import cases, soak, trial
 from jaxkv_kernels import xla
+from jaxkv_kernels.kernel import Kernel
 from support.compare import assert_close
 
 
@@ -30,9 +30,9 @@ def broken(monkeypatch):
     """f(operation, fault): adds an implementation whose only kernel is `fault(xla's kernel)`."""
 
     def add(operation, fault):
-        kernel = fault(xla.OPERATIONS[operation])
-        package = SimpleNamespace(OPERATIONS={operation: kernel}, unavailable=lambda: [], refuses=lambda *call: [])
-        monkeypatch.setattr(dispatch, "LADDER", (*dispatch.LADDER, dispatch.Implementation("broken", "none", package)))
+        kernel = Kernel(fault(xla.KERNELS[operation].run), lambda *call: [], lambda: [])
+        broken = backends.Backend("broken", "none", {operation: kernel})
+        monkeypatch.setattr(backends, "BACKENDS", (*backends.BACKENDS, broken))
 
     return add
 

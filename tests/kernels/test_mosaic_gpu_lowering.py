@@ -8,14 +8,15 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 from jaxkv.fuzz.cases import OPERATIONS, Case, draw_case
 from jaxkv_kernels import mosaic_gpu
+from support.available import assume_available
 
 DRAWS = 4
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name in mosaic_gpu.OPERATIONS])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name in mosaic_gpu.KERNELS])
 def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: [])
+    assume_available(monkeypatch, mosaic_gpu)
     seed = OPERATIONS.index(operation) + (10 + number) * len(OPERATIONS)
     case = draw_case(seed, "mosaic_gpu")
     assert isinstance(case, Case), f"seed {seed}: {case}"

@@ -20,6 +20,7 @@ from jaxkv.offload import HostPool
 from jaxkv.parallel import context
 from jaxkv_kernels import mosaic_gpu
 from support import scenes, toy_model
+from support.available import assume_available
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import dtype_of
 
@@ -351,7 +352,7 @@ def test_the_readme_runs():
 
 def test_the_hopper_kernels_lower(monkeypatch):
     """Under `shard_map`, whose checks of what varies over the mesh they do not pass."""
-    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: [])
+    assume_available(monkeypatch, mosaic_gpu)
     entry, mesh = jaxkv.MLAEntry("bf16", latent=512, rope=64), mesh_of(4)
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=16, block_size=64, entry=entry)
 

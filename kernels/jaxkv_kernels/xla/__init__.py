@@ -1,9 +1,10 @@
-"""Every operation in plain JAX: right on every device and every layout, and the last rung of the dispatch."""
+"""Kernels in plain JAX, by operation: all of them, correct on every device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.kernel import Kernel
 from jaxkv_kernels.xla.copy_blocks import copy_blocks
 from jaxkv_kernels.xla.decode_kv import decode_kv
 from jaxkv_kernels.xla.decode_mla import decode_mla
@@ -21,39 +22,50 @@ from jaxkv_kernels.xla.write_indexer_k import write_indexer_k
 from jaxkv_kernels.xla.write_kv import write_kv
 from jaxkv_kernels.xla.write_mla import write_mla
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "write_mla": write_mla,
-    "write_kv": write_kv,
-    "write_indexer_k": write_indexer_k,
-    "gather_mla": gather_mla,
-    "gather_kv": gather_kv,
-    "gather_indexer_k": gather_indexer_k,
-    "plan_decode": plan_decode,
-    "decode_mla": decode_mla,
-    "decode_kv": decode_kv,
-    "decode_mla_sparse": decode_mla_sparse,
-    "indexer_logits": indexer_logits,
-    "select_topk": select_topk,
-    "merge_states": merge_states,
-    "copy_blocks": copy_blocks,
-    "read_blocks": read_blocks,
-    "write_blocks": write_blocks,
-}
+
+def _supported(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[str]:
+    """No reasons: every call without a cache is supported."""
+    del arrays, options
+    return ()
 
 
-def unavailable() -> list[str]:
-    """None: JAX brings it."""
-    return []
-
-
-def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Reasons against this call on any machine; none means that it is taken."""
+def _unaddressable(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against the cache's strides."""
     del arrays
-    if operation == "plan_decode" and options["batch_invariant"]:
-        return ["the last bits of a request depend on the shape of its batch: cannot be batch-invariant"]
     try:
-        if "pages" in options:
-            row_view(options["pages"])
+        row_view(options["pages"])
     except ValueError as error:
-        return [str(error)]
-    return []
+        yield str(error)
+
+
+def _unplannable(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `plan_decode` call."""
+    if options["batch_invariant"]:
+        yield "the last bits of a request depend on the shape of its batch: cannot be batch-invariant"
+        return
+    yield from _unaddressable(arrays, options)
+
+
+def _kernel(run: Callable[..., Any], unsupported_reasons: Callable[..., Iterable[str]] = _unaddressable) -> Kernel:
+    """A kernel that needs nothing but JAX."""
+    return Kernel(run, unsupported_reasons, unavailable_reasons=lambda: ())
+
+
+KERNELS: dict[str, Kernel] = {
+    "write_mla": _kernel(write_mla),
+    "write_kv": _kernel(write_kv),
+    "write_indexer_k": _kernel(write_indexer_k),
+    "gather_mla": _kernel(gather_mla),
+    "gather_kv": _kernel(gather_kv),
+    "gather_indexer_k": _kernel(gather_indexer_k),
+    "plan_decode": _kernel(plan_decode, _unplannable),
+    "decode_mla": _kernel(decode_mla),
+    "decode_kv": _kernel(decode_kv),
+    "decode_mla_sparse": _kernel(decode_mla_sparse),
+    "indexer_logits": _kernel(indexer_logits),
+    "select_topk": _kernel(select_topk, _supported),
+    "merge_states": _kernel(merge_states, _supported),
+    "copy_blocks": _kernel(copy_blocks),
+    "read_blocks": _kernel(read_blocks),
+    "write_blocks": _kernel(write_blocks),
+}
