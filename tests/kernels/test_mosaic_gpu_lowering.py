@@ -6,7 +6,8 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv.fuzz.cases import OPERATIONS, Case, draw_case
+from jaxkv.fuzz.case import Case
+from jaxkv.fuzz.cases import OPERATIONS, draw_case
 from jaxkv_kernels import mosaic_gpu
 from support.available import assume_available
 
@@ -24,8 +25,7 @@ def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
     values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
 
     def call(buffer, values, draw):
-        args, keywords = case.arguments(jaxkv.KVCache(buffer, case.layout), values, draw, draw.layer)
-        return case.function(*args, **keywords, implementation="mosaic_gpu")
+        return case.run(jaxkv.KVCache(buffer, case.layout), values, draw, draw.layer, "mosaic_gpu")
 
     buffer = jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype)
     traced = jax.jit(call).trace(buffer, values, draw)

@@ -12,6 +12,7 @@ import pytest
 import jaxkv
 from jaxkv.cli import doctor
 from jaxkv.fuzz import cases
+from jaxkv.fuzz.case import Case
 from jaxkv.support import sample_calls
 from jaxkv_kernels import triton as kernels
 from jaxkv_kernels.triton import available
@@ -49,12 +50,12 @@ def test_compiles_within_the_gpus_limits(sample, capability):
 
 @compiles
 @pytest.mark.parametrize("number", range(DRAWS))
-@pytest.mark.parametrize("operation", [name for name in cases.OPERATIONS if name in kernels.KERNELS])
+@pytest.mark.parametrize("operation", [name for name in cases.OPERATIONS if name != "plan_decode"])
 def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):
     assume_available(monkeypatch, kernels)
     seed = cases.OPERATIONS.index(operation) + (20 + number) * len(cases.OPERATIONS)
     case = cases.draw_case(seed, "triton")
-    assert isinstance(case, cases.Case), f"seed {seed}: {case}"
+    assert isinstance(case, Case), f"seed {seed}: {case}"
     draw = case.draw(np.random.default_rng(0))
     values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
     cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
