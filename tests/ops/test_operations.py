@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv.bench.workloads import WORKLOADS
+from jaxkv.bench.workloads import FAMILIES, WORKLOADS
 from jaxkv.fuzz.cases import CASES
 from jaxkv.ops import OPERATIONS
 from jaxkv.ops.samples import sample_cache
@@ -74,9 +74,8 @@ def test_every_operation_is_fuzzed():
 
 
 def test_every_operation_is_benchmarked():
-    declared = {operation.name for operation in OPERATIONS}
-    assert {workload.operation for workload in WORKLOADS.values() if workload.suite == "cpu"} == declared
-    assert {workload.operation for workload in WORKLOADS.values() if workload.suite != "cpu"} == declared
+    assert set(FAMILIES) == {workload.operation for workload in WORKLOADS.values()}
+    assert set(FAMILIES) == {operation.name for operation in OPERATIONS}
 
 
 @pytest.mark.parametrize("function", [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.convert_blocks, print])
