@@ -49,7 +49,7 @@ class Program:
                 cache,
                 *self._shared.index,
                 num_heads=workload.heads,
-                tokens=workload.q_len,
+                q_len=workload.q_len,
                 implementation=implementation,
             )
             self._shared = self._shared._replace(plan=plan)

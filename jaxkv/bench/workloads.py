@@ -161,7 +161,7 @@ class Plan(Workload):
     @property
     def options(self):
         """The queries of the attention."""
-        return {"num_heads": self.heads, "tokens": self.q_len}
+        return {"num_heads": self.heads, "q_len": self.q_len}
 
     def index(self, requests, rng):
         """Tables and lengths, as if each layer had its own: what all layers share is computed once for all calls."""

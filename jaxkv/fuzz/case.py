@@ -136,7 +136,7 @@ class Case:
         return self.run(cache, values, draw, layer, "xla")
 
     def _scales(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        if self.layout.entry.format != "fp8":
+        if not self.layout.entry.codec.scaled:
             return {}
         if isinstance(self.layout.entry, jaxkv.MLAEntry):
             return {"kv_scale": np.asarray(rng.uniform(0.01, 0.04), np.float32)}

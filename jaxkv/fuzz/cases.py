@@ -147,7 +147,7 @@ class Plan(Case):
     def arguments(self, cache, values, draw, layer):
         """Those of `plan_decode`."""
         keywords = {"window": dict(self.options).get("window"), "batch_invariant": "batch_invariant" in self.extras}
-        return (cache, *draw.index), {"num_heads": self.heads, "tokens": self.q_len, **keywords}
+        return (cache, *draw.index), {"num_heads": self.heads, "q_len": self.q_len, **keywords}
 
     def run(self, cache, values, draw, layer, implementation):
         """Attention by the plan."""

@@ -24,7 +24,7 @@ class Shape:
     num_blocks: int
     num_heads: int
     """Query heads."""
-    tokens: int
+    q_len: int
     """Query tokens per request."""
     window: int | None
 
@@ -47,7 +47,7 @@ def plan_decode(
     seq_lens,
     *,
     num_heads: int,
-    tokens: int = 1,
+    q_len: int = 1,
     window: int | None = None,
     batch_invariant: bool = False,
     implementation=None,
@@ -62,7 +62,7 @@ def plan_decode(
       block_tables: int32 [B, M], those of the calls.
       seq_lens: int32 [B], the same as those of the calls; with other lengths, results are wrong.
       num_heads: query heads of the calls.
-      tokens: query tokens per request of the calls.
+      q_len: query tokens per request of the calls.
       window: that of the calls (`decode_kv` only).
       batch_invariant: whether the result of a request has the same bits whatever else is in the batch.  A request is
         then split by its own length alone (into at most 8 splits), which takes longer if requests are few or differ in
@@ -77,7 +77,7 @@ def plan_decode(
       ValueError: a shape or dtype is wrong.
       NotImplementedError: no implementation can be batch-invariant on this cache.
     """
-    call = _bind(cache, block_tables, seq_lens, num_heads, tokens, window, batch_invariant)
+    call = _bind(cache, block_tables, seq_lens, num_heads, q_len, window, batch_invariant)
     backend = choose(call, implementation)
     pages, (requests, columns), options = cache.layout.pages, call.arrays["block_tables"].shape, call.options
     shape = Shape(
@@ -86,7 +86,7 @@ def plan_decode(
     return DecodePlan(backend.run(call), shape, backend.name, options["batch_invariant"])
 
 
-def _bind(cache, block_tables, seq_lens, num_heads, tokens, window, batch_invariant) -> Call:
+def _bind(cache, block_tables, seq_lens, num_heads, q_len, window, batch_invariant) -> Call:
     check_cache(cache, MLAEntry, KVEntry)
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
@@ -100,7 +100,7 @@ def _bind(cache, block_tables, seq_lens, num_heads, tokens, window, batch_invari
         "pages": pages,
         "entry": cache.layout.entry,
         "heads": num_heads,
-        "tokens": positive_int("tokens", tokens),
+        "tokens": positive_int("q_len", q_len),
         "window": None if window is None else positive_int("window", window),
         "batch_invariant": bool(batch_invariant),
     }

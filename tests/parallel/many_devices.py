@@ -193,7 +193,7 @@ def shared(axis, interleave, plans, cache, new, positions, q, tables, lengths):
     keywords = dict(axis=axis, interleave=interleave)
     if plans:
         heads, tokens = q[0].shape[2], q[0].shape[1]
-        keywords["plan"] = context.plan_decode(cache, tables, lengths, num_heads=heads, tokens=tokens, **keywords)
+        keywords["plan"] = context.plan_decode(cache, tables, lengths, num_heads=heads, q_len=tokens, **keywords)
     return cache, decode(q, cache, tables, lengths, package=context, **keywords)
 
 
@@ -361,7 +361,7 @@ def test_the_hopper_kernels_lower(monkeypatch):
 
     def step(cache, q_latent, q_pe, tables, lengths):
         keywords = dict(axis="x", interleave=64, implementation="mosaic_gpu")
-        plan = context.plan_decode(cache, tables, lengths, num_heads=64, tokens=2, **keywords)
+        plan = context.plan_decode(cache, tables, lengths, num_heads=64, q_len=2, **keywords)
         return context.decode_mla(q_latent, q_pe, cache, tables, lengths, layer=1, scale=SCALE, plan=plan, **keywords)
 
     specs = P("x"), P(), P(), P(), P()
