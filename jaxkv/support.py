@@ -1,54 +1,89 @@
-"""What is supported: every operation asked, with a sample call an entry format, which implementations take it."""
+"""Which implementation supports which call: `explain` for one call, the support matrix for all operations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from jaxkv.cache import KVCache
-from jaxkv.dispatch.backends import LADDER, call_of, implementations
-from jaxkv.layout.layout import CacheLayout
-from jaxkv.ops import attention as decode
-from jaxkv.ops import blocks, gathers, indexer, merge, plan, writes
-from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
+from jaxkv.dispatch import backends
+from jaxkv.dispatch.backends import Call
+from jaxkv.ops import OPERATIONS
+from jaxkv.ops.operation import Operation, Sample
+from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import FORMATS
 
-BATCH, HEADS, TABLE, TOKENS, CHOSEN = 2, 16, 4, 8, 32
 
-Sample = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+@dataclass(frozen=True)
+class Explanation:
+    """The reasons against each implementation for one call."""
+
+    operation: str
+    reasons: Mapping[str, tuple[str, ...]]
+    """By implementation, in order of priority; empty if it would run the call."""
+
+    @property
+    def chosen(self) -> str | None:
+        """The implementation that would run the call."""
+        return next((name for name, reasons in self.reasons.items() if not reasons), None)
+
+    def __str__(self):
+        lines = [f"{self.operation}: {self.chosen or 'nothing'} would run"]
+        for name, reasons in self.reasons.items():
+            lines += [f"  {name}: {reason}" for reason in reasons or ("yes",)]
+        return "\n".join(lines)
 
 
-def sample_calls() -> Iterator[tuple[str, str, Sample]]:
-    """(operation, entry format, call): every operation with every format it takes, on the default layout."""
-    for name in MLAEntry.formats:
-        yield from _mla(MLAEntry(name))
-    for name in KVEntry.formats:
-        yield from _kv(KVEntry(name))
-    for name in IndexerEntry.formats:
-        yield from _indexer(IndexerEntry(name))
-    yield "select_topk", "", (indexer.select_topk, (_array("float32", BATCH, 1, 512), 64), {})
-    parts = _array("bfloat16", 2, BATCH, HEADS, 512), _array("float32", 2, BATCH, HEADS)
-    yield "merge_states", "", (merge.merge_states, parts, {})
+def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
+    """Which implementation `operation(*args, **kwargs)` would use, and the reasons against the others.
+
+    Nothing is computed, and arrays may be `jax.ShapeDtypeStruct`s.  All implementations are tried, whatever
+    `implementation=` is.
+
+    Args:
+      operation: a function of jaxkv that has an `implementation` argument, such as `jaxkv.decode_mla`.
+      *args: as in the call.
+      **kwargs: as in the call.
+
+    Raises:
+      TypeError: `operation` is another function, or the arguments do not fit its signature.
+      ValueError: the arguments are wrong, as in the call.
+    """
+    call = call_of(operation, *args, **kwargs)
+    reasons = {backend.name: tuple(backend.reasons_against(call)) for backend in backends.BACKENDS}
+    return Explanation(call.operation, reasons)
+
+
+def call_of(operation: Callable[..., Any], *args, **kwargs) -> Call:
+    """The checked call that `operation(*args, **kwargs)` would run."""
+    for declared in OPERATIONS:
+        if declared.function is operation:
+            return declared.call(*args, **kwargs)
+    raise TypeError(f"{operation!r} is not an operation of jaxkv that chooses an implementation")
+
+
+def sample_calls() -> Iterator[tuple[Operation, Sample]]:
+    """The samples of every operation: one for each entry format that it may have to deal with."""
+    for operation in OPERATIONS:
+        for sample in operation.samples():
+            yield operation, sample
 
 
 def support_matrix() -> str:
-    """A Markdown table: operations down, implementations across, the entry formats that each takes within.
+    """A Markdown table with a row per operation, a column per implementation, and the supported entry formats.
 
-    The same on every machine: what an implementation takes where its device is.
+    The table is the same on every machine: it shows what an implementation supports on its devices.
     """
-    found: dict[str, dict[str, list[str]]] = {}
-    for operation, name, (function, args, kwargs) in sample_calls():
-        row = found.setdefault(operation, {candidate.name: [] for candidate in LADDER})
-        call = call_of(function, *args, **kwargs)
-        for candidate in LADDER:
-            if not candidate.refuses(call) and (name or "any") not in row[candidate.name]:
-                row[candidate.name].append(name or "any")
-    names = [f"`{name}` ({devices})" for name, devices in implementations().items()]
+    names = [f"`{backend.name}` ({backend.devices})" for backend in backends.BACKENDS]
     lines = [f"| operation | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for operation, row in found.items():
-        cells = (", ".join(formats) if formats else "-" for formats in row.values())
-        lines.append(f"| `{operation}` | {' | '.join(cells)} |")
+    cells: dict[tuple[str, str], dict[str, None]] = {}
+    for operation, (entry_format, args, kwargs) in sample_calls():
+        call = operation.call(*args, **kwargs)
+        for backend in backends.BACKENDS:
+            formats = cells.setdefault((operation.name, backend.name), {})
+            if not backend.unsupported_reasons(call):
+                formats[entry_format or "any"] = None
+    for operation in OPERATIONS:
+        row = (", ".join(cells[operation.name, backend.name]) or "-" for backend in backends.BACKENDS)
+        lines.append(f"| `{operation.name}` | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
@@ -79,78 +114,3 @@ def _byte_map(entry: Entry) -> str:
         found.append(f"[{part.offset}, {stop}) {part.name}, {values} {part.dtype}; ")
     scale = "value = stored * scale, which the caller keeps" if entry.codec.scaled else ""
     return ("".join(found) + scale).removesuffix("; ")
-
-
-def _array(dtype, *shape):
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def _cache(entry: Entry) -> KVCache:
-    heads = 1 if entry.one_head else 4
-    layout = CacheLayout(num_layers=4, num_blocks=16, block_size=64, num_heads=heads, entry=entry)
-    return KVCache(_array(layout.dtype, layout.size), layout)  # type: ignore[arg-type]
-
-
-def _requests():
-    tables = _array("int32", BATCH, TABLE)
-    return (tables, _array("int32", BATCH)), (tables, _array("int32", BATCH + 1))
-
-
-def _mla(entry: MLAEntry) -> Iterator[tuple[str, str, Sample]]:
-    cache, dtype, (paged, ragged) = _cache(entry), entry.input_dtype, _requests()
-    scale: dict[str, Any] = {"layer": 0, **({"kv_scale": 1.0} if entry.codec.scaled else {})}
-    new = [_array(dtype, TOKENS, n) for n in entry.sizes]
-    q = [_array(dtype, BATCH, 1, HEADS, n) for n in entry.sizes]
-    chosen = _array("int32", BATCH, 1, CHOSEN)
-    calls: dict[str, Sample] = {
-        "write_mla": (writes.write_mla, (cache, *new, _array("int32", TOKENS)), scale),
-        "gather_mla": (gathers.gather_mla, (cache, *ragged), {"total": TOKENS, "dtype": dtype, **scale}),
-        "plan_decode": (plan.plan_decode, (cache, *paged), {"num_heads": HEADS}),
-        "decode_mla": (decode.decode_mla, (*q, cache, *paged), {"scale": 1.0, **scale}),
-        "decode_mla_sparse": (decode.decode_mla_sparse, (*q, cache, chosen), {"scale": 1.0, **scale}),
-        **_blocks(cache),
-    }
-    for operation, call in calls.items():
-        yield operation, entry.format, call
-
-
-def _kv(entry: KVEntry) -> Iterator[tuple[str, str, Sample]]:
-    cache, dtype, (paged, ragged) = _cache(entry), entry.input_dtype, _requests()
-    scale: dict[str, Any] = {"layer": 0, **({"k_scale": 1.0, "v_scale": 1.0} if entry.codec.scaled else {})}
-    new = [_array(dtype, TOKENS, cache.layout.num_heads, n) for n in entry.sizes]
-    q = _array(dtype, BATCH, 1, HEADS, entry.head_dim)
-    calls: dict[str, Sample] = {
-        "write_kv": (writes.write_kv, (cache, *new, _array("int32", TOKENS)), scale),
-        "gather_kv": (gathers.gather_kv, (cache, *ragged), {"total": TOKENS, "dtype": dtype, **scale}),
-        "plan_decode": (plan.plan_decode, (cache, *paged), {"num_heads": HEADS}),
-        "decode_kv": (decode.decode_kv, (q, cache, *paged), {"scale": 1.0, **scale}),
-        **_blocks(cache),
-    }
-    for operation, call in calls.items():
-        yield operation, entry.format, call
-
-
-def _indexer(entry: IndexerEntry) -> Iterator[tuple[str, str, Sample]]:
-    cache, dtype, (paged, ragged) = _cache(entry), entry.input_dtype, _requests()
-    q, weights = _array(dtype, BATCH, 1, 64, entry.head_dim), _array("float32", BATCH, 1, 64)
-    calls: dict[str, Sample] = {
-        "write_indexer_k": (
-            writes.write_indexer_k,
-            (cache, _array(dtype, TOKENS, entry.head_dim), _array("int32", TOKENS)),
-            {"layer": 0},
-        ),
-        "gather_indexer_k": (gathers.gather_indexer_k, (cache, *ragged), {"layer": 0, "total": TOKENS, "dtype": dtype}),
-        "indexer_logits": (indexer.indexer_logits, (q, weights, cache, *paged), {"layer": 0, "max_len": 256}),
-        **_blocks(cache),
-    }
-    for operation, call in calls.items():
-        yield operation, entry.format, call
-
-
-def _blocks(cache: KVCache) -> dict[str, Sample]:
-    ids, data = _array("int32", 3), _array(cache.layout.dtype, 3, cache.layout.pages.block_elements)
-    return {
-        "copy_blocks": (blocks.copy_blocks, (cache, ids, ids), {}),
-        "read_blocks": (blocks.read_blocks, (cache, ids), {}),
-        "write_blocks": (blocks.write_blocks, (cache, ids, data), {}),
-    }

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.bench.workloads import BLOCK_OPERATIONS, Workload
+from jaxkv.bench.workload import Requests, Workload
 
 PATTERN_BLOCKS = 64
 """Blocks with entries of their own; a longer cache repeats them."""
@@ -39,59 +39,28 @@ def arguments(
     workload: Workload, cache, varying: Varying, shared: Shared, layer
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of one call of the workload's operation."""
-    options: dict[str, Any] = {} if workload.operation in BLOCK_OPERATIONS else {"layer": layer, **workload.scales}
-    if workload.operation.startswith("decode"):
-        options["scale"] = 192**-0.5
-    if shared.plan is not None:
-        options["plan"] = shared.plan
-    if workload.operation.startswith("gather"):
-        options["total"] = int(workload.lengths.sum())
-    if workload.operation == "indexer_logits":
-        options["max_len"] = workload.tokens
-    values, index = varying.values, (*varying.chosen, *shared.index)
-    return ((*values, cache, *index) if workload.has_queries else (cache, *values, *index)), options
+    args, options = workload.arguments(cache, varying.values, (*varying.chosen, *shared.index), layer)
+    return args, options if shared.plan is None else {**options, "plan": shared.plan}
 
 
 def inputs(workload: Workload) -> tuple[Varying, Shared]:
     """Random ones, on the device."""
     rng = np.random.default_rng(1)
-    lengths, size = workload.lengths, workload.block_size
-    blocks, counts = rng.permutation(workload.layout.num_blocks).astype(np.int32), -(-lengths // size)
-    tables = np.full((workload.requests, counts.max()), -1, np.int32)
-    used = np.arange(counts.max()) < counts[:, None]
-    tables[used] = blocks[: counts.sum()]
-    running = np.cumsum([0, *lengths], dtype=np.int32)
-    queries = (workload.requests, workload.q_len, workload.heads)
-
-    def slots(requests, positions):
-        return (tables[requests, positions // size] * size + positions % size).astype(np.int32)
-
-    values, chosen, index = [], [], [tables, lengths]
-    match workload.operation:
-        case "write_mla" | "write_kv" | "write_indexer_k":
-            values = _entry_shapes(workload, int(running[-1]))
-            requests = np.repeat(np.arange(workload.requests), lengths)
-            index = [slots(requests, np.arange(running[-1]) - running[requests])]
-        case "gather_mla" | "gather_kv":
-            index = [tables, running]
-        case "decode_mla" | "decode_mla_sparse":
-            values = [(*queries, n) for n in workload.entry.sizes]
-            if workload.chosen:
-                scores = rng.random((*queries[:2], workload.tokens), np.float32)
-                positions = scores.argpartition(workload.chosen, axis=-1)[..., : workload.chosen]
-                chosen, index = [slots(np.arange(workload.requests)[:, None, None], positions)], []
-        case "decode_kv":
-            values = [(*queries, workload.entry.sizes[0])]
-        case "indexer_logits":
-            values = [(*queries, workload.entry.sizes[0]), queries]
-        case "copy_blocks":
-            chosen, index = np.split(blocks, 2), []
-        case "read_blocks":
-            chosen, index = [blocks], []
+    requests = _requests(workload, rng)
+    chosen, index = workload.index(requests, rng)
     # Drawn on the host: a device would compile a program for every shape.
-    drawn = [rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for shape in values]
-    drawn, chosen, index = (tuple(map(jnp.asarray, arrays)) for arrays in (drawn, chosen, index))
-    return Varying(drawn, chosen, jnp.asarray(workload.visited, jnp.int32)), Shared(index)
+    drawn = [rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for shape, dtype in workload.value_shapes]
+    values, chosen, index = (tuple(map(jnp.asarray, arrays)) for arrays in (drawn, chosen, index))
+    return Varying(values, chosen, jnp.asarray(workload.visited, jnp.int32)), Shared(index)
+
+
+def _requests(workload: Workload, rng: np.random.Generator) -> Requests:
+    """Requests whose blocks are shuffled."""
+    lengths, blocks = workload.lengths, rng.permutation(workload.num_blocks).astype(np.int32)
+    counts = -(-lengths // workload.block_size)
+    tables = np.full((workload.requests, counts.max()), -1, np.int32)
+    tables[np.arange(counts.max()) < counts[:, None]] = blocks[: counts.sum()]
+    return Requests(tables, lengths, workload.block_size, blocks)
 
 
 def filled(workload: Workload) -> jaxkv.KVCache:
@@ -131,8 +100,3 @@ def _pattern(writer: str, scales, layers: int, block_size: int, heads: int, entr
         return write(cache, *values, slots, layer=layer)
 
     return jax.jit(lambda: lax.fori_loop(0, layers, of_layer, jaxkv.KVCache.zeros(layout)))().buffer
-
-
-def _entry_shapes(workload: Workload, count: int) -> list[tuple[int, ...]]:
-    heads = () if workload.entry.one_head else (workload.kv_heads,)
-    return [(count, *heads, n) for n in workload.entry.sizes]

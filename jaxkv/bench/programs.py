@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv.bench.inputs import Varying, arguments, filled, inputs
 from jaxkv.bench.kernel_times import KernelTimes, time_kernels
 from jaxkv.bench.timing import Chain, Timing
-from jaxkv.bench.workloads import Workload
+from jaxkv.bench.workload import Workload
 
 UNCHECKED = [export.DisabledSafetyCheck.custom_call(name) for name in ("triton_kernel_call", "triton_kernel_call_ffi")]
 """Triton's kernels: not guaranteed to run with other versions of JAX, which nobody asks of a program timed at once."""
@@ -44,12 +44,12 @@ class Program:
             return function(*args, **options, implementation=implementation)
 
         cache: Any = jax.eval_shape(lambda: jaxkv.KVCache.zeros(self._layout))
-        if workload.operation in ("decode_mla", "decode_kv"):
+        if workload.planned:
             plan = jaxkv.plan_decode(
                 cache,
                 *self._shared.index,
                 num_heads=workload.heads,
-                tokens=workload.q_len,
+                q_len=workload.q_len,
                 implementation=implementation,
             )
             self._shared = self._shared._replace(plan=plan)
@@ -60,6 +60,8 @@ class Program:
         exported = export.export(jax.jit(call), disabled_checks=UNCHECKED)(cache, self._varying, self._shared, layer)
         self._call: Any = exported.call
         result = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+        if not exported.out_avals:
+            raise NotImplementedError(f"{workload.operation}: {self.implementation} has nothing to compute")
         self._writes = isinstance(result, jaxkv.KVCache)
         if self._writes:
             self._chain = Chain(self._write, (cache, self._varying), self._shared, least=workload.least_seconds)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.bench.chains import ByDevice, ByHost, Step
-from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu import available
 
 CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
 """What is timed of a chain lasts at least this long."""
@@ -72,7 +72,7 @@ def pace(backend: str, least: float) -> Pace:
 
 def has_clock() -> bool:
     """Whether programs can read the device's clock: on Hopper GPUs."""
-    return jax.default_backend() == "gpu" and not mosaic_gpu.unavailable()
+    return jax.default_backend() == "gpu" and not available.unavailable_reasons(available.CLOCK)
 
 
 class Chain:

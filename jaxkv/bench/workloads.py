@@ -1,180 +1,319 @@
-"""Named shapes: the calls that are benchmarked, with what they move and compute."""
+"""How each operation is called in the benchmark, and the named shapes of its suites.
+
+There is a subclass of `Workload` for each family of operations, and a table of operations.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-import jaxkv
-from jaxkv_kernels.formats.entries import Entry
+from jaxkv.bench.workload import Shapes, Workload
 
 MLA_LAYERS = 61
 """DeepSeek V3's."""
 
-BLOCK_OPERATIONS = ("copy_blocks", "read_blocks")
-OPERATIONS = (
-    "write_mla",
-    "gather_mla",
-    "decode_mla",
-    "decode_mla_sparse",
-    "write_kv",
-    "gather_kv",
-    "decode_kv",
-    "write_indexer_k",
-    "indexer_logits",
-    *BLOCK_OPERATIONS,
-)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """One call: `operation` for `requests` of `tokens` each, on a cross-layer cache (packed where `layers` is 1).
-
-    Reads attend to, gather or copy `tokens` cached tokens a request; writes store as many.  Queries, new values and
-    results are bf16.
-    """
-
-    suite: str
-    operation: str
-    requests: int
-    tokens: int
-    layers: int
-    heads: int = 1
-    """Query heads."""
-    q_len: int = 1
-    """Query tokens a request."""
-    kv_heads: int = 1
-    chosen: int = 0
-    """Slots that each query token attends to (sparse attention)."""
-    varlen: bool = False
-    """Requests have random lengths of at most `tokens`."""
-    format: str = "bf16"
-    block_size: int = 64
+class Write(Workload):
+    """Stores the tokens of all requests."""
 
     @property
-    def name(self) -> str:
-        """Operation, requests x heads x q_len x tokens (v: at most as many), layers; no heads where no queries are.
+    def value_shapes(self) -> Shapes:
+        """The parts of new entries."""
+        return self.entry_shapes(int(self.lengths.sum()))
 
-        Of the formats only fp8 is told: the others come with one operation each.
-        """
-        queries = f"{self.heads}x{self.q_len}x" if self.has_queries else ""
-        sizes = f"{self.requests}x{queries}{self.tokens}{'v' * self.varlen}"
-        return f"{self.operation}-{sizes}-{self.layers}{'-fp8' * (self.format == 'fp8')}"
-
-    @property
-    def has_queries(self) -> bool:
-        """Whether it is attention, or the indexer's."""
-        return self.operation.startswith(("decode", "indexer"))
-
-    @property
-    def entry(self) -> Entry:
-        """What the cache stores."""
-        if "kv" in self.operation:
-            return jaxkv.KVEntry(self.format, head_dim=128)
-        return jaxkv.IndexerEntry() if "indexer" in self.operation else jaxkv.MLAEntry(self.format)
-
-    @property
-    def scales(self) -> dict[str, float]:
-        """Of the entries, as keyword arguments."""
-        names = ("k_scale", "v_scale") if "kv" in self.operation else ("kv_scale",)
-        return dict.fromkeys(names, 1.0) if self.entry.codec.scaled else {}
-
-    @property
-    def writer(self) -> str:
-        """The operation that stores such entries."""
-        if "kv" in self.operation:
-            return "write_kv"
-        return "write_indexer_k" if "indexer" in self.operation else "write_mla"
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each request, int32 [requests]."""
-        if not self.varlen:
-            return np.full(self.requests, self.tokens, np.int32)
-        drawn = np.random.default_rng(0).normal(0.7 * self.tokens, self.tokens / 4, self.requests)
-        return np.clip(drawn, 1, self.tokens).astype(np.int32)
-
-    @property
-    def entries(self) -> int:
-        """Entries of the cache that a call reads (once) or writes."""
-        if self.chosen:
-            return self.requests * self.q_len * self.chosen
-        heads = self.layers if self.operation in BLOCK_OPERATIONS else self.kv_heads
-        return int(self.lengths.sum()) * heads
+    def index(self, requests, rng):
+        """The slots of all tokens."""
+        sums = requests.running_sum
+        rows = np.repeat(np.arange(self.requests), requests.lengths)
+        return [], [requests.slots(rows, np.arange(sums[-1]) - sums[rows])]
 
     @property
     def traffic(self) -> int:
-        """Bytes that a call must move: entries, and queries, new values and results."""
-        cached, values = self.entries * self.entry.nbytes, sum(self.entry.sizes)
-        queries = self.requests * self.q_len * self.heads
-        if self.operation in BLOCK_OPERATIONS:
-            return 2 * cached
-        if not self.has_queries:
-            return cached + 2 * self.entries * values
-        if self.operation == "indexer_logits":
-            return cached + 2 * queries * (values + 1) + 4 * self.requests * self.q_len * self.tokens
-        if self.operation == "decode_kv":
-            return cached + 2 * queries * values
-        return cached + 2 * queries * (values + self.entry.sizes[0])
+        """Entries and their values."""
+        return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes))
+
+
+class Gather(Workload):
+    """Reads the tokens of all requests."""
+
+    @property
+    def options(self):
+        """The rows of the result."""
+        return {"total": int(self.lengths.sum())}
+
+    def index(self, requests, rng):
+        """Tables and the running sum of lengths."""
+        return [], [requests.tables, requests.running_sum]
+
+    @property
+    def traffic(self) -> int:
+        """Entries and their values."""
+        return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes))
+
+
+class DecodeMLA(Workload):
+    """Attention to latents: the result has their size."""
+
+    has_queries = True
+    planned = True
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Queries for each part of an entry."""
+        return [((*self.queries, n), "bfloat16") for n in self.entry.sizes]
+
+    @property
+    def options(self):
+        """A softmax scale."""
+        return {"scale": 192**-0.5}
+
+    @property
+    def traffic(self) -> int:
+        """Entries, queries and results."""
+        values = sum(self.entry.sizes) + self.entry.sizes[0]
+        return self.entries * self.entry.nbytes + 2 * np.prod(self.queries).item() * values
 
     @property
     def flops(self) -> int:
-        """Operations of a call's matrix products, as if every query token saw every token."""
-        if not self.has_queries:
-            return 0
-        keys = self.entries if self.chosen else self.q_len * int(self.lengths.sum())
-        value = {"indexer_logits": 0, "decode_kv": 0}.get(self.operation, self.entry.sizes[0])
-        return 2 * self.heads * keys * (sum(self.entry.sizes) + value)
+        """Of both products."""
+        return 2 * self.heads * self.keys * (sum(self.entry.sizes) + self.entry.sizes[0])
 
     @property
-    def least_seconds(self) -> float:
-        """How long a call takes at the least, on devices of 5 TB/s and 1 Pflop/s."""
-        return max(self.traffic / 5e12, self.flops / 1e15)
+    def keys(self) -> int:
+        """Pairs of a query token and a token that it sees."""
+        return self.q_len * int(self.lengths.sum())
+
+
+class DecodeKV(DecodeMLA):
+    """Attention to keys and values: queries and results together have the size of an entry."""
 
     @property
-    def visited(self) -> list[int]:
-        """Layers that successive calls work on: all in turn, so that no call finds its data in a GPU's cache.
-
-        Attention works on the middle layer, most shapes of which are larger than that cache; published numbers, too,
-        are of calls on the same data.
-        """
-        return [self.layers // 2] if self.has_queries else list(range(self.layers))
+    def value_shapes(self) -> Shapes:
+        """Queries."""
+        return super().value_shapes[:1]
 
     @property
-    def layout(self) -> jaxkv.CacheLayout:
-        """Of the cache: as many blocks as the requests need, and as many again where they are copied to others."""
-        blocks = int((-(-self.lengths // self.block_size)).sum())
-        return jaxkv.CacheLayout(
-            num_layers=self.layers,
-            num_blocks=2 * blocks if self.operation == "copy_blocks" else blocks,
-            block_size=self.block_size,
-            num_heads=self.kv_heads,
-            entry=self.entry,
-        )
+    def traffic(self) -> int:
+        """Entries, queries and results."""
+        return self.entries * self.entry.nbytes + 2 * np.prod(self.queries).item() * sum(self.entry.sizes)
 
-    def fitted(self, limit: int) -> "Workload":
-        """The same with the most layers, at least one, of which the cache takes at most `limit` bytes."""
-        a_layer = replace(self, layers=1).layout.nbytes
-        return replace(self, layers=max(1, min(self.layers, limit // a_layer)))
+    @property
+    def flops(self) -> int:
+        """Of both products."""
+        return 2 * self.heads * self.keys * sum(self.entry.sizes)
+
+
+class Sparse(DecodeMLA):
+    """Attention to selected slots."""
+
+    planned = False
+
+    def index(self, requests, rng):
+        """Slots of distinct positions for each query token."""
+        scores = rng.random((self.requests, self.q_len, self.tokens), np.float32)
+        positions = scores.argpartition(self.chosen, axis=-1)[..., : self.chosen]
+        return [requests.slots(np.arange(self.requests)[:, None, None], positions)], []
+
+    @property
+    def entries(self) -> int:
+        """Those that are selected."""
+        return self.requests * self.q_len * self.chosen
+
+    @property
+    def keys(self) -> int:
+        """Pairs of a query token and a slot."""
+        return self.entries
+
+
+class Logits(Workload):
+    """Scores of the indexer."""
+
+    has_queries = True
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Queries and their weights."""
+        return [((*self.queries, self.entry.sizes[0]), "bfloat16"), (self.queries, "bfloat16")]
+
+    @property
+    def options(self):
+        """The length of the result."""
+        return {"max_len": self.tokens}
+
+    @property
+    def traffic(self) -> int:
+        """Entries, queries with their weights, and logits."""
+        queries = 2 * np.prod(self.queries).item() * (self.entry.sizes[0] + 1)
+        return self.entries * self.entry.nbytes + queries + 4 * self.requests * self.q_len * self.tokens
+
+    @property
+    def flops(self) -> int:
+        """Of queries and keys."""
+        return 2 * self.heads * self.q_len * int(self.lengths.sum()) * self.entry.sizes[0]
+
+
+class Plan(Workload):
+    """A plan for attention."""
+
+    has_queries = True
+
+    @property
+    def options(self):
+        """The queries of the attention."""
+        return {"num_heads": self.heads, "q_len": self.q_len}
+
+    def index(self, requests, rng):
+        """Tables and lengths, as if each layer had its own: what all layers share is computed once for all calls."""
+        return [requests.tables, requests.lengths], []
+
+    def arguments(self, cache, values, index, layer):
+        """Cache, tables and lengths."""
+        return (cache, *index), self.options
+
+    @property
+    def traffic(self) -> int:
+        """Tables and lengths."""
+        return 4 * (self.num_blocks + self.requests)
+
+
+class TopK(Workload):
+    """Selects `chosen` of `tokens` positions for each query token."""
+
+    has_queries = True
+    cached = False
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Logits."""
+        return [((self.requests, self.q_len, self.tokens), "float32")]
+
+    def index(self, requests, rng):
+        """None."""
+        return [], []
+
+    def arguments(self, cache, values, index, layer):
+        """Logits and k."""
+        return values, {"k": self.chosen}
+
+    @property
+    def traffic(self) -> int:
+        """Logits and positions."""
+        return 4 * self.requests * self.q_len * (self.tokens + self.chosen)
+
+
+class Merge(Workload):
+    """Merges `tokens` partial results of each query."""
+
+    has_queries = True
+    cached = False
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Partial results and their log-sum-exps."""
+        parts = self.tokens, *self.queries
+        return [((*parts, self.entry.sizes[0]), "bfloat16"), (parts, "float32")]
+
+    def index(self, requests, rng):
+        """None."""
+        return [], []
+
+    def arguments(self, cache, values, index, layer):
+        """Results and log-sum-exps."""
+        return values, {}
+
+    @property
+    def traffic(self) -> int:
+        """All parts, and the result."""
+        return np.prod(self.queries).item() * (self.tokens + 1) * (2 * self.entry.sizes[0] + 4)
+
+
+class ReadBlocks(Workload):
+    """Reads all blocks, of all layers."""
+
+    def index(self, requests, rng):
+        """The blocks."""
+        return [requests.blocks], []
+
+    def arguments(self, cache, values, index, layer):
+        """Cache, block ids and payloads."""
+        return (cache, *index, *values), {}
+
+    @property
+    def traffic(self) -> int:
+        """Entries, read and written."""
+        return 2 * self.entries * self.layers * self.entry.nbytes
+
+
+class WriteBlocks(ReadBlocks):
+    """Overwrites all blocks."""
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """The payloads."""
+        return [((self.num_blocks, self.layout.block_nbytes // self.layout.itemsize), str(self.layout.dtype))]
+
+
+class CopyBlocks(ReadBlocks):
+    """Copies half of the blocks over the others."""
+
+    @property
+    def num_blocks(self) -> int:
+        """As many again to copy to."""
+        return 2 * super().num_blocks
+
+    def index(self, requests, rng):
+        """Blocks to read and to overwrite."""
+        return np.split(requests.blocks, 2), []
+
+
+FAMILIES: dict[str, type[Workload]] = {
+    "write_mla": Write,
+    "write_kv": Write,
+    "write_indexer_k": Write,
+    "gather_mla": Gather,
+    "gather_kv": Gather,
+    "gather_indexer_k": Gather,
+    "plan_decode": Plan,
+    "decode_mla": DecodeMLA,
+    "decode_kv": DecodeKV,
+    "decode_mla_sparse": Sparse,
+    "indexer_logits": Logits,
+    "select_topk": TopK,
+    "merge_states": Merge,
+    "copy_blocks": CopyBlocks,
+    "read_blocks": ReadBlocks,
+    "write_blocks": WriteBlocks,
+}
+"""How each declared operation is called."""
+
+
+def workload(operation: str, **sizes) -> Workload:
+    """A workload of that operation."""
+    return FAMILIES[operation](operation=operation, **sizes)
 
 
 def _cpu() -> Iterator[Workload]:
     """Every operation, in a second each on two cores."""
     for layers in (1, 4):
         for operation in ("write_mla", "gather_mla"):
-            yield Workload(suite="cpu", operation=operation, requests=2, tokens=4096, layers=layers)
-        yield Workload(suite="cpu", operation="decode_mla", requests=2, heads=16, tokens=2048, layers=layers)
-    cross = partial(Workload, suite="cpu", layers=4)
+            yield workload(suite="cpu", operation=operation, requests=2, tokens=4096, layers=layers)
+        yield workload(suite="cpu", operation="decode_mla", requests=2, heads=16, tokens=2048, layers=layers)
+    cross = partial(workload, suite="cpu", layers=4)
     yield cross(operation="decode_mla", requests=4, heads=16, q_len=2, tokens=1024, varlen=True)
     yield cross(operation="decode_mla_sparse", requests=2, heads=16, tokens=4096, chosen=1024, format="fp8_ds_mla")
     yield cross(operation="write_kv", requests=2, tokens=2048, kv_heads=4)
     yield cross(operation="gather_kv", requests=2, tokens=2048, kv_heads=4)
     yield cross(operation="decode_kv", requests=2, heads=16, tokens=2048, kv_heads=4)
     yield cross(operation="write_indexer_k", requests=2, tokens=4096)
+    yield cross(operation="gather_indexer_k", requests=2, tokens=4096)
     yield cross(operation="indexer_logits", requests=2, heads=16, tokens=4096)
     yield cross(operation="copy_blocks", requests=1, tokens=2048)
     yield cross(operation="read_blocks", requests=1, tokens=2048)
+    yield cross(operation="write_blocks", requests=1, tokens=2048)
+    yield cross(operation="plan_decode", requests=2, heads=16, tokens=2048)
+    yield cross(operation="select_topk", requests=2, tokens=4096, chosen=1024)
+    yield cross(operation="merge_states", requests=2, heads=16, tokens=4)
 
 
 def _peers() -> Iterator[Workload]:
@@ -194,7 +333,7 @@ def _peers() -> Iterator[Workload]:
         (64, 128, 1, 4096),
     )
     for layers in (1, MLA_LAYERS):
-        mla = partial(Workload, suite="peers", operation="decode_mla", layers=layers)
+        mla = partial(workload, suite="peers", operation="decode_mla", layers=layers)
         for requests, heads, q_len, tokens in sizes:
             yield mla(requests=requests, heads=heads, q_len=q_len, tokens=tokens)
         for heads in (128, 16):
@@ -203,21 +342,23 @@ def _peers() -> Iterator[Workload]:
 
 def _copies() -> Iterator[Workload]:
     """A prefill's 8,192 tokens, a decoding step's 128, and 64 whole blocks."""
-    mla = partial(Workload, suite="copies", layers=MLA_LAYERS)
+    mla = partial(workload, suite="copies", layers=MLA_LAYERS)
     yield mla(operation="write_mla", requests=8, tokens=1024)
     yield mla(operation="write_mla", requests=128, tokens=1)
     yield mla(operation="gather_mla", requests=8, tokens=1024)
     yield mla(operation="write_kv", requests=8, tokens=1024, kv_heads=8)
     yield mla(operation="gather_kv", requests=8, tokens=1024, kv_heads=8)
     yield mla(operation="write_indexer_k", requests=8, tokens=1024)
+    yield mla(operation="gather_indexer_k", requests=8, tokens=1024)
     yield mla(operation="copy_blocks", requests=1, tokens=4096)
     yield mla(operation="read_blocks", requests=1, tokens=4096)
+    yield mla(operation="write_blocks", requests=1, tokens=4096)
 
 
 def _models() -> Iterator[Workload]:
-    """Grouped-query attention of 64 heads on 8, fp8 entries, and DeepSeek V3.2's sparse attention and indexer."""
+    """Grouped-query attention of 64 heads on 8, fp8 entries, DeepSeek V3.2's sparse attention and indexer, the rest."""
     for layers in (1, MLA_LAYERS):
-        model = partial(Workload, suite="models", layers=layers)
+        model = partial(workload, suite="models", layers=layers)
         sparse = partial(model, operation="decode_mla_sparse", chosen=2048, format="fp8_ds_mla")
         yield model(operation="decode_kv", requests=64, heads=64, tokens=4096, kv_heads=8)
         yield model(operation="decode_kv", requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
@@ -226,9 +367,13 @@ def _models() -> Iterator[Workload]:
         yield sparse(requests=128, heads=128, q_len=2, tokens=32768)
         yield sparse(requests=64, heads=64, tokens=8192)
         yield model(operation="indexer_logits", requests=64, heads=64, tokens=32768)
+    once = partial(workload, suite="models", layers=1)
+    yield once(operation="select_topk", requests=64, tokens=32768, chosen=2048)
+    yield once(operation="plan_decode", requests=128, heads=128, tokens=8192)
+    yield once(operation="merge_states", requests=128, heads=128, tokens=8)
 
 
-WORKLOADS = {workload.name: workload for made in (_cpu, _peers, _copies, _models) for workload in made()}
+WORKLOADS = {made.name: made for suite in (_cpu, _peers, _copies, _models) for made in suite()}
 """Every shape, by name."""
 
-SUITES = tuple(dict.fromkeys(workload.suite for workload in WORKLOADS.values()))
+SUITES = tuple(dict.fromkeys(made.suite for made in WORKLOADS.values()))

@@ -27,7 +27,8 @@ import jaxlib
 import jaxkv
 from jaxkv.bench.programs import Program
 from jaxkv.bench.timing import Ceilings, device_memory, measure_ceilings
-from jaxkv.bench.workloads import OPERATIONS, SUITES, WORKLOADS, Workload
+from jaxkv.bench.workload import Workload
+from jaxkv.bench.workloads import FAMILIES, SUITES, WORKLOADS
 from jaxkv.cli.options import output_file, positive
 from jaxkv.cli.progress import progress
 
@@ -56,7 +57,7 @@ COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which shapes to time, how, and where to put the numbers."""
-    parser.add_argument("operations", nargs="*", choices=OPERATIONS, metavar="OPERATION", help=", ".join(OPERATIONS))
+    parser.add_argument("operations", nargs="*", choices=FAMILIES, metavar="OPERATION", help=", ".join(FAMILIES))
     parser.add_argument("--suite", choices=SUITES, help="default: cpu on CPUs, else peers and copies")
     parser.add_argument("--shape", nargs="+", choices=WORKLOADS, metavar="NAME", help="names as the table shows them")
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the best that takes a call")

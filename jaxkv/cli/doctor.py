@@ -12,7 +12,9 @@ import jax
 
 import jaxkv
 from jaxkv.bench.timing import device_memory
-from jaxkv.support import Sample, sample_calls
+from jaxkv.dispatch.backends import BACKENDS
+from jaxkv.ops.operation import Operation, Sample
+from jaxkv.support import sample_calls
 
 PACKAGES = (
     "jax",
@@ -123,12 +125,14 @@ def _told(device: jax.Device) -> str:
 def _implementations() -> list[str]:
     """For each implementation, which sample calls it takes, and its reasons against the others."""
     samples = list(sample_calls())
+    kernels = {backend.name: backend.kernels for backend in BACKENDS}
     lines = []
     for name, devices in jaxkv.implementations().items():
         taken, refused = [], {}
-        for operation, entry, call in samples:
-            reasons = _guarded(partial(_why_not, call, name))
-            told = f"{operation} {entry}".rstrip()
+        own = [(operation, sample) for operation, sample in samples if operation.name in kernels[name]]
+        for operation, sample in own:
+            reasons = _guarded(partial(_reasons_against, operation, sample, name))
+            told = f"{operation.name} {sample.format}".rstrip()
             taken += [] if reasons else [told]
             for reason in reasons:
                 refused.setdefault(reason, []).append(told)
@@ -136,11 +140,12 @@ def _implementations() -> list[str]:
         lines.append(f"{name} ({devices}): {usable} of {len(samples)} sample calls")
         lines += [f"  takes {', '.join(taken)}"] if taken and refused else []
         for reason, told in refused.items():
-            which = ", ".join(told) if len(told) < len(samples) else "all"
+            which = ", ".join(told) if len(told) < len(own) else "all"
             lines.append(f"  refuses {which}: {reason}")
+        without = dict.fromkeys(operation.name for operation, _ in samples if operation.name not in kernels[name])
+        lines += [f"  has no kernel for {', '.join(without)}"] if without else []
     return lines
 
 
-def _why_not(call: Sample, name: str) -> list[str]:
-    function, args, options = call
-    return list(jaxkv.explain(function, *args, **options).reasons[name])
+def _reasons_against(operation: Operation, sample: Sample, name: str) -> list[str]:
+    return list(jaxkv.explain(operation.function, *sample.args, **sample.kwargs).reasons[name])

@@ -1,8 +1,7 @@
-"""Choosing who computes a call: implementations, best first, each asked whether it would run, and why not."""
+"""The implementations in order of priority, and the choice of the one that runs a call."""
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,115 +9,81 @@ from typing import Any
 import jax
 
 from jaxkv_kernels import mosaic_gpu, triton, xla
+from jaxkv_kernels.kernel import Kernel
 
 _log = logging.getLogger("jaxkv")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call: the arrays that the kernels get by name, and what is static."""
+    """A call whose arguments have been checked: what a kernel gets."""
 
     operation: str
     arrays: Mapping[str, Any]
+    """By name; None for optional ones that are not given."""
     options: Mapping[str, Any]
+    """Static arguments by name."""
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """A package of kernels, and its word on which calls it takes."""
+class Backend:
+    """An implementation: its kernels by operation."""
 
     name: str
     devices: str
-    """What it runs on, in words."""
-    package: Any
-    """A module of kernels by operation (`OPERATIONS`), with `unavailable` and `refuses`."""
+    """A description of the devices that it runs on."""
+    kernels: Mapping[str, Kernel]
 
-    def refuses(self, call: Call) -> list[str]:
-        """Reasons against `call` on any machine."""
-        if call.operation not in self.package.OPERATIONS:
+    def unsupported_reasons(self, call: Call) -> list[str]:
+        """Reasons against `call` on every machine; none if it is supported."""
+        if call.operation not in self.kernels:
             return [f"has no kernel for {call.operation}"]
-        return self.package.refuses(call.operation, call.arrays, call.options)
+        return self.kernels[call.operation].reasons_against(call.arrays, call.options)
 
-    def why_not(self, call: Call) -> list[str]:
-        """Reasons against running `call` here; none means that it runs."""
-        return [*self.package.unavailable(), *self.refuses(call)]
+    def reasons_against(self, call: Call) -> list[str]:
+        """Reasons against `call` on this machine; none if it would run."""
+        kernel = self.kernels.get(call.operation)
+        unavailable = kernel.unavailable_reasons() if kernel else ()
+        return [*unavailable, *self.unsupported_reasons(call)]
 
     def run(self, call: Call):
-        """The kernel's result."""
-        # Kernels are written for JAX's defaults, whatever strictness a program asks for its own arrays.
+        """The kernel's result; logs the first run of each operation."""
+        _log_once(call.operation, self.name)
+        # Kernels are written for JAX's defaults, also where a program is stricter about its own arrays.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return self.package.OPERATIONS[call.operation](**call.arrays, **call.options)
+            return self.kernels[call.operation].run(**call.arrays, **call.options)
 
 
-LADDER = (
-    Implementation("mosaic_gpu", "NVIDIA Hopper", mosaic_gpu),
-    Implementation("triton", "NVIDIA GPUs, Ampere and later", triton),
-    Implementation("xla", "any device", xla),
+BACKENDS = (
+    Backend("mosaic_gpu", "NVIDIA Hopper", mosaic_gpu.KERNELS),
+    Backend("triton", "NVIDIA GPUs, Ampere and later", triton.KERNELS),
+    Backend("xla", "any device", xla.KERNELS),
 )
+"""In order of priority.  The last one has a kernel for every operation."""
 
 
 def implementations() -> dict[str, str]:
-    """Names for `implementation=`, best first, and what each runs on.
+    """The names that `implementation=` accepts, in order of priority, each with the devices that it runs on.
 
     The last supports every call, on every layout, that needs no batch-invariant plan.
     """
-    return {candidate.name: candidate.devices for candidate in LADDER}
+    return {backend.name: backend.devices for backend in BACKENDS}
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """For one call: every implementation, best first, with its reasons against (none: it would run)."""
+def choose(call: Call, implementation: str | Sequence[str] | None) -> Backend:
+    """The first of the requested backends that would run `call`.
 
-    operation: str
-    reasons: Mapping[str, tuple[str, ...]]
+    Args:
+      call: a checked call.
+      implementation: None for all of `BACKENDS`, a name, or a sequence of names in order of preference.
 
-    @property
-    def chosen(self) -> str | None:
-        """The implementation that would run."""
-        return next((name for name, reasons in self.reasons.items() if not reasons), None)
-
-    def __str__(self):
-        lines = [f"{self.operation}: {self.chosen or 'nothing'} would run"]
-        for name, reasons in self.reasons.items():
-            lines += [f"  {name}: {reason}" for reason in reasons or ("yes",)]
-        return "\n".join(lines)
-
-
-class _Bound(Exception):
-    """Carries the checked call out of an operation that is asked, not run."""
-
-
-_BIND: Any = object()  # no name that a caller could give
-
-
-def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
-    """Which implementation `operation(*args, **kwargs)` would use, and why not the others; nothing is computed.
-
-    Arrays may be `jax.ShapeDtypeStruct`s.  Arguments are checked as in a real call: ValueError for misuse.
-    `implementation=` is ignored: every one is asked.
+    Raises:
+      ValueError: `implementation` is not one of these, or has an unknown name.
+      NotImplementedError: none of them would run the call; the message has the reasons of each.
     """
-    call = call_of(operation, *args, **kwargs)
-    return Explanation(call.operation, {candidate.name: tuple(candidate.why_not(call)) for candidate in LADDER})
-
-
-def call_of(operation: Callable[..., Any], *args, **kwargs) -> Call:
-    """The checked call that `operation(*args, **kwargs)` would make."""
-    if "implementation" not in inspect.signature(operation).parameters:
-        raise TypeError(f"{operation!r} is not an operation of jaxkv that chooses an implementation")
-    try:
-        operation(*args, **{**kwargs, "implementation": _BIND})
-    except _Bound as bound:
-        return bound.args[0]
-    raise TypeError(f"{operation!r} is not an operation of jaxkv that chooses an implementation")
-
-
-def chosen(call: Call, implementation: str | Sequence[str] | None) -> str:
-    """The name of the first implementation asked for that takes the call; NotImplementedError if none does."""
-    if implementation is _BIND:
-        raise _Bound(call)
-    names = tuple(implementations()) if implementation is None else implementation
+    known = {backend.name: backend for backend in BACKENDS}
+    names = tuple(known) if implementation is None else implementation
     names = (names,) if isinstance(names, str) else names
-    known = {candidate.name: candidate for candidate in LADDER}
     expected = f"expected None, a name or a sequence of names among {', '.join(known)}"
     if not isinstance(names, Sequence) or not names:
         raise ValueError(f"`implementation` is {implementation!r}: {expected}")
@@ -126,20 +91,18 @@ def chosen(call: Call, implementation: str | Sequence[str] | None) -> str:
         raise ValueError(f"`implementation` {unknown[0]!r} is unknown: {expected}")
     reasons = {}
     for name in names:
-        reasons[name] = known[name].why_not(call)
+        reasons[name] = known[name].reasons_against(call)
         if not reasons[name]:
-            return name
-    told = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())
-    raise NotImplementedError(f"{call.operation}: no implementation asked for takes this call ({told})")
+            return known[name]
+    found = "; ".join(f"{name}: {', '.join(against)}" for name, against in reasons.items())
+    raise NotImplementedError(f"{call.operation}: none of the requested implementations supports this call ({found})")
 
 
 def run(call: Call, implementation: str | Sequence[str] | None):
-    """The call's result from the first implementation asked for that takes it; NotImplementedError if none does."""
-    name = chosen(call, implementation)
-    _report(call.operation, name)
-    return next(candidate for candidate in LADDER if candidate.name == name).run(call)
+    """The result of `call` from the backend that `choose` returns."""
+    return choose(call, implementation).run(call)
 
 
 @cache
-def _report(operation, name):
+def _log_once(operation, name):
     _log.info("%s runs on %s", operation, name)

@@ -86,6 +86,12 @@ def check_cache(cache: KVCache, *kinds: type[Entry]):
         raise ValueError(f"`cache.buffer` is {told(buffer)}: its layout says {layout.dtype}[{layout.size}]")
 
 
+def mla_dims(cache: KVCache) -> Dims:
+    """The axes of queries and new values for a cache of `MLAEntry`: R and P have the lengths of the entry's parts."""
+    latent, rope = cache.layout.entry.sizes
+    return Dims(R=(latent, "the entry's latent"), P=(rope, "the entry's rope"))
+
+
 def layer_index(layer: Any, cache: KVCache):
     """`layer` as an int32 array; ValueError where it is a Python int out of range, or no integer (a bool is none)."""
     layers = cache.layout.num_layers
@@ -182,6 +188,17 @@ def window_within(window, capacity: int) -> int | None:
         return None
     window = positive_int("window", window, below=None)
     return window if window < min(capacity, MAX_SLOTS) else None
+
+
+def logit_cap_of(value) -> float | None:
+    """`value`; ValueError unless it is None, or a Python number that float32 holds together with its inverse."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 2.0**-126 <= in_float32(value) <= 2.0**126):
+        raise ValueError(
+            f"`logit_cap` is {value!r}: expected None, or a positive number (static) from 2**-126 to 2**126, which "
+            "float32 holds together with its inverse"
+        )
+    return value
 
 
 def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.fuzz.cases import OPERATIONS, Case, draw_case
+from jaxkv.fuzz.case import Case
+from jaxkv.fuzz.cases import OPERATIONS, draw_case
 from jaxkv.fuzz.trial import address_map, trial
 
 CALLS_A_CASE = 250

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.fuzz.cases import Case, Draw
+from jaxkv.fuzz.case import Case, Draw
 
 EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of one rounding."""
@@ -76,10 +76,6 @@ def trial(case: Case, implementation: str) -> Callable[..., jax.Array]:
         keys = jax.random.split(key, len(shapes))
         return [_rounded(jax.random.normal(k, shape), dtype) for k, (shape, dtype) in zip(keys, shapes, strict=True)]
 
-    def call(cache, values, draw: Draw, layer, implementation):
-        args, keywords = case.arguments(cache, values, draw, layer)
-        return case.function(*args, **keywords, implementation=implementation)
-
     def reading(key, draw: Draw, where: AddressMap, layer, twin_layer):
         nan = np.asarray(np.iinfo(bits).max, bits)
         twin = jaxkv.KVCache(buffer(jnp.full((twin_layout.size,), nan, bits)), twin_layout)
@@ -88,17 +84,17 @@ def trial(case: Case, implementation: str) -> Callable[..., jax.Array]:
         twin = case.writer(twin, *entries, slots, layer=0, **draw.scales, implementation="xla")
         cache = jaxkv.KVCache(buffer(jnp.where(where.layer == layer, raw(twin)[where.place], nan)), layout)
         values = normal(jax.random.fold_in(key, 1), case.value_shapes)
-        found = call(cache, values, draw, draw.layer, implementation)
-        if not case.value_shapes:
-            return [_differ(*pair) for pair in _pairs(found, call(twin, values, draw, twin_layer, "xla"))]
+        found = case.run(cache, values, draw, draw.layer, implementation)
         exact = [value.astype(jnp.float32) for value in values]
-        expected = call(twin, exact, draw, twin_layer, "xla")
-        if case.operation == "indexer_logits":
+        expected = case.expected(twin, exact, draw, twin_layer)
+        if case.result == "bits":
+            return [_differ(*pair) for pair in _pairs(found, expected)]
+        if case.result == "logits":
             terms = math.sqrt(layout.entry.sizes[0])  # of the sum over heads: products of random vectors
             return [_excess(found, expected, roundings=128, dtype="float32", magnitude=terms, floor=terms)]
         dtype = case.dtype.name
         # Scores are of this size, and capped ones are made of the cap: 1 - 2 / (1 + exp(2 s / cap)), say.
-        scores = 4 + (dict(case.options)["logit_cap"] or 0)
+        scores = 4 + (dict(case.options).get("logit_cap") or 0)
         return [
             _excess(found[0], expected[0], roundings=64 if dtype == "float32" else 4, dtype=dtype, magnitude=1),
             _excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=scores, floor=scores),
@@ -109,20 +105,20 @@ def trial(case: Case, implementation: str) -> Callable[..., jax.Array]:
         twin_before = noise(jax.random.fold_in(key, 3), twin_layout.size)
         before = jnp.where(where.layer == layer, twin_before[where.place], before)
         values = normal(key, case.value_shapes)
-        found = call(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
-        twin = call(jaxkv.KVCache(buffer(twin_before), twin_layout), values, draw, twin_layer, "xla")
+        found = case.run(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
+        twin = case.expected(jaxkv.KVCache(buffer(twin_before), twin_layout), values, draw, twin_layer)
         return [_differ(raw(found), jnp.where(where.layer == layer, raw(twin)[where.place], before))]
 
-    def travelling(key, draw: Draw, where: AddressMap):
+    def moving(key, draw: Draw, where: AddressMap):
         before = noise(key, layout.size)
         known = [(ids >= 0) & (ids < layout.num_blocks) for ids in draw.index]
-        if case.operation == "write_blocks":
+        if case.value_shapes:
             rows = noise(jax.random.fold_in(key, 1), where.blocks[0].size * case.count).reshape(case.count, -1)
         else:
             rows = jnp.where(known[0][:, None], before[where.blocks[jnp.where(known[0], draw.index[0], 0)]], 0)
         values = [buffer(rows) for _ in case.value_shapes]
-        found = call(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
-        if case.operation == "read_blocks":
+        found = case.run(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
+        if not isinstance(found, jaxkv.KVCache):
             return [_differ(found, buffer(rows))]
         target = jnp.where(known[0] & known[-1], draw.index[-1], layout.num_blocks)
         pair = jnp.full(layout.num_blocks, -1, jnp.int32).at[target].set(jnp.arange(case.count), mode="drop")
@@ -131,12 +127,12 @@ def trial(case: Case, implementation: str) -> Callable[..., jax.Array]:
 
     def run(where: AddressMap, draw: Draw):
         key = jax.random.key(draw.key)
-        if case.operation.endswith("blocks"):
-            return jnp.stack(travelling(key, draw, where))
+        if case.effect == "moves blocks":
+            return jnp.stack(moving(key, draw, where))
         inside = (draw.layer >= 0) & (draw.layer < layout.num_layers)
         layer, twin_layer = jnp.where(inside, draw.layer, 0), jnp.where(inside, 0, 1)
-        kind = writing if case.operation.startswith("write") else reading
-        return jnp.stack(kind(key, draw, where, layer, twin_layer))
+        check = writing if case.effect == "writes" else reading
+        return jnp.stack(check(key, draw, where, layer, twin_layer))
 
     return run
 

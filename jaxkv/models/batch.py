@@ -28,8 +28,8 @@ class Batch:
     @classmethod
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
         """The batch of slot_mapping [B, Q]."""
-        config, tokens = model.config, slot_mapping.shape[1]
-        positions = seq_lens[:, None] - tokens + jax.numpy.arange(tokens)
+        config, q_len = model.config, slot_mapping.shape[1]
+        positions = seq_lens[:, None] - q_len + jax.numpy.arange(q_len)
         plan = None
         if config.indexer is None:
             plan = model.parallel.plan_decode(
@@ -37,7 +37,7 @@ class Batch:
                 block_tables,
                 seq_lens,
                 num_heads=model.num_heads,
-                tokens=tokens,
+                q_len=q_len,
                 implementation=model.implementation,
             )
         slots = model.parallel.slots(slot_mapping.reshape(-1), cache.layout)

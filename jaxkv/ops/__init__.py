@@ -1,0 +1,16 @@
+"""The public operations: each checks its arguments, chooses an implementation and runs its kernel."""
+
+from jaxkv.ops import attention, blocks, gathers, indexer, merge, plan, sparse, writes
+from jaxkv.ops.operation import Operation
+
+OPERATIONS: tuple[Operation, ...] = (
+    *writes.OPERATIONS,
+    *gathers.OPERATIONS,
+    *plan.OPERATIONS,
+    *attention.OPERATIONS,
+    *sparse.OPERATIONS,
+    *indexer.OPERATIONS,
+    *merge.OPERATIONS,
+    *blocks.OPERATIONS,
+)
+"""Every operation that dispatches to kernels, once.  Whatever is done for all of them enumerates this."""

@@ -1,4 +1,4 @@
-"""Attention of new tokens to the cache."""
+"""Dense attention of new tokens to the cache."""
 
 from typing import Any
 
@@ -7,18 +7,21 @@ import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.backends import Call, chosen, run
+from jaxkv.dispatch.backends import Call
 from jaxkv.dispatch.validate import (
     Dims,
     check_cache,
     entry_scale,
-    in_float32,
     int32,
     layer_index,
+    logit_cap_of,
+    mla_dims,
     softmax_scale,
     window_within,
 )
-from jaxkv.ops.plan import DecodePlan, Shape, check_plan
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.plan import DecodePlan, Shape, check_plan, run_planned
+from jaxkv.ops.samples import PAGED, sample_options, sample_queries
 from jaxkv_kernels.addressing.slots import slots_for
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 
@@ -38,7 +41,7 @@ def decode_mla(
     plan: DecodePlan | None = None,
     implementation=None,
 ) -> Any:
-    """Absorbed multi-head latent attention of one or several new tokens a request.
+    """Absorbed multi-head latent attention of one or several new tokens per request.
 
     score = (q_latent . kv_c + q_pe . k_pe) * scale; the result is the softmax-weighted sum of the latents kv_c.
     The new tokens' own entries are in the cache already.  Query token t of Q sees the first `seq_len - Q + 1 + t`
@@ -48,28 +51,33 @@ def decode_mla(
       q_latent: float [B, Hq, R] or [B, Q, Hq, R], queries through W_UK.
       q_pe: [B, Hq, P] or [B, Q, Hq, P], rotary queries after RoPE, the dtype of `q_latent`.
       cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
-      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      seq_lens: int32 [B], tokens of each request, the new ones included; 0 is a request without tokens.
+      block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.
       layer: int, or traced int32 scalar.
-      scale: float, the model's own softmax scale; R and P do not tell it.
-      kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
+      scale: float, the model's own softmax scale, which cannot be inferred from R and P.
+      kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       return_lse: also return the log-sum-exp of the scores.
-      plan: what `plan_decode` returned for the same tables, lengths and heads; without it, the call plans for itself.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      plan: what `plan_decode` returned for the same tables, lengths and heads; if None, the call makes its own plan.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Hq] or [B, Q, Hq], natural logarithm.
-      A query that sees no token gets 0 and -inf.  A token that is seen counts however low its score; only one that
-      float32 cannot hold is -inf, and weighs nothing.  Tokens in blocks outside the cache are masked; a traced layer
-      outside the cache is a cache without tokens.
+      A query that sees no token gets 0 and -inf.  A token that is seen counts however low its score; only a score that
+      float32 cannot hold is -inf, and has no weight.  Tokens in blocks outside the cache are masked; if a traced layer
+      is outside the cache, no query sees a token.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
+    call = _bind_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, plan)
+    return _result(*run_planned(call, plan, implementation), q_latent, return_lse)
+
+
+def _bind_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, plan) -> Call:
     check_cache(cache, MLAEntry)
-    dims = _mla_dims(cache)
+    dims = mla_dims(cache)
     axes = query_axes("q_latent", q_latent)
     dims.check("q_latent", q_latent, f"{axes} R")
     dims.check("q_pe", q_pe, f"{axes} P", (str(q_latent.dtype),))
@@ -78,22 +86,9 @@ def decode_mla(
         "q_pe": _with_tokens(q_pe),
         "kv_scale": entry_scale("kv_scale", kv_scale, cache),
     }
-    options = {"logit_cap": _logit_cap(logit_cap)}
-    out, lse = _decode(
-        "decode_mla",
-        cache,
-        dims,
-        arrays["q_latent"],
-        arrays,
-        options,
-        block_tables,
-        seq_lens,
-        layer,
-        scale,
-        plan,
-        implementation,
-    )
-    return _result(out, lse, axes, return_lse)
+    options = {"logit_cap": logit_cap_of(logit_cap)}
+    q = arrays["q_latent"]
+    return _bind("decode_mla", cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan)
 
 
 def decode_kv(
@@ -112,26 +107,26 @@ def decode_kv(
     plan: DecodePlan | None = None,
     implementation=None,
 ) -> Any:
-    """Grouped-query or multi-head attention of one or several new tokens a request.
+    """Grouped-query or multi-head attention of one or several new tokens per request.
 
     Query head i reads KV head i // (Hq / H).  Causal as in `decode_mla`.
 
     Args:
       q: float [B, Hq, D] or [B, Q, Hq, D]; Hq a multiple of the cache's heads H.
       cache: a cache of `KVEntry`; its entries are converted to the queries' dtype.
-      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      seq_lens: int32 [B], tokens of each request, the new ones included; 0 is a request without tokens.
+      block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.
       layer: int, or traced int32 scalar.
       scale: float, the softmax scale.
-      k_scale: float scalar or [H], required by format `fp8` and refused by the others; value = stored * k_scale.
+      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
       v_scale: likewise for v.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       window: static int of any size; a query sees the last `window` tokens only, itself included.  One of at least the
         tokens that the table holds is no window.
       return_lse: also return the log-sum-exp of the scores.
-      plan: what `plan_decode` returned for the same tables, lengths and heads; without it, the call plans for itself.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      plan: what `plan_decode` returned for the same tables, lengths and heads; if None, the call makes its own plan.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       out [B, Hq, Dv] or [B, Q, Hq, Dv], of q's dtype; with `return_lse` also lse, float32 [B, Hq] or [B, Q, Hq],
@@ -141,6 +136,15 @@ def decode_kv(
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
+    call = _bind_kv(
+        q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, plan
+    )  # fmt: skip
+    return _result(*run_planned(call, plan, implementation), q, return_lse)
+
+
+def _bind_kv(
+    q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, plan
+) -> Call:  # fmt: skip
     check_cache(cache, KVEntry)
     heads = cache.layout.num_heads
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
@@ -153,109 +157,12 @@ def decode_kv(
         "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
         "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
     }
-    options = {"logit_cap": _logit_cap(logit_cap), "window": window}
-    out, lse = _decode(
-        "decode_kv",
-        cache,
-        dims,
-        arrays["q"],
-        arrays,
-        options,
-        block_tables,
-        seq_lens,
-        layer,
-        scale,
-        plan,
-        implementation,
-    )  # fmt: skip
-    return _result(out, lse, axes, return_lse)
-
-
-def decode_mla_sparse(
-    q_latent,
-    q_pe,
-    cache: KVCache,
-    slots,
-    *,
-    layer,
-    scale,
-    kv_scale=None,
-    counts=None,
-    sinks=None,
-    logit_cap: float | None = None,
-    return_lse: bool = False,
-    implementation=None,
-) -> Any:
-    """Absorbed multi-head latent attention to the given slots only (DeepSeek V3.2).
-
-    Args:
-      q_latent: float [B, Q, Hq, R], queries through W_UK.
-      q_pe: [B, Q, Hq, P], rotary queries after RoPE, the dtype of `q_latent`.
-      cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
-      slots: int32 [B, Q, K], the slots that each query token attends to (`positions_to_slots`); negative ones and
-        those past the cache are masked.  Causality is the caller's choice of slots.
-      layer: int, or traced int32 scalar.
-      scale: float, the model's own softmax scale.
-      kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
-      counts: int32 [B, Q]; only the first `counts` slots of a query token are read, those after them may hold anything.
-        Default all.
-      sinks: float32 [Hq]; a logit a head that takes part in the softmax without a value: out is multiplied by
-        exp(lse) / (exp(lse) + exp(sink)), lse is left alone.
-      logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
-        scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
-      return_lse: also return the log-sum-exp of the scores.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
-
-    Returns:
-      out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.
-      A query without a live slot gets 0 and -inf; low scores count as in `decode_mla`.
-
-    Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong.
-    """
-    check_cache(cache, MLAEntry)
-    dims = _mla_dims(cache)
-    dims.check("q_latent", q_latent, "B Q Hq R")
-    dims.check("q_pe", q_pe, "B Q Hq P", (str(q_latent.dtype),))
-    dims.check_ints("slots", slots, "B Q K")
-    if counts is not None:
-        dims.check_ints("counts", counts, "B Q")
-    if sinks is not None:
-        dims.check("sinks", sinks, "Hq", ("float32",))
-    slots, counts = int32(slots), int32(counts)
-    layer, pages = layer_index(layer, cache), cache.layout.pages
-    if checks.checking():
-        checks.check_layer(layer, pages)
-        used = slots >= 0
-        if counts is not None:
-            inside = (counts >= 0) & (counts <= slots.shape[-1])
-            checks.require(inside, "counts", counts, f"there are {slots.shape[-1]} slots a query token")
-            used &= jnp.arange(slots.shape[-1]) < counts[..., None]
-        checks.check_slots("slots", jnp.where(used, slots, -1), pages)
-        checks.check_live_entries(cache, slots, used, layer)
-    arrays = {
-        "q_latent": q_latent,
-        "q_pe": q_pe,
-        "buffer": cache.buffer,
-        "slots": slots,
-        "counts": counts,
-        "sinks": sinks,
-        "layer": layer,
-        "scale": softmax_scale(scale),
-        "kv_scale": entry_scale("kv_scale", kv_scale, cache),
-    }
-    options = {"pages": pages, "entry": cache.layout.entry, "logit_cap": _logit_cap(logit_cap)}
-    out, lse = run(Call("decode_mla_sparse", arrays, options), implementation)
-    return (out, lse) if return_lse else out
-
-
-def _mla_dims(cache):
-    latent, rope = cache.layout.entry.sizes
-    return Dims(R=(latent, "the entry's latent"), P=(rope, "the entry's rope"))
+    options = {"logit_cap": logit_cap_of(logit_cap), "window": window}
+    return _bind("decode_kv", cache, dims, arrays["q"], arrays, options, block_tables, seq_lens, layer, scale, plan)
 
 
 def query_axes(name, q) -> str:
-    """The axes of queries without the last; ValueError where they are neither of the two."""
+    """The axes of queries without the last: "B Hq" or "B Q Hq"; ValueError for another number of axes."""
     if not hasattr(q, "shape"):
         raise ValueError(f"`{name}` is a {type(q).__name__}: expected an array [B, Hq, …] or [B, Q, Hq, …]")
     rank = len(q.shape)
@@ -265,24 +172,17 @@ def query_axes(name, q) -> str:
 
 
 def _with_tokens(q):
-    """[B, Q, Hq, D], whether or not the caller has the Q axis."""
+    """`q` with a Q axis: [B, Q, Hq, D]."""
     if isinstance(q, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*q.shape[:-2], *[1] * (4 - len(q.shape)), *q.shape[-2:]), q.dtype)
     return q if len(q.shape) == 4 else q[:, None]
 
 
-def _logit_cap(value):
-    """`value`; ValueError unless it is None, or a number that float32 holds together with its inverse."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and 2.0**-126 <= in_float32(value) <= 2.0**126):
-        raise ValueError(
-            f"`logit_cap` is {value!r}: expected None, or a positive number (static) from 2**-126 to 2**126, which "
-            "float32 holds together with its inverse"
-        )
-    return value
+def _bind(operation, cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan) -> Call:
+    """What the two have in common.
 
-
-def _decode(operation, cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan, implementation):
+    `q` [B, Q, Hq, D] are the queries, `arrays` these and the scales, `options` those of the operation alone.
+    """
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     block_tables, seq_lens = int32(block_tables), int32(seq_lens)
@@ -312,19 +212,27 @@ def _decode(operation, cache, dims, q, arrays, options, block_tables, seq_lens, 
     options = {"pages": pages, "entry": cache.layout.entry, **options}
     _, tokens, heads, _ = q.shape
     check_plan(plan, Shape.of(block_tables, pages, cache.layout.entry, heads, tokens, options.get("window")), seq_lens)
-    if plan is not None and plan.batch_invariant and implementation is None:
-        implementation = plan.implementation
-    name = chosen(Call(operation, arrays, options), implementation)
-    if plan is not None and plan.implementation == name:
-        arrays["plan"] = plan.schedule
-    elif plan is not None and plan.batch_invariant:
-        raise ValueError(
-            f"`plan` is batch-invariant on {plan.implementation} only: expected no `implementation={name!r}`"
-        )
-    return run(Call(operation, arrays, options), name)
+    return Call(operation, arrays, options)
 
 
-def _result(out, lse, axes, return_lse):
-    if axes == "B Hq":
+def _result(out, lse, q, return_lse):
+    """The kernel's `out` and `lse`, without the Q axis if the queries `q` have none."""
+    if len(q.shape) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
+
+
+def _sample_mla(cache):
+    queries = sample_queries(cache, *cache.layout.entry.sizes)
+    return (*queries, cache, *PAGED), {"scale": 1.0, **sample_options(cache, "kv_scale")}
+
+
+def _sample_kv(cache):
+    queries = sample_queries(cache, cache.layout.entry.head_dim)
+    return (*queries, cache, *PAGED), {"scale": 1.0, **sample_options(cache, "k_scale", "v_scale")}
+
+
+OPERATIONS = (
+    Operation(decode_mla, _bind_mla, _sample_mla, entries=(MLAEntry,)),
+    Operation(decode_kv, _bind_kv, _sample_kv, entries=(KVEntry,)),
+)

@@ -1,4 +1,4 @@
-"""Whole blocks, all layers at once: copy within a cache, out of it, into it."""
+"""Whole blocks, in all layers at once: copied within a cache, read from it, written to it."""
 
 import jax
 
@@ -6,17 +6,19 @@ from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.validate import Dims, check_cache, int32
-from jaxkv_kernels.formats.entries import Entry
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.samples import array
+from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 
 
 def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
-    """Copies blocks over others, in every layer.
+    """Copies blocks over other blocks of the same cache, in every layer.
 
     Args:
-      cache: any cache.  Where blocks are runs (`layout.blocks_are_runs`) all that is packed in the block moves along.
+      cache: any cache.  If blocks are runs (`layout.blocks_are_runs`), everything that is packed in a block is copied.
       src: int32 [n], blocks to read; all are read before any is written.
       dst: int32 [n], blocks to overwrite.  A pair with an id outside the cache is skipped.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       The cache with the blocks copied; updated in place where donated.
@@ -24,6 +26,10 @@ def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    return KVCache(run(_bind_copy(cache, src, dst), implementation), cache.layout)
+
+
+def _bind_copy(cache, src, dst) -> Call:
     check_cache(cache, Entry)
     dims, pages = Dims(), cache.layout.pages
     dims.check_ints("src", src, "n")
@@ -33,44 +39,46 @@ def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
         checks.check_ids("src", src, pages)
         checks.check_ids("dst", dst, pages)
         checks.check_written_once("dst", dst, "block")
-    arrays = {"buffer": cache.buffer, "src": src, "dst": dst}
-    return KVCache(run(Call("copy_blocks", arrays, {"pages": pages}), implementation), cache.layout)
+    return Call("copy_blocks", {"buffer": cache.buffer, "src": src, "dst": dst}, {"pages": pages})
 
 
 def read_blocks(cache: KVCache, blocks, *, implementation=None) -> jax.Array:
-    """Blocks as they travel.
+    """The payloads of blocks, to be kept elsewhere or sent to another cache.
 
     Args:
       cache: any cache.
-      blocks: int32 [n].
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      blocks: int32 [n], blocks to read.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      [n, layout.block_nbytes / itemsize] of the buffer's dtype.  Where blocks are runs (`layout.blocks_are_runs`) a row
-      is that run, with its padding and all that is packed in it; else the block's entries in the order in which they
-      lie in memory.  0 for an id outside the cache.  Caches whose layouts have equal fingerprints may exchange rows.
+      [n, layout.block_nbytes / itemsize] of the buffer's dtype.  If blocks are runs (`layout.blocks_are_runs`), a row
+      is that run, with its padding and everything that is packed in it; otherwise, the block's entries in their order
+      in memory.  0 for an id outside the cache.  Caches whose layouts have equal fingerprints can exchange rows.
 
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    return run(_bind_read(cache, blocks), implementation)
+
+
+def _bind_read(cache, blocks) -> Call:
     check_cache(cache, Entry)
     Dims().check_ints("blocks", blocks, "n")
     blocks = int32(blocks)
     if checks.checking():
         checks.check_ids("blocks", blocks, cache.layout.pages)
-    arrays = {"buffer": cache.buffer, "blocks": blocks}
-    return run(Call("read_blocks", arrays, {"pages": cache.layout.pages}), implementation)
+    return Call("read_blocks", {"buffer": cache.buffer, "blocks": blocks}, {"pages": cache.layout.pages})
 
 
 def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCache:
-    """Blocks that travelled, stored.
+    """Stores the payloads of blocks.
 
     Args:
       cache: any cache.
       blocks: int32 [n], blocks to overwrite; an id outside the cache is skipped.
-      data: [n, layout.block_nbytes / itemsize] of the buffer's dtype, as `read_blocks` gives them for a layout of the
-        same fingerprint.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      data: [n, layout.block_nbytes / itemsize] of the buffer's dtype, as `read_blocks` returns them for a layout with
+        the same fingerprint.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       The cache with the blocks stored; updated in place where donated.
@@ -78,14 +86,33 @@ def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCach
     Raises:
       ValueError: a shape or dtype is wrong.
     """
+    return KVCache(run(_bind_write(cache, blocks, data), implementation), cache.layout)
+
+
+def _bind_write(cache, blocks, data) -> Call:
     check_cache(cache, Entry)
     pages = cache.layout.pages
-    dims = Dims(E=(pages.block_elements, "the elements of a block that travels"))
+    dims = Dims(E=(pages.block_elements, "the elements of a block's payload"))
     dims.check_ints("blocks", blocks, "n")
     dims.check("data", data, "n E", (str(cache.layout.dtype),))
     blocks = int32(blocks)
     if checks.checking():
         checks.check_ids("blocks", blocks, pages)
         checks.check_written_once("blocks", blocks, "block")
-    arrays = {"buffer": cache.buffer, "blocks": blocks, "data": data}
-    return KVCache(run(Call("write_blocks", arrays, {"pages": pages}), implementation), cache.layout)
+    return Call("write_blocks", {"buffer": cache.buffer, "blocks": blocks, "data": data}, {"pages": pages})
+
+
+_IDS = array("int32", 3)
+
+
+def _sample_write(cache):
+    return (cache, _IDS, array(cache.layout.dtype, 3, cache.layout.pages.block_elements)), {}
+
+
+_ANY = (MLAEntry, KVEntry, IndexerEntry)
+
+OPERATIONS = (
+    Operation(copy_blocks, _bind_copy, lambda cache: ((cache, _IDS, _IDS), {}), entries=_ANY),
+    Operation(read_blocks, _bind_read, lambda cache: ((cache, _IDS), {}), entries=_ANY),
+    Operation(write_blocks, _bind_write, _sample_write, entries=_ANY),
+)

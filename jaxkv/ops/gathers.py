@@ -1,4 +1,4 @@
-"""Reading ragged runs of tokens back, dequantised: what prefill in chunks attends to."""
+"""Reading the entries of ragged runs of tokens, dequantised: what a chunked prefill attends to."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,8 @@ from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, float_dtype, int32, layer_index, positive_int
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.samples import RAGGED, TOKENS, sample_dtype, sample_options
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 
 
@@ -22,18 +24,18 @@ def gather_mla(
     kv_scale=None,
     implementation=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Latents and rotary keys of runs of tokens, one run a request, one after the other.
+    """Latents and rotary keys of runs of tokens: one run per request, one after the other.
 
     Args:
       cache: a cache of `MLAEntry`.
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, below 2**31; tokens past the last row are left out.
+      total: static number of rows of the result, below 2**31 and at least `cu_seq_lens[-1]`; others are left out.
       dtype: of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
-      kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       kv_c [total, R] and k_pe [total, P]; 0 in rows past the last run and for tokens outside the table or the cache.
@@ -41,11 +43,14 @@ def gather_mla(
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
+    call = _bind_mla(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, kv_scale)
+    return run(call, implementation)
+
+
+def _bind_mla(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, kv_scale) -> Call:
     check_cache(cache, MLAEntry)
     arrays = {"kv_scale": entry_scale("kv_scale", kv_scale, cache)}
-    return _gather(
-        "gather_mla", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype, implementation
-    )
+    return _bind("gather_mla", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype)
 
 
 def gather_kv(
@@ -68,12 +73,12 @@ def gather_kv(
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, below 2**31; tokens past the last row are left out.
+      total: static number of rows of the result, below 2**31 and at least `cu_seq_lens[-1]`; others are left out.
       dtype: of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
-      k_scale: float scalar or [H], required by format `fp8` and refused by the others; value = stored * k_scale.
+      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
       v_scale: likewise for v.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       k [total, H, D] and v [total, H, Dv]; 0 in rows past the last run and for tokens outside the table or the cache.
@@ -81,14 +86,17 @@ def gather_kv(
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
+    call = _bind_kv(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, k_scale, v_scale)
+    return run(call, implementation)
+
+
+def _bind_kv(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, k_scale, v_scale) -> Call:
     check_cache(cache, KVEntry)
     arrays = {
         "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
         "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
     }
-    return _gather(
-        "gather_kv", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype, implementation
-    )
+    return _bind("gather_kv", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype)
 
 
 def gather_indexer_k(
@@ -109,10 +117,10 @@ def gather_indexer_k(
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, below 2**31; tokens past the last row are left out.
+      total: static number of rows of the result, below 2**31 and at least `cu_seq_lens[-1]`; others are left out.
       dtype: of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       k [total, D]; 0 in rows past the last run and for tokens outside the table or the cache.
@@ -120,13 +128,17 @@ def gather_indexer_k(
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
     """
+    call = _bind_indexer_k(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts)
+    return run(call, implementation)
+
+
+def _bind_indexer_k(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts) -> Call:
     check_cache(cache, IndexerEntry)
-    return _gather(
-        "gather_indexer_k", cache, {}, block_tables, cu_seq_lens, seq_starts, layer, total, dtype, implementation
-    )
+    return _bind("gather_indexer_k", cache, {}, block_tables, cu_seq_lens, seq_starts, layer, total, dtype)
 
 
-def _gather(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype, implementation):
+def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype) -> Call:
+    """What the three have in common; `arrays` are the scales."""
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)
@@ -158,4 +170,19 @@ def _gather(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, lay
         "total": total,
         "dtype": float_dtype("dtype", dtype),
     }
-    return run(Call(operation, arrays, options), implementation)
+    return Call(operation, arrays, options)
+
+
+def _sample(*scales):
+    def sample(cache):
+        options = {"total": TOKENS, "dtype": sample_dtype(cache.layout.entry), **sample_options(cache, *scales)}
+        return (cache, *RAGGED), options
+
+    return sample
+
+
+OPERATIONS = (
+    Operation(gather_mla, _bind_mla, _sample("kv_scale"), entries=(MLAEntry,)),
+    Operation(gather_kv, _bind_kv, _sample("k_scale", "v_scale"), entries=(KVEntry,)),
+    Operation(gather_indexer_k, _bind_indexer_k, _sample(), entries=(IndexerEntry,)),
+)

@@ -1,4 +1,4 @@
-"""The DeepSeek V3.2 indexer: score every cached key, keep the best, attend to those."""
+"""The DeepSeek V3.2 indexer: score every cached key, select the best; sparse attention attends to those."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,8 @@ from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.validate import FLOATS, Dims, check_cache, int32, layer_index, positive_int, told
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels.formats.entries import IndexerEntry
 
@@ -20,13 +22,13 @@ def indexer_logits(
 
     Args:
       q: float or float8_e4m3fn [B, Q, Hi, D].
-      weights: float [B, Q, Hi]; a scale of a quantised q belongs in here.
+      weights: float [B, Q, Hi]; include the scale of a quantised q here.
       cache: a cache of `IndexerEntry`.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
       seq_lens: int32 [B], tokens of each request, the new ones included.
       layer: int, or traced int32 scalar.
       max_len: static number of positions of the result, below 2**31, as positions are int32.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       float32 [B, Q, max_len]; -inf at positions that query token t of Q does not see: `seq_len - Q + 1 + t` and on.
@@ -34,6 +36,10 @@ def indexer_logits(
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
     """
+    return run(_bind_logits(q, weights, cache, block_tables, seq_lens, layer, max_len), implementation)
+
+
+def _bind_logits(q, weights, cache, block_tables, seq_lens, layer, max_len) -> Call:
     check_cache(cache, IndexerEntry)
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
     dims.check("q", q, "B Q Hi D", (*FLOATS, "float8_e4m3fn"))
@@ -55,7 +61,7 @@ def indexer_logits(
         "layer": layer,
     }
     options = {"pages": pages, "entry": cache.layout.entry, "max_len": max_len}
-    return run(Call("indexer_logits", arrays, options), implementation)
+    return Call("indexer_logits", arrays, options)
 
 
 def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
@@ -64,27 +70,31 @@ def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
     Args:
       logits: float32 [..., N]; -inf marks a position that is not to be selected.
       k: static number of positions, below 2**31.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       int32 [..., k], largest logit first and the earlier position where logits are equal; -1 where a row has fewer
       than k positions.
 
     Raises:
-      ValueError: `logits` is no float32 array with a last axis, or `k` no positive int.
+      ValueError: `logits` is not a float32 array with at least one axis, or `k` is not a positive int.
     """
+    return run(_bind_topk(logits, k), implementation)
+
+
+def _bind_topk(logits, k) -> Call:
     if not hasattr(logits, "dtype") or logits.dtype != jnp.float32 or not logits.shape:
         raise ValueError(f"`logits` is {told(logits)}: expected float32 [..., N]")
-    return run(Call("select_topk", {"logits": logits}, {"k": positive_int("k", k)}), implementation)
+    return Call("select_topk", {"logits": logits}, {"k": positive_int("k", k)})
 
 
 def positions_to_slots(positions, block_tables, *, block_size: int) -> jax.Array:
-    """The slots of selected positions.
+    """Returns the slots of selected positions.
 
     Args:
       positions: int32 [B, Q, K], positions in each request (`select_topk`); negative ones stay -1.
       block_tables: int32 [B, M], the blocks of each request in order.
-      block_size: tokens a block.
+      block_size: tokens per block.
 
     Returns:
       int32 [B, Q, K], for `decode_mla_sparse`; -1 also for positions past the table.
@@ -95,3 +105,14 @@ def positions_to_slots(positions, block_tables, *, block_size: int) -> jax.Array
     dims = Dims()
     dims.check_ints("positions", positions, "B Q K")
     return slots_for(block_tables, positions, block_size=block_size)
+
+
+def _sample_logits(cache):
+    q = array(sample_dtype(cache.layout.entry), BATCH, 1, 64, cache.layout.entry.head_dim)
+    return (q, array("float32", BATCH, 1, 64), cache, *PAGED), {"max_len": 256, **sample_options(cache)}
+
+
+OPERATIONS = (
+    Operation(indexer_logits, _bind_logits, _sample_logits, entries=(IndexerEntry,)),
+    Operation(select_topk, _bind_topk, lambda: ((array("float32", BATCH, 1, 512), 64), {})),
+)

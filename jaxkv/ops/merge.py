@@ -1,4 +1,4 @@
-"""Combining partial attentions."""
+"""Merging partial results of attention."""
 
 from collections.abc import Sequence
 
@@ -7,25 +7,31 @@ import jax.numpy as jnp
 
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.validate import FLOATS, told
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.samples import BATCH, HEADS, array
 
 
 def merge_states(
     outs: jax.Array | Sequence[jax.Array], lses: jax.Array | Sequence[jax.Array], *, implementation=None
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of disjoint sets of keys, from the attention over each.
+    """Attention over the union of disjoint sets of keys, from the attention over each set.
 
     Args:
-      outs: N arrays [..., D], or one [N, ..., D]: partial results of the same queries.
-      lses: N arrays [...], or one [N, ...]: their float32 log-sum-exps, natural logarithm; -inf (or, as some kernels
-        have it, +inf or NaN) for a part without keys, whose result is not looked at.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      outs: N arrays [..., D], or one [N, ..., D]: partial results for the same queries.
+      lses: N arrays [...], or one [N, ...]: their float32 log-sum-exps, natural logarithm.  A part without keys has
+        -inf (some kernels return +inf or NaN); its result is ignored.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out [..., D] of the parts' dtype and lse float32 [...]; 0 and -inf where every part is empty.
+      out [..., D] of the parts' dtype and lse float32 [...]; 0 and -inf for a query without keys in any part.
 
     Raises:
-      ValueError: shapes or dtypes do not fit.
+      ValueError: a shape or dtype is wrong, or the parts differ in one.
     """
+    return run(_bind(outs, lses), implementation)
+
+
+def _bind(outs, lses) -> Call:
     outs, lses = _stacked("outs", outs, FLOATS), _stacked("lses", lses, ("float32",))
     if not outs.shape or not outs.shape[0]:
         raise ValueError(f"`outs` has shape {outs.shape}: expected [N, ..., D] of at least 1 part")
@@ -33,7 +39,7 @@ def merge_states(
         raise ValueError(
             f"`lses` has shape {lses.shape}: expected that of `outs` less its last axis, {outs.shape[:-1]}"
         )
-    return run(Call("merge_states", {"outs": outs, "lses": lses}, {}), implementation)
+    return Call("merge_states", {"outs": outs, "lses": lses}, {})
 
 
 def _stacked(name, parts, dtypes):
@@ -50,3 +56,10 @@ def _stacked(name, parts, dtypes):
     if len(shapes) != 1:
         raise ValueError(f"`{name}` have shapes {sorted(shapes)}: expected at least one array, and one shape")
     return jnp.stack(parts)
+
+
+def _sample():
+    return (array("bfloat16", 2, BATCH, HEADS, 512), array("float32", 2, BATCH, HEADS)), {}
+
+
+OPERATIONS = (Operation(merge_states, _bind, _sample),)

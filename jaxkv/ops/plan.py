@@ -1,21 +1,23 @@
-"""A schedule for attention, computed once a step and shared by all layers."""
+"""Plans of attention: a schedule, computed once per step and shared by the calls of all layers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.backends import LADDER, Call, chosen, run
+from jaxkv.dispatch.backends import BACKENDS, Call, choose
 from jaxkv.dispatch.validate import Dims, check_cache, int32, positive_int, window_within
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.samples import HEADS, PAGED
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan was made for; a call that brings the plan must be of the same."""
+    """The calls that a plan is for: a call that is given the plan must have the same sizes."""
 
     requests: int
     columns: int
@@ -26,26 +28,26 @@ class Shape:
     """Query heads."""
     kv_heads: int
     """Heads of the cache."""
-    tokens: int
-    """Query tokens a request."""
+    q_len: int
+    """Query tokens per request."""
     window: int | None
     entry: Entry
 
     @classmethod
-    def of(cls, block_tables, pages: Pages, entry: Entry, num_heads: int, tokens: int, window: int | None) -> "Shape":
+    def of(cls, block_tables, pages: Pages, entry: Entry, num_heads: int, q_len: int, window: int | None) -> "Shape":
         """Of a call on the cache of `pages` and `entry`."""
         requests, columns = block_tables.shape
         counts = (requests, columns, pages.block_size, pages.num_blocks, num_heads, pages.num_heads)
-        return cls(*counts, tokens, window, entry)
+        return cls(*counts, q_len, window, entry)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodePlan:
-    """What `plan_decode` returns; goes through `jit` and `scan` like any pytree."""
+    """What `plan_decode` returns: a pytree, which goes through `jit` and `scan`."""
 
     schedule: Any
-    """The implementation's own; None where it plans nothing."""
+    """Of a type that belongs to the implementation; None if it plans nothing."""
     seq_lens: jax.Array
     """int32 [B], the lengths that it was made for; only checked calls read them."""
     shape: Shape = field(metadata={"static": True})
@@ -59,36 +61,52 @@ def plan_decode(
     seq_lens,
     *,
     num_heads: int,
-    tokens: int = 1,
+    q_len: int = 1,
     window: int | None = None,
     batch_invariant: bool = False,
     implementation=None,
 ) -> DecodePlan:
     """Divides the requests of a step among the processors of the device, for `decode_mla` and `decode_kv`.
 
-    The schedule depends on lengths and tables, not on the layer: compute it once a step, and give it to the call of
-    every layer as `plan`.  Without one, each call plans for itself.
+    The schedule depends on lengths and tables, not on the layer: compute it once per step, and pass it to the call of
+    every layer as `plan`.  Calls without a plan each make their own.
 
     Args:
       cache: a cache of `MLAEntry` or `KVEntry`.
-      block_tables: int32 [B, M], as the calls will get them.
-      seq_lens: int32 [B], as the calls will get them; a plan for other lengths gives wrong results, which `checked`
-        calls report.
+      block_tables: int32 [B, M], those of the calls.
+      seq_lens: int32 [B], the same as those of the calls; with other lengths, results are wrong, which `checked` calls
+        report.
       num_heads: query heads of the calls.
-      tokens: query tokens a request of the calls.
+      q_len: query tokens per request of the calls.
       window: that of the calls (`decode_kv` only).
-      batch_invariant: a request gets the same bits whatever else is in the batch: it is cut by its own length alone
-        (into at most 8 pieces), which takes longer where requests are few or of unlike lengths.
-      implementation: None (the best that takes the cache), a name, or a sequence of names.
+      batch_invariant: whether the result of a request has the same bits whatever else is in the batch.  A request is
+        then split by its own length alone (into at most 8 splits), which takes longer if requests are few or differ in
+        length.
+      implementation: None (the best that supports the cache), a name, or a sequence of names.
 
     Returns:
-      The plan.  An implementation that did not make it ignores it; with `batch_invariant` the calls run on the one that
-      made it, or raise.
+      The plan.  A call that runs on another implementation than the plan was made by ignores it.  With
+      `batch_invariant`, calls run on the implementation that made the plan, or raise.
 
     Raises:
       ValueError: a shape or dtype is wrong.
       NotImplementedError: no implementation can be batch-invariant on this cache.
     """
+    call = _bind(cache, block_tables, seq_lens, num_heads, q_len, window, batch_invariant)
+    try:
+        backend = choose(call, implementation)
+    except NotImplementedError as error:
+        if not batch_invariant:
+            raise
+        raise NotImplementedError(f"{error}; {_instead(call)}") from None
+    options = call.options
+    shape = Shape.of(
+        block_tables, options["pages"], options["entry"], options["heads"], options["tokens"], options["window"]
+    )
+    return DecodePlan(backend.run(call), call.arrays["seq_lens"], shape, backend.name, options["batch_invariant"])
+
+
+def _bind(cache, block_tables, seq_lens, num_heads, q_len, window, batch_invariant) -> Call:
     check_cache(cache, MLAEntry, KVEntry)
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
@@ -102,24 +120,16 @@ def plan_decode(
         "pages": pages,
         "entry": cache.layout.entry,
         "heads": num_heads,
-        "tokens": positive_int("tokens", tokens),
+        "tokens": positive_int("q_len", q_len),
         "window": window_within(window, dims["M"] * pages.block_size),
         "batch_invariant": bool(batch_invariant),
     }
     arrays = {"buffer": cache.buffer, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
-    call = Call("plan_decode", arrays, options)
-    try:
-        name = chosen(call, implementation)
-    except NotImplementedError as error:
-        if not batch_invariant:
-            raise
-        raise NotImplementedError(f"{error}; {_instead(call)}") from None
-    shape = Shape.of(block_tables, pages, cache.layout.entry, num_heads, options["tokens"], options["window"])
-    return DecodePlan(run(call, name), arrays["seq_lens"], shape, name, options["batch_invariant"])
+    return Call("plan_decode", arrays, options)
 
 
 def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
-    """ValueError unless the plan was made for calls of that shape; a checked call reports other lengths."""
+    """ValueError unless `plan` is None or was made for calls of `shape`; a checked call reports other lengths."""
     if plan is None:
         return
     if not isinstance(plan, DecodePlan):
@@ -133,10 +143,35 @@ def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
 
 def _instead(call: Call) -> str:
     """What to do where no batch-invariant plan can be made."""
-    able = [f"{candidate.name} ({candidate.devices})" for candidate in LADDER if not candidate.refuses(call)]
+    able = [f"{backend.name} ({backend.devices})" for backend in BACKENDS if not backend.unsupported_reasons(call)]
     if able:
         return f"only {' and '.join(able)} can be batch-invariant on this cache: elsewhere, plan without it"
     return (
         f"no implementation can be batch-invariant on this cache of {call.options['entry']} on any device: plan "
         f"without it, or use a cache that one of them supports"
     )
+
+
+def run_planned(call: Call, plan: DecodePlan | None, implementation) -> Any:
+    """The result of an attention call, with the schedule of `plan` if the implementation that made it runs the call.
+
+    `call` has None in place of a schedule.  ValueError if the plan is batch-invariant and the call would run on another
+    implementation.
+    """
+    if plan is not None and plan.batch_invariant and implementation is None:
+        implementation = plan.implementation
+    backend = choose(call, implementation)
+    if plan is not None and plan.implementation == backend.name:
+        call = replace(call, arrays={**call.arrays, "plan": plan.schedule})
+    elif plan is not None and plan.batch_invariant:
+        raise ValueError(
+            f"`plan` is batch-invariant on {plan.implementation} only: expected no `implementation={backend.name!r}`"
+        )
+    return backend.run(call)
+
+
+def _sample(cache):
+    return (cache, *PAGED), {"num_heads": HEADS}
+
+
+OPERATIONS = (Operation(plan_decode, _bind, _sample, entries=(MLAEntry, KVEntry)),)

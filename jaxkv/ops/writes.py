@@ -1,9 +1,11 @@
-"""Storing new tokens."""
+"""Storing the entries of new tokens."""
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, layer_index
+from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, layer_index, mla_dims
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.samples import TOKENS, array, sample_new, sample_options
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 
 
@@ -14,11 +16,11 @@ def write_mla(cache: KVCache, kv_c, k_pe, slot_mapping, *, layer, kv_scale=None,
       cache: a cache of `MLAEntry`.
       kv_c: float [T, R], latents after their norm.
       k_pe: float [T, P], rotary keys after RoPE.
-      slot_mapping: int32 [T], the slot of each token.  Slots that are negative or past the cache are skipped.  A slot
-        given twice holds pieces of either entry.
+      slot_mapping: int32 [T], the slot of each token.  Slots that are negative or past the cache are skipped.  If two
+        tokens have the same slot, it holds parts of either entry.
       layer: int, or traced int32 scalar.  A traced layer outside the cache writes nothing.
-      kv_scale: float scalar, required by format `fp8` and refused by the others; stored = value / kv_scale.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      kv_scale: float scalar, required by format `fp8` and rejected by the others; stored = value / kv_scale.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       The cache with T entries stored and every other byte as it was; updated in place where donated.
@@ -26,14 +28,17 @@ def write_mla(cache: KVCache, kv_c, k_pe, slot_mapping, *, layer, kv_scale=None,
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
+    call = _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale)
+    return KVCache(run(call, implementation), cache.layout)
+
+
+def _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale) -> Call:
     check_cache(cache, MLAEntry)
-    dims = Dims(
-        R=(cache.layout.entry.sizes[0], "the entry's latent"), P=(cache.layout.entry.sizes[1], "the entry's rope")
-    )
+    dims = mla_dims(cache)
     dims.check("kv_c", kv_c, "T R")
     dims.check("k_pe", k_pe, "T P")
     arrays = {"kv_c": kv_c, "k_pe": k_pe, "kv_scale": entry_scale("kv_scale", kv_scale, cache)}
-    return _write("write_mla", cache, dims, arrays, slot_mapping, layer, implementation)
+    return _bind("write_mla", cache, dims, arrays, slot_mapping, layer)
 
 
 def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale=None, implementation=None) -> KVCache:
@@ -45,16 +50,21 @@ def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale
       v: float [T, H, Dv].
       slot_mapping: int32 [T], as in `write_mla`.
       layer: int, or traced int32 scalar, as in `write_mla`.
-      k_scale: float scalar or [H], required by format `fp8` and refused by the others; stored = value / k_scale.
+      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; stored = value / k_scale.
       v_scale: likewise for v.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with T entries a head stored and every other byte as it was; updated in place where donated.
+      The cache with T entries per head stored and every other byte as it was; updated in place where donated.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
+    call = _bind_kv(cache, k, v, slot_mapping, layer, k_scale, v_scale)
+    return KVCache(run(call, implementation), cache.layout)
+
+
+def _bind_kv(cache, k, v, slot_mapping, layer, k_scale, v_scale) -> Call:
     check_cache(cache, KVEntry)
     entry = cache.layout.entry
     dims = Dims(
@@ -70,18 +80,18 @@ def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale
         "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
         "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
     }
-    return _write("write_kv", cache, dims, arrays, slot_mapping, layer, implementation)
+    return _bind("write_kv", cache, dims, arrays, slot_mapping, layer)
 
 
 def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=None) -> KVCache:
-    """Stores indexer keys; of format `indexer_fp8` quantised, a page holds all its values, then all its scales.
+    """Stores indexer keys.  Format `indexer_fp8` quantises them: a page holds all its values, then all its scales.
 
     Args:
       cache: a cache of `IndexerEntry`.
       k: float [T, D], D = 128 in DeepSeek V3.2.
       slot_mapping: int32 [T], as in `write_mla`.
       layer: int, or traced int32 scalar, as in `write_mla`.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       The cache with T keys stored and every other byte as it was; updated in place where donated.
@@ -89,13 +99,19 @@ def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=No
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
     """
+    call = _bind_indexer_k(cache, k, slot_mapping, layer)
+    return KVCache(run(call, implementation), cache.layout)
+
+
+def _bind_indexer_k(cache, k, slot_mapping, layer) -> Call:
     check_cache(cache, IndexerEntry)
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
     dims.check("k", k, "T D")
-    return _write("write_indexer_k", cache, dims, {"k": k}, slot_mapping, layer, implementation)
+    return _bind("write_indexer_k", cache, dims, {"k": k}, slot_mapping, layer)
 
 
-def _write(operation, cache, dims, arrays, slot_mapping, layer, implementation):
+def _bind(operation, cache, dims, arrays, slot_mapping, layer) -> Call:
+    """What the three have in common; `arrays` are the new values and their scales."""
     dims.check_ints("slot_mapping", slot_mapping, "T")
     slot_mapping, layer = int32(slot_mapping), layer_index(layer, cache)
     pages = cache.layout.pages
@@ -104,5 +120,15 @@ def _write(operation, cache, dims, arrays, slot_mapping, layer, implementation):
         checks.check_slots("slot_mapping", slot_mapping, pages)
         checks.check_written_once("slot_mapping", slot_mapping, "slot")
     arrays = {"buffer": cache.buffer, **arrays, "slot_mapping": slot_mapping, "layer": layer}
-    options = {"pages": pages, "entry": cache.layout.entry}
-    return KVCache(run(Call(operation, arrays, options), implementation), cache.layout)
+    return Call(operation, arrays, {"pages": pages, "entry": cache.layout.entry})
+
+
+def _sample(*scales):
+    return lambda cache: ((cache, *sample_new(cache), array("int32", TOKENS)), sample_options(cache, *scales))
+
+
+OPERATIONS = (
+    Operation(write_mla, _bind_mla, _sample("kv_scale"), entries=(MLAEntry,)),
+    Operation(write_kv, _bind_kv, _sample("k_scale", "v_scale"), entries=(KVEntry,)),
+    Operation(write_indexer_k, _bind_indexer_k, _sample(), entries=(IndexerEntry,)),
+)

@@ -3,7 +3,6 @@
 import re
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ import pytest
 
 import jaxkv
 from jaxkv.cli import main
-from jaxkv.dispatch import backends as dispatch
-from jaxkv.fuzz import cases, soak, trial
+from jaxkv.dispatch import backends
+from jaxkv.fuzz import cases, layouts, soak, trial
 from jaxkv_kernels import xla
+from jaxkv_kernels.kernel import Kernel
 from support.compare import assert_close
 
 
@@ -22,17 +22,20 @@ from support.compare import assert_close
 def few(monkeypatch):
     """Few calls a case, on small caches."""
     monkeypatch.setattr(soak, "CALLS_A_CASE", 6)
-    monkeypatch.setattr(cases, "MOST_BYTES", 2**21)
+    monkeypatch.setattr(layouts, "MOST_BYTES", 2**21)
 
 
 @pytest.fixture
 def broken(monkeypatch):
-    """f(operation, fault): adds an implementation whose only kernel is `fault(xla's kernel)`."""
+    """f(operation=fault): adds an implementation whose only kernels are `fault(xla's kernel)`."""
 
-    def add(operation, fault):
-        kernel = fault(xla.OPERATIONS[operation])
-        package = SimpleNamespace(OPERATIONS={operation: kernel}, unavailable=lambda: [], refuses=lambda *call: [])
-        monkeypatch.setattr(dispatch, "LADDER", (*dispatch.LADDER, dispatch.Implementation("broken", "none", package)))
+    def add(**faults):
+        kernels = {
+            operation: Kernel(fault(xla.KERNELS[operation].run), lambda *call: [], lambda: [])
+            for operation, fault in faults.items()
+        }
+        broken = backends.Backend("broken", "none", kernels)
+        monkeypatch.setattr(backends, "BACKENDS", (*backends.BACKENDS, broken))
 
     return add
 
@@ -107,6 +110,16 @@ def copies_one_by_one(kernel):
     return run
 
 
+def selects_later_positions(kernel):
+    """Takes the last of equal logits."""
+    return lambda logits, k: jnp.where((found := kernel(logits[..., ::-1], k=k)) < 0, -1, logits.shape[-1] - 1 - found)
+
+
+def counts_empty_parts(kernel):
+    """Merges parts that have no keys."""
+    return lambda outs, lses: kernel(outs=outs, lses=jnp.where(jnp.isfinite(lses), lses, 0))
+
+
 FAULTS = [
     ("decode_mla", packed_pages),
     ("decode_mla", one_token_more),
@@ -122,12 +135,14 @@ FAULTS = [
     ("copy_blocks", copies_one_by_one),
     ("read_blocks", lambda kernel: lambda **arguments: -kernel(**arguments)),
     ("write_blocks", touches_a_neighbour),
+    ("select_topk", selects_later_positions),
+    ("merge_states", counts_empty_parts),
 ]
 
 
 @pytest.mark.parametrize(("operation", "fault"), FAULTS)
 def test_faults_are_found_and_repeat(operation, fault, broken, capsys):
-    broken(operation, fault)
+    broken(**{operation: fault})
     first = cases.OPERATIONS.index(operation)
     seeds = range(first, first + 5 * len(cases.OPERATIONS), len(cases.OPERATIONS))  # not every layout shows every fault
     assert any(soak.soak(calls=6, seed=seed, implementation="broken") for seed in seeds)
@@ -151,7 +166,7 @@ def test_a_call_that_hangs_is_told(broken, monkeypatch, capsys):
 
         return run
 
-    broken("read_blocks", slow)
+    broken(read_blocks=slow)
     codes = []
     monkeypatch.setattr(soak, "CALL_SECONDS", 0.5)
     monkeypatch.setattr(soak.os, "_exit", codes.append)
@@ -173,7 +188,7 @@ def test_a_case_that_does_not_compile_is_told_and_the_next_one_runs(broken, caps
 
         return run
 
-    broken("read_blocks", raises_once)
+    broken(read_blocks=raises_once)
     seed = cases.OPERATIONS.index("read_blocks")
     assert soak.soak(calls=12, seed=seed, implementation="broken") == 1
     told = capsys.readouterr().out
@@ -192,7 +207,7 @@ def test_a_call_that_raises_is_told(broken):
 
         return run
 
-    broken("read_blocks", raises)
+    broken(read_blocks=raises)
     seed = cases.OPERATIONS.index("read_blocks")
     with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address") as raised:
         soak.soak(calls=1, seed=seed, implementation="broken")
@@ -200,7 +215,7 @@ def test_a_call_that_raises_is_told(broken):
 
 
 def test_an_implementation_that_takes_nothing_ends_with_its_reasons(broken, capsys):
-    broken("merge_states", lambda kernel: kernel)
+    broken()
     assert soak.soak(calls=3, seed=5, implementation="broken") == 0
     told = capsys.readouterr().out
     assert told.count("not called") == len(cases.OPERATIONS)

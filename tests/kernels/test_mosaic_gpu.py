@@ -134,7 +134,7 @@ def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
     )
 
     def decode(*arrays):
-        return mosaic_gpu.OPERATIONS["decode_mla"](*arrays, None, None, pages=layout.pages, entry=entry, logit_cap=cap)
+        return mosaic_gpu.KERNELS["decode_mla"].run(*arrays, None, None, pages=layout.pages, entry=entry, logit_cap=cap)
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -168,9 +168,11 @@ def test_explain_tells_the_reason_for_a_layout(reason):
 
 
 def test_without_a_hopper_gpu_the_reason_is_the_device():
-    if not mosaic_gpu.unavailable():
-        pytest.skip("this is a Hopper GPU")
-    assert mosaic_gpu.unavailable()[0].startswith("needs ")
+    for kernel in mosaic_gpu.KERNELS.values():
+        reasons = kernel.unavailable_reasons()
+        if not reasons:
+            pytest.skip("this is a Hopper GPU")
+        assert reasons[0].startswith("needs ")
     assert "NPROC" in os.environ  # the interpreter's threads wait for each other: see conftest.py
 
 

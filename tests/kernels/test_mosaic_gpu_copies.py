@@ -121,7 +121,7 @@ def calls(layout):
     """Operation by name: the call of the kernel as a function of (buffer, *arrays), and those arrays."""
     entry, pages, heads, dtype = layout.entry, layout.pages, layout.num_heads, layout.entry.dtype
     kind, scales = ("mla", [None]) if entry.one_head else ("kv", [None, None])
-    run = mosaic_gpu.OPERATIONS
+    run = {name: kernel.run for name, kernel in mosaic_gpu.KERNELS.items()}
     new = [shape(700, *(() if entry.one_head else (heads,)), n, dtype=dtype) for n in entry.sizes]
     ids, options = shape(9), dict(pages=pages, entry=entry)
     return {

@@ -141,7 +141,7 @@ def test_lowers_for_hopper(order, sizes, heads, group, tokens, block_size, keywo
     options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, **keywords}
 
     def decode(*arrays):
-        return mosaic_gpu.OPERATIONS["decode_kv"](*arrays, None, None, None, **options)
+        return mosaic_gpu.KERNELS["decode_kv"].run(*arrays, None, None, None, **options)
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

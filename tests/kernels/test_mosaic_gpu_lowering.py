@@ -6,16 +6,18 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv.fuzz.cases import OPERATIONS, Case, draw_case
+from jaxkv.fuzz.case import Case
+from jaxkv.fuzz.cases import OPERATIONS, draw_case
 from jaxkv_kernels import mosaic_gpu
+from support.available import assume_available
 
 DRAWS = 4
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name in mosaic_gpu.OPERATIONS])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name in mosaic_gpu.KERNELS])
 def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: [])
+    assume_available(monkeypatch, mosaic_gpu)
     seed = OPERATIONS.index(operation) + (10 + number) * len(OPERATIONS)
     case = draw_case(seed, "mosaic_gpu")
     assert isinstance(case, Case), f"seed {seed}: {case}"
@@ -23,8 +25,7 @@ def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
     values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
 
     def call(buffer, values, draw):
-        args, keywords = case.arguments(jaxkv.KVCache(buffer, case.layout), values, draw, draw.layer)
-        return case.function(*args, **keywords, implementation="mosaic_gpu")
+        return case.run(jaxkv.KVCache(buffer, case.layout), values, draw, draw.layer, "mosaic_gpu")
 
     buffer = jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype)
     traced = jax.jit(call).trace(buffer, values, draw)

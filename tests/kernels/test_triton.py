@@ -11,11 +11,12 @@ import pytest
 
 import jaxkv
 from jaxkv.cli import doctor
-from jaxkv.dispatch.backends import call_of
 from jaxkv.fuzz import cases
+from jaxkv.fuzz.case import Case
 from jaxkv.support import sample_calls
 from jaxkv_kernels import triton as kernels
 from jaxkv_kernels.triton import available
+from support.available import assume_available
 from support.triton_builds import SHARED, builds, without_a_gpu
 from support.triton_runs import INTERPRETS, compiles
 
@@ -29,12 +30,12 @@ lowers = pytest.mark.skipif(
 
 def taken():
     """(operation and format, sample call) of what the kernels take."""
-    for operation, form, (function, args, kwargs) in sample_calls():
-        call = call_of(function, *args, **kwargs)
-        if operation == "plan_decode":  # plain JAX, whose result is for kernels
+    for operation, (form, args, kwargs) in sample_calls():
+        if operation.name == "plan_decode":  # plain JAX, whose result is for kernels
             continue
-        if operation in kernels.OPERATIONS and not kernels.refuses(operation, call.arrays, call.options):
-            yield pytest.param((function, args, kwargs), id=f"{operation} {form}".rstrip())
+        call = operation.call(*args, **kwargs)
+        if not [*kernels.KERNELS[operation.name].unsupported_reasons(call.arrays, call.options)]:
+            yield pytest.param((operation.function, args, kwargs), id=f"{operation.name} {form}".rstrip())
 
 
 @compiles
@@ -49,12 +50,12 @@ def test_compiles_within_the_gpus_limits(sample, capability):
 
 @compiles
 @pytest.mark.parametrize("number", range(DRAWS))
-@pytest.mark.parametrize("operation", [name for name in cases.OPERATIONS if name in kernels.OPERATIONS])
+@pytest.mark.parametrize("operation", [name for name in cases.OPERATIONS if name != "plan_decode"])
 def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):
-    monkeypatch.setattr(kernels, "unavailable", lambda: [])
+    assume_available(monkeypatch, kernels)
     seed = cases.OPERATIONS.index(operation) + (20 + number) * len(cases.OPERATIONS)
     case = cases.draw_case(seed, "triton")
-    assert isinstance(case, cases.Case), f"seed {seed}: {case}"
+    assert isinstance(case, Case), f"seed {seed}: {case}"
     draw = case.draw(np.random.default_rng(0))
     values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
     cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
@@ -75,7 +76,8 @@ def test_parts_that_no_tile_holds_are_refused():
 
 def writes(layout):
     """Operation by name: the kernels' call as a function of (buffer, *arrays), and those arrays."""
-    run, options = kernels.OPERATIONS, dict(pages=layout.pages, entry=layout.entry)
+    run = {name: kernel.run for name, kernel in kernels.KERNELS.items()}
+    options = dict(pages=layout.pages, entry=layout.entry)
     ids, new = shape(9), [shape(700, n, dtype="bfloat16") for n in layout.entry.sizes]
     rows = shape(9, layout.pages.block_elements, dtype=layout.dtype)
     return {

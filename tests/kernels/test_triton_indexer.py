@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.dispatch.backends import call_of
+from jaxkv.support import call_of
 from jaxkv_kernels import triton as kernels
 from support import suites
 from support.suites import scenes
@@ -95,6 +95,10 @@ def test_the_largest_k_fits_the_least_gpu():
         assert built.stack == 0, f"{built.name} spills {built.stack} bytes a thread"
 
 
+def unsupported_reasons(call):
+    return [*kernels.KERNELS[call.operation].unsupported_reasons(call.arrays, call.options)]
+
+
 @pytest.mark.parametrize(
     ("reason", "heads", "dim", "dtype"),
     [
@@ -116,9 +120,9 @@ def test_explain_tells_why_tiles_do_not_fit(reason, heads, dim, dtype):
         layer=0,
         max_len=256,
     )
-    assert [why.startswith(reason) for why in kernels.refuses(found.operation, found.arrays, found.options)] == [True]
+    assert [why.startswith(reason) for why in unsupported_reasons(found)] == [True]
 
 
 def test_explain_tells_the_largest_k():
     call = call_of(jaxkv.select_topk, jax.ShapeDtypeStruct((2, 9000), jnp.float32), 4097)
-    assert kernels.refuses(call.operation, call.arrays, call.options) == ["`k` of 4097: takes at most 4096"]
+    assert unsupported_reasons(call) == ["`k` of 4097: takes at most 4096"]

@@ -312,7 +312,7 @@ SHAPES = [
     (
         "rows of entries",
         lambda a: write_blocks(a, data=jnp.ones((2, 48), "bfloat16")),
-        ["`data`", "(2, 48)", "[2, 144]", "travels"],
+        ["`data`", "(2, 48)", "[2, 144]", "payload"],
     ),
     ("too few rows", lambda a: write_blocks(a, blocks=jnp.arange(3)), ["`data`", "(2, 144)", "[3, 144]"]),
 ]
@@ -861,7 +861,7 @@ def test_scales_of_any_kind_of_number_are_taken(scale):
 
 
 class TestRefusal:
-    """NotImplementedError is for calls that are right and that no implementation asked for takes."""
+    """NotImplementedError is for correct calls that none of the requested implementations supports."""
 
     layout = jaxkv.CacheLayout(num_layers=1, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("fp8"))
 

@@ -348,7 +348,7 @@ class TestTraces:
         # Called without a jit round them, with layers that are Python ints.
         from jaxkv_kernels import xla
 
-        kernels = (xla.OPERATIONS["write_mla"], xla.OPERATIONS["decode_mla"])
+        kernels = (xla.KERNELS["write_mla"].run, xla.KERNELS["decode_mla"].run)
         rng = np.random.default_rng(0)
         cache = jaxkv.KVCache.zeros(self.layout)
         before = None

@@ -20,6 +20,7 @@ from jaxkv.offload import HostPool
 from jaxkv.parallel import context
 from jaxkv_kernels import mosaic_gpu
 from support import scenes, toy_model
+from support.available import assume_available
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import dtype_of
 
@@ -192,7 +193,7 @@ def shared(axis, interleave, plans, cache, new, positions, q, tables, lengths):
     keywords = dict(axis=axis, interleave=interleave)
     if plans:
         heads, tokens = q[0].shape[2], q[0].shape[1]
-        keywords["plan"] = context.plan_decode(cache, tables, lengths, num_heads=heads, tokens=tokens, **keywords)
+        keywords["plan"] = context.plan_decode(cache, tables, lengths, num_heads=heads, q_len=tokens, **keywords)
     return cache, decode(q, cache, tables, lengths, package=context, **keywords)
 
 
@@ -351,7 +352,7 @@ def test_the_readme_runs():
 
 def test_the_hopper_kernels_lower(monkeypatch):
     """Under `shard_map`, whose checks of what varies over the mesh they do not pass."""
-    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: [])
+    assume_available(monkeypatch, mosaic_gpu)
     entry, mesh = jaxkv.MLAEntry("bf16", latent=512, rope=64), mesh_of(4)
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=16, block_size=64, entry=entry)
 
@@ -360,7 +361,7 @@ def test_the_hopper_kernels_lower(monkeypatch):
 
     def step(cache, q_latent, q_pe, tables, lengths):
         keywords = dict(axis="x", interleave=64, implementation="mosaic_gpu")
-        plan = context.plan_decode(cache, tables, lengths, num_heads=64, tokens=2, **keywords)
+        plan = context.plan_decode(cache, tables, lengths, num_heads=64, q_len=2, **keywords)
         return context.decode_mla(q_latent, q_pe, cache, tables, lengths, layer=1, scale=SCALE, plan=plan, **keywords)
 
     specs = P("x"), P(), P(), P(), P()

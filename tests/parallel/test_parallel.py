@@ -164,7 +164,7 @@ WRONG = {
     "a plan of other tokens": (lambda: decode_kv(plan=plan_of_two()), ["`plan`", "requests=4", "requests=2"]),
     "a window": (lambda: decode_kv(window=4), ["`window`", "4", "expected None", "shard"]),
     "a plan of a window": (lambda: plan_decode(window=4), ["`window`", "4", "expected None", "shard"]),
-    "a plan of no tokens": (lambda: plan_decode(tokens=0), ["`tokens`", "0", "positive"]),
+    "a plan of no tokens": (lambda: plan_decode(q_len=0), ["`q_len`", "0", "positive"]),
     "sinks": (lambda: decode_mla_sparse(sinks=jnp.zeros(2)), ["`sinks`", "expected None", "every device"]),
     "slots over no axis": (lambda: decode_mla_sparse(axis="y"), ["`axis`", "'y'", "shard_map"]),
     "weights of other queries": (lambda: indexer_logits(weights=(2, 2, 2)), ["`weights`", "(2, 2, 2)", "`q`"]),
@@ -201,7 +201,7 @@ WRONG = {
 
 
 def plan_of_two():
-    return context.plan_decode(jaxkv.KVCache.zeros(GQA), TABLES, SEQ_LENS, axis="x", num_heads=2, tokens=2)
+    return context.plan_decode(jaxkv.KVCache.zeros(GQA), TABLES, SEQ_LENS, axis="x", num_heads=2, q_len=2)
 
 
 @pytest.mark.parametrize(("call", "words"), WRONG.values(), ids=WRONG)

@@ -6,7 +6,8 @@ import pytest
 
 from jaxkv_kernels import mosaic_gpu
 
-on_hopper = pytest.mark.skipif(bool(mosaic_gpu.unavailable()), reason="; ".join(mosaic_gpu.unavailable()))
+reasons = mosaic_gpu.KERNELS["decode_mla"].unavailable_reasons()
+on_hopper = pytest.mark.skipif(bool(reasons), reason="; ".join(reasons))
 
 
 def kernel_operands(program: str) -> list[list[str]]:

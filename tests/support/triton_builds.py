@@ -11,7 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from jaxkv.dispatch.backends import call_of
+from jaxkv.support import call_of
 from jaxkv_kernels import triton as kernels
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
@@ -47,7 +47,8 @@ class Built:
 def builds(capability, operation, *args, **kwargs):
     """The kernels that `operation(*args, **kwargs)` launches, compiled for `capability`; arrays may be shapes."""
     call = call_of(operation, *args, **kwargs)
-    reasons = kernels.refuses(call.operation, call.arrays, call.options)
+    kernel = kernels.KERNELS[call.operation]
+    reasons = list(kernel.unsupported_reasons(call.arrays, call.options))
     assert not reasons, reasons
     built = []
 
@@ -57,7 +58,7 @@ def builds(capability, operation, *args, **kwargs):
         return tuple(jnp.zeros(x.shape, x.dtype) for x in (*before, *results))
 
     def run(arrays):
-        return kernels.OPERATIONS[call.operation](**arrays, **call.options)
+        return kernel.run(**arrays, **call.options)
 
     with (
         building(capability),

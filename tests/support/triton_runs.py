@@ -5,11 +5,11 @@ from importlib.util import find_spec
 
 import pytest
 
-from jaxkv_kernels import triton as kernels
+from jaxkv_kernels.triton.available import unavailable_reasons
 
 INTERPRETS = "TRITON_INTERPRET" in os.environ
 
-on_gpu = pytest.mark.skipif(bool(kernels.unavailable()), reason="; ".join(kernels.unavailable()))
+on_gpu = pytest.mark.skipif(bool(unavailable_reasons()), reason="; ".join(unavailable_reasons()))
 interpreted = pytest.mark.skipif(
     find_spec("triton") is None or not INTERPRETS,
     reason="needs Triton and TRITON_INTERPRET=1: its interpreter takes a process of its own",

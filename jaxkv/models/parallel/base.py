@@ -10,9 +10,10 @@ from jax.sharding import Sharding
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.models.config import ModelConfig
-from jaxkv.ops.attention import decode_mla, decode_mla_sparse
+from jaxkv.ops.attention import decode_mla
 from jaxkv.ops.indexer import indexer_logits, select_topk
 from jaxkv.ops.plan import DecodePlan, plan_decode
+from jaxkv.ops.sparse import decode_mla_sparse
 
 
 class Parallel(ABC):

@@ -69,7 +69,7 @@ def decode_kv(
 
 
 def plan_decode(
-    cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, tokens: int = 1, **options
+    cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, q_len: int = 1, **options
 ) -> plan.DecodePlan:
     """`jaxkv.plan_decode` for this module's decodes: each device plans for its share; inside `shard_map`.
 
@@ -79,7 +79,7 @@ def plan_decode(
       seq_lens: int32 [B], as the calls will get them.
       axis: that of the calls.
       interleave: that of the calls.
-      tokens: query tokens a request of the calls.
+      q_len: query tokens per request of the calls.
       **options: `num_heads`, `batch_invariant`, `implementation` as `jaxkv.plan_decode` has them.
 
     Returns:
@@ -89,9 +89,9 @@ def plan_decode(
       ValueError: a shape or dtype is wrong, there is no such axis, or a `window` is given.
     """
     _no_window(options)
-    tokens = positive_int("tokens", tokens)
+    q_len = positive_int("q_len", q_len)
     return plan.plan_decode(
-        cache, *requests_of_tokens(block_tables, seq_lens, Dims(), tokens, axis, interleave), **options
+        cache, *requests_of_tokens(block_tables, seq_lens, Dims(), q_len, axis, interleave), **options
     )
 
 

@@ -11,8 +11,7 @@ from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.validate import Dims, positive_int
-from jaxkv.ops import attention as decode
-from jaxkv.ops import indexer
+from jaxkv.ops import indexer, sparse
 from jaxkv.parallel.context.merge import merge_states
 from jaxkv.parallel.context.share import here, requests_of_tokens
 
@@ -102,6 +101,6 @@ def decode_mla_sparse(q_latent, q_pe, cache: KVCache, slots, *, axis, return_lse
     """
     if options.get("sinks") is not None:
         raise ValueError("`sinks` are given: expected None, for every device would add them to its share")
-    parts = decode.decode_mla_sparse(q_latent, q_pe, cache, slots, return_lse=True, **options)
+    parts = sparse.decode_mla_sparse(q_latent, q_pe, cache, slots, return_lse=True, **options)
     out, lse = merge_states(*parts, axis=axis)
     return (out, lse) if return_lse else out

@@ -161,11 +161,11 @@ Listed = Mapping[type[Entry], Collection[str]]
 def unlisted(listed: Listed, options: Mapping[str, Any]) -> list[str]:
     """The reason against a call with an `entry` whose kind (the class itself) or format is not `listed`.
 
-    A kernel knows the bytes of the entries that it was written for.  It must not guess those of others.
+    An empty list stands for a kernel that does not look into entries.
     """
-    entry = options.get("entry")
-    if entry is None:
+    if not listed:
         return []
+    entry = options["entry"]
     formats = listed.get(type(entry))
     if formats is None:
         return [f"entries of kind {type(entry).__name__}: supports {', '.join(kind.__name__ for kind in listed)}"]

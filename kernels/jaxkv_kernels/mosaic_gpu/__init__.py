@@ -1,47 +1,42 @@
-"""Kernels in Pallas Mosaic GPU for Hopper (sm_90): wgmma, TMA, clusters.
+"""Kernels in Pallas Mosaic GPU, by operation: attention by wgmma, copies of entries and blocks by bulk copies.
 
-Importing this costs nothing: Pallas comes in with the first kernel that is traced.
+Pallas is imported by the first kernel that is traced, not by this module.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
-import jax
-
-from jaxkv_kernels.formats.entries import unlisted
-from jaxkv_kernels.kernel import operations
+from jaxkv_kernels.formats.entries import KVEntry, Listed, MLAEntry
+from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.mosaic_gpu import limits
+from jaxkv_kernels.mosaic_gpu.available import BULK_COPIES, WGMMA, unavailable_reasons
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting as interpreting
 
-OPERATIONS = operations(
-    __name__,
-    (
-        "write_mla",
-        "write_kv",
-        "gather_mla",
-        "gather_kv",
-        "plan_decode",
-        "decode_mla",
-        "decode_kv",
-        "copy_blocks",
-        "read_blocks",
-        "write_blocks",
-    ),
-)
+
+def _kernel(
+    name: str,
+    entries: Listed,
+    unsupported_reasons: Callable[..., Iterable[str]],
+    capabilities: Mapping[str, str],
+) -> Kernel:
+    """The function `name` of the module `name` here, for devices of these compute capabilities."""
+    run = imported_when_called(f"{__name__}.{name}", name)
+    return Kernel(run, entries, unsupported_reasons, partial(unavailable_reasons, capabilities))
 
 
-def unavailable() -> list[str]:
-    """Reasons for which nothing here runs on this machine; none means that it is a Hopper GPU, or interpreted."""
-    if interpreting.value:
-        return []
-    if jax.default_backend() != "gpu":
-        return [f"needs an NVIDIA Hopper GPU; the default backend is {jax.default_backend()}"]
-    found = getattr(jax.devices()[0], "compute_capability", "unknown")
-    return (
-        [] if found == "9.0" else [f"needs compute capability 9.0 (Hopper); {jax.devices()[0].device_kind} has {found}"]
-    )
+_COPIED = ("bf16", "f16", "f32")
+_ATTENDED = ("bf16", "f16")
 
-
-def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Reasons against this call on any machine; none means that it is taken."""
-    return unlisted(limits.ENTRIES.get(operation, {}), options) or list(getattr(limits, operation)(arrays, options))
+KERNELS: dict[str, Kernel] = {
+    "write_mla": _kernel("write_mla", {MLAEntry: _COPIED}, limits.write_mla, BULK_COPIES),
+    "write_kv": _kernel("write_kv", {KVEntry: _COPIED}, limits.write_kv, BULK_COPIES),
+    "gather_mla": _kernel("gather_mla", {MLAEntry: _COPIED}, limits.gather_mla, BULK_COPIES),
+    "gather_kv": _kernel("gather_kv", {KVEntry: _COPIED}, limits.gather_kv, BULK_COPIES),
+    "plan_decode": _kernel("plan_decode", {MLAEntry: _ATTENDED, KVEntry: _ATTENDED}, limits.plan_decode, WGMMA),
+    "decode_mla": _kernel("decode_mla", {MLAEntry: _ATTENDED}, limits.decode_mla, WGMMA),
+    "decode_kv": _kernel("decode_kv", {KVEntry: _ATTENDED}, limits.decode_kv, WGMMA),
+    "copy_blocks": _kernel("copy_blocks", {}, limits.copy_blocks, BULK_COPIES),
+    "read_blocks": _kernel("read_blocks", {}, limits.read_blocks, BULK_COPIES),
+    "write_blocks": _kernel("write_blocks", {}, limits.write_blocks, BULK_COPIES),
+}
+"""Operations that are not listed have no kernel here."""

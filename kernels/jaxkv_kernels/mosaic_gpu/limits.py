@@ -1,28 +1,13 @@
-"""Which entries the kernels support, and the reasons against other calls: a function per operation."""
+"""The reasons against calls whose entries are supported: a function per operation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
-from jaxkv_kernels.formats.entries import KVEntry, Listed, MLAEntry
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.warp_share import MOST_BYTES, token_ways
-
-_MOVED = ("bf16", "f16", "f32")
-_ATTENDED = ("bf16", "f16")
-
-ENTRIES: dict[str, Listed] = {
-    "write_mla": {MLAEntry: _MOVED},
-    "write_kv": {KVEntry: _MOVED},
-    "gather_mla": {MLAEntry: _MOVED},
-    "gather_kv": {KVEntry: _MOVED},
-    "plan_decode": {MLAEntry: _ATTENDED, KVEntry: _ATTENDED},
-    "decode_mla": {MLAEntry: _ATTENDED},
-    "decode_kv": {KVEntry: _ATTENDED},
-}
-"""What operations on entries support."""
 
 LATENT, ROPE = 512, 64
 FEW_ROWS = 16

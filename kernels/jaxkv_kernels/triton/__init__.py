@@ -1,41 +1,44 @@
-"""Kernels in Triton, called through jax-triton: NVIDIA GPUs from Ampere (sm_80) on.
+"""Kernels in Triton, by operation, launched through jax-triton: NVIDIA GPUs from Ampere (sm_80) on.
 
-Importing this costs nothing: Triton and jax-triton come in with the first kernel that is traced.
+Triton and jax-triton are imported by the first kernel that is traced, not by this module.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
-from jaxkv_kernels.formats.entries import unlisted
-from jaxkv_kernels.kernel import operations
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
+from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.triton import limits
-from jaxkv_kernels.triton.available import unavailable as unavailable
+from jaxkv_kernels.triton.available import unavailable_reasons
 from jaxkv_kernels.triton.interpreting import interpreting as interpreting
 
-OPERATIONS = operations(
-    __name__,
-    (
-        "write_mla",
-        "write_kv",
-        "write_indexer_k",
-        "plan_decode",
-        "decode_mla",
-        "decode_kv",
-        "decode_mla_sparse",
-        "gather_mla",
-        "gather_kv",
-        "gather_indexer_k",
-        "copy_blocks",
-        "read_blocks",
-        "write_blocks",
-        "merge_states",
-        "indexer_logits",
-        "select_topk",
-    ),
-)
+
+def _kernel(name: str, entries: Listed, unsupported_reasons: Callable[..., Iterable[str]]) -> Kernel:
+    """The function `name` of the module `name` here; what all kernels need of the machine is the same."""
+    run = imported_when_called(f"{__name__}.{name}", name)
+    return Kernel(run, entries, unsupported_reasons, unavailable_reasons)
 
 
-def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Reasons against this call on any machine; none means that it is taken."""
-    reasons: Callable[..., Iterable[str]] = getattr(limits, operation)
-    return unlisted(limits.ENTRIES.get(operation, {}), options) or list(reasons(arrays, options))
+_PLAIN = ("bf16", "f16", "f32")
+_MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla")}
+_KV: Listed = {KVEntry: (*_PLAIN, "fp8")}
+_INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8")}
+
+KERNELS: dict[str, Kernel] = {
+    "write_mla": _kernel("write_mla", _MLA, limits.write_mla),
+    "write_kv": _kernel("write_kv", _KV, limits.write_kv),
+    "write_indexer_k": _kernel("write_indexer_k", _INDEXER, limits.write_indexer_k),
+    "gather_mla": _kernel("gather_mla", _MLA, limits.gather_mla),
+    "gather_kv": _kernel("gather_kv", _KV, limits.gather_kv),
+    "gather_indexer_k": _kernel("gather_indexer_k", _INDEXER, limits.gather_indexer_k),
+    "plan_decode": _kernel("plan_decode", {**_MLA, **_KV}, limits.plan_decode),
+    "decode_mla": _kernel("decode_mla", _MLA, limits.decode_mla),
+    "decode_kv": _kernel("decode_kv", _KV, limits.decode_kv),
+    "decode_mla_sparse": _kernel("decode_mla_sparse", _MLA, limits.decode_mla_sparse),
+    "indexer_logits": _kernel("indexer_logits", _INDEXER, limits.indexer_logits),
+    "select_topk": _kernel("select_topk", {}, limits.select_topk),
+    "merge_states": _kernel("merge_states", {}, limits.merge_states),
+    "copy_blocks": _kernel("copy_blocks", {}, limits.copy_blocks),
+    "read_blocks": _kernel("read_blocks", {}, limits.read_blocks),
+    "write_blocks": _kernel("write_blocks", {}, limits.write_blocks),
+}
+"""Operations that are not listed have no kernel here."""

@@ -1,4 +1,4 @@
-"""Whether the kernels run on this machine, and in words why not."""
+"""Whether the kernels run on this machine, and the reasons if not."""
 
 import os
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ OLDEST = 8.0
 WORKING = "jax-triton 0.4.1 works with triton 3.7 or later and jax 0.11, jax-triton 0.3.1 with triton 3.6 and jax 0.11"
 
 
-def unavailable() -> list[str]:
-    """Reasons for which nothing here runs on this machine; none means that it has the GPU and the packages."""
+def unavailable_reasons() -> list[str]:
+    """Reasons why no kernel here runs on this machine; none if it has the GPU and the packages."""
     if interpreting.value:
         return [*_missing("triton"), *([] if _interprets() else ["needs TRITON_INTERPRET=1 in the environment"])]
     if reasons := [*_device(), *_missing("triton", "jax-triton")]:
@@ -51,16 +51,16 @@ def _missing(*packages: str) -> Iterator[str]:
 
 @cache
 def _misfit() -> tuple[str, ...]:
-    """The reason, if any, for which the installed packages cannot build a kernel: a tiny one tells."""
+    """The reason, if any, why the installed packages cannot build a kernel: a tiny one is tried."""
     x = jax.ShapeDtypeStruct((16,), jnp.int32)
     try:
         from jaxkv_kernels.triton.trial_kernel import incremented
 
         jax.jit(incremented).trace(x).lower(lowering_platforms=("cuda",))
-    except Exception as error:  # whatever it is that two of the packages do not agree on
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except Exception as error:  # of any type: two packages that do not fit together fail anywhere
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         found = ", ".join(f"{name} {_version(name)}" for name in ("jax-triton", "triton", "jax"))
-        return (f"{found} cannot build a kernel ({told[:300]}): {WORKING}",)
+        return (f"{found} cannot build a kernel ({message[:300]}): {WORKING}",)
     return ()
 
 

@@ -1,30 +1,9 @@
-"""Which entries the kernels support, and the reasons against other calls: a function per operation."""
+"""The reasons against calls whose entries are supported: a function per operation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
 from jaxkv_kernels.logit_cap import too_large
-
-_PLAIN = ("bf16", "f16", "f32")
-_MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla")}
-_KV: Listed = {KVEntry: (*_PLAIN, "fp8")}
-_INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8")}
-
-ENTRIES: dict[str, Listed] = {
-    "write_mla": _MLA,
-    "write_kv": _KV,
-    "write_indexer_k": _INDEXER,
-    "gather_mla": _MLA,
-    "gather_kv": _KV,
-    "gather_indexer_k": _INDEXER,
-    "plan_decode": {**_MLA, **_KV},
-    "decode_mla": _MLA,
-    "decode_kv": _KV,
-    "decode_mla_sparse": _MLA,
-    "indexer_logits": _INDEXER,
-}
-"""What operations on entries support."""
 
 RUN_LIMIT = 2**31 - 2**13
 """Words of a block, which kernels count in int32 and in chunks of at most 2**13."""

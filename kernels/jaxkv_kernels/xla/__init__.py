@@ -1,13 +1,14 @@
-"""Every operation in plain JAX: right on every device and every layout, and the last rung of the dispatch.
+"""Kernels in plain JAX, by operation: all of them, correct on every device and every layout.
 
-Entries are encoded and decoded by their format itself, so that every registered format is supported.
+Entries are encoded and decoded by their format itself, so every registered format is supported.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxkv_kernels.formats import FORMATS
-from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry, unlisted
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
+from jaxkv_kernels.kernel import Kernel, nothing
 from jaxkv_kernels.xla.copy_blocks import copy_blocks
 from jaxkv_kernels.xla.decode_kv import decode_kv
 from jaxkv_kernels.xla.decode_mla import decode_mla
@@ -25,50 +26,40 @@ from jaxkv_kernels.xla.write_indexer_k import write_indexer_k
 from jaxkv_kernels.xla.write_kv import write_kv
 from jaxkv_kernels.xla.write_mla import write_mla
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "write_mla": write_mla,
-    "write_kv": write_kv,
-    "write_indexer_k": write_indexer_k,
-    "gather_mla": gather_mla,
-    "gather_kv": gather_kv,
-    "gather_indexer_k": gather_indexer_k,
-    "plan_decode": plan_decode,
-    "decode_mla": decode_mla,
-    "decode_kv": decode_kv,
-    "decode_mla_sparse": decode_mla_sparse,
-    "indexer_logits": indexer_logits,
-    "select_topk": select_topk,
-    "merge_states": merge_states,
-    "copy_blocks": copy_blocks,
-    "read_blocks": read_blocks,
-    "write_blocks": write_blocks,
-}
 
-ENTRIES: dict[str, Listed] = {
-    "write_mla": {MLAEntry: FORMATS},
-    "write_kv": {KVEntry: FORMATS},
-    "write_indexer_k": {IndexerEntry: FORMATS},
-    "gather_mla": {MLAEntry: FORMATS},
-    "gather_kv": {KVEntry: FORMATS},
-    "gather_indexer_k": {IndexerEntry: FORMATS},
-    "plan_decode": {MLAEntry: FORMATS, KVEntry: FORMATS},
-    "decode_mla": {MLAEntry: FORMATS},
-    "decode_kv": {KVEntry: FORMATS},
-    "decode_mla_sparse": {MLAEntry: FORMATS},
-    "indexer_logits": {IndexerEntry: FORMATS},
-}
-"""What operations on entries support."""
-
-
-def unavailable() -> list[str]:
-    """None: JAX brings it."""
-    return []
-
-
-def refuses(operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Reasons against this call on any machine; none means that it is taken."""
+def _batch_invariant(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `plan_decode` call."""
     del arrays
-    reasons = unlisted(ENTRIES.get(operation, {}), options)
-    if operation == "plan_decode" and options["batch_invariant"]:
-        reasons.append("the last bits of a request depend on the shape of its batch: cannot be batch-invariant")
-    return reasons
+    if options["batch_invariant"]:
+        yield "the last bits of a request depend on the shape of its batch: cannot be batch-invariant"
+
+
+def _kernel(
+    run: Callable[..., Any], entries: Listed, unsupported_reasons: Callable[..., Iterable[str]] = nothing
+) -> Kernel:
+    """A kernel that needs nothing but JAX."""
+    return Kernel(run, entries, unsupported_reasons, unavailable_reasons=lambda: ())
+
+
+_MLA: Listed = {MLAEntry: FORMATS}
+_KV: Listed = {KVEntry: FORMATS}
+_INDEXER: Listed = {IndexerEntry: FORMATS}
+
+KERNELS: dict[str, Kernel] = {
+    "write_mla": _kernel(write_mla, _MLA),
+    "write_kv": _kernel(write_kv, _KV),
+    "write_indexer_k": _kernel(write_indexer_k, _INDEXER),
+    "gather_mla": _kernel(gather_mla, _MLA),
+    "gather_kv": _kernel(gather_kv, _KV),
+    "gather_indexer_k": _kernel(gather_indexer_k, _INDEXER),
+    "plan_decode": _kernel(plan_decode, {**_MLA, **_KV}, _batch_invariant),
+    "decode_mla": _kernel(decode_mla, _MLA),
+    "decode_kv": _kernel(decode_kv, _KV),
+    "decode_mla_sparse": _kernel(decode_mla_sparse, _MLA),
+    "indexer_logits": _kernel(indexer_logits, _INDEXER),
+    "select_topk": _kernel(select_topk, {}),
+    "merge_states": _kernel(merge_states, {}),
+    "copy_blocks": _kernel(copy_blocks, {}),
+    "read_blocks": _kernel(read_blocks, {}),
+    "write_blocks": _kernel(write_blocks, {}),
+}

@@ -151,7 +151,7 @@ class DecodeKV(DecodeKVChecks):
         cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
         q = self.query(entry, len(scene.lengths), 2, 8)
         tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
-        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=8, tokens=2, window=window)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=8, q_len=2, window=window)
         planned = self.decode(q, cache, scene, 1, window=window, plan=plan)
         for a, b in zip(planned, self.decode(q, cache, scene, 1, window=window), strict=True):
             assert_same_bits(a, b)

@@ -160,7 +160,7 @@ class DecodeMLA(DecodeMLAChecks):
         scene = scenes.scene(entry)
         cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), 2, 16)
         tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
-        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=16, tokens=2)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=16, q_len=2)
         for a, b in zip(self.decode(q, cache, scene, 1, plan=plan), self.decode(q, cache, scene, 1), strict=True):
             assert_same_bits(a, b)
 

@@ -1,0 +1,73 @@
+"""Entries and layouts drawn at random."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import jaxkv
+from jaxkv_kernels.formats.entries import Entry
+
+MOST_BYTES = 2**25
+"""Of a cache, which every call fills again."""
+
+
+def pick(rng: np.random.Generator, *choices) -> Any:
+    """One of `choices`, of any types."""
+    return choices[rng.integers(len(choices))]
+
+
+def draw_entry(rng: np.random.Generator, kinds: Sequence[type[Entry]]) -> Entry:
+    """An entry of one of `kinds`, with the sizes of a real model or small ones."""
+    kind = pick(rng, *kinds)
+    if kind is jaxkv.IndexerEntry:
+        return jaxkv.IndexerEntry(head_dim=pick(rng, 128, 128, 32))
+    form = pick(rng, *kind.formats)
+    if kind is jaxkv.KVEntry:
+        head_dim, value_dim = pick(rng, (128, 128), (64, 64), (128, 128), (192, 128), (10, 4))
+        return jaxkv.KVEntry(form, head_dim=head_dim, value_dim=value_dim)
+    latent, rope = pick(rng, (512, 64), (512, 64), (512, 64), (256, 32), (128, 8))
+    return jaxkv.MLAEntry(form, latent=latent, rope=rope)
+
+
+def draw_layout(rng: np.random.Generator, entry: Entry) -> jaxkv.CacheLayout:
+    """A layout for `entry` of at most `MOST_BYTES`."""
+    heads = 1 if entry.one_head else pick(rng, 1, 2, 4, 8)
+    layout = _layout(rng, entry, heads)
+    while layout.nbytes > MOST_BYTES:
+        layout = _layout(rng, entry, heads)
+    return layout
+
+
+def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLayout:
+    """Any of the six orders, padded or not, a group of a packed block, or explicit strides with gaps."""
+    sizes: dict[str, Any] = {
+        "num_layers": pick(rng, 1, 2, 3, 4),
+        "num_blocks": pick(rng, 2, 5, 12, 24, 64),
+        "block_size": pick(rng, 1, 3, 16, 32, 61, 64, 64, 64, 128),
+    }
+    kind = pick(rng, "order", "order", "packed", "gaps")
+    if kind == "packed":
+        own = jaxkv.Group(sizes["num_layers"], entry, heads)
+        others = {"keys": jaxkv.Group(2, jaxkv.IndexerEntry()), "more": jaxkv.Group(1, jaxkv.MLAEntry("bf16", 24, 8))}
+        names = rng.permutation(["own", *others])[: rng.integers(1, 4)].tolist()
+        groups = {name: others.get(name, own) for name in dict.fromkeys([*names, "own"])}
+        blocks = {key: sizes[key] for key in ("num_blocks", "block_size")}
+        order = pick(rng, "BLNHC", "BLHNC", "BHLNC")
+        return jaxkv.PackedLayout(groups=groups, order=order, dtype=pick(rng, None, "uint8"), **blocks)["own"]
+    sizes |= {"entry": entry, "num_heads": heads}
+    dtype = pick(rng, None, None, "uint8")
+    itemsize = entry.dtype.itemsize if dtype is None else 1
+    if kind == "order" or isinstance(entry, jaxkv.IndexerEntry):  # whose tokens cannot lie apart
+        padding = pick(rng, 0, 0, 16, 48) // itemsize
+        if rng.random() < 0.2:
+            padding = 3 * entry.nbytes // itemsize
+        return jaxkv.CacheLayout(**sizes, order=pick(rng, *jaxkv.ORDERS), block_padding=padding, dtype=dtype)
+    unit = 16 // itemsize
+    token = heads * entry.nbytes // itemsize + unit * int(rng.integers(3))
+    layer = token * (sizes["block_size"] + int(rng.integers(2)))
+    offset = unit * int(rng.integers(3))
+    block = layer * sizes["num_layers"] + pick(rng, 0, offset, token)
+    strides = {"layer": layer, "block": block, "head": entry.nbytes // itemsize, "token": token}
+    size = offset + block * sizes["num_blocks"]
+    return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=size, dtype=dtype)

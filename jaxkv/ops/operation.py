@@ -1,0 +1,72 @@
+"""What an operation declares beside its public function."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from jaxkv.dispatch.backends import Call
+from jaxkv.ops.samples import sample_cache
+from jaxkv_kernels.formats.entries import Entry
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a public function."""
+
+
+class Sample(NamedTuple):
+    """A call that shows whether an entry format is supported; arrays are `jax.ShapeDtypeStruct`s."""
+
+    format: str
+    """Of the cache's entries; empty if the operation takes no cache."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A public function that dispatches to kernels.
+
+    Everything that is done for every operation (explain, the support matrix, the fuzzer, the benchmark, the tests)
+    enumerates `jaxkv.ops.OPERATIONS`.
+    """
+
+    function: Callable[..., Any]
+    """The public function: `bind`, then the kernel of the chosen backend, then the result as users see it."""
+    bind: Callable[..., Call]
+    """Checks the arguments and returns the call for the kernels.
+
+    It runs nothing.  Its parameters are those of `function` that matter for the call, by the same names: without
+    `implementation`, and without options of the result such as `return_lse`.
+    """
+    sample: Callable[..., Arguments]
+    """The arguments of a sample call, from the cache of a sample (`sample_cache`) if the operation takes one."""
+    entries: tuple[type[Entry], ...] = ()
+    """The kinds of entries whose caches the operation takes; empty if it takes no cache."""
+
+    @property
+    def name(self) -> str:
+        """That of the function, and of the kernels."""
+        return self.function.__name__
+
+    def call(self, *args, **kwargs) -> Call:
+        """The checked call that `function(*args, **kwargs)` would run, whatever its `implementation`."""
+        given = self._signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return self.bind(**{name: given.arguments[name] for name in self._bound})
+
+    def samples(self) -> Iterator[Sample]:
+        """A sample for each format of each kind of entry."""
+        if not self.entries:
+            yield Sample("", *self.sample())
+        for kind in self.entries:
+            for name in kind.formats:
+                yield Sample(name, *self.sample(sample_cache(kind(name))))
+
+    @cached_property
+    def _signature(self):
+        return inspect.signature(self.function)
+
+    @cached_property
+    def _bound(self):
+        return tuple(inspect.signature(self.bind).parameters)

@@ -1,0 +1,95 @@
+"""What each operation declares is complete and true, and everything that enumerates the declarations covers them."""
+
+import inspect
+
+import jax
+import pytest
+
+import jaxkv
+from jaxkv.bench.workloads import FAMILIES, WORKLOADS
+from jaxkv.fuzz.cases import CASES
+from jaxkv.ops import OPERATIONS
+from jaxkv.ops.samples import sample_cache
+from jaxkv_kernels import mosaic_gpu, triton, xla
+from jaxkv_kernels.formats.entries import Entry
+
+KINDS = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
+
+every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+
+
+def test_every_public_function_that_chooses_an_implementation_is_declared():
+    public = {
+        name: value
+        for name, value in vars(jaxkv).items()
+        if inspect.isfunction(value) and "implementation" in inspect.signature(value).parameters
+    }
+    assert public == {operation.name: operation.function for operation in OPERATIONS}
+    assert len(OPERATIONS) == len(public)
+
+
+@every_operation
+def test_samples_bind(operation):
+    samples = [*operation.samples()]
+    formats = [name for kind in operation.entries for name in kind.formats]
+    assert [sample.format for sample in samples] == (formats or [""])
+    for sample in samples:
+        call = operation.call(*sample.args, **sample.kwargs, implementation="ignored")
+        assert call.operation == operation.name
+        for array in jax.tree.leaves(dict(call.arrays)):
+            assert hasattr(array, "dtype")
+        xla.KERNELS[operation.name]
+        jax.eval_shape(lambda arrays, call=call: xla.KERNELS[call.operation].run(**arrays, **call.options), call.arrays)
+
+
+@every_operation
+def test_bind_has_parameters_of_the_function(operation):
+    names = {*inspect.signature(operation.function).parameters} - {"implementation"}
+    bound = {*inspect.signature(operation.bind).parameters}
+    assert bound <= names
+    assert names - bound <= {"return_lse"}
+
+
+@every_operation
+def test_caches_of_other_entries_are_rejected(operation):
+    sample = next(operation.samples())
+    for kind in KINDS:
+        args = [sample_cache(kind("bf16")) if isinstance(x, jaxkv.KVCache) else x for x in sample.args]
+        if operation.entries and kind not in operation.entries:
+            with pytest.raises(ValueError, match="this operation takes a cache of"):
+                operation.call(*args, **sample.kwargs)
+    assert all(issubclass(kind, Entry) for kind in operation.entries)
+
+
+@pytest.mark.parametrize("implementation", [mosaic_gpu, triton, xla], ids=lambda package: package.__name__)
+def test_kernels_are_of_declared_operations(implementation):
+    declared = {operation.name for operation in OPERATIONS}
+    assert set(implementation.KERNELS) <= declared
+    if implementation is xla:
+        assert set(implementation.KERNELS) == declared
+
+
+def test_every_operation_is_fuzzed():
+    assert set(CASES) == {operation.name for operation in OPERATIONS}
+
+
+def test_every_operation_is_benchmarked():
+    assert set(FAMILIES) == {workload.operation for workload in WORKLOADS.values()}
+    assert set(FAMILIES) == {operation.name for operation in OPERATIONS}
+
+
+@pytest.mark.parametrize("function", [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.convert_blocks, print])
+def test_explain_is_for_operations(function):
+    with pytest.raises(TypeError, match="is not an operation of jaxkv that chooses an implementation"):
+        jaxkv.explain(function)
+
+
+def test_explain_checks_the_signature():
+    with pytest.raises(TypeError, match="scale"):
+        jaxkv.explain(jaxkv.decode_mla, 1, 2, 3, 4, 5, layer=0)
+
+
+def test_availability_belongs_to_a_kernel():
+    sample = next(next(operation for operation in OPERATIONS if operation.name == "write_indexer_k").samples())
+    found = jaxkv.explain(jaxkv.write_indexer_k, *sample.args, **sample.kwargs)
+    assert found.reasons["mosaic_gpu"] == ("has no kernel for write_indexer_k",)
