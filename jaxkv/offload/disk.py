@@ -8,7 +8,7 @@ from threading import Lock
 
 import numpy as np
 
-from jaxkv.dispatch.validate import positive_int, told
+from jaxkv.dispatch.validate import describe, positive_int
 from jaxkv.offload.block_file import UNFINISHED, DamagedBlock, Description, read_block, write_block
 from jaxkv.offload.rows import Layout, row_of
 
@@ -93,7 +93,7 @@ class DiskPool:
           OSError: the disk is full, say; no other block is lost.
         """
         if (row.dtype, row.shape) != (self._row.dtype, self._row.shape):
-            raise ValueError(f"`row` is {told(row)}: expected {told(self._row)}, a block of the layout")
+            raise ValueError(f"`row` is {describe(row)}: expected {describe(self._row)}, a block of the layout")
         if key not in self and not self._make_room(held):
             return False
         write_block(self.file(key), self._description(key), row)
