@@ -1,4 +1,4 @@
-"""Checked mode: data misuse (bad slots, block ids, lengths) reported by name, position and value."""
+"""Checked mode: wrong data (slots, block ids, lengths) is reported by argument, position and value."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,20 +10,21 @@ from jax.experimental import checkify
 
 from jaxkv_kernels.xla.entry_rows import load_entries
 
-# A context that jit's caches know of: functions traced without checks are traced anew with them.
+# Part of the keys of jit's caches: a function that was traced without checks is traced again with them.
 _checking = jax.make_user_context(default_value=False)
 
 
 def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """`function` compiled with checks on the data of every jaxkv call in it.
 
-    Without checks, bad data never touches memory that is not its own, but nobody hears of it: bad slots are skipped and
-    bad blocks masked.  With them, the first misuse raises ValueError with the argument's name, the position and the
-    value: slots and block ids out of range, a slot written twice in one call, lengths beyond the table, lengths other
-    than those that a plan was made for, traced layers out of range, NaN in entries that a decode reads.  Works through
-    `jit` and `scan`, not `vmap`; costs time and memory.
+    Without checks, wrong data never touches memory of other requests, but it is silently ignored: invalid slots are
+    skipped and invalid blocks masked.  With checks, the first error raises ValueError with the argument's name, the
+    position and the value: slots and block ids out of range, a slot written twice in one call, lengths beyond the
+    table, lengths other than those that a plan was made for, traced layers out of range, NaN in entries that a decode
+    reads.  Works through `jit` and `scan`, not `vmap`; costs time and memory.
 
-    All arguments of `function` are traced, and nothing is donated; close over what is static:
+
+    All arguments of `function` are traced, and none is donated; static arguments go into a closure:
     `jaxkv.checked(lambda cache: jaxkv.decode_mla(q_latent, q_pe, cache, ..., return_lse=True))(cache)`.
     """
 
@@ -40,7 +41,7 @@ def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 def checking() -> bool:
-    """Whether the trace under way is to hold checks."""
+    """Whether the current trace includes checks."""
     return bool(_checking.value)
 
 
@@ -54,23 +55,23 @@ def require(ok: jax.Array, name: str, values: jax.Array, problem: str, **others:
     first = jnp.argmin(ok)
     index = jnp.unravel_index(first, ok.shape) if ok.ndim else ()
     where = "[" + ", ".join(f"{{i{n}}}" for n in range(ok.ndim)) + "]" if ok.ndim else ""
-    told: dict[str, Any] = {f"i{n}": i for n, i in enumerate(index)}
-    told |= {other: array.ravel()[first] for other, array in others.items()}
-    checkify.check(ok.all(), f"`{name}`{where} is {{value}}: {problem}", value=values.ravel()[first], **told)
+    position: dict[str, Any] = {f"i{n}": i for n, i in enumerate(index)}
+    position |= {other: array.ravel()[first] for other, array in others.items()}
+    checkify.check(ok.all(), f"`{name}`{where} is {{value}}: {problem}", value=values.ravel()[first], **position)
 
 
 def check_layer(layer, pages):
-    """A traced layer lies in the cache."""
+    """Checks that a traced layer is in the cache."""
     require((layer >= 0) & (layer < pages.num_layers), "layer", layer, f"the cache has {pages.num_layers} layers")
 
 
 def check_slots(name, slots, pages):
-    """Slots lie in the cache, or are negative (skipped)."""
+    """Checks that slots are in the cache, or negative (skipped)."""
     require(slots < pages.num_slots, name, slots, f"the cache has {pages.num_slots} slots")
 
 
 def check_written_once(name, slots, what):
-    """No element is written twice; negative ones are not written."""
+    """Checks that no element is written twice; negative ones are not written."""
     order = jnp.argsort(slots, stable=True)
     ordered = slots[order]
     again = jnp.concatenate([jnp.zeros(1, bool), (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)])
@@ -80,7 +81,7 @@ def check_written_once(name, slots, what):
 
 
 def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None):
-    """Positions first <= p < lengths of each request lie in the table, those below `most` in blocks of the cache."""
+    """Checks that positions first <= p < lengths are in the table, those below `most` in blocks of the cache."""
     capacity = block_tables.shape[1] * pages.block_size
     fits = (lengths >= 0) & (lengths <= capacity)
     require(fits, name, lengths, f"the table holds {block_tables.shape[1]} blocks, {capacity} tokens")
@@ -92,13 +93,13 @@ def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None
 
 
 def check_ids(name, blocks, pages):
-    """Block ids lie in the cache."""
+    """Checks that block ids are in the cache."""
     inside = (blocks >= 0) & (blocks < pages.num_blocks)
     require(inside, name, blocks, f"the cache has blocks 0 to {pages.num_blocks - 1}")
 
 
 def check_live_entries(cache, slots, live, layer):
-    """No entry at `slots` [...] holds NaN where `live` [...]."""
+    """Checks that no entry at `slots` [...] holds NaN where `live` [...]."""
     layout = cache.layout
     rows, valid = load_entries(cache.buffer, layout.pages, layout.entry, slots, layer)
     parts = layout.entry.decode(rows, jnp.float32)

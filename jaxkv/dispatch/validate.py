@@ -1,4 +1,4 @@
-"""Static checks of arguments, made once, before dispatch: kernels assume clean input."""
+"""Static checks of arguments.  They are made once, before dispatch; kernels assume valid arguments."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from jaxkv_kernels.formats.entries import Entry
 
 FLOATS = ("bfloat16", "float16", "float32")
 MAY_BE_EMPTY = ("T", "n")
-"""Axes that may have length 0: new tokens, blocks.  There is no batch of no requests, no table of no columns."""
+"""Axes that may have length 0: new tokens, blocks.  Batches, tables and all other axes have at least one element."""
 
 
 class Dims:
-    """Axis lengths by letter: an axis met first sets its letter, later ones must agree.
+    """The lengths of axes by letter: the first array with an axis sets its length, the others must have the same.
 
-    `known` letters are fixed from the start, with the words that say where their length comes from.
+    `known` lengths are set from the start, each with a phrase for messages that names its origin.
     """
 
     def __init__(self, **known: tuple[int, str]):
@@ -62,7 +62,7 @@ def _is_integer(array) -> bool:
 
 
 def int32(array):
-    """Integers as int32; wider ones saturate, so that nothing wraps round into somebody's slot."""
+    """Integers as int32.  Values out of range saturate: if they wrapped around, they could become valid slots."""
     if array is None or isinstance(array, jax.ShapeDtypeStruct):
         return array
     limits = np.iinfo(np.int32)
@@ -75,7 +75,7 @@ def int32(array):
 
 
 def check_cache(cache: KVCache, *kinds: type[Entry]):
-    """ValueError unless `cache` is a KVCache of entries of one of `kinds`, with a buffer as its layout says."""
+    """ValueError unless `cache` is a KVCache of entries of one of `kinds`, with a buffer that fits its layout."""
     if not isinstance(cache, KVCache):
         raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache")
     layout, buffer = cache.layout, cache.buffer
@@ -83,7 +83,7 @@ def check_cache(cache: KVCache, *kinds: type[Entry]):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"`cache` stores {layout.entry}: this operation takes a cache of {wanted}")
     if getattr(buffer, "shape", None) != (layout.size,) or buffer.dtype != layout.dtype:
-        raise ValueError(f"`cache.buffer` is {told(buffer)}: its layout says {layout.dtype}[{layout.size}]")
+        raise ValueError(f"`cache.buffer` is {describe(buffer)}: its layout says {layout.dtype}[{layout.size}]")
 
 
 def mla_dims(cache: KVCache) -> Dims:
@@ -93,12 +93,12 @@ def mla_dims(cache: KVCache) -> Dims:
 
 
 def layer_index(layer: Any, cache: KVCache):
-    """`layer` as an int32 array; ValueError where it is a Python int out of range, or no integer (a bool is none)."""
+    """`layer` as an int32 array; ValueError if it is not an integer (a bool is not), or a Python int out of range."""
     layers = cache.layout.num_layers
     known = not hasattr(layer, "dtype") or isinstance(layer, np.generic | np.ndarray)
     if not known:
         if not _is_integer(layer) or layer.shape != ():
-            raise ValueError(f"`layer` is {told(layer)}: expected an int, or an int32 scalar")
+            raise ValueError(f"`layer` is {describe(layer)}: expected an int, or an int32 scalar")
         return int32(layer)
     value = as_int(layer)
     if value is None:
@@ -109,16 +109,18 @@ def layer_index(layer: Any, cache: KVCache):
 
 
 def softmax_scale(scale):
-    """`scale` as a float32 scalar; ValueError for anything but a number."""
+    """`scale` as a float32 scalar; ValueError unless it is a number."""
     return _floats("scale", scale)
 
 
 def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
-    """A quantised entry's scale as float32, scalar or [H]; ValueError where it is missing or has no use."""
+    """The scale of quantised entries as float32, scalar or [H]; ValueError if it is missing, or given but not used."""
     entry, count = cache.layout.entry, cache.layout.num_heads
     if not entry.codec.scaled:
         if scale is not None:
-            raise ValueError(f"`{name}` is {told(scale)}: entries of format {entry.format!r} take none, expected None")
+            raise ValueError(
+                f"`{name}` is {describe(scale)}: entries of format {entry.format!r} have no scale, expected None"
+            )
         return None
     if scale is None:
         raise ValueError(
@@ -126,20 +128,20 @@ def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
         )
     shape = getattr(scale, "shape", ())
     if heads and shape not in ((), (count,)):
-        raise ValueError(f"`{name}` has shape {shape}: expected a scalar, or [H] = [{count}] with one scale a head")
+        raise ValueError(f"`{name}` has shape {shape}: expected a scalar, or [H] = [{count}] with one scale per head")
     scale = _floats(name, scale, shape if heads else (), positive=True)
     return jnp.broadcast_to(scale, (count,)) if heads and isinstance(scale, jax.Array) else scale
 
 
 def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False):
-    """`value` as float32 of that shape; ValueError for anything but real numbers, `positive` where they are known."""
+    """`value` as float32 of `shape`; ValueError unless it holds real numbers, and positive ones if they are known."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         real = isinstance(value, int | float) and not isinstance(value, bool)
     else:
         real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not real or getattr(value, "shape", ()) != shape:
-        raise ValueError(f"`{name}` is {told(value)}: expected a number, or a float scalar array")
+        raise ValueError(f"`{name}` is {describe(value)}: expected a number, or a float scalar array")
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
     if isinstance(value, int | float | np.generic | np.ndarray):
@@ -150,9 +152,9 @@ def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool =
 
 
 def in_float32(value) -> np.ndarray:
-    """What devices make of a number in float32: inf where it is too large, 0 where it is too small.
+    """A number rounded to float32 as devices do: inf if it is too large, 0 if it is too small.
 
-    0 are also the numbers below 2**-126 that float32 has, but that devices take for 0: what is divided by one is NaN.
+    Devices take numbers below 2**-126, which float32 has, for 0 as well: a quotient by one is NaN.
     """
     with np.errstate(over="ignore", under="ignore"):
         found = np.asarray(value).astype(np.float32)
@@ -202,10 +204,10 @@ def logit_cap_of(value) -> float | None:
 
 
 def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
-    """`ids`, on the host, as int32 [n]; ValueError unless they are ints, and ids of blocks of the cache, each once."""
+    """`ids` as int32 [n] on the host; ValueError unless all are blocks of the cache, no two equal if `distinct`."""
     found = np.asarray(ids)
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
-        raise ValueError(f"`{name}` is {told(ids)}: expected block ids, ints [n]")
+        raise ValueError(f"`{name}` is {describe(ids)}: expected block ids, ints [n]")
     outside = found[(found < 0) | (found >= num_blocks)]
     if outside.size:
         raise ValueError(f"`{name}` has {outside[0]}: expected ids from 0 to {num_blocks - 1}, those of the cache")
@@ -215,6 +217,6 @@ def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.
     return found.astype(np.int32)
 
 
-def told(value) -> str:
-    """`value` as a message shows it: arrays by dtype and shape."""
+def describe(value) -> str:
+    """`value` for a message: arrays by dtype and shape."""
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)

@@ -13,7 +13,7 @@ from threading import Lock
 
 import numpy as np
 
-from jaxkv.dispatch.validate import positive_int, told
+from jaxkv.dispatch.validate import describe, positive_int
 from jaxkv.offload.block_file import (
     UNFINISHED,
     VERSION,
@@ -147,7 +147,7 @@ class DiskPool:
           OSError: the disk is full, for example; every block that was there still is.
         """
         if (row.dtype, row.shape) != (self._row.dtype, self._row.shape):
-            raise ValueError(f"`row` is {told(row)}: expected {told(self._row)}, a block of the layout")
+            raise ValueError(f"`row` is {describe(row)}: expected {describe(self._row)}, a block of the layout")
         with self._lock:
             if self._victims(key, held) is None:
                 return False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv.dispatch.validate import positive_int, told
+from jaxkv.dispatch.validate import describe, positive_int
 
 
 def prefix_keys(
@@ -53,7 +53,7 @@ def _token_ids(tokens) -> np.ndarray:
     """`tokens` as little-endian int64 [T]: the same bytes on every machine, from every integer dtype."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(f"`tokens` is {told(ids)}: expected token ids, integers [T]")
+        raise ValueError(f"`tokens` is {describe(ids)}: expected token ids, integers [T]")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**63:
         raise ValueError(f"`tokens` holds {ids.min()} to {ids.max()}: expected token ids, at least 0 and below 2**63")
     return ids.astype("<i8")

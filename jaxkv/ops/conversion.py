@@ -1,4 +1,4 @@
-"""Blocks of one layout as blocks of another that stores the same entries."""
+"""Converting block payloads between layouts that store the same entries."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,24 +16,25 @@ from jaxkv_kernels.xla.rows import read_entries, write_entries
 
 
 def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | PackedLayout) -> jax.Array:
-    """Blocks that travelled, rearranged for a cache of another order, padding, strides or buffer dtype.
+    """Converts block payloads for a cache with another order, padding, strides or buffer dtype.
 
-    Entries move bit for bit.  A recipe for blocks of one cache in another:
+    Entries are moved bit for bit.  To copy blocks of one cache to another:
 
         rows = read_blocks(source, blocks)
         target = write_blocks(target, other_blocks, convert_blocks(rows, source.layout, target.layout))
 
     Args:
-      data: [n, src.block_nbytes / itemsize] of its buffer's dtype, as `read_blocks` gives them for `src`.
-      src: their layout.  Of a packed block, a group's layout stands for that group alone, the PackedLayout for all.
-      dst: a layout that stores the same: equal entries, layers, heads and block size; of a packed one, equal groups.
+      data: [n, src.block_nbytes / itemsize] of its buffer's dtype, as `read_blocks` returns them for `src`.
+      src: the layout of the payloads.  Of a packed block, the layout of a group converts that group alone, and the
+        PackedLayout converts all groups.
+      dst: a layout with the same entries, layers, heads and block size; of a PackedLayout, with the same groups.
 
     Returns:
-      [n, dst.block_nbytes / itemsize] of its buffer's dtype, as `write_blocks` takes them for `dst`; 0 in paddings and
+      [n, dst.block_nbytes / itemsize] of its buffer's dtype, for `write_blocks` to a cache of `dst`; 0 in padding and
       gaps.
 
     Raises:
-      ValueError: the layouts do not store the same, or `data` is not of `src`; the message has the difference.
+      ValueError: the layouts differ in what they store, or `data` does not fit `src`; the message shows the difference.
     """
     pairs = pairs_of_groups(src=src, dst=dst)
     (first, target), *_ = pairs
@@ -50,22 +51,20 @@ def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | Pac
 
 
 def _bits(layout: CacheLayout):
-    """Unsigned integers as wide as the buffer's elements: floats that are moved, or fused with what moves them, may
-    become other NaNs on CPUs.
-    """
+    """Unsigned integers as wide as the buffer's elements: on CPUs, moving floats can change the bits of NaNs."""
     return jnp.dtype(f"uint{8 * layout.itemsize}")
 
 
 def pairs_of_groups(**layouts: CacheLayout | PackedLayout) -> list[tuple[CacheLayout, CacheLayout]]:
-    """Groups of two layouts, the same in each pair; ValueError with the difference where they do not store the same."""
+    """The groups of two layouts, paired by name; ValueError with the difference if they do not store the same."""
     groups, (src, dst) = [], layouts
     for name, layout in layouts.items():
         if not isinstance(layout, CacheLayout | PackedLayout):
             raise ValueError(f"`{name}` is {layout!r}: expected a CacheLayout or a PackedLayout")
         groups.append(layout if isinstance(layout, Mapping) else {"": layout})
     if set(groups[0]) != set(groups[1]):
-        told = ["one group" if list(names) == [""] else f"groups {', '.join(sorted(names))}" for names in groups]
-        raise ValueError(f"`{src}` has {told[0]} and `{dst}` {told[1]}: expected the same groups in both")
+        names = ["one group" if list(group) == [""] else f"groups {', '.join(sorted(group))}" for group in groups]
+        raise ValueError(f"`{src}` has {names[0]} and `{dst}` {names[1]}: expected the same groups in both")
     for name, old in groups[0].items():
         for what in ("entry", "num_layers", "num_heads", "block_size"):
             one, other = getattr(old, what), getattr(groups[1][name], what)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import FLOATS, Dims, check_cache, int32, layer_index, positive_int, told
+from jaxkv.dispatch.validate import FLOATS, Dims, check_cache, describe, int32, layer_index, positive_int
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
@@ -84,7 +84,7 @@ def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
 
 def _bind_topk(logits, k) -> Call:
     if not hasattr(logits, "dtype") or logits.dtype != jnp.float32 or not logits.shape:
-        raise ValueError(f"`logits` is {told(logits)}: expected float32 [..., N]")
+        raise ValueError(f"`logits` is {describe(logits)}: expected float32 [..., N]")
     return Call("select_topk", {"logits": logits}, {"k": positive_int("k", k)})
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import FLOATS, told
+from jaxkv.dispatch.validate import FLOATS, describe
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, HEADS, array
 
@@ -48,7 +48,7 @@ def _stacked(name, parts, dtypes):
     for part in parts if several else (parts,):
         if str(getattr(part, "dtype", None)) not in dtypes:
             raise ValueError(
-                f"`{name}` is or holds {told(part)}: expected an array, or several, of {' or '.join(dtypes)}"
+                f"`{name}` is or holds {describe(part)}: expected an array, or several, of {' or '.join(dtypes)}"
             )
     if not several:
         return parts

@@ -1,18 +1,18 @@
-"""The small helpers between positions, block tables and slots."""
+"""Slots of tokens, from block tables and positions."""
 
 import jax
 
-from jaxkv.dispatch.validate import Dims, int32, positive_int, told
+from jaxkv.dispatch.validate import Dims, describe, int32, positive_int
 from jaxkv_kernels.addressing import slots
 
 
 def slots_for(block_tables, positions, *, block_size: int) -> jax.Array:
-    """Slots of token positions.
+    """Returns the slots of token positions.
 
     Args:
       block_tables: int32 [B, M], the blocks of each request in order.
       positions: int32 [B, ...], token positions of each request, counted from its first token.
-      block_size: tokens a block.
+      block_size: tokens per block.
 
     Returns:
       int32, the shape of `positions`; -1 where the position is negative or past the table (M * block_size), or where
@@ -24,20 +24,20 @@ def slots_for(block_tables, positions, *, block_size: int) -> jax.Array:
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
     if not getattr(positions, "shape", ()):
-        raise ValueError(f"`positions` is {told(positions)}: expected int32 [B, ...]")
+        raise ValueError(f"`positions` is {describe(positions)}: expected int32 [B, ...]")
     dims.check_ints("positions", positions, " ".join(["B", *(f"n{i}" for i in range(1, len(positions.shape)))]))
     block_size = positive_int("block_size", block_size)
     return slots.slots_for(int32(block_tables), int32(positions), block_size=block_size)
 
 
 def ragged_slots(block_tables, cu_seq_lens, *, total: int, block_size: int, seq_starts=None) -> jax.Array:
-    """Slots of ragged runs of tokens: request b contributes `cu_seq_lens[b + 1] - cu_seq_lens[b]` tokens in a row.
+    """Returns the slots of ragged runs of tokens: request b has a run of `cu_seq_lens[b + 1] - cu_seq_lens[b]` tokens.
 
     Args:
       block_tables: int32 [B, M].
       cu_seq_lens: int32 [B + 1], running sum of the lengths, from 0.
       total: static length of the result; rows past `cu_seq_lens[-1]` are -1.
-      block_size: tokens a block.
+      block_size: tokens per block.
       seq_starts: int32 [B], position of the first token of each run (default 0): the offset of a prefill chunk.
 
     Returns:

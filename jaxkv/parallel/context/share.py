@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.dispatch.validate import Dims, int32, positive_int, told
+from jaxkv.dispatch.validate import Dims, describe, int32, positive_int
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels.addressing.integers import as_int
 
@@ -85,11 +85,11 @@ def _shard_index(shard: Any, num_shards: int) -> jax.Array:
     expected = f"expected an int of 0 to {num_shards - 1}, or an int32 scalar"
     if isinstance(shard, jax.Array):
         if not jnp.issubdtype(shard.dtype, jnp.integer) or shard.shape != ():
-            raise ValueError(f"`shard` is {told(shard)}: {expected}")
+            raise ValueError(f"`shard` is {describe(shard)}: {expected}")
         return int32(shard)
     value = as_int(shard)
     if value is None:
-        raise ValueError(f"`shard` is {told(shard)}: {expected}")
+        raise ValueError(f"`shard` is {describe(shard)}: {expected}")
     if not 0 <= value < num_shards:
         raise ValueError(f"`shard` is {value}: {expected}")
     return jnp.int32(value)
