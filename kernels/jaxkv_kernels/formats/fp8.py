@@ -4,6 +4,7 @@ The buffer is one of bytes: XLA widens an array of float8 as a whole where a dev
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv_kernels.formats.bits import to_fp8
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
@@ -24,9 +25,7 @@ class Fp8(Format):
 
     def encode(self, values, scales):
         """Divided in float32."""
-        return join(
-            [to_fp8(x.astype(jnp.float32) / s[..., None]) for x, s in zip(values, scales, strict=True)], self.dtype
-        )
+        return join([to_fp8(_divided(x, s)) for x, s in zip(values, scales, strict=True)], self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplied in float32, then rounded to `dtype`; without a scale, the stored values, exact in any `dtype`."""
@@ -35,3 +34,9 @@ class Fp8(Format):
             value = part.read(row)
             values.append((value if scale is None else value.astype(jnp.float32) * scale[..., None]).astype(dtype))
         return values
+
+
+def _divided(x, scale):
+    """`x` [..., n] / `scale` [...] in float32, rounded once."""
+    # XLA would multiply by the reciprocal of an array that it broadcasts itself, which rounds twice.
+    return x.astype(jnp.float32) / lax.optimization_barrier(jnp.broadcast_to(scale[..., None], x.shape))

@@ -123,6 +123,10 @@ class Writes(WriteChecks):
         stored = oracle.decode(layout.entry, scenes.fetch(layout, scenes.to_bytes(cache), 0)[0, 0, 0], (0.5, 0.5))
         assert (stored[0] == -224).all()
 
+    def test_fp8_is_a_quotient_of_one_rounding(self):
+        layout = layout_of("BLNHC", scenes.KV_ENTRIES[3], num_heads=3)
+        self.check(layout, 1, self.slots(layout, np.random.default_rng(0), 300), "nan")
+
     def test_traced_layer_outside_the_cache_writes_nothing(self):
         layout = layout_of("BLNHC", scenes.MLA_ENTRIES[0])
         before = scenes.garbage(layout, np.random.default_rng(0), "random")
