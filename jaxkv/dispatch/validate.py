@@ -184,7 +184,7 @@ def positive_float(name: str, value) -> float | None:
 
 
 def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
-    """`ids` as int32 [n] on the host; ValueError unless they are ids of blocks of the cache, no two equal if `distinct`."""
+    """`ids` as int32 [n] on the host; ValueError unless they are ids of blocks of the cache, and `distinct` if set."""
     found = np.asarray(ids)
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
         raise ValueError(f"`{name}` is {describe(ids)}: expected block ids, ints [n]")
