@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from jaxkv_kernels.kernel import Kernel, imported_when_called
-from jaxkv_kernels.mosaic_gpu import limits
+from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.mosaic_gpu.available import BULK_COPIES, WGMMA, unavailable_reasons
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting as interpreting
 
@@ -19,15 +19,15 @@ def _kernel(name: str, unsupported_reasons: Callable[..., Iterable[str]], capabi
 
 
 KERNELS: dict[str, Kernel] = {
-    "write_mla": _kernel("write_mla", limits.write_mla, BULK_COPIES),
-    "write_kv": _kernel("write_kv", limits.write_kv, BULK_COPIES),
-    "gather_mla": _kernel("gather_mla", limits.gather_mla, BULK_COPIES),
-    "gather_kv": _kernel("gather_kv", limits.gather_kv, BULK_COPIES),
-    "plan_decode": _kernel("plan_decode", limits.plan_decode, WGMMA),
-    "decode_mla": _kernel("decode_mla", limits.decode_mla, WGMMA),
-    "decode_kv": _kernel("decode_kv", limits.decode_kv, WGMMA),
-    "copy_blocks": _kernel("copy_blocks", limits.copy_blocks, BULK_COPIES),
-    "read_blocks": _kernel("read_blocks", limits.read_blocks, BULK_COPIES),
-    "write_blocks": _kernel("write_blocks", limits.write_blocks, BULK_COPIES),
+    "write_mla": _kernel("write_mla", unsupported.write_mla, BULK_COPIES),
+    "write_kv": _kernel("write_kv", unsupported.write_kv, BULK_COPIES),
+    "gather_mla": _kernel("gather_mla", unsupported.gather_mla, BULK_COPIES),
+    "gather_kv": _kernel("gather_kv", unsupported.gather_kv, BULK_COPIES),
+    "plan_decode": _kernel("plan_decode", unsupported.plan_decode, WGMMA),
+    "decode_mla": _kernel("decode_mla", unsupported.decode_mla, WGMMA),
+    "decode_kv": _kernel("decode_kv", unsupported.decode_kv, WGMMA),
+    "copy_blocks": _kernel("copy_blocks", unsupported.copy_blocks, BULK_COPIES),
+    "read_blocks": _kernel("read_blocks", unsupported.read_blocks, BULK_COPIES),
+    "write_blocks": _kernel("write_blocks", unsupported.write_blocks, BULK_COPIES),
 }
 """Operations that are not listed have no kernel here."""

@@ -1,4 +1,4 @@
-"""Which calls the kernels do not take, and why: a function an operation that has such calls."""
+"""The reasons against calls that the kernels do not support: a function per operation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ MOST_BEST = 4096
 
 
 def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """No reasons: every call is taken."""
+    """No reasons: every call is supported."""
     del arrays, options
     yield from ()
 

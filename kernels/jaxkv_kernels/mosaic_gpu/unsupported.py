@@ -1,4 +1,4 @@
-"""Which calls the kernels take, and the reasons against the others."""
+"""The reasons against calls that the kernels do not support: a function per operation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from jaxkv_kernels.mosaic_gpu.warp_share import MOST_BYTES, token_ways
 
 LATENT, ROPE = 512, 64
 FEW_ROWS = 16
-"""Rows (query tokens x heads of a request) up to which `decode_mla` takes the kernel with swapped operands."""
+"""Rows (query tokens x heads of a request) up to which `decode_mla` uses the kernel with swapped operands."""
 HEAD_DIMS = (64, 128, 192, 256)
 BULK = 16
 """Bytes: addresses and sizes of bulk copies are multiples of it."""
@@ -112,14 +112,14 @@ def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
 
 
 def _steps(pages, axes) -> dict[str, int]:
-    """The offset, and the strides of blocks and of `axes`, in elements; axes of length 1 are never stepped along."""
+    """The offset, and the strides of blocks and of `axes`, in elements; axes of length 1 have no step."""
     inner = {f"{axis} stride": stride for axis, count, stride in pages.inner_axes if axis in axes and count > 1}
     block = {"block stride": pages.block_stride} if pages.num_blocks > 1 else {}
     return {"offset": pages.offset, **inner, **block}
 
 
 def _unaligned(elements: Mapping[str, int], itemsize: int) -> Iterator[str]:
-    """What is no multiple of what bulk copies ask for."""
+    """Sizes that are not multiples of the unit of bulk copies."""
     for name, count in elements.items():
         if count * itemsize % BULK:
             yield f"{name} of {count * itemsize} bytes: takes multiples of {BULK}"
