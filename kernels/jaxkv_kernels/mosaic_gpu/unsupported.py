@@ -36,18 +36,18 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 def _attention(entry, pages, arrays) -> Iterator[str]:
     """Reasons against attending to such entries, with arrays by name that must be of their dtype."""
     if entry.format not in ("bf16", "f16"):
-        yield f"entries of format {entry.format!r}: takes bf16 and f16"
+        yield f"entries of format {entry.format!r}: supports bf16 and f16"
         return
     sizes = f"entries of {entry.sizes[0]} + {entry.sizes[1]} values"
     if entry.one_head and entry.sizes != (LATENT, ROPE):
-        yield f"{sizes}: takes {LATENT} + {ROPE}"
+        yield f"{sizes}: supports {LATENT} + {ROPE}"
     if not entry.one_head and not {*entry.sizes} <= {*HEAD_DIMS}:
-        yield f"{sizes}: takes 64, 128, 192 and 256 of each"
+        yield f"{sizes}: supports 64, 128, 192 and 256 of each"
     for name, array in arrays.items():
         if array.dtype != entry.dtype:
-            yield f"`{name}` of {array.dtype}: takes that of the entries, {entry.dtype}"
+            yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"
     if pages.block_size not in (16, 32, 64, 128, 256):
-        yield f"blocks of {pages.block_size} tokens: takes 16, 32, 64, 128 and 256"
+        yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
     try:
         token_rows(pages)
     except ValueError as error:
@@ -76,7 +76,7 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
     """Reasons against a call that moves whole blocks: `copy_blocks`, `read_blocks`, `write_blocks`."""
     pages, itemsize = options["pages"], arrays["buffer"].dtype.itemsize
     if pages.block_elements >= ROW_LIMIT:
-        yield f"blocks of {pages.block_elements} elements: takes fewer than 2**31"
+        yield f"blocks of {pages.block_elements} elements: supports fewer than 2**31"
     try:
         runs = block_runs(pages)
     except ValueError as error:
@@ -93,18 +93,18 @@ def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
     """Reasons against moving entries between the cache and arrays of their parts, of `dtypes` by name."""
     entry, pages = options["entry"], options["pages"]
     if entry.format not in ("bf16", "f16", "f32"):
-        yield f"entries of format {entry.format!r}: takes bf16, f16 and f32"
+        yield f"entries of format {entry.format!r}: supports bf16, f16 and f32"
         return
     for name, dtype in dtypes.items():
         if dtype != entry.dtype:
-            yield f"`{name}` of {dtype}: takes that of the entries, {entry.dtype}"
+            yield f"`{name}` of {dtype}: supports that of the entries, {entry.dtype}"
     itemsize = arrays["buffer"].dtype.itemsize
     yield from _unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
     yield from _unaligned(_steps(pages, ("layer", "token", "head")), itemsize)
     token = pages.num_heads * entry.nbytes
     if token * token_ways(pages.num_heads) > MOST_BYTES:
         most = MOST_BYTES // token_ways(pages.num_heads)
-        yield f"a token of {token} bytes in all heads: takes at most {most}, which shared memory holds"
+        yield f"a token of {token} bytes in all heads: supports at most {most}, which shared memory holds"
     try:
         row_view(pages)
     except ValueError as error:
@@ -122,4 +122,4 @@ def _unaligned(elements: Mapping[str, int], itemsize: int) -> Iterator[str]:
     """Sizes that are not multiples of the unit of bulk copies."""
     for name, count in elements.items():
         if count * itemsize % BULK:
-            yield f"{name} of {count * itemsize} bytes: takes multiples of {BULK}"
+            yield f"{name} of {count * itemsize} bytes: supports multiples of {BULK}"
