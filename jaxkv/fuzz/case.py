@@ -13,6 +13,9 @@ from jaxkv.ops.operation import Operation
 
 PER_HEAD = "scales per head"
 
+Shapes = list[tuple[tuple[int, ...], Any]]
+"""Shapes and dtypes."""
+
 Index = tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]
 """Positional arguments of integers, and arrays that are passed by keyword."""
 
@@ -74,7 +77,8 @@ class Case:
             "options": {},
         }
         fields |= cls.sizes(rng, layout, fields)
-        return cls(operation.name, layout, **{**fields, "options": tuple(fields["options"].items())})
+        fields["options"] = tuple(fields["options"].items())
+        return cls(operation.name, layout, **fields)
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
@@ -99,7 +103,7 @@ class Case:
         return jaxkv.write_indexer_k if isinstance(self.layout.entry, jaxkv.IndexerEntry) else jaxkv.write_mla
 
     @property
-    def value_shapes(self) -> list[tuple[tuple[int, ...], Any]]:
+    def value_shapes(self) -> Shapes:
         """Shapes and dtypes of the random values that the call takes: queries, new values, blocks."""
         return []
 

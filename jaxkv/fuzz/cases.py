@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.dispatch import backends
-from jaxkv.fuzz.case import PER_HEAD, Case, Index
+from jaxkv.fuzz.case import PER_HEAD, Case, Index, Shapes
 from jaxkv.fuzz.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
 from jaxkv.fuzz.layouts import pick
 from jaxkv.ops import OPERATIONS as DECLARED
@@ -23,7 +23,7 @@ class Write(Case):
     effect = "writes"
 
     @property
-    def value_shapes(self):
+    def value_shapes(self) -> Shapes:
         """The parts of the entries."""
         return [(shape, self.dtype) for shape in self.entry_shapes(self.count)]
 
@@ -90,7 +90,7 @@ class DecodeMLA(Queries):
         return {"options": {**options, "return_lse": True}, "dtype": dtype}
 
     @property
-    def value_shapes(self):
+    def value_shapes(self) -> Shapes:
         """Queries for each part of an entry."""
         return [((self.requests, self.q_len, self.heads, n), self.dtype) for n in self.layout.entry.sizes]
 
@@ -107,7 +107,7 @@ class DecodeKV(DecodeMLA):
         return {**found, "heads": heads, "options": {**found["options"], **window}}
 
     @property
-    def value_shapes(self):
+    def value_shapes(self) -> Shapes:
         """Queries."""
         return super().value_shapes[:1]
 
@@ -133,10 +133,11 @@ class Plan(Case):
     def attention(self) -> DecodeMLA:
         """The calls that the plan is for."""
         kind, operation = (DecodeMLA, "decode_mla") if self.layout.entry.one_head else (DecodeKV, "decode_kv")
-        return kind(**{**vars(self), "operation": operation})
+        fields: dict[str, Any] = {**vars(self), "operation": operation}
+        return kind(**fields)
 
     @property
-    def value_shapes(self):
+    def value_shapes(self) -> Shapes:
         """Queries of the attention."""
         return self.attention.value_shapes
 
@@ -198,7 +199,7 @@ class Logits(Queries):
         return {"heads": pick(rng, 4, 16, 64), "dtype": dtype, "options": {"max_len": fields["count"]}}
 
     @property
-    def value_shapes(self):
+    def value_shapes(self) -> Shapes:
         """Queries and their weights."""
         queries = self.requests, self.q_len, self.heads
         return [((*queries, self.layout.entry.sizes[0]), self.dtype), (queries, jnp.dtype("float32"))]
@@ -234,7 +235,7 @@ class Merge(Case):
         return {"count": pick(rng, 1, 2, 3, 9), "heads": pick(rng, 1, 3, 16)}
 
     @property
-    def value_shapes(self):
+    def value_shapes(self) -> Shapes:
         """The partial results."""
         shape = self.count, self.requests, self.q_len, self.heads, self.layout.entry.sizes[0]
         return [(shape, self.dtype)]
@@ -289,7 +290,7 @@ class WriteBlocks(Blocks):
     """Writes payloads."""
 
     @property
-    def value_shapes(self):
+    def value_shapes(self) -> Shapes:
         """The payloads."""
         return [((self.count, self.layout.block_nbytes // self.layout.itemsize), self.layout.dtype)]
 

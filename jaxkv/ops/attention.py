@@ -72,7 +72,8 @@ def decode_mla(
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
     call = _bind_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, plan)
-    return _result(*run_planned(call, plan, implementation), q_latent, return_lse)
+    out, lse = run_planned(call, plan, implementation)
+    return _result(out, lse, q_latent, return_lse)
 
 
 def _bind_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, plan) -> Call:
@@ -139,7 +140,8 @@ def decode_kv(
     call = _bind_kv(
         q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, plan
     )  # fmt: skip
-    return _result(*run_planned(call, plan, implementation), q, return_lse)
+    out, lse = run_planned(call, plan, implementation)
+    return _result(out, lse, q, return_lse)
 
 
 def _bind_kv(

@@ -23,4 +23,4 @@ def too_large(options: Mapping[str, Any]) -> Iterator[str]:
     """The reason against a call of kernels that compute tanh from a power of two, where its cap is too large for it."""
     cap = options.get("logit_cap")
     if cap is not None and cap > LARGEST_BY_POWERS:
-        yield f"`logit_cap` of {cap}: takes at most {LARGEST_BY_POWERS}, beyond which errors of tanh would show"
+        yield f"`logit_cap` of {cap}: supports at most {LARGEST_BY_POWERS}, beyond which errors of tanh would show"

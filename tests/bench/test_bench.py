@@ -370,11 +370,14 @@ def test_the_price_of_the_layout_is_told(monkeypatch, capsys):
 @pytest.mark.usefixtures("quick")
 def test_a_refused_shape_shows_its_reason(monkeypatch, capsys):
     def refuse(workload, *, implementation):
-        raise NotImplementedError("write_kv: no implementation asked for takes this call (other: 3 heads)")
+        raise NotImplementedError("write_kv: none of the requested implementations supports this call (other: 3 heads)")
 
     monkeypatch.setattr(bench, "Program", refuse)
     assert bench.run(bench_args("write_kv", "--suite", "cpu")) == 0
-    assert "not run: write_kv: no implementation asked for takes this call (other: 3 heads)" in capsys.readouterr().out
+    assert (
+        "not run: write_kv: none of the requested implementations supports this call (other: 3 heads)"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.usefixtures("quick")

@@ -177,8 +177,8 @@ def large(text, size):
 
 REFUSED = {
     "entries of format 'fp8'": (jaxkv.MLAEntry("fp8"), {}),
-    "part of 60 values of 120 bytes: takes multiples of 16": (jaxkv.MLAEntry("bf16", 512, 60), {}),
-    "block stride of 221192 bytes: takes multiples of 16": (MLA, dict(block_padding=4)),
+    "part of 60 values of 120 bytes: supports multiples of 16": (jaxkv.MLAEntry("bf16", 512, 60), {}),
+    "block stride of 221192 bytes: supports multiples of 16": (MLA, dict(block_padding=4)),
     "a token of 163968 bytes in all heads": (jaxkv.MLAEntry("bf16", 81920, 64), {}),
 }
 
@@ -205,15 +205,15 @@ def test_explain_tells_the_reason_against_other_dtypes():
     with interpreting(True):
         write = jaxkv.explain(jaxkv.write_mla, cache, *new, shape(5), layer=0)
         gather = jaxkv.explain(jaxkv.gather_mla, cache, shape(2, 4), shape(3), layer=0, total=9, dtype="float32")
-    assert write.reasons["mosaic_gpu"][0] == "`kv_c` of float32: takes that of the entries, bfloat16"
-    assert gather.reasons["mosaic_gpu"][0] == "`dtype` of float32: takes that of the entries, bfloat16"
+    assert write.reasons["mosaic_gpu"][0] == "`kv_c` of float32: supports that of the entries, bfloat16"
+    assert gather.reasons["mosaic_gpu"][0] == "`dtype` of float32: supports that of the entries, bfloat16"
 
 
 def test_explain_tells_the_reason_against_blocks():
     sizes = dict(num_layers=3, num_blocks=4, block_size=63, entry=jaxkv.IndexerEntry())
     for order, reason in {
-        "BLNHC": "run of a block of 24948 bytes: takes multiples of 16",
-        "LBNHC": "run of a block of 8316 bytes: takes multiples of 16",
+        "BLNHC": "run of a block of 24948 bytes: supports multiples of 16",
+        "LBNHC": "run of a block of 8316 bytes: supports multiples of 16",
     }.items():
         layout = jaxkv.CacheLayout(**sizes, order=order)
         cache = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout)

@@ -70,7 +70,7 @@ def test_parts_that_no_tile_holds_are_refused():
     cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
     new = [jax.ShapeDtypeStruct((5, n), jnp.bfloat16) for n in entry.sizes]
     found = jaxkv.explain(jaxkv.write_mla, cache, *new, jax.ShapeDtypeStruct((5,), jnp.int32), layer=0)
-    assert found.reasons["triton"][-1].startswith("part of 2097152 values: takes at most 1048576")
+    assert found.reasons["triton"][-1].startswith("part of 2097152 values: supports at most 1048576")
     assert found.chosen == "xla"
 
 

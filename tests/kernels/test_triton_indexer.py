@@ -125,4 +125,4 @@ def test_explain_tells_why_tiles_do_not_fit(reason, heads, dim, dtype):
 
 def test_explain_tells_the_largest_k():
     call = call_of(jaxkv.select_topk, jax.ShapeDtypeStruct((2, 9000), jnp.float32), 4097)
-    assert unsupported_reasons(call) == ["`k` of 4097: takes at most 4096"]
+    assert unsupported_reasons(call) == ["`k` of 4097: supports at most 4096"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.ops import OPERATIONS as DECLARED
 from support.compare import assert_same_bits
 
 ENTRY = jaxkv.MLAEntry("bf16", latent=8, rope=4)
@@ -109,6 +110,14 @@ OPERATIONS = (
     write_blocks,
 )
 LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
+WITHOUT_A_CACHE = {"select_topk", "merge_states"}
+
+
+def test_every_declared_operation_is_called_here():
+    called = {operation.__name__ for operation in OPERATIONS}
+    assert called | WITHOUT_A_CACHE | {"plan_decode"} == {operation.name for operation in DECLARED}
+
+
 OF_LAYERS = [operation for operation in OPERATIONS if operation not in (copy_blocks, read_blocks, write_blocks)]
 
 # What is called, with what, and what the message says.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.ops import OPERATIONS as DECLARED
 from support.compare import assert_same_bits
 
 SIZES = dict(num_layers=3, num_blocks=6, block_size=4)
@@ -180,6 +181,11 @@ OF_BATCHES = {"decode_mla": decode_mla, "decode_kv": decode_kv, "indexer_logits"
 OF_RUNS = {"gather_mla": gather_mla, "gather_kv": gather_kv, "gather_indexer_k": gather_indexer_k}
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+
+
+def test_every_declared_operation_is_called_here():
+    assert {*DISPATCHED, "plan_decode"} == {operation.name for operation in DECLARED}  # plans: test_plan.py
+
 
 # (id, call, what the message has to hold)
 SHAPES = [

@@ -8,7 +8,7 @@ from functools import partial
 
 from jaxkv_kernels.formats.entries import KVEntry, Listed, MLAEntry
 from jaxkv_kernels.kernel import Kernel, imported_when_called
-from jaxkv_kernels.mosaic_gpu import limits
+from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.mosaic_gpu.available import BULK_COPIES, WGMMA, unavailable_reasons
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting as interpreting
 
@@ -28,15 +28,15 @@ _COPIED = ("bf16", "f16", "f32")
 _ATTENDED = ("bf16", "f16")
 
 KERNELS: dict[str, Kernel] = {
-    "write_mla": _kernel("write_mla", {MLAEntry: _COPIED}, limits.write_mla, BULK_COPIES),
-    "write_kv": _kernel("write_kv", {KVEntry: _COPIED}, limits.write_kv, BULK_COPIES),
-    "gather_mla": _kernel("gather_mla", {MLAEntry: _COPIED}, limits.gather_mla, BULK_COPIES),
-    "gather_kv": _kernel("gather_kv", {KVEntry: _COPIED}, limits.gather_kv, BULK_COPIES),
-    "plan_decode": _kernel("plan_decode", {MLAEntry: _ATTENDED, KVEntry: _ATTENDED}, limits.plan_decode, WGMMA),
-    "decode_mla": _kernel("decode_mla", {MLAEntry: _ATTENDED}, limits.decode_mla, WGMMA),
-    "decode_kv": _kernel("decode_kv", {KVEntry: _ATTENDED}, limits.decode_kv, WGMMA),
-    "copy_blocks": _kernel("copy_blocks", {}, limits.copy_blocks, BULK_COPIES),
-    "read_blocks": _kernel("read_blocks", {}, limits.read_blocks, BULK_COPIES),
-    "write_blocks": _kernel("write_blocks", {}, limits.write_blocks, BULK_COPIES),
+    "write_mla": _kernel("write_mla", {MLAEntry: _COPIED}, unsupported.write_mla, BULK_COPIES),
+    "write_kv": _kernel("write_kv", {KVEntry: _COPIED}, unsupported.write_kv, BULK_COPIES),
+    "gather_mla": _kernel("gather_mla", {MLAEntry: _COPIED}, unsupported.gather_mla, BULK_COPIES),
+    "gather_kv": _kernel("gather_kv", {KVEntry: _COPIED}, unsupported.gather_kv, BULK_COPIES),
+    "plan_decode": _kernel("plan_decode", {MLAEntry: _ATTENDED, KVEntry: _ATTENDED}, unsupported.plan_decode, WGMMA),
+    "decode_mla": _kernel("decode_mla", {MLAEntry: _ATTENDED}, unsupported.decode_mla, WGMMA),
+    "decode_kv": _kernel("decode_kv", {KVEntry: _ATTENDED}, unsupported.decode_kv, WGMMA),
+    "copy_blocks": _kernel("copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
+    "read_blocks": _kernel("read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
+    "write_blocks": _kernel("write_blocks", {}, unsupported.write_blocks, BULK_COPIES),
 }
 """Operations that are not listed have no kernel here."""

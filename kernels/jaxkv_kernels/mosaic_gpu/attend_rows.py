@@ -78,10 +78,10 @@ from jaxkv_kernels.mosaic_gpu.build import (
     swizzled,
     zeros,
 )
-from jaxkv_kernels.mosaic_gpu.limits import LATENT, ROPE
 from jaxkv_kernels.mosaic_gpu.page_table import TILE, PageTable, copies_of
 from jaxkv_kernels.mosaic_gpu.plan_decode import PAIR, Plan, begun, described
 from jaxkv_kernels.mosaic_gpu.token_rows import divided, token_rows
+from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 HALF = 256
 

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.build import MASKED, WGMMA
-from jaxkv_kernels.mosaic_gpu.limits import LATENT
 from jaxkv_kernels.mosaic_gpu.page_table import TILE
+from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 
 PIECES, FINITE = jnp.float16, 1e37
 """Dtype of the pieces of cut requests, whose rows are divided by their largest value; and the most that may be."""

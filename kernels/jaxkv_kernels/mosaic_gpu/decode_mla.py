@@ -15,8 +15,8 @@ from jaxkv_kernels.mosaic_gpu.attend_rows import attend_rows
 from jaxkv_kernels.mosaic_gpu.attending import PIECES
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
-from jaxkv_kernels.mosaic_gpu.limits import FEW_ROWS, LATENT
 from jaxkv_kernels.mosaic_gpu.plan_decode import plan_decode
+from jaxkv_kernels.mosaic_gpu.unsupported import FEW_ROWS, LATENT
 
 
 def decode_mla(

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
-from jaxkv_kernels.mosaic_gpu.limits import FEW_ROWS
 from jaxkv_kernels.mosaic_gpu.page_table import TILE
+from jaxkv_kernels.mosaic_gpu.unsupported import FEW_ROWS
 
 PAIR = 128
 """Tokens of two tiles."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
 from jaxkv_kernels.kernel import Kernel, imported_when_called
-from jaxkv_kernels.triton import limits
+from jaxkv_kernels.triton import unsupported
 from jaxkv_kernels.triton.available import unavailable_reasons
 from jaxkv_kernels.triton.interpreting import interpreting as interpreting
 
@@ -24,21 +24,21 @@ _KV: Listed = {KVEntry: (*_PLAIN, "fp8")}
 _INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8")}
 
 KERNELS: dict[str, Kernel] = {
-    "write_mla": _kernel("write_mla", _MLA, limits.write_mla),
-    "write_kv": _kernel("write_kv", _KV, limits.write_kv),
-    "write_indexer_k": _kernel("write_indexer_k", _INDEXER, limits.write_indexer_k),
-    "gather_mla": _kernel("gather_mla", _MLA, limits.gather_mla),
-    "gather_kv": _kernel("gather_kv", _KV, limits.gather_kv),
-    "gather_indexer_k": _kernel("gather_indexer_k", _INDEXER, limits.gather_indexer_k),
-    "plan_decode": _kernel("plan_decode", {**_MLA, **_KV}, limits.plan_decode),
-    "decode_mla": _kernel("decode_mla", _MLA, limits.decode_mla),
-    "decode_kv": _kernel("decode_kv", _KV, limits.decode_kv),
-    "decode_mla_sparse": _kernel("decode_mla_sparse", _MLA, limits.decode_mla_sparse),
-    "indexer_logits": _kernel("indexer_logits", _INDEXER, limits.indexer_logits),
-    "select_topk": _kernel("select_topk", {}, limits.select_topk),
-    "merge_states": _kernel("merge_states", {}, limits.merge_states),
-    "copy_blocks": _kernel("copy_blocks", {}, limits.copy_blocks),
-    "read_blocks": _kernel("read_blocks", {}, limits.read_blocks),
-    "write_blocks": _kernel("write_blocks", {}, limits.write_blocks),
+    "write_mla": _kernel("write_mla", _MLA, unsupported.write_mla),
+    "write_kv": _kernel("write_kv", _KV, unsupported.write_kv),
+    "write_indexer_k": _kernel("write_indexer_k", _INDEXER, unsupported.write_indexer_k),
+    "gather_mla": _kernel("gather_mla", _MLA, unsupported.gather_mla),
+    "gather_kv": _kernel("gather_kv", _KV, unsupported.gather_kv),
+    "gather_indexer_k": _kernel("gather_indexer_k", _INDEXER, unsupported.gather_indexer_k),
+    "plan_decode": _kernel("plan_decode", {**_MLA, **_KV}, unsupported.plan_decode),
+    "decode_mla": _kernel("decode_mla", _MLA, unsupported.decode_mla),
+    "decode_kv": _kernel("decode_kv", _KV, unsupported.decode_kv),
+    "decode_mla_sparse": _kernel("decode_mla_sparse", _MLA, unsupported.decode_mla_sparse),
+    "indexer_logits": _kernel("indexer_logits", _INDEXER, unsupported.indexer_logits),
+    "select_topk": _kernel("select_topk", {}, unsupported.select_topk),
+    "merge_states": _kernel("merge_states", {}, unsupported.merge_states),
+    "copy_blocks": _kernel("copy_blocks", {}, unsupported.copy_blocks),
+    "read_blocks": _kernel("read_blocks", {}, unsupported.read_blocks),
+    "write_blocks": _kernel("write_blocks", {}, unsupported.write_blocks),
 }
 """Operations that are not listed have no kernel here."""

@@ -11,7 +11,7 @@ from jaxkv_kernels.mosaic_gpu.warp_share import MOST_BYTES, token_ways
 
 LATENT, ROPE = 512, 64
 FEW_ROWS = 16
-"""Rows (query tokens x heads of a request) up to which `decode_mla` takes the kernel with swapped operands."""
+"""Rows (query tokens x heads of a request) up to which `decode_mla` uses the kernel with swapped operands."""
 HEAD_DIMS = (64, 128, 192, 256)
 BULK = 16
 """Bytes: addresses and sizes of bulk copies are multiples of it."""
@@ -40,14 +40,14 @@ def _attention(entry, pages, arrays) -> Iterator[str]:
     """Reasons against attending to such entries, with arrays by name that must be of their dtype."""
     sizes = f"entries of {entry.sizes[0]} + {entry.sizes[1]} values"
     if entry.one_head and entry.sizes != (LATENT, ROPE):
-        yield f"{sizes}: takes {LATENT} + {ROPE}"
+        yield f"{sizes}: supports {LATENT} + {ROPE}"
     if not entry.one_head and not {*entry.sizes} <= {*HEAD_DIMS}:
-        yield f"{sizes}: takes 64, 128, 192 and 256 of each"
+        yield f"{sizes}: supports 64, 128, 192 and 256 of each"
     for name, array in arrays.items():
         if array.dtype != entry.dtype:
-            yield f"`{name}` of {array.dtype}: takes that of the entries, {entry.dtype}"
+            yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"
     if pages.block_size not in (16, 32, 64, 128, 256):
-        yield f"blocks of {pages.block_size} tokens: takes 16, 32, 64, 128 and 256"
+        yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
     try:
         token_rows(pages)
     except ValueError as error:
@@ -76,7 +76,7 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
     """Reasons against a call that moves whole blocks: `copy_blocks`, `read_blocks`, `write_blocks`."""
     pages, itemsize = options["pages"], arrays["buffer"].dtype.itemsize
     if pages.block_elements >= ROW_LIMIT:
-        yield f"blocks of {pages.block_elements} elements: takes fewer than 2**31"
+        yield f"blocks of {pages.block_elements} elements: supports fewer than 2**31"
     try:
         runs = block_runs(pages)
     except ValueError as error:
@@ -94,14 +94,14 @@ def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
     entry, pages = options["entry"], options["pages"]
     for name, dtype in dtypes.items():
         if dtype != entry.dtype:
-            yield f"`{name}` of {dtype}: takes that of the entries, {entry.dtype}"
+            yield f"`{name}` of {dtype}: supports that of the entries, {entry.dtype}"
     itemsize = arrays["buffer"].dtype.itemsize
     yield from _unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
     yield from _unaligned(_steps(pages, ("layer", "token", "head")), itemsize)
     token = pages.num_heads * entry.nbytes
     if token * token_ways(pages.num_heads) > MOST_BYTES:
         most = MOST_BYTES // token_ways(pages.num_heads)
-        yield f"a token of {token} bytes in all heads: takes at most {most}, which shared memory holds"
+        yield f"a token of {token} bytes in all heads: supports at most {most}, which shared memory holds"
     try:
         row_view(pages)
     except ValueError as error:
@@ -109,14 +109,14 @@ def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
 
 
 def _steps(pages, axes) -> dict[str, int]:
-    """The offset, and the strides of blocks and of `axes`, in elements; axes of length 1 are never stepped along."""
+    """The offset, and the strides of blocks and of `axes`, in elements; axes of length 1 have no step."""
     inner = {f"{axis} stride": stride for axis, count, stride in pages.inner_axes if axis in axes and count > 1}
     block = {"block stride": pages.block_stride} if pages.num_blocks > 1 else {}
     return {"offset": pages.offset, **inner, **block}
 
 
 def _unaligned(elements: Mapping[str, int], itemsize: int) -> Iterator[str]:
-    """What is no multiple of what bulk copies ask for."""
+    """Sizes that are not multiples of the unit of bulk copies."""
     for name, count in elements.items():
         if count * itemsize % BULK:
-            yield f"{name} of {count * itemsize} bytes: takes multiples of {BULK}"
+            yield f"{name} of {count * itemsize} bytes: supports multiples of {BULK}"

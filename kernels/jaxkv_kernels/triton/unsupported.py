@@ -29,7 +29,7 @@ def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
     del arrays
     for size in options["entry"].sizes:
         if size > TILE_LIMIT:
-            yield f"part of {size} values: takes at most {TILE_LIMIT}, which is what a tile may have in Triton"
+            yield f"part of {size} values: supports at most {TILE_LIMIT}, which is what a tile may have in Triton"
 
 
 write_kv = write_indexer_k = gather_mla = gather_kv = gather_indexer_k = write_mla
@@ -41,16 +41,16 @@ def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
     *_, heads, dim = arrays["q"].shape
     most = MOST_HEADS[max(arrays["q"].dtype.itemsize, 2)]
     if heads > most:
-        yield f"`q` of {heads} heads of {arrays['q'].dtype}: takes at most {most}, which shared memory holds"
+        yield f"`q` of {heads} heads of {arrays['q'].dtype}: supports at most {most}, which shared memory holds"
     if dim > MOST_VALUES:
-        yield f"keys of {dim} values: takes at most {MOST_VALUES}, which shared memory holds"
+        yield f"keys of {dim} values: supports at most {MOST_VALUES}, which shared memory holds"
 
 
 def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `select_topk` call."""
     del arrays
     if options["k"] > MOST_BEST:
-        yield f"`k` of {options['k']}: takes at most {MOST_BEST}"
+        yield f"`k` of {options['k']}: supports at most {MOST_BEST}"
 
 
 LATENT, ROPE, HEAD_DIM = 512, 64, 256
@@ -62,7 +62,7 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     yield from _empty(arrays, "q_latent", "block_tables", "slots")
     latent, rope = options["entry"].sizes
     if latent > LATENT or rope > ROPE:
-        yield f"entries of {latent} + {rope} values: takes at most {LATENT} + {ROPE}"
+        yield f"entries of {latent} + {rope} values: supports at most {LATENT} + {ROPE}"
     yield from too_large(options)
 
 
@@ -73,7 +73,7 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
     """Reasons against a `decode_kv` call."""
     yield from _empty(arrays, "q", "block_tables")
     if max(options["entry"].sizes) > HEAD_DIM:
-        yield f"entries of {' + '.join(map(str, options['entry'].sizes))} values: takes at most {HEAD_DIM} of each"
+        yield f"entries of {' + '.join(map(str, options['entry'].sizes))} values: supports at most {HEAD_DIM} of each"
     yield from too_large(options)
 
 
@@ -96,4 +96,4 @@ def merge_states(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Itera
     if not arrays["outs"].size:
         yield "outs of no values: a kernel would have nothing to do"
     elif arrays["outs"].shape[-1] > TILE_LIMIT:
-        yield f"outs of {arrays['outs'].shape[-1]} values: takes at most {TILE_LIMIT}, as of parts of entries"
+        yield f"outs of {arrays['outs'].shape[-1]} values: supports at most {TILE_LIMIT}, as of parts of entries"
