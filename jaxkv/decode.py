@@ -40,7 +40,8 @@ def decode_mla(
       q_pe: [B, Hq, P] or [B, Q, Hq, P], rotary queries after RoPE, the dtype of `q_latent`.
       cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      seq_lens: int32 [B], tokens of each request, the new ones included; 0 is a request without tokens.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 is a request without tokens.  Clamped to 0
+        and to the M * block_size tokens that a table has room for, as if the request had that many.
       layer: int, or traced int32 scalar.
       scale: float, the model's own softmax scale; R and P do not tell it.
       kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
@@ -109,7 +110,8 @@ def decode_kv(
       q: float [B, Hq, D] or [B, Q, Hq, D]; Hq a multiple of the cache's heads H.
       cache: a cache of `KVEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      seq_lens: int32 [B], tokens of each request, the new ones included; 0 is a request without tokens.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 is a request without tokens.  Clamped to 0
+        and to the M * block_size tokens that a table has room for, as if the request had that many.
       layer: int, or traced int32 scalar.
       scale: float, the softmax scale.
       k_scale: float scalar or [H], required by format `fp8` and refused by the others; value = stored * k_scale.

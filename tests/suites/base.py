@@ -1,5 +1,7 @@
 """What the suites share."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -47,6 +49,16 @@ def layout_of(name, entry, **sizes):
 def formats(entries):
     """Parametrises `entry`."""
     return pytest.mark.parametrize("entry", entries, ids=[entry.format for entry in entries])
+
+
+OUTSIDE, CLAMPED = (129, 2**31 - 1, -1, -(2**31)), (128, 128, 0, 0)
+"""Lengths outside tables of two blocks of 64 tokens, and what they are clamped to."""
+
+
+def full_tables(entry, **sizes):
+    """Four requests, whose tables have exactly the two blocks of 64 tokens that are in use."""
+    scene = scenes.scene(entry, lengths=(128,) * 4, **sizes)
+    return replace(scene, tables=scene.tables[:, :2])
 
 
 every_layout = pytest.mark.parametrize("name", scenes.LAYOUTS)

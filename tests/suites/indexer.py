@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 import scenes
 from compare import assert_close, assert_same_bits
-from suites.base import Suite, dtype_of, every_layout, formats, layout_of
+from suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, every_layout, formats, full_tables, layout_of
 
 
 class IndexerChecks(Suite):
@@ -105,6 +105,16 @@ class Indexer(IndexerChecks):
             right[request, :, lost] = -np.inf
         cache = scene.cache(layout_of("BLNHC", entry, block_size=16), 0)
         assert_close(self.logits(q, weights, cache, replace(scene, tables=tables), 0, 64), right, roundings=128)
+
+    @pytest.mark.parametrize("max_len", [100, 200])
+    def test_lengths_outside_the_table_are_clamped_to_it(self, max_len):
+        entry = scenes.INDEXER_ENTRY
+        full = full_tables(entry)
+        inside, outside = (replace(full, lengths=lengths) for lengths in (CLAMPED, OUTSIDE))
+        cache, (q, weights) = full.cache(layout_of("BLNHC", entry), 1), self.arguments(full, 3, "bfloat16")
+        right = self.logits(q, weights, cache, inside, 1, max_len)
+        assert_close(right, self.truth(q, weights, inside, max_len), roundings=128)
+        assert_same_bits(self.logits(q, weights, cache, outside, 1, max_len), right)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     def test_every_e4m3_value(self, dtype):

@@ -26,7 +26,8 @@ def indexer_logits(
       weights: [B, Q, Hi], likewise.
       cache: the device's own.
       block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
-      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
+        what the tables of all devices have room for, as if the request had that many.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, tokens in a row that one shard owns.
       **options: `layer`, `max_len` (of the share) and `implementation` as `jaxkv.indexer_logits` has them.
@@ -40,7 +41,7 @@ def indexer_logits(
     dims = Dims()
     dims.check("q", q, "B Q Hi D", (str(getattr(q, "dtype", None)),))
     dims.check("weights", weights, "B Q Hi")
-    tables, lengths = requests_of_tokens(block_tables, seq_lens, dims, dims["Q"], axis, interleave)
+    tables, lengths = requests_of_tokens(cache, block_tables, seq_lens, dims, dims["Q"], axis, interleave)
     q_rows, weight_rows = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, weights))
     logits = indexer.indexer_logits(q_rows, weight_rows, cache, tables, lengths, **options)
     return logits.reshape(*weights.shape[:2], -1)
