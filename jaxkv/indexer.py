@@ -67,8 +67,8 @@ def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
       implementation: None (the best that takes the call), a name, or a sequence of names.
 
     Returns:
-      int32 [..., k], largest logit first and the earlier position where logits are equal; -1 where a row has fewer
-      than k positions.
+      int32 [..., k], largest logit first (a NaN, of either sign, before all others) and the earlier position where
+      logits are equal; -1 where a row has fewer than k positions.
 
     Raises:
       ValueError: `logits` is no float32 array with a last axis, or `k` no positive int.

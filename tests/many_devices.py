@@ -309,12 +309,13 @@ def test_checked_lengths_are_those_of_all_devices():
 
 @pytest.mark.parametrize(("devices", "interleave"), [(2, 1), (3, 4), (8, 2)])
 @pytest.mark.parametrize("k", [1, 20, 90])
-def test_the_best_of_all_devices_are_those_of_one(devices, interleave, k):
+@pytest.mark.parametrize("special", [(), (np.nan, -np.nan, np.inf)], ids=["numbers", "NaN and inf"])
+def test_the_best_of_all_devices_are_those_of_one(devices, interleave, k, special):
     """Where many are equal, too; rows have fewer than k."""
     mesh, rng = mesh_of(devices), np.random.default_rng(0)
     lengths = np.asarray([0, 1, 19, 21, 64], np.int32)
     tokens = np.arange(64)
-    logits = rng.choice(np.asarray([-3, -0.0, 0, 1, 1.5], np.float32), (5, 64))
+    logits = rng.choice(np.asarray([-3, -0.0, 0, 1, 1.5, *special], np.float32), (5, 64))
     logits[tokens >= lengths[:, None]] = -np.inf
     owned = [tokens[tokens // interleave % devices == shard] for shard in range(devices)]
     longest = max(map(len, owned))

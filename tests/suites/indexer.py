@@ -155,6 +155,14 @@ class Indexer(IndexerChecks):
             logits[row, :, valid:] = -np.inf
         self.check_topk(logits, k)
 
+    @pytest.mark.parametrize("k", [1, 3, 6, 9])
+    def test_select_topk_ranks_nan_first(self, k):
+        logits = np.asarray([1, np.nan, np.inf, -np.inf, -np.nan, 2, np.nan], np.float32)
+        logits.view(np.uint32)[6] = 0x7F800001  # a NaN of other bits
+        order = [1, 4, 6, 2, 5, 0, -1, -1, -1]
+        found = self.run(jaxkv.select_topk, jnp.asarray(logits), k)
+        assert_same_bits(found, np.asarray(order[:k], np.int32))
+
     @pytest.mark.parametrize("length", [8193, 20000, 70000])
     def test_select_topk_of_long_rows(self, length):
         rng = np.random.default_rng(0)
