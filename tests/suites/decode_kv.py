@@ -195,3 +195,32 @@ class DecodeKV(DecodeKVChecks):
         each = self.decode(q, cache, scene, 0, k_scale=jnp.full(2, 0.02), v_scale=jnp.full(2, 0.03))
         for a, b in zip(one, each, strict=True):
             assert_same_bits(a, b)
+
+
+class UnseenByKV(DecodeKVChecks):
+    """What `decode_kv` promises where values are no product with a weight of 0 for queries that do not see them."""
+
+    @every_format
+    def test_a_query_depends_on_nothing_that_it_does_not_see(self, form):
+        entry = self.entry(form)
+        scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 3)), layout_of("BLNHC", entry, num_heads=2)
+        q = self.query(entry, 2, 3, 4)
+        right = self.decode(q, scene.cache(layout, 1), scene, 1, window=101)
+        nan = 0xFF if entry.dtype == jnp.uint8 else np.nan
+        broken = scene.holding(nan, 0, 129).holding(nan, 0, 27)  # what only the last, the first sees
+        for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, window=101), right, strict=True):
+            assert_same_bits(a[0, 1], b[0, 1])
+            assert_same_bits(a[1], b[1])
+            assert np.isnan(np.asarray(a[0, ::2], np.float32)).all()
+
+    def test_infinite_values_are_those_of_their_column(self):
+        entry = self.entry()
+        scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 3)), layout_of("BLNHC", entry, num_heads=2)
+        q = self.query(entry, 2, 3, 4)
+        right, right_lse = (np.array(x) for x in self.decode(q, scene.cache(layout, 1), scene, 1))
+        for position, column, value in ((128, 0, np.inf), (129, 0, -np.inf), (129, 1, -np.inf), (5, 2, np.nan)):
+            scene = scene.holding(value, 0, position, entry.head_dim + column)
+        right[0, 1, :, 0], right[0, 2, :, 0], right[0, 2, :, 1], right[0, :, :, 2] = np.inf, np.nan, -np.inf, np.nan
+        out, lse = self.decode(q, scene.cache(layout, 1), scene, 1)
+        assert_close(out, right, roundings=0)
+        assert_same_bits(lse, right_lse)

@@ -321,3 +321,20 @@ class DecodeMLA(DecodeMLAChecks):
             out, _ = self.decode(q, scene.cache(layout, 2), scene, 2)
             right, _ = self.truth(q, scene)
             assert_close(out, right, roundings=4, magnitude=1)
+
+
+class UnseenByMLA(DecodeMLAChecks):
+    """What `decode_mla` promises where values are no product with a weight of 0 for queries that do not see them."""
+
+    @every_format
+    def test_a_query_depends_on_nothing_that_it_does_not_see(self, form):
+        entry, layout = self.entry(form), layout_of("BLNHC", self.entry(form))
+        scene, q = scenes.scene(entry, lengths=(130, 3)), queries(entry, 2, 3, self.heads)
+        right = self.decode(q, scene.cache(layout, 1), scene, 1)
+        nan = 0xFF if entry.dtype == jnp.uint8 else np.nan
+        broken = scene.holding(nan, 0, 128).holding(nan, 1, 2)
+        for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1), right, strict=True):
+            assert_same_bits(a[0, :1], b[0, :1])
+            assert_same_bits(a[1, :2], b[1, :2])
+            assert np.isnan(np.asarray(a[0, 1:], np.float32)).all()
+            assert np.isnan(np.asarray(a[1, 2:], np.float32)).all()

@@ -15,7 +15,8 @@ def decode_mla(
     """`jaxkv.decode_mla` over the shares of all devices along a mesh axis; inside `shard_map`.
 
     Query token t of Q sees the first `seq_len - Q + 1 + t` tokens of the request: on a shard these are not aligned to
-    the end of its share, so that each query token becomes a request of its own there (and reads the share anew).
+    the end of its share, so that each query token becomes a request of its own there (and reads the share anew).  Its
+    result therefore does not depend on tokens that it does not see, whatever they contain, on any implementation.
 
     Args:
       q_latent: float [B, Hq, R] or [B, Q, Hq, R], the same on all devices along `axis`.
