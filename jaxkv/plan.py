@@ -72,8 +72,8 @@ def plan_decode(
     Args:
       cache: a cache of `MLAEntry` or `KVEntry`.
       block_tables: int32 [B, M], as the calls will get them.
-      seq_lens: int32 [B], as the calls will get them; a plan for other lengths gives wrong results, which `checked`
-        calls report.
+      seq_lens: int32 [B], as the calls will get them, clamped as there; a plan for other lengths gives wrong results,
+        which `checked` calls report.
       num_heads: query heads of the calls.
       tokens: query tokens a request of the calls.
       window: that of the calls (`decode_kv` only).

@@ -11,8 +11,10 @@ from suites.blocks import BlockChecks as BlockChecks
 from suites.blocks import Blocks as Blocks
 from suites.decode_kv import DecodeKV as DecodeKV
 from suites.decode_kv import DecodeKVChecks as DecodeKVChecks
+from suites.decode_kv import UnseenByKV as UnseenByKV
 from suites.decode_mla import DecodeMLA as DecodeMLA
 from suites.decode_mla import DecodeMLAChecks as DecodeMLAChecks
+from suites.decode_mla import UnseenByMLA as UnseenByMLA
 from suites.decode_mla import assert_batch_invariant as assert_batch_invariant
 from suites.decode_mla import queries as queries
 from suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.bits import view_as
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends
+from jaxkv_kernels.slots import lengths_in_table
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends
 from jaxkv_kernels.xla.rows import read_slots
 from jaxkv_kernels.xla.softmax import attend
 
@@ -18,10 +19,10 @@ def decode_kv(
     """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
-    lengths = live_lengths(block_tables, seq_lens, pages.block_size)
+    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
     batch, tokens, query_heads, head_dim = q.shape
     grouped = q.reshape(batch, tokens, pages.num_heads, query_heads // pages.num_heads, head_dim)
-    ends = query_ends(seq_lens, tokens)
+    ends = query_ends(lengths, tokens)
     begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
 
     def load(i):

@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv_kernels.slots import ragged_slots
 from jaxkv_kernels.xla.split_page import read_keys
@@ -13,6 +12,6 @@ from jaxkv_kernels.xla.split_page import read_keys
 def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype):
     """k [total, head_dim] of `dtype`, dequantised; rows without a token are 0."""
     slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
-    rows, valid = read_keys(buffer, pages, entry, slots, layer)
+    rows, _ = read_keys(buffer, pages, entry, slots, layer)
     (k,) = entry.decode(rows, dtype)
-    return jnp.where(valid[:, None], k, 0)
+    return k

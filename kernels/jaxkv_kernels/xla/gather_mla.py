@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv_kernels.bits import view_as
 from jaxkv_kernels.slots import ragged_slots
@@ -14,6 +13,5 @@ from jaxkv_kernels.xla.rows import read_slots
 def gather_mla(buffer, block_tables, cu_seq_lens, seq_starts, layer, kv_scale, *, pages, entry, total, dtype):
     """kv_c [total, R], k_pe [total, P] of `dtype`; rows without a token are 0."""
     slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
-    rows, valid = read_slots(buffer, pages, slots, layer)
-    parts = entry.decode(view_as(rows[:, 0], entry.dtype), dtype, (kv_scale, kv_scale))
-    return tuple(jnp.where(valid[:, None], part, 0) for part in parts)
+    rows, _ = read_slots(buffer, pages, slots, layer)
+    return tuple(entry.decode(view_as(rows[:, 0], entry.dtype), dtype, (kv_scale, kv_scale)))
