@@ -31,7 +31,7 @@ def overlapping_entries(
     while tangled and axes[tangled[-1]][1] >= width + sum((axes[name][0] - 1) * axes[name][1] for name in tangled[:-1]):
         tangled.pop()
     counts, strides = [axes[name][0] for name in tangled], [axes[name][1] for name in tangled]
-    basis = [
+    basis: list[Vector] = [
         (*(Fraction(i == j, count) for j, count in enumerate(counts)), Fraction(stride, width))
         for i, stride in enumerate(strides)
     ]
