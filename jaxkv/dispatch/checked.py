@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
+from jaxkv_kernels.addressing.slots import table_tokens
 from jaxkv_kernels.xla.entry_rows import load_entries
 
 # Part of the keys of jit's caches: a function that was traced without checks is traced again with them.
@@ -82,7 +83,7 @@ def check_written_once(name, slots, what):
 
 def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None):
     """Checks that positions first <= p < lengths are in the table, those below `most` in blocks of the cache."""
-    capacity = block_tables.shape[1] * pages.block_size
+    capacity = table_tokens(block_tables, pages.block_size)
     fits = (lengths >= 0) & (lengths <= capacity)
     require(fits, name, lengths, f"the table holds {block_tables.shape[1]} blocks, {capacity} tokens")
     begins = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * pages.block_size

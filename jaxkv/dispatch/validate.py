@@ -173,7 +173,7 @@ def float_dtype(name: str, dtype):
 
 
 def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
-    """`value` as a Python int; ValueError unless it is a positive integer, and one that int32 holds."""
+    """`value` as a Python int; ValueError unless it is a positive integer, by default one that int32 holds."""
     number = None if isinstance(value, jax.Array) else as_int(value)
     if number is None or number < 1 or (below is not None and number >= below):
         limit = "" if below is None else f" below {below}"

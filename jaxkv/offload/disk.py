@@ -77,7 +77,7 @@ class DiskPool:
             told_type = type(model).__name__
             raise ValueError(f"`model` is a {told_type}: expected a string, such as `jaxkv.models.fingerprint(model)`")
         self.layout, self.model = layout, model
-        self.num_blocks = None if num_blocks is None else positive_int("num_blocks", num_blocks)
+        self.num_blocks = None if num_blocks is None else positive_int("num_blocks", num_blocks, below=None)
         self._row = row_of(layout)
         self._fingerprint = layout.fingerprint
         self._secret, self._secret_id = secret, secret_id(secret)

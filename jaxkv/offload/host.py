@@ -82,7 +82,7 @@ class HostPool:
         implementation=None,
     ):
         self.layout, self.disk = layout, disk
-        self.num_blocks, self._row = positive_int("num_blocks", num_blocks), row_of(layout)
+        self.num_blocks, self._row = positive_int("num_blocks", num_blocks, below=None), row_of(layout)
         self.block_nbytes = self._row.size * self._row.dtype.itemsize
         if not isinstance(disk, DiskPool | None):
             raise ValueError(f"`disk` is a {type(disk).__name__}: expected a DiskPool, or None")

@@ -47,12 +47,18 @@ def decode_mla(
     The new tokens' own entries are in the cache already.  Query token t of Q sees the first `seq_len - Q + 1 + t`
     tokens: causal, aligned to the end.
 
+    The result of a query token does not depend on tokens that it does not see.  On `xla` this holds whatever they
+    contain.  `triton` and `mosaic_gpu` multiply the values of a token by a weight of 0 for the query tokens of the same
+    request that do not see it: if these values hold inf or NaN, and another query token sees them, `out` may be NaN.
+    Keys have no such effect, and neither has anything that no query token of the request sees.
+
     Args:
       q_latent: float [B, Hq, R] or [B, Q, Hq, R], queries through W_UK.
       q_pe: [B, Hq, P] or [B, Q, Hq, P], rotary queries after RoPE, the dtype of `q_latent`.
       cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
-      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Clamped to 0
+        and to the M * block_size tokens that a table has room for, as if the request had that many.
       layer: int, or traced int32 scalar.
       scale: float, the model's own softmax scale, which cannot be inferred from R and P.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
@@ -110,13 +116,15 @@ def decode_kv(
 ) -> Any:
     """Grouped-query or multi-head attention of one or several new tokens per request.
 
-    Query head i reads KV head i // (Hq / H).  Causal as in `decode_mla`.
+    Query head i reads KV head i // (Hq / H).  Causal as in `decode_mla`, with the same guarantees for tokens that a
+    query token does not see, those before its window included.
 
     Args:
       q: float [B, Hq, D] or [B, Q, Hq, D]; Hq a multiple of the cache's heads H.
       cache: a cache of `KVEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
-      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Clamped to 0
+        and to the M * block_size tokens that a table has room for, as if the request had that many.
       layer: int, or traced int32 scalar.
       scale: float, the softmax scale.
       k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.

@@ -25,7 +25,8 @@ def indexer_logits(
       weights: float [B, Q, Hi]; include the scale of a quantised q here.
       cache: a cache of `IndexerEntry`.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      seq_lens: int32 [B], tokens of each request, the new ones included.
+      seq_lens: int32 [B], tokens of each request, the new ones included; clamped to 0 and to the M * block_size tokens
+        that a table has room for, as if the request had that many.
       layer: int, or traced int32 scalar.
       max_len: static number of positions of the result, below 2**31, as positions are int32.
       implementation: None (the best that supports the call), a name, or a sequence of names.
@@ -73,8 +74,8 @@ def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      int32 [..., k], largest logit first and the earlier position where logits are equal; -1 where a row has fewer
-      than k positions.
+      int32 [..., k], largest logit first (a NaN, of either sign, before all others) and the earlier position where
+      logits are equal; -1 where a row has fewer than k positions.
 
     Raises:
       ValueError: `logits` is not a float32 array with at least one axis, or `k` is not a positive int.

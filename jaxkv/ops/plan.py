@@ -74,8 +74,8 @@ def plan_decode(
     Args:
       cache: a cache of `MLAEntry` or `KVEntry`.
       block_tables: int32 [B, M], those of the calls.
-      seq_lens: int32 [B], the same as those of the calls; with other lengths, results are wrong, which `checked` calls
-        report.
+      seq_lens: int32 [B], the same as those of the calls, and clamped as there; with other lengths, results are wrong,
+        which `checked` calls report.
       num_heads: query heads of the calls.
       q_len: query tokens per request of the calls.
       window: that of the calls (`decode_kv` only).

@@ -96,6 +96,7 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
         self.case("BLNHC", jaxkv.MLAEntry("f32", 16, 4), 1, lengths, [(0, n) for n in lengths])
 
     test_tokens_outside = suites.Gathers.test_tokens_outside_the_table_or_the_cache_are_zero
+    test_tokens_past_the_table = suites.Gathers.test_tokens_past_the_table_are_zero
 
 
 @pytest.mark.usefixtures("interpreted")

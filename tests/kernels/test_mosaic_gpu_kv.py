@@ -96,6 +96,8 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
         self.case((400, 200), 1, 2)
 
     test_blocks_outside_the_cache_are_masked = suites.DecodeKV.test_blocks_outside_the_cache_are_masked
+    test_lengths_outside_the_table = suites.DecodeKV.test_lengths_outside_the_table_are_clamped_to_it
+    test_keys_that_a_query_does_not_see = suites.DecodeKV.test_keys_that_a_query_does_not_see_do_not_matter
     test_traced_layer_outside_the_cache_is_empty = suites.DecodeKV.test_traced_layer_outside_the_cache_is_empty
 
 

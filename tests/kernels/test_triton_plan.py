@@ -27,7 +27,7 @@ def test_items_cover_every_request(seed, window):
     plan = planned(lengths, longest, groups=groups, tokens=tokens, window=window, processors=int(rng.integers(1, 70)))
     items = np.asarray(plan.items)
     ends = np.clip(lengths, 0, longest)
-    begins = np.zeros_like(ends) if window is None else np.clip(lengths - tokens + 1 - window, 0, ends)
+    begins = np.zeros_like(ends) if window is None else np.clip(ends - tokens + 1 - window, 0, ends)
     cuts = {int(request): (int(first), int(count)) for request, first, count in plan.cuts[: int(plan.number[0])]}
     for request in range(batch):
         (places,) = np.nonzero(items[:, 0] == request)

@@ -43,6 +43,11 @@ def reopened(tmp_path, **options):
     return offload.DiskPool(tmp_path, LAYOUT, **{"model": "m"} | options)
 
 
+def test_bounds_of_pools_are_not_those_of_int32(tmp_path):
+    disk = reopened(tmp_path, num_blocks=sys.maxsize)
+    assert disk.num_blocks == offload.HostPool(LAYOUT, sys.maxsize, disk=disk).num_blocks == sys.maxsize
+
+
 class TestFiles:
     def test_blocks_survive(self, disk, row, tmp_path):
         assert disk.store(KEY, row)

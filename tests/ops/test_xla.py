@@ -16,11 +16,11 @@ class TestGathers(suites.Gathers):
     implementation = "xla"
 
 
-class TestDecodeMLA(suites.DecodeMLA):
+class TestDecodeMLA(suites.DecodeMLA, suites.UnseenByMLA):
     implementation = "xla"
 
 
-class TestDecodeKV(suites.DecodeKV):
+class TestDecodeKV(suites.DecodeKV, suites.UnseenByKV):
     implementation = "xla"
 
 

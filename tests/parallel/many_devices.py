@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
@@ -243,14 +243,79 @@ def test_several_query_tokens_are_causal(name, devices, interleave, tokens):
     assert_equal_within_roundings(found, on_one_device(ENTRIES[name], tokens)[1:])
 
 
+@pytest.mark.parametrize("name", ["f32", "gqa"])
+def test_lengths_past_the_tables_are_clamped_to_them(name):
+    """As if requests had as many tokens as the tables of all devices have room for, a last round that is not full too.
+
+    Several query tokens, with a plan; negative lengths are 0.
+    """
+    entry, mesh, interleave, tokens = ENTRIES[name], mesh_of(3), 5, 4
+    q, tables = batch(entry, tokens).q, batch(entry).tables[:, :2]
+    room = 3 * 15 + 1  # 16 tokens in a table are 3 times 5, and 1 of shard 0
+    rng, count = np.random.default_rng(0), len(LENGTHS)
+    random = jnp.asarray(rng.standard_normal(3 * layout_of(entry).size), entry.dtype)
+    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout_of(entry), mesh).buffer.sharding), layout_of(entry))
+
+    def step(cache, q, tables, lengths):
+        keywords = dict(axis="x", interleave=interleave)
+        plan = context.plan_decode(cache, tables, lengths, num_heads=q[0].shape[2], tokens=tokens, **keywords)
+        return decode(q, cache, tables, lengths, package=context, plan=plan, **keywords)
+
+    found, right = (
+        run(step, mesh, (P("x"), P(), P(), P()), P(), cache, q, tables, jnp.asarray(lengths * (count // 4), jnp.int32))
+        for lengths in ([room + 1, 2**31 - 1, -1, -(2**31)], [room, room, 0, 0])
+    )
+    for one, other in zip(found, right, strict=True):
+        assert_same_bits(one, other)
+    assert np.isfinite(right[1][:2]).all()
+
+
+def test_lengths_past_the_tables_are_clamped_by_the_indexer():
+    mesh, entry = mesh_of(3), jaxkv.IndexerEntry("bf16", head_dim=16)
+    rng, tables = np.random.default_rng(0), batch(MLA[0]).tables[:4, :2]
+    random = jnp.asarray(rng.standard_normal(3 * layout_of(entry).size), entry.dtype)
+    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout_of(entry), mesh).buffer.sharding), layout_of(entry))
+    q = jnp.asarray(rng.standard_normal((4, 3, 2, 16)), entry.dtype)
+
+    def score(cache, q, tables, lengths):
+        keywords = dict(axis="x", interleave=5, layer=LAYER, max_len=20)
+        return context.indexer_logits(q, jnp.ones(q.shape[:3]), cache, tables, lengths, **keywords)[None]
+
+    found, right = (
+        run(score, mesh, (P("x"), P(), P(), P()), P("x"), cache, q, tables, jnp.asarray(lengths, jnp.int32))
+        for lengths in ([47, 2**31 - 1, -1, -(2**31)], [46, 46, 0, 0])
+    )
+    assert_same_bits(found, right)
+    assert np.isfinite(right[:, 0, 2]).sum(axis=-1).tolist() == [16, 15, 15]
+
+
+def test_checked_lengths_are_those_of_all_devices():
+    mesh_of(3)
+    # With explicit axes `checkify` fails: it sorts what the devices have found, over all of them.
+    mesh = jax.make_mesh((3,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    q, tables = batch(MLA[0]).q, batch(MLA[0]).tables[:, :2]
+
+    @jaxkv.checked
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P())
+    def check(lengths):
+        cache = jaxkv.KVCache.zeros(layout_of(MLA[0]))
+        return decode(q, cache, tables, lengths, package=context, axis="x", interleave=5)
+
+    lengths = jnp.asarray([46, 0, 0, 46, 0, 0, 0, 0], jnp.int32)
+    check(lengths)
+    with pytest.raises(ValueError, match=r"`seq_lens`\[3\] is 47: the tables of 3 devices hold 46 tokens"):
+        check(lengths.at[3].set(47))
+
+
 @pytest.mark.parametrize(("devices", "interleave"), [(2, 1), (3, 4), (8, 2)])
 @pytest.mark.parametrize("k", [1, 20, 90])
-def test_the_best_of_all_devices_are_those_of_one(devices, interleave, k):
+@pytest.mark.parametrize("special", [(), (np.nan, -np.nan, np.inf)], ids=["numbers", "NaN and inf"])
+def test_the_best_of_all_devices_are_those_of_one(devices, interleave, k, special):
     """Where many are equal, too; rows have fewer than k."""
     mesh, rng = mesh_of(devices), np.random.default_rng(0)
     lengths = np.asarray([0, 1, 19, 21, 64], np.int32)
     tokens = np.arange(64)
-    logits = rng.choice(np.asarray([-3, -0.0, 0, 1, 1.5], np.float32), (5, 64))
+    logits = rng.choice(np.asarray([-3, -0.0, 0, 1, 1.5, *special], np.float32), (5, 64))
     logits[tokens >= lengths[:, None]] = -np.inf
     owned = [tokens[tokens // interleave % devices == shard] for shard in range(devices)]
     longest = max(map(len, owned))

@@ -157,6 +157,12 @@ class Scene:
         rows = self.entries[slots // self.block_size, :, slots % self.block_size]
         return oracle.decode(self.entry, rows, self.oracle_scales)
 
+    def holding(self, value, request, position, part=slice(None)):
+        """The scene with `value` in a part of the stored elements of a request's token."""
+        entries, slot = self.entries.copy(), self.slots(request)[position]
+        entries.view(self.entry.dtype)[slot // self.block_size, :, slot % self.block_size, part] = value
+        return replace(self, entries=entries)
+
     @property
     def oracle_scales(self):
         """Scales as the oracle takes them: [H, 1] where they are per head."""

@@ -16,14 +16,16 @@ def decode_mla(
     """`jaxkv.decode_mla` over the shares of all devices along a mesh axis; inside `shard_map`.
 
     Query token t of Q sees the first `seq_len - Q + 1 + t` tokens of the request: on a shard these are not aligned to
-    the end of its share, so that each query token becomes a request of its own there (and reads the share anew).
+    the end of its share, so that each query token becomes a request of its own there (and reads the share anew).  Its
+    result therefore does not depend on tokens that it does not see, whatever they contain, on any implementation.
 
     Args:
       q_latent: float [B, Hq, R] or [B, Q, Hq, R], the same on all devices along `axis`.
       q_pe: [B, Hq, P] or [B, Q, Hq, P], likewise.
       cache: the device's own.
       block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
-      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
+        what the tables of all devices have room for, as if the request had that many.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, tokens in a row that one shard owns.
       return_lse: also return the log-sum-exp of the scores.
@@ -49,7 +51,8 @@ def decode_kv(
       q: float [B, Hq, D] or [B, Q, Hq, D], the same on all devices along `axis`.
       cache: the device's own.
       block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
-      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
+        what the tables of all devices have room for, as if the request had that many.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, tokens in a row that one shard owns.
       return_lse: also return the log-sum-exp of the scores.
@@ -91,7 +94,7 @@ def plan_decode(
     _no_window(options)
     q_len = positive_int("q_len", q_len)
     return plan.plan_decode(
-        cache, *requests_of_tokens(block_tables, seq_lens, Dims(), q_len, axis, interleave), **options
+        cache, *requests_of_tokens(cache, block_tables, seq_lens, Dims(), q_len, axis, interleave), **options
     )
 
 
@@ -103,7 +106,7 @@ def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave,
         dims.check(name, q, f"{axes} {content}")
     tokens = dims["Q"] if "Q" in axes.split() else 1
     rows = [q.reshape(-1, *q.shape[-2:]) for q, _ in queries.values()]
-    requests = requests_of_tokens(block_tables, seq_lens, dims, tokens, axis, interleave)
+    requests = requests_of_tokens(cache, block_tables, seq_lens, dims, tokens, axis, interleave)
     out, lse = operation(*rows, cache, *requests, return_lse=True, **options)
     out, lse = merge_states(out, lse, axis=axis)
     out, lse = out.reshape(*first.shape[:-1], out.shape[-1]), lse.reshape(first.shape[:-1])

@@ -5,9 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.dispatch.validate import Dims, describe, int32, positive_int
+from jaxkv.cache import KVCache
+from jaxkv.dispatch import checked as checks
+from jaxkv.dispatch.validate import Dims, check_cache, describe, int32, positive_int
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels.addressing.integers import as_int
+from jaxkv_kernels.addressing.slots import MAX_SLOTS, table_tokens
+from jaxkv_kernels.formats.entries import Entry
 
 
 def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> jax.Array:
@@ -58,13 +62,25 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
     return slots_for(block_tables, jnp.where(mine, before, -1), block_size=block_size)
 
 
-def requests_of_tokens(block_tables, seq_lens, dims: Dims, tokens: int, axis, interleave: int):
-    """Tables [B * Q, M] and lengths [B * Q] on this shard, with a request for each of Q = `tokens` query tokens."""
+def requests_of_tokens(cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, interleave: int):
+    """Tables [B * Q, M] and lengths [B * Q] on this shard, with a request for each of Q = `tokens` query tokens.
+
+    As on one device, lengths are clamped to what the tables have room for: those of all shards together.
+    """
+    check_cache(cache, Entry)
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
-    seen = int32(seq_lens)[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
-    lengths = local_lengths(seen.reshape(-1), **here(axis), interleave=interleave)
-    return jnp.repeat(int32(block_tables), tokens, axis=0), lengths
+    block_tables, seq_lens, me = int32(block_tables), int32(seq_lens), here(axis)
+    # The table of shard 0 is full first, and its share is the largest.
+    rounds, rest = divmod(table_tokens(block_tables, cache.layout.block_size), positive_int("interleave", interleave))
+    room = min(rounds * interleave * me["num_shards"] + rest, MAX_SLOTS)
+    if checks.checking():
+        held = f"the tables of {me['num_shards']} devices hold {room} tokens"
+        checks.require((seq_lens >= 0) & (seq_lens <= room), "seq_lens", seq_lens, held)
+    lengths = jnp.clip(seq_lens, 0, room)
+    seen = lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
+    shares = local_lengths(seen.reshape(-1), **me, interleave=interleave)
+    return jnp.repeat(block_tables, tokens, axis=0), shares
 
 
 def here(axis) -> dict[str, Any]:

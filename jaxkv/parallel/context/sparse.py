@@ -15,6 +15,9 @@ from jaxkv.ops import indexer, sparse
 from jaxkv.parallel.context.merge import merge_states
 from jaxkv.parallel.context.share import here, requests_of_tokens
 
+LAST = 2**31 - 1
+"""The rank of what is not to be selected."""
+
 
 def indexer_logits(
     q, weights, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, **options
@@ -26,7 +29,8 @@ def indexer_logits(
       weights: [B, Q, Hi], likewise.
       cache: the device's own.
       block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
-      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
+        what the tables of all devices have room for, as if the request had that many.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, tokens in a row that one shard owns.
       **options: `layer`, `max_len` (of the share) and `implementation` as `jaxkv.indexer_logits` has them.
@@ -40,7 +44,7 @@ def indexer_logits(
     dims = Dims()
     dims.check("q", q, "B Q Hi D", (str(getattr(q, "dtype", None)),))
     dims.check("weights", weights, "B Q Hi")
-    tables, lengths = requests_of_tokens(block_tables, seq_lens, dims, dims["Q"], axis, interleave)
+    tables, lengths = requests_of_tokens(cache, block_tables, seq_lens, dims, dims["Q"], axis, interleave)
     q_rows, weight_rows = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, weights))
     logits = indexer.indexer_logits(q_rows, weight_rows, cache, tables, lengths, **options)
     return logits.reshape(*weights.shape[:2], -1)
@@ -49,8 +53,8 @@ def indexer_logits(
 def select_topk(logits, k: int, *, axis, interleave: int = 1, implementation=None) -> jax.Array:
     """Which of the k largest logits of all devices are of the device's share; inside `shard_map`.
 
-    Every device finds its k best; of all these, gathered, the k best are chosen, the earlier token where logits are
-    equal: the same tokens as on one device.
+    Every device finds its k best; of all these, gathered, the k best are chosen, NaN before all others and the earlier
+    token where logits are equal: the same tokens as on one device.
 
     Args:
       logits: float32 [..., N], of this share; -inf marks a position that is not to be selected.
@@ -68,16 +72,21 @@ def select_topk(logits, k: int, *, axis, interleave: int = 1, implementation=Non
     positive_int("interleave", interleave)
     me = here(axis)
     positions = indexer.select_topk(logits, k, implementation=implementation)[..., : logits.shape[-1]]
-    values = jnp.take_along_axis(logits, jnp.maximum(positions, 0), axis=-1)
-    # Largest first, and -0 is no less than 0.
-    values = jnp.where(positions < 0, jnp.inf, jnp.where(values == 0, 0.0, -values))
+    ranks = _ranks(jnp.take_along_axis(logits, jnp.maximum(positions, 0), axis=-1))
+    ranks = jnp.where(positions < 0, LAST, ranks)
     rounds, rest = jnp.divmod(positions, interleave)
     tokens = (rounds * me["num_shards"] + me["shard"]) * interleave + rest
-    gathered = [jnp.moveaxis(x, 0, -1) for x in lax.all_gather((values, tokens), axis)]
+    gathered = [jnp.moveaxis(x, 0, -1) for x in lax.all_gather((ranks, tokens), axis)]
     best = lax.sort([x.reshape(*positions.shape[:-1], -1) for x in gathered], num_keys=2)
-    last_value, last_token = (x[..., min(k, x.shape[-1]) - 1, None] for x in best)
-    chosen = (values < last_value) | ((values == last_value) & (tokens <= last_token))
+    last_rank, last_token = (x[..., min(k, x.shape[-1]) - 1, None] for x in best)
+    chosen = (ranks < last_rank) | ((ranks == last_rank) & (tokens <= last_token))
     return jnp.where(chosen, positions, -1)
+
+
+def _ranks(logits):
+    """int32 in the order of `jaxkv.select_topk`: the largest logit has the least, NaN less than all, -0 that of 0."""
+    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
+    return ~jnp.where(jnp.isnan(logits), LAST, bits ^ ((bits >> 31) & LAST))
 
 
 def decode_mla_sparse(q_latent, q_pe, cache: KVCache, slots, *, axis, return_lse=False, **options) -> Any:

@@ -7,6 +7,16 @@ MAX_SLOTS = 2**31 - 1
 """Slots are int32."""
 
 
+def table_tokens(block_tables: jax.Array, block_size: int) -> int:
+    """How many tokens of a request the tables [B, M] have room for."""
+    return min(block_tables.shape[1] * block_size, MAX_SLOTS)
+
+
+def lengths_in_table(seq_lens: jax.Array, block_tables: jax.Array, block_size: int) -> jax.Array:
+    """`seq_lens` [B] as every operation takes them: clamped to 0 and to what the tables have room for."""
+    return jnp.clip(seq_lens, 0, table_tokens(block_tables, block_size))
+
+
 def slots_for(block_tables: jax.Array, positions: jax.Array, *, block_size: int) -> jax.Array:
     """Slots of `positions` [B, ...] by the tables [B, M]; -1 where there is none."""
     batch = jnp.arange(block_tables.shape[0], dtype=jnp.int32)
@@ -34,9 +44,8 @@ def ragged_slots(
 
 
 def _lookup(block_tables, request, positions, block_size):
-    columns = block_tables.shape[1]
-    block = block_tables[request, jnp.clip(positions // block_size, 0, columns - 1)]
-    inside = (positions >= 0) & (positions < min(columns * block_size, MAX_SLOTS))
+    block = block_tables[request, jnp.clip(positions // block_size, 0, block_tables.shape[1] - 1)]
+    inside = (positions >= 0) & (positions < table_tokens(block_tables, block_size))
     # A poisoned entry must not wrap round into somebody's slot.
     inside &= (block >= 0) & (block < MAX_SLOTS // block_size)
     return jnp.where(inside, block * block_size + positions % block_size, -1)

@@ -219,6 +219,12 @@ def _attend(
                 n = item - first_item
                 q_slot = lax.rem(n, jnp.int32(q_slots))
 
+                def hide(i, s):
+                    first_token = origin + i * PAIR + side * TILE
+                    return without_hidden(
+                        s, table, b, first_token, row0, length, tokens=tokens, heads=group, keys=1, window=window
+                    )
+
                 def scores(i, slot, z, masked):
                     def product(acc):
                         plgpu.barrier_wait(kv_full.at[slot])
@@ -226,18 +232,11 @@ def _attend(
                         return acc[...]
 
                     s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
-                    if (
-                        interpret
-                    ):  # XLA fuses the product with the difference on CPUs: the largest, less itself, is not 0 then
-                        s = lax.optimization_barrier(s)
                     if logit_cap is not None:
                         s = capped(s, logit_cap)
-                    if masked:
-                        first_token = origin + i * PAIR + side * TILE
-                        s = without_hidden(
-                            s, table, b, first_token, row0, length, tokens=tokens, heads=group, keys=1, window=window
-                        )
-                    return s
+                    # Also keeps the product with the scale from being fused with the subtraction of the maximum: the
+                    # largest score less itself would not be 0, and far from it where scores are huge.
+                    return lax.cond(masked, partial(hide, i), lambda s: s, s)
 
                 def clear_values(i, slot):
                     """Zeroes the values of tokens that no row sees: 0 x NaN is NaN."""
@@ -251,8 +250,9 @@ def _attend(
                         piece[...] = table.without_unknown(b, first_token, token, values, 0)
                     plgpu.commit_smem()
 
-                def tile(masked, i, carry):
+                def tile(i, carry):
                     acc, m, total = carry
+                    masked = (i < low) | (i >= clear)
                     z = divided(i, 1 << 20)  # 0, but the compiler does not know
                     slot = 2 * (lax.rem(used + i - begin, jnp.int32(ring)) + z) + side
                     s = scores(i, slot, z, masked)
@@ -261,22 +261,19 @@ def _attend(
                     w = jnp.exp2(s - across(new, TILE))
                     total = total * shrink + w.sum(axis=1)
                     acc = acc * across(shrink, value_dim)
-                    if masked:
-                        clear_values(i, slot)
+                    pl.when(masked)(partial(clear_values, i, slot))
                     values = kv.at[slot, :, pl.ds(head_dim, value_dim)]
                     acc, _ = multiply_add(acc, w.astype(dtype), values, scratch=scratch)
                     plgpu.barrier_arrive(kv_free.at[slot])
                     return acc, new, total
 
                 clear = jnp.clip(clear, begin, jnp.maximum(stop, begin))
-                carry = zeros(TILE, value_dim), row_of(TILE, EMPTY), row_of(TILE, 0.0)
-                plgpu.barrier_wait(q_full.at[q_slot])
                 low = begin
                 if window is not None:  # up to `low` some row's window begins after the pair does
                     low = jnp.clip(divided(jnp.maximum(seen - window, 0) + (PAIR - 1), PAIR), begin, clear)
-                    carry = lax.fori_loop(begin, low, partial(tile, True), carry)
-                carry = lax.fori_loop(low, clear, partial(tile, False), carry)
-                acc, m, total = lax.fori_loop(clear, stop, partial(tile, True), carry)
+                carry = zeros(TILE, value_dim), row_of(TILE, EMPTY), row_of(TILE, 0.0)
+                plgpu.barrier_wait(q_full.at[q_slot])
+                acc, m, total = lax.fori_loop(begin, stop, tile, carry)
                 plgpu.barrier_arrive(q_free.at[q_slot])
 
                 if side == 1:

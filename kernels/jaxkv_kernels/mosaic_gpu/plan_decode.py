@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.mosaic_gpu.build import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.page_table import TILE
@@ -124,7 +125,7 @@ def make_plan(
     the first key in sight.
     """
     batch = seq_lens.size
-    lengths = jnp.clip(seq_lens, 0, block_tables.shape[1] * block_size)
+    lengths = lengths_in_table(seq_lens, block_tables, block_size)
     origin = jnp.zeros_like(lengths)
     if window is not None:
         origin = jnp.maximum(lengths - tokens + 1 - window, 0) // TILE * TILE

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing.slots import MAX_SLOTS
+from jaxkv_kernels.addressing.slots import table_tokens
 from jaxkv_kernels.mosaic_gpu.token_rows import divided
 
 PROBES = 15
@@ -34,13 +34,13 @@ def places_of(first, count, table_ref, cu_ref, start_ref, *, pages) -> list[Plac
 
 
 def _place(row, request, table_ref, cu_ref, start_ref, pages):
-    requests, columns = table_ref.shape
+    requests = table_ref.shape[0]
     inside = request < requests
     request = jnp.where(inside, request, 0)
     position = row - cu_ref[request]
     if start_ref is not None:
         position = position + start_ref[request]
-    inside = inside & (position >= 0) & (position < min(columns * pages.block_size, MAX_SLOTS))
+    inside = inside & (position >= 0) & (position < table_tokens(table_ref, pages.block_size))
     position = jnp.where(inside, position, 0)
     column = divided(position, pages.block_size)
     block = table_ref[request, column]

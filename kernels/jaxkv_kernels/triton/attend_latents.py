@@ -180,7 +180,8 @@ def _attend_latents(
     table += request.to(tl.int64) * TABLE
     key = tl.arange(0, KEYS)
     block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
-    sight = tl.load(seq_lens + request) - (TOKENS - 1) + row // HEADS  # the end of what each row sees
+    length = tl.minimum(tl.load(seq_lens + request), TABLE * TABLE_BLOCK)
+    sight = length - (TOKENS - 1) + row // HEADS  # the end of what each row sees
     top = tl.full((ROWS,), EMPTY, tl.float32)
     SPREAD: tl.constexpr = HALVED and NATIVE and ROWS < 64  # where registers are left for sums by place
     sums = tl.zeros((ROWS, KEYS) if SPREAD else (ROWS,), tl.float32)

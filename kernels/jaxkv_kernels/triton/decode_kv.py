@@ -108,7 +108,8 @@ def _attend_pairs(
     table += request.to(tl.int64) * TABLE
     key = tl.arange(0, KEYS)
     block = tl.load(table + (begin + key) // PAGES.block_size, mask=begin + key < end, other=-1)
-    sight = tl.load(seq_lens + request) - (TOKENS - 1) + token  # the end of what each row sees
+    length = tl.minimum(tl.load(seq_lens + request), TABLE * PAGES.block_size)
+    sight = length - (TOKENS - 1) + token  # the end of what each row sees
     top = tl.full((ROWS,), EMPTY, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)

@@ -75,8 +75,8 @@ def _indexer_logits(
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * RUN
     request, last = row // QUERIES, tl.minimum(first + RUN, MAX_LEN)
     layer = tl.load(layers)
-    end = tl.maximum(tl.load(lengths + request), 0) - (QUERIES - 1) + tl.program_id(0) % QUERIES
-    end = tl.minimum(tl.minimum(end, min(COLUMNS * PAGES.block_size, MAX_LEN)), last)
+    length = tl.minimum(tl.maximum(tl.load(lengths + request), 0), COLUMNS * PAGES.block_size)
+    end = tl.minimum(length - (QUERIES - 1) + tl.program_id(0) % QUERIES, last)
     end = tl.where((layer >= 0) & (layer < PAGES.num_layers), end, 0)
 
     head, dim = row * HEADS + tl.arange(0, H_TILE), tl.arange(0, D_TILE)

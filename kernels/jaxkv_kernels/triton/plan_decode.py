@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.slots import table_tokens
 from jaxkv_kernels.triton.decode_tiles import Tiles, latent_tiles, multiprocessors, pair_tiles
 
 LEAST = 64
@@ -50,13 +51,13 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
     tiles = (latent_tiles if entry.one_head else pair_tiles)(entry, rows, entry.dtype)
     return make_plan(
         seq_lens, tiles=tiles, groups=pages.num_heads * tiles.groups(rows), tokens=tokens, window=window,
-        longest=block_tables.shape[1] * pages.block_size, processors=multiprocessors(),
+        longest=table_tokens(block_tables, pages.block_size), processors=multiprocessors(),
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("tiles", "groups", "tokens", "window", "longest", "processors"))
 def make_plan(seq_lens, *, tiles: Tiles, groups: int, tokens: int, window: int | None, longest: int, processors: int):
-    """The schedule for requests of `seq_lens` [B], at most `longest`, of which `groups` programs each do a share.
+    """The schedule for requests of `seq_lens` [B], clamped to 0 and `longest`, which `groups` programs share.
 
     With a window, requests begin with the first token in sight.
     """
@@ -65,7 +66,7 @@ def make_plan(seq_lens, *, tiles: Tiles, groups: int, tokens: int, window: int |
     ends = jnp.clip(seq_lens, 0, longest)
     begins = jnp.zeros_like(ends)
     if window is not None:
-        begins = jnp.clip(seq_lens - tokens + 1 - window, 0, ends)
+        begins = jnp.clip(ends - tokens + 1 - window, 0, ends)
     lengths = ends - begins
 
     most = jnp.maximum(lengths.max(), 1)

@@ -100,6 +100,6 @@ def _sorted(values, places, best, KEPT: tl.constexpr, K: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _key(value):
-    """int32 in the order of float32 values; -0 as 0."""
+    """int32 in the order of float32 values; -0 as 0, and every NaN above all."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))

@@ -5,8 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.xla.entry_rows import load_entries
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends
 from jaxkv_kernels.xla.softmax import attend
 
 
@@ -17,10 +18,10 @@ def decode_kv(
     """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
-    lengths = live_lengths(block_tables, seq_lens, pages.block_size)
+    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
     batch, tokens, query_heads, head_dim = q.shape
     grouped = q.reshape(batch, tokens, pages.num_heads, query_heads // pages.num_heads, head_dim)
-    ends = query_ends(seq_lens, tokens)
+    ends = query_ends(lengths, tokens)
     begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
 
     def load(i):

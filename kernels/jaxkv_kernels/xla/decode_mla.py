@@ -5,8 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.xla.entry_rows import load_entries
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends
 from jaxkv_kernels.xla.softmax import attend
 
 
@@ -17,9 +18,9 @@ def decode_mla(
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
-    lengths = live_lengths(block_tables, seq_lens, pages.block_size)
+    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
     q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
-    ends = query_ends(seq_lens, q.shape[1])
+    ends = query_ends(lengths, q.shape[1])
 
     def load(i):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)

@@ -15,8 +15,8 @@ from jaxkv_kernels.xla.rows import read_slots, write_slots
 def load_entries(buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array, layer) -> tuple[jax.Array, jax.Array]:
     """Encoded entries [..., H, width] of all heads at `slots` [...], and which slots lie in the cache [...].
 
-    The entries are elements of the natural dtype, as `entry.decode` takes them.  What is returned for slots outside the
-    cache is to be masked by the caller.
+    The entries are elements of the natural dtype, as `entry.decode` takes them.  Those of slots outside the cache are 0;
+    what they decode to is to be masked by the caller.
     """
     found = [read_slots(buffer, run, slots, layer) for run in _runs(pages, entry, buffer.dtype.itemsize)]
     return view_as(jnp.concatenate([rows for rows, _ in found], axis=-1), entry.dtype), found[0][1]

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.xla.entry_rows import load_entries
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, live_lengths, query_ends, walk
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends, walk
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
@@ -22,8 +23,8 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
     q = q.astype(dtype)
     batch, tokens = q.shape[:2]
     chunk = chunk_tokens(pages.block_size, block_tables)
-    lengths = jnp.minimum(live_lengths(block_tables, seq_lens, pages.block_size), max_len)
-    ends = query_ends(seq_lens, tokens)
+    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
+    ends = query_ends(lengths, tokens)
 
     def step(i, logits):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
@@ -38,4 +39,5 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 
     width = -(-max_len // chunk) * chunk
     logits = jnp.full((batch, tokens, width), -jnp.inf, jnp.float32)
-    return walk(0, -(-lengths.max() // chunk), step, logits)[..., :max_len]
+    last = -(-jnp.minimum(lengths.max(), max_len) // chunk)
+    return walk(0, last, step, logits)[..., :max_len]

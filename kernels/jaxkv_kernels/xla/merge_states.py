@@ -14,7 +14,8 @@ def merge_states(outs, lses):
     top = lax.stop_gradient(lses).max(axis=0)
     empty = top == -jnp.inf
     weights = jnp.exp(lses - jnp.where(empty, 0, top))
-    parts = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32) * weights[..., None], 0)
-    total, merged = weights.sum(axis=0), parts.sum(axis=0)
+    # Before the product: 0 x NaN is NaN, in the gradient of the weights as well.
+    parts = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0)
+    total, merged = weights.sum(axis=0), (parts * weights[..., None]).sum(axis=0)
     merged = merged / jnp.where(empty, 1, total)[..., None]
     return merged.astype(outs.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))

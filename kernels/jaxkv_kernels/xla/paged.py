@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing.slots import MAX_SLOTS, slots_for
+from jaxkv_kernels.addressing.slots import slots_for
 
 CHUNK_TOKENS = 512
 """Keys a step, at least: what bounds the temporaries of a decode."""
@@ -18,14 +18,12 @@ def chunk_tokens(block_size: int, block_tables: jax.Array) -> int:
     return block_size * min(block_tables.shape[1], -(-CHUNK_TOKENS // block_size))
 
 
-def live_lengths(block_tables: jax.Array, seq_lens: jax.Array, block_size: int) -> jax.Array:
-    """`seq_lens` within 0 and what the table can hold."""
-    return jnp.clip(seq_lens, 0, min(block_tables.shape[1] * block_size, MAX_SLOTS))
+def query_ends(lengths: jax.Array, tokens: int) -> jax.Array:
+    """How many keys each of the last `tokens` tokens of a request sees [B, tokens]: causal, aligned to the end.
 
-
-def query_ends(seq_lens: jax.Array, tokens: int) -> jax.Array:
-    """How many keys each of the last `tokens` tokens of a request sees [B, tokens]: causal, aligned to the end."""
-    return jnp.maximum(seq_lens, 0)[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
+    `lengths` [B] are those of `lengths_in_table`.
+    """
+    return lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
 
 
 def chunk_slots(block_tables: jax.Array, i, *, chunk: int, block_size: int) -> tuple[jax.Array, jax.Array]:

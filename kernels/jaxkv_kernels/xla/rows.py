@@ -46,10 +46,10 @@ def write_entries(buffer: jax.Array, pages: Pages, rows: jax.Array, keep, *, lay
 def read_slots(buffer: jax.Array, pages: Pages, slots: jax.Array, layer) -> tuple[jax.Array, jax.Array]:
     """Entries of all heads at `slots` [...]: windows [..., H, width], and which slots lie in the cache [...].
 
-    What is returned for the others is an entry of the cache, to be masked by the caller.
+    The windows of the others are 0: masked before anything is computed from them, or gradients would be NaN.
     """
     index, valid = _locate(pages, slots, layer)
-    return read_entries(buffer, pages, **index), valid
+    return jnp.where(valid[..., None, None], read_entries(buffer, pages, **index), 0), valid
 
 
 def write_slots(buffer: jax.Array, pages: Pages, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:

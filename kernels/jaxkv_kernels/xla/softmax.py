@@ -1,6 +1,7 @@
 """Attention over chunks of keys with a running softmax: what the decode operations share."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,9 @@ def attend(
     """Softmax attention of `q` [B, Q, H, G, D] (G query heads a KV head) over chunks first <= i < last.
 
     `load(i)` gives K [B, S, H, D], V [B, S, H, value_dim] and which keys each query token sees [B, Q, S].
-    K and V may hold anything (NaN included) in rows that no query token sees.  K and V of a scaled format come as
-    stored, exact in a narrow dtype; their scales, scalars or [H], multiply scores and results in float32.
+    What a query token does not see has no influence on its result, whatever K and V hold there, NaN included; nor on
+    gradients, where no query token sees it.  K and V of a scaled format come as stored, exact in a narrow dtype; their
+    scales, scalars or [H], multiply scores and results in float32.
 
     Returns:
       out float32 [B, Q, H, G, value_dim] and lse float32 [B, Q, H, G]; 0 and -inf for a query that saw no key.
@@ -47,18 +49,17 @@ def attend(
     def step(i, state):
         m, total, acc = state
         k, v, seen = load(i)
-        v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
-        seen = seen[:, :, None, None, :]
+        # Before the products: 0 x NaN is NaN, in their gradients as well.
+        seen_at_all = seen.any(axis=1)[:, :, None, None]
+        k, v = jnp.where(seen_at_all, k, 0), jnp.where(seen_at_all, v, 0)
         s = jnp.einsum("bqhgd,bshd->bqhgs", q, k, precision=precision, preferred_element_type=jnp.float32) * scale
         if logit_cap is not None:
             s = capped(s, logit_cap)
-        s = jnp.where(seen, s, MASKED)
+        s = jnp.where(seen[:, :, None, None, :], s, MASKED)
         m_new = jnp.maximum(m, s.max(axis=-1))
         p = jnp.exp(s - m_new[..., None])
         shrink = jnp.exp(m - m_new)
-        pv = jnp.einsum(
-            "bqhgs,bshv->bqhgv", p.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
-        )
+        pv = _sums_of_seen(p.astype(v.dtype), v, seen, precision)
         return m_new, total * shrink + p.sum(axis=-1), acc * shrink[..., None] + pv
 
     rows = q.shape[:-1]
@@ -73,3 +74,25 @@ def attend(
     if v_scale is not None:
         out = out * jnp.reshape(v_scale, (-1, 1, 1))
     return out, jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, total)))
+
+
+def _sums_of_seen(p, v, seen, precision):
+    """Sums [B, Q, H, G, V] of values `v` [B, S, H, V], weighted by `p` [B, Q, H, G, S], which is 0 where not `seen`.
+
+    A query token gets the infinities and NaN that it sees [B, Q, S], and no others; what no query token sees is 0.
+    """
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    if seen.shape[1] == 1:
+        return product("bqhgs,bshv->bqhgv", p, v)
+    finite = jnp.isfinite(v)
+    sums = product("bqhgs,bshv->bqhgv", p, jnp.where(finite, v, 0))
+
+    def with_the_rest(sums):
+        def rest(query):
+            p, seen = query
+            return product("bhgs,bshv->bhgv", p, jnp.where(seen[:, :, None, None] & ~finite, v, 0))
+
+        # One query token at a time: each needs a copy of the values of its own.
+        return sums + jnp.moveaxis(lax.map(rest, (jnp.moveaxis(p, 1, 0), jnp.moveaxis(seen, 1, 0))), 0, 1)
+
+    return lax.cond(finite.all(), lambda sums: sums, with_the_rest, sums)

@@ -11,8 +11,10 @@ from support.suites.blocks import BlockChecks as BlockChecks
 from support.suites.blocks import Blocks as Blocks
 from support.suites.decode_kv import DecodeKV as DecodeKV
 from support.suites.decode_kv import DecodeKVChecks as DecodeKVChecks
+from support.suites.decode_kv import UnseenByKV as UnseenByKV
 from support.suites.decode_mla import DecodeMLA as DecodeMLA
 from support.suites.decode_mla import DecodeMLAChecks as DecodeMLAChecks
+from support.suites.decode_mla import UnseenByMLA as UnseenByMLA
 from support.suites.decode_mla import assert_batch_invariant as assert_batch_invariant
 from support.suites.decode_mla import queries as queries
 from support.suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse

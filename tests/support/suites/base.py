@@ -58,6 +58,16 @@ def without_signs(scene):
     return replace(scene, entries=entries)
 
 
+OUTSIDE, CLAMPED = (129, 2**31 - 1, -1, -(2**31)), (128, 128, 0, 0)
+"""Lengths outside tables of two blocks of 64 tokens, and what they are clamped to."""
+
+
+def full_tables(entry, **sizes):
+    """Four requests, whose tables have exactly the two blocks of 64 tokens that are in use."""
+    scene = scenes.scene(entry, lengths=(128,) * 4, **sizes)
+    return replace(scene, tables=scene.tables[:, :2])
+
+
 every_layout = pytest.mark.parametrize("name", scenes.LAYOUTS)
 
 

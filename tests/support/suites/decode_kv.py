@@ -9,7 +9,7 @@ import pytest
 import jaxkv
 from support import oracle, scenes
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import Suite, dtype_of, every_layout, layout_of, without_signs
+from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, every_layout, full_tables, layout_of, without_signs
 
 SCALE = 0.3
 
@@ -117,6 +117,30 @@ class DecodeKV(DecodeKVChecks):
             assert_close(out[request], right_out, roundings=64 if self.exact == "f32" else 4, magnitude=1)
             assert_close(lse[request], right_lse, roundings=64, magnitude=4)
 
+    @pytest.mark.parametrize("window", [None, 70])
+    def test_lengths_outside_the_table_are_clamped_to_it(self, window):
+        entry = self.entry()
+        full = full_tables(entry, num_heads=2)
+        inside, outside = (replace(full, lengths=lengths) for lengths in (CLAMPED, OUTSIDE))
+        cache, q = full.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, 4, 3, 4)
+        tables, lengths = jnp.asarray(full.tables), jnp.asarray(OUTSIDE, jnp.int32)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=4, tokens=3, window=window)
+        right = self.check(q, cache, inside, 1, window=window)
+        for a, b in zip(self.decode(q, cache, outside, 1, window=window, plan=plan), right, strict=True):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_keys_that_a_query_does_not_see_do_not_matter(self, value):
+        entry = self.entry()
+        scene, keys = scenes.scene(entry, num_heads=2, lengths=(130, 70)), slice(None, entry.head_dim)
+        broken = scene.holding(value, 0, 129, keys).holding(value, 0, 27, keys)  # what only the last, the first sees
+        q, layout = self.query(entry, 2, 3, 4), layout_of("BLNHC", entry, num_heads=2)
+        right = self.decode(q, scene.cache(layout, 1), scene, 1, window=101)
+        for x, clean in zip(self.decode(q, broken.cache(layout, 1), broken, 1, window=101), right, strict=True):
+            assert_same_bits(x[0, 1], clean[0, 1])
+            assert_same_bits(x[1], clean[1])
+            assert not np.isfinite(np.asarray(x[0, ::2], np.float32)).all()
+
     def test_traced_layer_outside_the_cache_is_empty(self):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)
@@ -182,3 +206,32 @@ class DecodeKV(DecodeKVChecks):
         each = self.decode(q, cache, scene, 0, k_scale=jnp.full(2, 0.02), v_scale=jnp.full(2, 0.03))
         for a, b in zip(one, each, strict=True):
             assert_same_bits(a, b)
+
+
+class UnseenByKV(DecodeKVChecks):
+    """What `decode_kv` promises where values are no product with a weight of 0 for queries that do not see them."""
+
+    @every_format
+    def test_a_query_depends_on_nothing_that_it_does_not_see(self, form):
+        entry = self.entry(form)
+        scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 3)), layout_of("BLNHC", entry, num_heads=2)
+        q = self.query(entry, 2, 3, 4)
+        right = self.decode(q, scene.cache(layout, 1), scene, 1, window=101)
+        nan = 0xFF if entry.dtype == jnp.uint8 else np.nan
+        broken = scene.holding(nan, 0, 129).holding(nan, 0, 27)  # what only the last, the first sees
+        for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, window=101), right, strict=True):
+            assert_same_bits(a[0, 1], b[0, 1])
+            assert_same_bits(a[1], b[1])
+            assert np.isnan(np.asarray(a[0, ::2], np.float32)).all()
+
+    def test_infinite_values_are_those_of_their_column(self):
+        entry = self.entry()
+        scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 3)), layout_of("BLNHC", entry, num_heads=2)
+        q = self.query(entry, 2, 3, 4)
+        right, right_lse = (np.array(x) for x in self.decode(q, scene.cache(layout, 1), scene, 1))
+        for position, column, value in ((128, 0, np.inf), (129, 0, -np.inf), (129, 1, -np.inf), (5, 2, np.nan)):
+            scene = scene.holding(value, 0, position, entry.head_dim + column)
+        right[0, 1, :, 0], right[0, 2, :, 0], right[0, 2, :, 1], right[0, :, :, 2] = np.inf, np.nan, -np.inf, np.nan
+        out, lse = self.decode(q, scene.cache(layout, 1), scene, 1)
+        assert_close(out, right, roundings=0)
+        assert_same_bits(lse, right_lse)

@@ -9,7 +9,7 @@ import pytest
 import jaxkv
 from support import oracle, scenes
 from support.compare import EPSILON, assert_close, assert_same_bits
-from support.suites.base import Suite, dtype_of, every_layout, layout_of, without_signs
+from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, every_layout, full_tables, layout_of, without_signs
 
 SCALE = 0.11
 
@@ -273,6 +273,29 @@ class DecodeMLA(DecodeMLAChecks):
             assert_close(out[request], right[0], roundings=roundings_of(out), magnitude=1)
             assert_close(lse[request], right[1], roundings=64, magnitude=4)
 
+    def test_lengths_outside_the_table_are_clamped_to_it(self):
+        entry = self.entry()
+        inside, outside = (replace(full_tables(entry), lengths=lengths) for lengths in (CLAMPED, OUTSIDE))
+        cache, q = full_tables(entry).cache(layout_of("BLNHC", entry), 1), queries(entry, 4, 3, self.heads)
+        tables, lengths = jnp.asarray(outside.tables), jnp.asarray(OUTSIDE, jnp.int32)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=self.heads, tokens=3)
+        right = self.check(q, cache, inside, 1)
+        for a, b in zip(self.decode(q, cache, outside, 1, plan=plan), right, strict=True):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_keys_that_a_query_does_not_see_do_not_matter(self, value):
+        entry = self.entry()
+        scene, ropes = scenes.scene(entry, lengths=(130, 70)), slice(entry.latent, None)
+        q = queries(entry, 2, 3, self.heads)
+        broken = scene.holding(value, 0, 129, ropes)
+        found = self.decode(q, broken.cache(layout_of("BLNHC", entry), 1), broken, 1)
+        for x, right, magnitude in zip(found, self.truth(q, scene), (1, 4), strict=True):
+            roundings = roundings_of(x) if magnitude == 1 else 64
+            for seen in (x[0, :2], right[0, :2]), (x[1], right[1]):
+                assert_close(*seen, roundings=roundings, magnitude=magnitude)
+            assert not np.isfinite(np.asarray(x[0, 2], np.float32)).all()
+
     def test_traced_layer_outside_the_cache_is_empty(self):
         entry = self.entry("bf16")
         scene = scenes.scene(entry)
@@ -309,3 +332,20 @@ class DecodeMLA(DecodeMLAChecks):
             out, _ = self.decode(q, scene.cache(layout, 2), scene, 2)
             right, _ = self.truth(q, scene)
             assert_close(out, right, roundings=4, magnitude=1)
+
+
+class UnseenByMLA(DecodeMLAChecks):
+    """What `decode_mla` promises where values are no product with a weight of 0 for queries that do not see them."""
+
+    @every_format
+    def test_a_query_depends_on_nothing_that_it_does_not_see(self, form):
+        entry, layout = self.entry(form), layout_of("BLNHC", self.entry(form))
+        scene, q = scenes.scene(entry, lengths=(130, 3)), queries(entry, 2, 3, self.heads)
+        right = self.decode(q, scene.cache(layout, 1), scene, 1)
+        nan = 0xFF if entry.dtype == jnp.uint8 else np.nan
+        broken = scene.holding(nan, 0, 128).holding(nan, 1, 2)
+        for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1), right, strict=True):
+            assert_same_bits(a[0, :1], b[0, :1])
+            assert_same_bits(a[1, :2], b[1, :2])
+            assert np.isnan(np.asarray(a[0, 1:], np.float32)).all()
+            assert np.isnan(np.asarray(a[1, 2:], np.float32)).all()

@@ -7,7 +7,7 @@ import pytest
 import jaxkv
 from support import oracle, scenes
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import Suite, every_layout, formats, layout_of
+from support.suites.base import Suite, every_layout, formats, full_tables, layout_of
 
 
 class GatherChecks(Suite):
@@ -102,6 +102,18 @@ class Gathers(GatherChecks):
         kv_c, k_pe = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=0, total=400, dtype=jnp.float32)
         assert not np.asarray(kv_c).any()
         assert not np.asarray(k_pe).any()
+
+    @formats([scenes.MLA_ENTRIES[0], scenes.KV_ENTRIES[0], scenes.INDEXER_ENTRIES[0]])
+    def test_tokens_past_the_table_are_zero(self, entry):
+        heads = 1 if entry.one_head else 2
+        scene = full_tables(entry, num_heads=heads)
+        cu_seq_lens, starts = [0, 50, 55, 60, 65], jnp.asarray([100, 128, 2**31 - 3, 0], jnp.int32)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=heads), 1)
+        found = self.gather(cache, scene, cu_seq_lens, 1, total=70, dtype=entry.dtype, seq_starts=starts)
+        for n, part in enumerate(found):
+            right = np.zeros((70, heads, entry.sizes[n]))
+            right[:28], right[60:65] = scene.parts(0)[n][100:], scene.parts(3)[n][:5]
+            assert_close(part, right.reshape(part.shape), roundings=0)
 
     def test_total_cuts_the_rest_off(self):
         entry = scenes.MLA_ENTRIES[2]

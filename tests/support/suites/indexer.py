@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from support import scenes
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import Suite, dtype_of, every_layout, formats, layout_of
+from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, every_layout, formats, full_tables, layout_of
 
 
 class IndexerChecks(Suite):
@@ -106,6 +106,16 @@ class Indexer(IndexerChecks):
         cache = scene.cache(layout_of("BLNHC", entry, block_size=16), 0)
         assert_close(self.logits(q, weights, cache, replace(scene, tables=tables), 0, 64), right, roundings=128)
 
+    @pytest.mark.parametrize("max_len", [100, 200])
+    def test_lengths_outside_the_table_are_clamped_to_it(self, max_len):
+        entry = scenes.INDEXER_ENTRY
+        full = full_tables(entry)
+        inside, outside = (replace(full, lengths=lengths) for lengths in (CLAMPED, OUTSIDE))
+        cache, (q, weights) = full.cache(layout_of("BLNHC", entry), 1), self.arguments(full, 3, "bfloat16")
+        right = self.logits(q, weights, cache, inside, 1, max_len)
+        assert_close(right, self.truth(q, weights, inside, max_len), roundings=128)
+        assert_same_bits(self.logits(q, weights, cache, outside, 1, max_len), right)
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     def test_every_e4m3_value(self, dtype):
         layout = layout_of("BLNHC", scenes.INDEXER_ENTRY, num_blocks=4)
@@ -144,6 +154,14 @@ class Indexer(IndexerChecks):
         for row, valid in enumerate((250, 64, 3, 0)):
             logits[row, :, valid:] = -np.inf
         self.check_topk(logits, k)
+
+    @pytest.mark.parametrize("k", [1, 3, 6, 9])
+    def test_select_topk_ranks_nan_first(self, k):
+        logits = np.asarray([1, np.nan, np.inf, -np.inf, -np.nan, 2, np.nan], np.float32)
+        logits.view(np.uint32)[6] = 0x7F800001  # a NaN of other bits
+        order = [1, 4, 6, 2, 5, 0, -1, -1, -1]
+        found = self.run(jaxkv.select_topk, jnp.asarray(logits), k)
+        assert_same_bits(found, np.asarray(order[:k], np.int32))
 
     @pytest.mark.parametrize("length", [8193, 20000, 70000])
     def test_select_topk_of_long_rows(self, length):
