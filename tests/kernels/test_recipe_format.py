@@ -189,12 +189,7 @@ def test_the_table_and_the_drawing_show_its_byte_map():
         assert len(drawn) == sum(len(band.pieces) for band in bands({"": layout.describe()}))
 
 
-TRITON = pytest.param(
-    "triton", marks=pytest.mark.xfail(strict=True, reason="triton/limits.py does not list the formats that it supports")
-)
-
-
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", TRITON])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_other_implementations_move_its_blocks_and_reject_all_else_with_a_reason(implementation):
     header, _, *rows = (line.strip("| ").split(" | ") for line in support_matrix().splitlines())
     column = next(i for i, name in enumerate(header) if f"`{implementation}`" in name)

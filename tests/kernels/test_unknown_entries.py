@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.dispatch.backends import LADDER, call_of
+from jaxkv.dispatch.backends import BACKENDS
 from jaxkv.support import sample_calls
 from jaxkv_kernels.formats import FORMATS, Format
 from jaxkv_kernels.formats.bits import view_as
@@ -66,7 +66,7 @@ def each(toys):
 
 
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-each_implementation = pytest.mark.parametrize("candidate", LADDER, ids=lambda candidate: candidate.name)
+each_implementation = pytest.mark.parametrize("candidate", BACKENDS, ids=lambda candidate: candidate.name)
 
 
 @pytest.fixture
@@ -79,8 +79,8 @@ def registered(monkeypatch, toy):
 
 def calls():
     """(operation, call) of the samples whose entries are of the formats that are registered."""
-    for operation, _, (function, args, kwargs) in sample_calls():
-        yield operation, call_of(function, *args, **kwargs)
+    for operation, (_, args, kwargs) in sample_calls():
+        yield operation.name, operation.call(*args, **kwargs)
 
 
 @each(TOYS)
@@ -90,16 +90,16 @@ def test_a_format_that_is_not_listed_is_rejected(candidate, toy):
     seen = set()
     for operation, call in calls():
         seen.add(operation)
-        reasons = candidate.refuses(call)
+        reasons = candidate.unsupported_reasons(call)
         if operation in WITHOUT_ENTRIES:
             assert not any("format" in reason for reason in reasons)
         elif candidate.name == "xla":  # the format itself encodes and decodes
             assert reasons == []
-        elif operation in candidate.package.OPERATIONS:
+        elif operation in candidate.kernels:
             told = [reason.split(": supports")[0] for reason in reasons]
             assert told == [f"entries of format {toy.name!r}"], operation
     of_keys = {"write_indexer_k", "gather_indexer_k", "indexer_logits"} if toy.scaled else set()
-    assert {*candidate.package.OPERATIONS} - of_keys <= seen
+    assert {*candidate.kernels} - of_keys <= seen
 
 
 @each_kind
@@ -107,9 +107,10 @@ def test_a_format_that_is_not_listed_is_rejected(candidate, toy):
 def test_a_kind_of_entry_that_is_not_listed_is_rejected(candidate, kind):
     other, rejected = type("Other", (kind,), {}), set()
     for operation, call in calls():
-        if type(call.options.get("entry")) is kind and operation in candidate.package.OPERATIONS:
+        if type(call.options.get("entry")) is kind and operation in candidate.kernels:
             options = {**call.options, "entry": other(call.options["entry"].format)}
-            told = [reason.split(": supports")[0] for reason in candidate.refuses(replace(call, options=options))]
+            reasons = candidate.unsupported_reasons(replace(call, options=options))
+            told = [reason.split(": supports")[0] for reason in reasons]
             assert told == ["entries of kind Other"], operation
             rejected.add(operation)
     assert rejected or (candidate.name, kind) == ("mosaic_gpu", IndexerEntry)
@@ -125,7 +126,7 @@ def latents(cache, new, q, **scale):
     options = {"layer": 1, "implementation": "xla", **{f"kv_{name}": value for name, value in scale.items()}}
     tables, lengths = jnp.asarray(TABLES), jnp.asarray(LENGTHS)
     cache = jaxkv.write_mla(cache, *(part[:, 0] for part in new), jnp.arange(32), **options)
-    plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=4, tokens=3, implementation="xla")
+    plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=4, q_len=3, implementation="xla")
     slots = jnp.asarray([[[5, -1, 31], [0, 1, 2], [-1, -1, 9]]] * 2)
     return cache, (
         *jaxkv.gather_mla(cache, tables, jnp.asarray(SUMS), total=29, dtype=jnp.float16, **options),

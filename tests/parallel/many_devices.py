@@ -258,7 +258,7 @@ def test_lengths_past_the_tables_are_clamped_to_them(name):
 
     def step(cache, q, tables, lengths):
         keywords = dict(axis="x", interleave=interleave)
-        plan = context.plan_decode(cache, tables, lengths, num_heads=q[0].shape[2], tokens=tokens, **keywords)
+        plan = context.plan_decode(cache, tables, lengths, num_heads=q[0].shape[2], q_len=tokens, **keywords)
         return decode(q, cache, tables, lengths, package=context, plan=plan, **keywords)
 
     found, right = (

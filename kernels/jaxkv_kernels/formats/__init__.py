@@ -1,6 +1,6 @@
 """Entry formats: how what an entry stores (latent and rope; K and V; an indexer key) becomes elements and back.
 
-A format is one file here and its line below.  Kernels support the formats that their `limits` list.
+A format is one file here and its line below.  Kernels support the formats with which they are registered.
 """
 
 from jaxkv_kernels.formats.format import FORMATS as FORMATS

@@ -15,7 +15,7 @@ from jaxkv_kernels.xla.rows import read_slots, write_slots
 def load_entries(buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array, layer) -> tuple[jax.Array, jax.Array]:
     """Encoded entries [..., H, width] of all heads at `slots` [...], and which slots lie in the cache [...].
 
-    The entries are elements of the natural dtype, as `entry.decode` takes them.  Those of slots outside the cache are 0;
+    The entries are elements of the natural dtype, as `entry.decode` takes them.  Outside the cache they are 0;
     what they decode to is to be masked by the caller.
     """
     found = [read_slots(buffer, run, slots, layer) for run in _runs(pages, entry, buffer.dtype.itemsize)]

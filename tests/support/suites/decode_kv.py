@@ -124,7 +124,7 @@ class DecodeKV(DecodeKVChecks):
         inside, outside = (replace(full, lengths=lengths) for lengths in (CLAMPED, OUTSIDE))
         cache, q = full.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, 4, 3, 4)
         tables, lengths = jnp.asarray(full.tables), jnp.asarray(OUTSIDE, jnp.int32)
-        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=4, tokens=3, window=window)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=4, q_len=3, window=window)
         right = self.check(q, cache, inside, 1, window=window)
         for a, b in zip(self.decode(q, cache, outside, 1, window=window, plan=plan), right, strict=True):
             assert_same_bits(a, b)

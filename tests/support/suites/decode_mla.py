@@ -278,7 +278,7 @@ class DecodeMLA(DecodeMLAChecks):
         inside, outside = (replace(full_tables(entry), lengths=lengths) for lengths in (CLAMPED, OUTSIDE))
         cache, q = full_tables(entry).cache(layout_of("BLNHC", entry), 1), queries(entry, 4, 3, self.heads)
         tables, lengths = jnp.asarray(outside.tables), jnp.asarray(OUTSIDE, jnp.int32)
-        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=self.heads, tokens=3)
+        plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=self.heads, q_len=3)
         right = self.check(q, cache, inside, 1)
         for a, b in zip(self.decode(q, cache, outside, 1, plan=plan), right, strict=True):
             assert_same_bits(a, b)
