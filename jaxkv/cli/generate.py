@@ -18,7 +18,7 @@ import jaxkv
 from jaxkv.cli.progress import progress
 
 if TYPE_CHECKING:
-    from jaxkv.models import Engine, Request
+    from jaxkv.serving import Engine, Request
 
 MOST_ROWS = 32
 """Requests that run at once; further prompts wait."""
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     # Other commands need neither the models nor safetensors.
-    from jaxkv import models
+    from jaxkv import models, serving
 
     if not args.prompts:
         raise ValueError("no prompt: give --prompt or --ids")
@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
         implementation=implementation,
         progress=partial(progress, what="loading"),
     )
-    engine = models.Engine(model, num_blocks=args.blocks, max_requests=min(len(prompts), MOST_ROWS))
+    engine = serving.Engine(model, num_blocks=args.blocks, max_requests=min(len(prompts), MOST_ROWS))
     stop = () if args.ignore_eos else None
     requests = []
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True), 1):

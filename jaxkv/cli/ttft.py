@@ -26,7 +26,8 @@ from jaxkv.cli.options import model_folder, output_file, positive
 from jaxkv.offload import DiskPool, HostPool
 
 if TYPE_CHECKING:
-    from jaxkv.models import Engine, Model
+    from jaxkv.models import Model
+    from jaxkv.serving import Engine
 
 BLOCK_SIZE = 64
 NEW_TOKENS = 16
@@ -155,7 +156,7 @@ class Bench:
 
     def _engine(self, host: HostPool) -> "Engine":
         """One that knows no prompt."""
-        from jaxkv.models import Engine
+        from jaxkv.serving import Engine
 
         sizes = {"num_blocks": self._num_blocks, "block_size": BLOCK_SIZE, "chunk": self._chunk, "max_requests": 1}
         max_len = self._num_blocks * BLOCK_SIZE
@@ -165,11 +166,11 @@ class Bench:
 
 
 def _served(engine: "Engine", prompt: list[int]) -> Case:
-    before, start = engine.reuse.found, time.perf_counter()
+    before, start = engine.prefix_stats.found, time.perf_counter()
     request = engine.submit(prompt, max_tokens=NEW_TOKENS, stop=())
     while not request.generated:
         engine.step()
     seconds = time.perf_counter() - start
     for _ in engine.run():
         pass
-    return Case(seconds, engine.reuse.found - before, request.generated)
+    return Case(seconds, engine.prefix_stats.found - before, request.generated)

@@ -25,7 +25,3 @@ from jaxkv.models.sampling import Sampling as Sampling
 from jaxkv.models.weights.fingerprint import fingerprint as fingerprint
 from jaxkv.models.weights.load import load as load
 from jaxkv.models.weights.random import random_model as random_model
-from jaxkv.serving.engine import Engine as Engine
-from jaxkv.serving.prefix_stats import Reuse as Reuse
-from jaxkv.serving.replicas import Replicas as Replicas
-from jaxkv.serving.request import Request as Request

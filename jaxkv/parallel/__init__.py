@@ -23,11 +23,11 @@ A cache for each device is `P("x")` in the specs, for it is one array of all the
 Pallas's GPU kernels need `check_vma=False` in the `shard_map`: JAX cannot follow there what varies over the mesh.  On
 a mesh of explicit axes, arguments lie as the specs say before the call (`jax.device_put`).
 
-`hand_over` copies blocks to a cache on other devices: prefill on some, decode on others.
+`transfer_blocks` copies blocks to a cache on other devices: prefill on some, decode on others.
 
 Several processes run the same program after `jax.distributed.initialize()`, on a mesh of all their devices.
 """
 
 from jaxkv.parallel import context as context
 from jaxkv.parallel.caches import zeros as zeros
-from jaxkv.parallel.transfer import hand_over as hand_over
+from jaxkv.parallel.transfer import transfer_blocks as transfer_blocks

@@ -13,7 +13,7 @@ from jaxkv.ops import blocks
 from jaxkv.ops.conversion import pairs_of_groups
 
 
-def hand_over(source: KVCache, source_blocks, target: KVCache, target_blocks, *, implementation=None) -> KVCache:
+def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_blocks, *, implementation=None) -> KVCache:
     """Copies blocks, all layers at once, from device to device; does not wait for the copy.
 
     Outside of `jit`.  Each cache is on one device, the same on several (tensor parallel), or one a device (`zeros`);

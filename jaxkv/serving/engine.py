@@ -19,7 +19,7 @@ from jaxkv.offload import HostPool, prefix_keys
 from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import BELOW, Prefix
-from jaxkv.serving.prefix_stats import Reuse
+from jaxkv.serving.prefix_stats import PrefixCacheStats
 from jaxkv.serving.request import Request
 from jaxkv.serving.step_inputs import Rows
 from jaxkv.serving.tiers import Tiers
@@ -81,7 +81,7 @@ class Engine:
         self.pool = BlockPool(num_blocks)
         self.tiers = Tiers(offload)
         self.tiers.check(self.cache, layout)
-        self.reuse = Reuse()
+        self.prefix_stats = PrefixCacheStats()
         # Without tiers below, keys do not leave this engine, which has one model.
         name = "" if offload is None else fingerprint(model)
         self._keys = partial(prefix_keys, block_size=block_size, layout_fingerprint=layout.fingerprint, model=name)
@@ -227,8 +227,8 @@ class Engine:
         self.running.append(self.waiting.popleft())
         request.blocks = [self.pool.share(block) for block in prefix.blocks]
         request.cached = prefix.tokens
-        self.reuse.tokens += len(request.tokens)
-        self.reuse.found += prefix.tokens
+        self.prefix_stats.tokens += len(request.tokens)
+        self.prefix_stats.found += prefix.tokens
         self._own(request)
         return True
 
@@ -243,7 +243,7 @@ class Engine:
         try:
             self.cache, loaded = self.tiers.load(self.cache, contents)
             if loaded:
-                self.reuse.loaded += len(contents) * self.block_size
+                self.prefix_stats.loaded += len(contents) * self.block_size
                 for key, block in contents.items():
                     self.pool.name(block, key)
         finally:

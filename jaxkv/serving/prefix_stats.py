@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Reuse:
+class PrefixCacheStats:
     """Tokens of the requests that joined the batch; one that was sent back counts again when it joins again."""
 
     tokens: int = 0

@@ -13,6 +13,12 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
+def code_in(folder, start=""):
+    """The first Python block of a folder's README that begins with `start`."""
+    text = (ROOT / folder / "README.md").read_text()
+    return next(code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if code.startswith(start))
+
+
 def test_the_ten_lines_run():
     code = re.search(r"## Ten lines\n\n```python\n(.*?)```", README, re.DOTALL)
     assert code
@@ -23,37 +29,33 @@ def test_the_ten_lines_run():
 
 
 def test_the_whole_model_runs(capsys):
-    code = re.search(r"## A whole model\n.*?```python\n(.*?)```", README, re.DOTALL)
-    assert code
-    exec(code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), {})
+    code = code_in("jaxkv/serving")
+    exec(code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), {})
     printed = capsys.readouterr().out.splitlines()
     assert sorted(line.split()[0] for line in printed) == ["0"] * 100 + ["1"] * 100
 
 
 def test_the_engine_finds_prefixes_of_an_earlier_run(tmp_path):
-    code = re.search(r"## A whole model\n.*?```python\n(from jaxkv import models, offload\n.*?)```", README, re.DOTALL)
-    assert code
-    code = code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3")))
+    code = code_in("jaxkv/serving", "from jaxkv import models, offload")
+    code = code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3")))
     for found in (0, 128):
         scope = {}
         exec(code.replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
-        assert scope["engine"].reuse.found == found
+        assert scope["engine"].prefix_stats.found == found
 
 
 def test_prefill_and_decode_run():
-    code = re.search(r"Underneath, two pure functions.*?```python\n(.*?)```", README, re.DOTALL)
-    assert code
+    code = code_in("jaxkv/models")
     scope = {}
-    exec(code[1].replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), scope)
+    exec(code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), scope)
     assert scope["logits"].shape == (1, scope["model"].config.vocab_size)
     assert scope["logits"].argmax() != scope["token"]
 
 
 def test_blocks_travel(tmp_path):
-    code = re.search(r"## Offload\n.*?```python\n(.*?)```", README, re.DOTALL)
-    assert code
+    code = code_in("jaxkv/offload")
     scope = {}
-    exec(code[1].replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
+    exec(code.replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
     assert scope["found"] == 3
     blocks = scope["cache"].buffer.reshape(64, 27, 64 * 576)
     assert (blocks[20:23, 5] == 1).all()
@@ -82,7 +84,7 @@ def test_measurements_name_their_date_device_versions_and_command():
 
 def test_every_command_is_told_of():
     for command in COMMANDS:
-        assert f"`jaxkv {command}`" in README, command
+        assert f"`jaxkv {command}`" in (ROOT / "jaxkv" / "cli" / "README.md").read_text(), command
     told = subprocess.run([sys.executable, "-m", "jaxkv", "--help"], capture_output=True, text=True, check=True).stdout
     for command in COMMANDS:
         assert command in told

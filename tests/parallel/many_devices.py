@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import parallel
-from jaxkv.models import Engine
 from jaxkv.offload import HostPool
 from jaxkv.parallel import context
+from jaxkv.serving import Engine
 from jaxkv_kernels import mosaic_gpu
 from support import scenes, toy_model
 from support.available import assume_available
@@ -402,8 +402,8 @@ def test_gradients_pass_the_merge():
 
 
 def test_the_readme_runs():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    code = re.search(r"## Many devices\n.*?```python\n(.*?)```", readme, re.DOTALL)
+    readme = (Path(__file__).parents[2] / "jaxkv" / "parallel" / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
     assert code
     scope = {}
     exec(code[1], scope)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import models, parallel
+from jaxkv import models, parallel, serving
 from jaxkv.serving.engine import _decode_step
 from jaxkv.serving.step_inputs import Rows
 from parallel.many_devices import mesh_of
@@ -82,13 +82,13 @@ def test_the_engine(family, divided):
     # 14 blocks of 16 tokens, which the longest request needs: some wait, some are computed again; requests of one
     # prompt share blocks, and copy the last of them.
     model = load(family, divided())
-    shared, sent_back = serve(models.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64), family)
+    shared, sent_back = serve(serving.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64), family)
     assert shared
     assert sent_back
 
 
 def test_replicas():
-    served = models.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    served = serving.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
     assert [engine.cache.buffer.devices() for engine in served.engines] == [{device} for device in jax.devices()[:2]]
     served.warm_up()
     serve(served, SMALL, count=8)
@@ -103,7 +103,7 @@ def test_replicas():
 
 
 def test_where_a_replica_raises_the_others_keep_their_tokens(monkeypatch):
-    served = models.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    served = serving.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
     requests = [served.submit([3, 1, 4], max_tokens=3) for _ in range(2)]
     broken, healthy = served.engines
     with monkeypatch.context() as patch:
@@ -173,14 +173,14 @@ def test_no_program_copies_the_cache(divided):
     assert memory.temp_size_in_bytes < layout.nbytes / 10
 
 
-class TestHandOver:
+class TestTransferBlocks:
     """Prefill on devices 0 and 1, decode on others."""
 
     def decoding(self, first, second, family=SMALL):
         prompts = [prompt for prompt, _ in recorded(family)[1:3]]
         here, there = load(family, first), load(family, second)
         cache, logits = step(here, here.cache(4, 64), prompts, [2, 0])
-        target = parallel.hand_over(cache, [2, 0], there.cache(5, 64), [4, 1])
+        target = parallel.transfer_blocks(cache, [2, 0], there.cache(5, 64), [4, 1])
         first = np.asarray(logits).argmax(-1).astype(np.int32)
         lengths = np.asarray([64, 65], np.int32)
         tables = np.asarray([[4, 0], [1, 3]], np.int32)
@@ -197,7 +197,7 @@ class TestHandOver:
         values = np.random.default_rng(0).standard_normal(layout.size).astype(layout.dtype)
         source = jaxkv.KVCache(jax.device_put(values, jax.devices()[0]), layout)
         target = jaxkv.KVCache.zeros(layout, device=jax.devices()[7])
-        found = parallel.hand_over(source, [3, 0], target, [1, 2])
+        found = parallel.transfer_blocks(source, [3, 0], target, [1, 2])
         assert found.buffer.devices() == {jax.devices()[7]}
         right = jaxkv.write_blocks(
             jaxkv.KVCache.zeros(layout), jnp.asarray([1, 2]), jaxkv.read_blocks(source, jnp.asarray([3, 0]))
@@ -216,16 +216,16 @@ class TestHandOver:
         layout = load(SMALL).layout(4, BLOCK)
         source, target = (parallel.zeros(layout, mesh_of(devices), "x") for devices in (2, 4))
         with pytest.raises(ValueError, match=r"`target` is divided over 4 devices: expected as many as `source`, 2"):
-            parallel.hand_over(source, [0], target, [0])
+            parallel.transfer_blocks(source, [0], target, [0])
 
     def test_of_other_blocks(self):
         source, target = (load(SMALL).cache(4, block_size) for block_size in (16, 32))
         sizes = {name: getattr(source.layout, name) for name in ("num_layers", "num_blocks", "block_size", "entry")}
         padded = jaxkv.CacheLayout(**sizes, block_padding=8)
         with pytest.raises(ValueError, match="`block_size` is 16 in `source` and 32 in `target`"):
-            parallel.hand_over(source, [0], target, [0])
+            parallel.transfer_blocks(source, [0], target, [0])
         with pytest.raises(ValueError, match=r"same entries as `source` in another order.*convert_blocks"):
-            parallel.hand_over(source, [0], jaxkv.KVCache.zeros(padded), [0])
+            parallel.transfer_blocks(source, [0], jaxkv.KVCache.zeros(padded), [0])
 
     def test_of_blocks_with_other_groups(self):
         """The group that both view is the same, and so are the bytes of a block."""
@@ -238,9 +238,9 @@ class TestHandOver:
         for layout, has in ((theirs["latent"], f"those of .*{theirs.fingerprint}"), (alone, "one group")):
             source, target = jaxkv.KVCache.zeros(ours["latent"]), jaxkv.KVCache.zeros(layout)
             with pytest.raises(ValueError, match=told + has):
-                parallel.hand_over(source, [0], target, [0])
+                parallel.transfer_blocks(source, [0], target, [0])
         more = jaxkv.PackedLayout(**sizes | {"num_blocks": 7}, groups={"latent": latent, "keys": others[0]})
-        parallel.hand_over(source, [0], jaxkv.KVCache.zeros(more["keys"]), [6])
+        parallel.transfer_blocks(source, [0], jaxkv.KVCache.zeros(more["keys"]), [6])
 
     @pytest.mark.parametrize(
         ("source", "target", "told"),
@@ -256,12 +256,12 @@ class TestHandOver:
     def test_ids_that_do_not_fit(self, source, target, told):
         ours = load(SMALL).cache(4, 16)
         with pytest.raises(ValueError, match=told):
-            parallel.hand_over(ours, source, ours, target)
+            parallel.transfer_blocks(ours, source, ours, target)
 
     def test_of_no_blocks(self):
         ours = load(SMALL).cache(4, 16)
         before = np.asarray(ours.buffer)
-        assert_same_bits(parallel.hand_over(load(SMALL).cache(4, 16), [], ours, []).buffer, before)
+        assert_same_bits(parallel.transfer_blocks(load(SMALL).cache(4, 16), [], ours, []).buffer, before)
 
 
 WRONG = {
@@ -274,13 +274,13 @@ WRONG = {
     "no interleave": (lambda: context(2, 0), ["`interleave`", "0", "positive"]),
     "no way to divide": (lambda: load(SMALL, "tensor"), ["`parallel`", "'tensor'", "expected"]),
     "no axis": (lambda: models.TensorParallel(mesh_of(2), "y"), ["`axis`", "'y'", "x"]),
-    "an engine of data": (lambda: models.Engine(load("deepseek_v3", data(2)), num_blocks=4), ["`model`", "Replicas"]),
+    "an engine of data": (lambda: serving.Engine(load("deepseek_v3", data(2)), num_blocks=4), ["`model`", "Replicas"]),
     "replicas of one pool": (
-        lambda: models.Replicas(load(SMALL, data(2)), num_blocks=4, offload=object()),
+        lambda: serving.Replicas(load(SMALL, data(2)), num_blocks=4, offload=object()),
         ["`offload`", "one engine"],
     ),
     "replicas of heads": (
-        lambda: models.Replicas(load("deepseek_v3", tensor(4)), num_blocks=4),
+        lambda: serving.Replicas(load("deepseek_v3", tensor(4)), num_blocks=4),
         ["`model`", "TensorParallel", "DataParallel", "Engine"],
     ),
 }

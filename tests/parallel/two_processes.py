@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv import models, parallel
+from jaxkv import models, parallel, serving
 from jaxkv.parallel import context
 from support.compare import assert_close
 
@@ -66,7 +66,7 @@ def main(address, number):
     found = jax.jit(on_shares)(cache)
     assert_close(np.asarray(found), np.asarray(jax.jit(on_one_device)()), roundings=64, magnitude=1)
     model = models.load(MODEL, parallel=models.TensorParallel(mesh, "x"))
-    engine = models.Engine(model, num_blocks=4, max_requests=2)
+    engine = serving.Engine(model, num_blocks=4, max_requests=2)
     with np.load(MODEL / "truth.npz") as truth:
         prompt, right = truth["prompts"][1, :63].tolist(), truth["tokens"][1, :8].tolist()
     requests = [engine.submit([*prompt, *right[:known]], max_tokens=8 - known) for known in (0, 4)]

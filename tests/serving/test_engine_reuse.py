@@ -47,13 +47,13 @@ def right(tokens, count):
 
 def serve(served, tokens, count=6):
     """The continuation of a prompt, which must be right, and how many tokens were found for it."""
-    before = served.reuse.found
+    before = served.prefix_stats.found
     request = served.submit(tokens, max_tokens=count)
     for _ in served.run():
         pass
     assert request.generated == right(tuple(tokens), count)
     assert served.pool.num_free == served.pool.num_blocks
-    return served.reuse.found - before
+    return served.prefix_stats.found - before
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def test_a_prefix_outlives_its_request_on_the_device(calls):
     assert serve(served, (*prompt(22), *right(prompt(22), 6), 5)) == 24
     assert serve(served, (*prompt(10), *prompt(12, seed=1))) == 0
     assert serve(served, prompt(22)[:13]) == 12
-    assert served.reuse.tokens == 22 + 22 + 29 + 22 + 13
-    assert served.reuse.loaded == 0
+    assert served.prefix_stats.tokens == 22 + 22 + 29 + 22 + 13
+    assert served.prefix_stats.loaded == 0
 
 
 def test_of_a_prompt_that_is_known_whole_the_last_token_is_computed_in_place(calls):
@@ -125,7 +125,7 @@ def test_another_engine_finds_a_prefix_on_the_host(order, calls):
     other = engine(order=order, offload=host)
     assert serve(other, prompt(22)) == 20
     assert calls["prefill"] == 1
-    assert other.reuse.loaded == 20
+    assert other.prefix_stats.loaded == 20
     assert host.stats.loaded == 5
     # Now it is on the device.
     assert serve(other, prompt(22)) == 20
@@ -138,8 +138,8 @@ def test_what_left_the_device_is_on_the_host():
     for _ in range(2):
         for seed in range(3):
             serve(served, prompt(17, seed), count=3)
-    assert served.reuse.found == 3 * 16
-    assert served.reuse.loaded == 3 * 16
+    assert served.prefix_stats.found == 3 * 16
+    assert served.prefix_stats.loaded == 3 * 16
 
 
 def test_a_prefix_is_put_together_from_device_and_host():
@@ -149,7 +149,7 @@ def test_a_prefix_is_put_together_from_device_and_host():
     serve(served, prompt(12, seed=1), count=1)
     # The last block went.
     assert serve(served, prompt(24), count=1) == 23
-    assert served.reuse.loaded == 4
+    assert served.prefix_stats.loaded == 4
 
 
 def test_a_later_engine_finds_a_prefix_on_disk(tmp_path, calls):
@@ -246,7 +246,7 @@ def test_a_load_that_fails_is_computed_and_stored_again(module, transfer, monkey
     assert other.tiers.failures == 1
     serve(other, prompt(40, seed=1))
     assert serve(other, prompt(22)) == 20
-    assert other.reuse.loaded > 0
+    assert other.prefix_stats.loaded > 0
 
 
 def test_a_load_that_stops_half_way_leaves_nothing_half_visible(monkeypatch):
@@ -271,8 +271,8 @@ def test_who_was_sent_back_finds_what_it_had():
     for _ in served.run():
         pass
     # The second joins twice; the second time with all its full blocks.
-    assert served.reuse.tokens > 9 + 9
-    assert served.reuse.found >= served.reuse.tokens - 9 - 9 - BLOCK
+    assert served.prefix_stats.tokens > 9 + 9
+    assert served.prefix_stats.found >= served.prefix_stats.tokens - 9 - 9 - BLOCK
     for request in requests:
         assert request.generated == right(request.prompt, 16)
 
@@ -310,7 +310,7 @@ def test_after_the_warm_up_nothing_is_compiled(compiled):
     compiled.clear()
     for seed in (0, 1, 0):
         serve(served, prompt(29, seed), count=20)
-    assert served.reuse.loaded > 0
+    assert served.prefix_stats.loaded > 0
     assert compiled == []
 
 
@@ -322,7 +322,7 @@ def test_models_of_one_layout_do_not_find_each_others_blocks():
     served.submit(prompt(22), max_tokens=1)
     for _ in served.run():
         pass
-    assert served.reuse.found == 0
+    assert served.prefix_stats.found == 0
     assert len(host) == 11
 
 
@@ -387,7 +387,7 @@ def test_any_interleaving_gives_the_tokens_of_an_engine_without_reuse(seed, monk
             expected = expected[: len(request.generated)]
         assert request.generated == expected
     assert served.pool.num_free == served.pool.num_blocks
-    reuse = served.reuse
+    reuse = served.prefix_stats
     assert reuse.found > reuse.tokens / 4
     assert 0 < reuse.loaded < reuse.found
     assert host.stats.read > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxkv import models
+from jaxkv import models, serving
 from jaxkv.offload import DiskPool, HostPool
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
@@ -29,16 +29,16 @@ def recorded(family):
 def serve(family, engine):
     """How many of the prompt's tokens were found; its continuation must be right."""
     prompt, tokens = recorded(family)
-    before = engine.reuse.found
+    before = engine.prefix_stats.found
     request = engine.submit(prompt, max_tokens=len(tokens), stop=())
     for _ in engine.run():
         pass
     assert request.generated == tokens
-    return engine.reuse.found - before
+    return engine.prefix_stats.found - before
 
 
 def engine(family, offload=None):
-    return models.Engine(model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, offload=offload)
+    return serving.Engine(model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, offload=offload)
 
 
 def host_pool(family, disk=None):
@@ -56,14 +56,14 @@ def test_cold_and_from_each_tier_the_tokens_are_the_same(tmp_path):
     first = engine(family, host)
     assert serve(family, first) == 0
     assert serve(family, first) == 192
-    assert first.reuse.loaded == 0
+    assert first.prefix_stats.loaded == 0
     second = engine(family, host)
-    assert serve(family, second) == second.reuse.loaded == 192
+    assert serve(family, second) == second.prefix_stats.loaded == 192
     assert host.stats.read == 0
     host.flush()
     host = host_pool(family, disk_pool(family, tmp_path))
     third = engine(family, host)
-    assert serve(family, third) == third.reuse.loaded == 192
+    assert serve(family, third) == third.prefix_stats.loaded == 192
     assert host.stats.read == 12
 
 
