@@ -65,7 +65,7 @@ class ByDevice:
     """
 
     def __init__(self, step: Step, carry, fixed, *, ahead: int, calls: int):
-        from jaxkv_kernels.mosaic_gpu.stamp import stamp
+        from jaxkv_kernels.mosaic_gpu.runtime.stamp import stamp
 
         @partial(jax.jit, donate_argnums=0)
         def chain(carry, fixed, turns):

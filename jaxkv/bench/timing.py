@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.bench.chains import ByDevice, ByHost, Step
-from jaxkv_kernels.mosaic_gpu import available
+from jaxkv_kernels.mosaic_gpu.runtime import available
 
 CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
 """What is timed of a chain lasts at least this long."""

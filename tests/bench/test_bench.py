@@ -17,7 +17,7 @@ from jaxkv.bench.programs import Measured, Program
 from jaxkv.bench.workloads import WORKLOADS, workload
 from jaxkv.cli import bench
 from jaxkv.ops import OPERATIONS
-from jaxkv_kernels.mosaic_gpu import stamp
+from jaxkv_kernels.mosaic_gpu.runtime import stamp
 from support.hopper import kernel_operands, read_early
 
 CPU = {workload.operation: workload for workload in WORKLOADS.values() if workload.suite == "cpu"}

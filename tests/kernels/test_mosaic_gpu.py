@@ -11,8 +11,8 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
-from jaxkv_kernels.mosaic_gpu.combine import combine
-from jaxkv_kernels.mosaic_gpu.plan_decode import Plan
+from jaxkv_kernels.mosaic_gpu.attention.combine import combine
+from jaxkv_kernels.mosaic_gpu.attention.plan_decode import Plan
 from support import suites
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early

@@ -10,7 +10,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
-from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
 from support import suites
 from support.hopper import kernel_operands, on_hopper, read_early
 

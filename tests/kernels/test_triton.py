@@ -15,7 +15,7 @@ from jaxkv.fuzz import cases
 from jaxkv.fuzz.case import Case
 from jaxkv.support import sample_calls
 from jaxkv_kernels import triton as kernels
-from jaxkv_kernels.triton import available
+from jaxkv_kernels.triton.runtime import available
 from support.available import assume_available
 from support.triton_builds import SHARED, builds, without_a_gpu
 from support.triton_runs import INTERPRETS, compiles

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv_kernels.triton.decode_tiles import Tiles
-from jaxkv_kernels.triton.plan_decode import LEAST, make_plan
+from jaxkv_kernels.triton.attention.decode_tiles import Tiles
+from jaxkv_kernels.triton.attention.plan_decode import LEAST, make_plan
 
 TILES = Tiles(rows=16, keys=32, columns=128, warps=4, stages=2, programs=2)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.plan_decode import PAIRS, TILES, make_plan
+from jaxkv_kernels.mosaic_gpu.attention.plan_decode import PAIRS, TILES, make_plan
 from support import scenes, suites
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.logit_cap import too_large
-from jaxkv_kernels.mosaic_gpu.block_runs import block_runs
-from jaxkv_kernels.mosaic_gpu.token_rows import token_rows
-from jaxkv_kernels.mosaic_gpu.warp_share import MOST_BYTES, token_ways
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
+from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 
 LATENT, ROPE = 512, 64
 FEW_ROWS = 16

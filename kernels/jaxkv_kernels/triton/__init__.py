@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
 from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.triton import unsupported
-from jaxkv_kernels.triton.available import unavailable_reasons
-from jaxkv_kernels.triton.interpreting import interpreting as interpreting
+from jaxkv_kernels.triton.runtime.available import unavailable_reasons
+from jaxkv_kernels.triton.runtime.interpreting import interpreting as interpreting
 
 
 def _kernel(name: str, entries: Listed, unsupported_reasons: Callable[..., Iterable[str]]) -> Kernel:
-    """The function `name` of the module `name` here; what all kernels need of the machine is the same."""
-    run = imported_when_called(f"{__name__}.{name}", name)
+    """The function `name` (folder, module, function); all kernels need the same of the machine."""
+    module, _, function = name.rpartition(".")
+    run = imported_when_called(f"{__name__}.{module}", function)
     return Kernel(run, entries, unsupported_reasons, unavailable_reasons)
 
 
@@ -24,21 +25,21 @@ _KV: Listed = {KVEntry: (*_PLAIN, "fp8")}
 _INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8")}
 
 KERNELS: dict[str, Kernel] = {
-    "write_mla": _kernel("write_mla", _MLA, unsupported.write_mla),
-    "write_kv": _kernel("write_kv", _KV, unsupported.write_kv),
-    "write_indexer_k": _kernel("write_indexer_k", _INDEXER, unsupported.write_indexer_k),
-    "gather_mla": _kernel("gather_mla", _MLA, unsupported.gather_mla),
-    "gather_kv": _kernel("gather_kv", _KV, unsupported.gather_kv),
-    "gather_indexer_k": _kernel("gather_indexer_k", _INDEXER, unsupported.gather_indexer_k),
-    "plan_decode": _kernel("plan_decode", {**_MLA, **_KV}, unsupported.plan_decode),
-    "decode_mla": _kernel("decode_mla", _MLA, unsupported.decode_mla),
-    "decode_kv": _kernel("decode_kv", _KV, unsupported.decode_kv),
-    "decode_mla_sparse": _kernel("decode_mla_sparse", _MLA, unsupported.decode_mla_sparse),
-    "indexer_logits": _kernel("indexer_logits", _INDEXER, unsupported.indexer_logits),
-    "select_topk": _kernel("select_topk", {}, unsupported.select_topk),
-    "merge_states": _kernel("merge_states", {}, unsupported.merge_states),
-    "copy_blocks": _kernel("copy_blocks", {}, unsupported.copy_blocks),
-    "read_blocks": _kernel("read_blocks", {}, unsupported.read_blocks),
-    "write_blocks": _kernel("write_blocks", {}, unsupported.write_blocks),
+    "write_mla": _kernel("entries.writes.write_mla", _MLA, unsupported.write_mla),
+    "write_kv": _kernel("entries.writes.write_kv", _KV, unsupported.write_kv),
+    "write_indexer_k": _kernel("entries.writes.write_indexer_k", _INDEXER, unsupported.write_indexer_k),
+    "gather_mla": _kernel("entries.gathers.gather_mla", _MLA, unsupported.gather_mla),
+    "gather_kv": _kernel("entries.gathers.gather_kv", _KV, unsupported.gather_kv),
+    "gather_indexer_k": _kernel("entries.gathers.gather_indexer_k", _INDEXER, unsupported.gather_indexer_k),
+    "plan_decode": _kernel("attention.plan_decode.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode),
+    "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla),
+    "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv),
+    "decode_mla_sparse": _kernel("attention.decode_mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse),
+    "indexer_logits": _kernel("indexer.indexer_logits.indexer_logits", _INDEXER, unsupported.indexer_logits),
+    "select_topk": _kernel("indexer.select_topk.select_topk", {}, unsupported.select_topk),
+    "merge_states": _kernel("attention.merge_states.merge_states", {}, unsupported.merge_states),
+    "copy_blocks": _kernel("blocks.copy_blocks.copy_blocks", {}, unsupported.copy_blocks),
+    "read_blocks": _kernel("blocks.read_blocks.read_blocks", {}, unsupported.read_blocks),
+    "write_blocks": _kernel("blocks.write_blocks.write_blocks", {}, unsupported.write_blocks),
 }
 """Operations that are not listed have no kernel here."""

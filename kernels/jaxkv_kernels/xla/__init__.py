@@ -9,22 +9,14 @@ from typing import Any
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
 from jaxkv_kernels.kernel import Kernel, nothing
-from jaxkv_kernels.xla.copy_blocks import copy_blocks
-from jaxkv_kernels.xla.decode_kv import decode_kv
-from jaxkv_kernels.xla.decode_mla import decode_mla
-from jaxkv_kernels.xla.decode_mla_sparse import decode_mla_sparse
-from jaxkv_kernels.xla.gather_indexer_k import gather_indexer_k
-from jaxkv_kernels.xla.gather_kv import gather_kv
-from jaxkv_kernels.xla.gather_mla import gather_mla
-from jaxkv_kernels.xla.indexer_logits import indexer_logits
-from jaxkv_kernels.xla.merge_states import merge_states
-from jaxkv_kernels.xla.plan_decode import plan_decode
-from jaxkv_kernels.xla.read_blocks import read_blocks
-from jaxkv_kernels.xla.select_topk import select_topk
-from jaxkv_kernels.xla.write_blocks import write_blocks
-from jaxkv_kernels.xla.write_indexer_k import write_indexer_k
-from jaxkv_kernels.xla.write_kv import write_kv
-from jaxkv_kernels.xla.write_mla import write_mla
+from jaxkv_kernels.xla.attention import decode_kv, decode_mla
+from jaxkv_kernels.xla.blocks import copy_blocks, read_blocks, write_blocks
+from jaxkv_kernels.xla.gathers import gather_indexer_k, gather_kv, gather_mla
+from jaxkv_kernels.xla.indexer import indexer_logits, select_topk
+from jaxkv_kernels.xla.merge import merge_states
+from jaxkv_kernels.xla.plan import plan_decode
+from jaxkv_kernels.xla.sparse import decode_mla_sparse
+from jaxkv_kernels.xla.writes import write_indexer_k, write_kv, write_mla
 
 
 def _batch_invariant(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

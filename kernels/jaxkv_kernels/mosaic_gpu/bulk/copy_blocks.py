@@ -1,0 +1,56 @@
+"""Copies whole blocks within a cache, all read before any is written.
+
+A pair whose destination is nobody's source is copied at once.  The blocks of the others are held in an array beside
+the cache, which a second kernel writes to their destinations: between the two, every source has been read.  That array
+has room for all pairs, as which of them wait is known on the device only.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxkv_kernels.mosaic_gpu.bulk.block_chunks import chunked, fetch, send
+from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
+from jaxkv_kernels.mosaic_gpu.bulk.write_blocks import write_into
+from jaxkv_kernels.mosaic_gpu.runtime.build import frozen
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+
+
+def copy_blocks(buffer, src, dst, *, pages):
+    """Blocks `src` [n] over blocks `dst` [n], all read before any is written; a pair with a bad id is skipped."""
+    return _copy(buffer, src, dst, pages=pages, interpret=bool(interpreting.value))
+
+
+@partial(jax.jit, static_argnames=("pages", "interpret"))
+def _copy(buffer, src, dst, *, pages, interpret):
+    if not src.size:
+        return buffer
+    runs = block_runs(pages)
+    good = (src >= 0) & (src < pages.num_blocks) & (dst >= 0) & (dst < pages.num_blocks)
+    awaited = (dst[:, None] == src).any(axis=1)
+    now, later = jnp.where(good & ~awaited, dst, -1), jnp.where(good & awaited, dst, -1)
+
+    def copy_blocks(each_chunk, src_ref, now_ref, later_ref, cache_ref, held_ref, stage, full):
+        def move(i, run, start, size):
+            target, held = now_ref[i], later_ref[i] >= 0
+
+            def part_of(block):
+                *row, column = runs.index(block, run)
+                return cache_ref.at[*row, pl.ds(column + start, size)]
+
+            @pl.when((target >= 0) | held)
+            def _():
+                fetch(part_of(src_ref[i]), stage, full)
+                whole = held_ref.at[i, pl.ds(run * runs.length + start, size)]
+                lax.cond(held, lambda: send(stage, whole), lambda: send(stage, part_of(target)))
+
+        each_chunk(move)
+
+    ref = jax.new_ref(buffer.reshape(runs.view.shape))
+    rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), buffer.dtype)
+    held = chunked(copy_blocks, runs, src.size, buffer.dtype, interpret=interpret, out_type=rows)(src, now, later, ref)
+    write_into(ref, later, held, runs, pages=pages, interpret=interpret)
+    return frozen(ref).reshape(buffer.shape)

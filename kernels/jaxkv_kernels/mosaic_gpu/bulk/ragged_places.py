@@ -1,0 +1,62 @@
+"""Where the tokens of ragged runs lie: what `jaxkv_kernels.slots.ragged_slots` computes, by a warp for itself."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels.addressing.slots import table_tokens
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import divided
+
+PROBES = 15
+"""Of a round of the search: loads that do not wait for each other, so that 15 requests take one round, 255 two."""
+
+
+class Place(NamedTuple):
+    """Where a token lies; somewhere in the cache where there is none."""
+
+    live: Any
+    """Whether there is a token."""
+    block: Any
+    token: Any
+    """In the block."""
+
+
+def places_of(first, count, table_ref, cu_ref, start_ref, *, pages) -> list[Place]:
+    """Where the tokens in `count` rows from `first` on lie, by tables [B, M], running sums [B + 1] and starts [B]."""
+    requests, rows = table_ref.shape[0], [first + i for i in range(count)]
+    request = _passed(first, cu_ref, requests)
+    several = (request < requests) & (cu_ref[jnp.minimum(request + 1, requests)] <= rows[-1])
+    passed = lax.cond(
+        several, lambda: [_passed(row, cu_ref, requests) for row in rows], lambda: [request for _ in rows]
+    )
+    return [_place(row, n, table_ref, cu_ref, start_ref, pages) for row, n in zip(rows, passed, strict=True)]
+
+
+def _place(row, request, table_ref, cu_ref, start_ref, pages):
+    requests = table_ref.shape[0]
+    inside = request < requests
+    request = jnp.where(inside, request, 0)
+    position = row - cu_ref[request]
+    if start_ref is not None:
+        position = position + start_ref[request]
+    inside = inside & (position >= 0) & (position < table_tokens(table_ref, pages.block_size))
+    position = jnp.where(inside, position, 0)
+    column = divided(position, pages.block_size)
+    block = table_ref[request, column]
+    live = inside & (block >= 0) & (block < pages.num_blocks)
+    return Place(live, jnp.where(live, block, 0), position - column * pages.block_size)
+
+
+def _passed(row, cu_ref, requests):
+    """How many requests end at or before `row`: `passed` of them for certain, and up to `left` more."""
+    passed, left = jnp.int32(0), requests
+    while left:
+        step = -(-(left + 1) // (PROBES + 1))
+        found = jnp.int32(0)
+        for ahead in range(step, left + 1, step):
+            i = passed + ahead
+            ended = (i <= requests) & (cu_ref[jnp.minimum(i, requests)] <= row)
+            found = found + jnp.where(ended, step, 0)
+        passed, left = passed + found, step - 1
+    return passed

@@ -1,0 +1,58 @@
+"""Combines partial attentions of the same queries over disjoint keys.
+
+Who does what.  A program has ROWS queries: it finds the largest of their LSEs, then adds the parts up, each weighed by
+its own.
+Order.  None.
+Budget.  Registers: two tiles of 2,048 values, 32 a thread.  No shared memory.
+"""
+
+from typing import Any
+
+import jax
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.triton.entries.tiles import WARPS, load_rows, store_rows, tile_shape
+from jaxkv_kernels.triton.runtime.arithmetic import rounded
+from jaxkv_kernels.triton.runtime.launch import launch
+
+
+@jax.jit
+def merge_states(outs, lses):
+    """Outs [N, ..., D], lses [N, ...] to out [..., D] and float32 lse [...]."""
+    shapes = jax.ShapeDtypeStruct(outs.shape[1:], outs.dtype), jax.ShapeDtypeStruct(lses.shape[1:], lses.dtype)
+    tile = tile_shape((outs.shape[-1],))
+    count = lses[0].size
+    constants: dict[str, Any] = {"PARTS": outs.shape[0], "SIZE": outs.shape[-1], "COUNT": count, "ROWS": tile["ROWS"]}
+    grid = (triton.cdiv(count, tile["ROWS"]),)
+    return launch(_merge_states, (outs, lses), shapes, grid=grid, warps=WARPS, COLUMNS=tile["COLUMNS"][0], **constants)
+
+
+@triton.jit
+def _merge_states(
+    outs, lses, out, lse,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    for part in range(PARTS):
+        top = tl.maximum(top, _known(lses + part * tl.cast(COUNT, tl.int64), row, COUNT))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for part in range(PARTS):
+        first = part * tl.cast(COUNT, tl.int64)
+        weight = tl.exp(_known(lses + first, row, COUNT) - base)
+        values = load_rows(outs + first * SIZE, row, COUNT, SIZE, COLUMNS).to(tl.float32)
+        acc += tl.where(weight[:, None] > 0, values * weight[:, None], 0.0)
+        total += weight
+    whole = tl.where(total > 0, total, 1.0)
+    store_rows(out, row, rounded(acc / whole[:, None], out.dtype.element_ty), COUNT, SIZE, COLUMNS)
+    tl.store(lse + row, tl.where(total > 0, base + tl.log(whole), float("-inf")), mask=row < COUNT)
+
+
+@triton.jit
+def _known(lses, row, COUNT: tl.constexpr):
+    """LSEs of the rows of a part; some kernels say "no keys" with +inf or NaN: here it is -inf."""
+    found = tl.load(lses + row, mask=row < COUNT, other=float("-inf"))
+    return tl.where(found < float("inf"), found, float("-inf"))

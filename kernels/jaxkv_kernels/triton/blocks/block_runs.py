@@ -1,0 +1,92 @@
+"""Whole blocks as runs of memory, moved in chunks.
+
+Who does what.  A program moves one chunk, at most CHUNK bytes, of a run of a block: a part of the block that is one
+piece of memory in the cache.  One after the other, a block's runs are the block as it travels.
+Order.  None within a kernel: what it reads, it does not write.
+Budget.  Registers: CHUNK bytes, 64 a thread.  No shared memory.
+"""
+
+from dataclasses import dataclass
+from math import gcd, prod
+
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.triton.entries.addresses import in_bytes
+
+CHUNK, WARPS = 8192, 4
+
+WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """Where the runs of a block lie, in bytes; a constant that kernels read fields of."""
+
+    num_blocks: int
+    block_stride: int
+    offset: int
+    axes: tuple[tuple[int, int], ...]
+    """Three of (count, stride), outermost in memory first."""
+    length: int
+    """Of a run, in words."""
+    word: tl.dtype
+    """The widest that all addresses are multiples of."""
+    word_bytes: int
+
+    @property
+    def count(self) -> int:
+        """Runs a block."""
+        return prod(count for count, _ in self.axes)
+
+    @property
+    def chunk(self) -> int:
+        """Words that a program moves: a power of two."""
+        return min(CHUNK // self.word_bytes, triton.next_power_of_2(self.length))
+
+    @property
+    def chunks(self) -> int:
+        """A run."""
+        return triton.cdiv(self.length, self.chunk)
+
+
+def block_runs(pages: Pages, itemsize: int) -> BlockRuns:
+    """As few runs as the strides allow, in a buffer whose elements have `itemsize` bytes."""
+    pages = in_bytes(pages, itemsize)
+    axes, length, offset = [], pages.block_stride, 0
+    if not pages.blocks_are_runs:
+        length, offset = pages.width, pages.offset
+        for _, count, stride in reversed(pages.inner_axes):
+            if not axes and stride == length:
+                length *= count
+            elif count > 1:
+                axes.insert(0, (count, stride))
+    axes = [(1, 0)] * (3 - len(axes)) + axes
+    word = gcd(8, length, offset, pages.block_stride, *(stride for _, stride in axes))
+    return BlockRuns(pages.num_blocks, pages.block_stride, offset, tuple(axes), length // word, WORDS[word], word)
+
+
+@triton.jit
+def chunk_of(RUNS: tl.constexpr):
+    """Of this program: which of the blocks of a call, which run of it, and the words of the run."""
+    chunk = tl.program_id(0)
+    run = chunk // RUNS.chunks
+    return run // RUNS.count, run % RUNS.count, chunk % RUNS.chunks * RUNS.chunk + tl.arange(0, RUNS.chunk)
+
+
+@triton.jit
+def in_cache(buffer, block, run, word, RUNS: tl.constexpr):
+    """Pointers to the words of a run of a block of the cache."""
+    address = RUNS.offset + block.to(tl.int64) * RUNS.block_stride
+    for axis in tl.static_range(2, -1, -1):
+        address += (run % RUNS.axes[axis][0]).to(tl.int64) * RUNS.axes[axis][1]
+        run = run // RUNS.axes[axis][0]
+    return (buffer.to(tl.pointer_type(tl.uint8)) + address).to(tl.pointer_type(RUNS.word)) + word
+
+
+@triton.jit
+def in_row(rows, i, run, word, RUNS: tl.constexpr):
+    """Pointers to the same words in row `i` of an array of whole blocks."""
+    start = (i.to(tl.int64) * RUNS.count + run) * RUNS.length
+    return rows.to(tl.pointer_type(RUNS.word)) + start + word

@@ -1,0 +1,74 @@
+"""Reads entries whose parts lie side by side, plain or e4m3, of ragged runs of tokens.
+
+Who does what.  A program has a tile of consecutive rows of the results, a row being a token's parts of one head.  It
+finds the tokens' requests by a binary search, their slots in the tables, loads, decodes and stores.
+Order.  None: no two programs write the same rows.
+Budget.  Registers: 2,048 values and a part of it more, 16 and some a thread.  Shared memory: 2 KiB, through which e4m3
+values go to the threads that store them; none where they are plain.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.triton.codecs.e4m3 import from_e4m3, has_e4m3, load_scales
+from jaxkv_kernels.triton.entries.addresses import in_bytes, token_address
+from jaxkv_kernels.triton.entries.ragged import ragged_constants, ragged_operands, ragged_slots
+from jaxkv_kernels.triton.entries.tiles import WARPS, load_pieces, store_rows, tile_shape
+from jaxkv_kernels.triton.runtime.arithmetic import rounded
+from jaxkv_kernels.triton.runtime.dtypes import element_type
+from jaxkv_kernels.triton.runtime.launch import launch
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
+def load_entries(
+    buffer, block_tables, cu_seq_lens, seq_starts, layer, scales=(), *, pages, entry, total, dtype
+) -> list[jax.Array]:
+    """Parts [total, H, n_i] of `dtype` of the tokens of ragged runs; rows without a token are 0.
+
+    `scales` of e4m3 entries: float32 scalar or [H] for each part; value = stored * scale.
+    """
+    rows = total * pages.num_heads
+    sizes = (*entry.sizes, 0)[:2]
+    scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
+    shape = tile_shape(sizes)
+    constants: dict[str, Any] = {
+        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
+        "SIZES": sizes,
+        "DTYPE": element_type(entry.dtype),
+        "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
+        **ragged_constants(block_tables, seq_starts),
+        "COUNT": rows,
+        "NATIVE": has_e4m3(),
+    }
+    operands = (buffer, *scales, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
+    # An array of no values has no memory to point to.
+    results = [jax.ShapeDtypeStruct((total, pages.num_heads, max(size, 1)), dtype) for size in sizes]
+    grid = (triton.cdiv(rows, shape["ROWS"]),)
+    found = launch(_load_entries, operands, results, grid=grid, warps=WARPS, **constants, **shape)
+    return list(found[: len(entry.sizes)])
+
+
+@triton.jit
+def _load_entries(
+    buffer, first_scale, second_scale, tables, sums, starts, layers, first, second,
+    PAGES: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
+    RUNS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = row % PAGES.num_heads
+    layer = tl.load(layers)
+    scales = load_scales(first_scale, second_scale, head, SCALE_STEPS)
+    slot, known = ragged_slots(row // PAGES.num_heads, tables, sums, starts, layer, RUNS, PAGES)
+    place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
+    tile = load_pieces(place, known, SIZES[0], COLUMNS[0])
+    other = load_pieces(place + SIZES[0], known, SIZES[1], COLUMNS[1])
+    if SCALE_STEPS is not None:
+        tile = from_e4m3(tile, NATIVE) * scales[0][:, None]
+        other = from_e4m3(other, NATIVE) * scales[1][:, None]
+    store_rows(first, row, rounded(tile, first.dtype.element_ty), COUNT, SIZES[0], COLUMNS[0])
+    store_rows(second, row, rounded(other, second.dtype.element_ty), COUNT, SIZES[1], COLUMNS[1])

@@ -1,0 +1,83 @@
+"""Stores entries whose parts lie side by side, plain or e4m3, at slots of a layer, in place.
+
+Who does what.  A program has a tile of consecutive rows, a row being a token's parts of one head.  It loads them,
+meanwhile their slots, encodes, and stores each part where the slot says.
+Order.  None: no two programs write the same bytes, unless a slot is given twice.
+Budget.  Registers: 2,048 values and a part of it more, 16 and some a thread.  No shared memory.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3, load_scales, to_e4m3
+from jaxkv_kernels.triton.entries.addresses import in_bytes, slots_of, token_address
+from jaxkv_kernels.triton.entries.tiles import WARPS, load_rows, store_pieces, tile_shape
+from jaxkv_kernels.triton.runtime.arithmetic import rounded
+from jaxkv_kernels.triton.runtime.dtypes import element_type
+from jaxkv_kernels.triton.runtime.launch import launch
+
+
+@partial(jax.jit, static_argnames=("pages", "entry"))
+def store_entries(buffer, parts, slots, layer, scales=(), *, pages, entry):
+    """The buffer with entries stored at slots [T] of a layer; slots outside the cache are skipped.
+
+    Args:
+      buffer: the cache's.
+      parts: one or two arrays [T, (H,) n_i].
+      slots: int32 [T].
+      layer: int32 scalar.
+      scales: of e4m3 entries, float32 scalar or [H] for each part: stored = value / scale.
+      pages: where entries lie.
+      entry: what they are.
+    """
+    if not slots.size:
+        return buffer
+    rows = slots.size * pages.num_heads
+    sizes = (*entry.sizes, 0)[:2]  # a single part stands for a second one, of no values
+    scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
+    shape = tile_shape(sizes)
+    constants: dict[str, Any] = {
+        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
+        "SIZES": sizes,
+        "DTYPE": element_type(entry.dtype),
+        "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
+        "COUNT": rows,
+        "NATIVE": has_e4m3(),
+    }
+    operands = (parts[0], parts[-1], *scales, slots, jnp.reshape(layer, (1,)))
+    grid = (triton.cdiv(rows, shape["ROWS"]),)
+    return launch(_store_entries, operands, updated=buffer, grid=grid, warps=WARPS, **constants, **shape)[0]
+
+
+@triton.jit
+def _store_entries(
+    first, second, first_scale, second_scale, slots, layers, buffer,
+    PAGES: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
+    COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = row % PAGES.num_heads
+    slot = tl.load(slots + row // PAGES.num_heads, mask=row < COUNT, other=-1)
+    layer = tl.load(layers)
+    keep = (slot >= 0) & (slot < slots_of(layer, PAGES))
+    scales = load_scales(first_scale, second_scale, head, SCALE_STEPS)
+    tile = load_rows(first, row, COUNT, SIZES[0], COLUMNS[0])
+    other = load_rows(second, row, COUNT, SIZES[1], COLUMNS[1])
+    place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
+    if SCALE_STEPS is None:
+        tile, other = rounded(tile, DTYPE), rounded(other, DTYPE)
+    else:
+        tile, other = _quantised(tile, scales[0], NATIVE), _quantised(other, scales[1], NATIVE)
+    store_pieces(place, tile, keep, SIZES[0], COLUMNS[0])
+    store_pieces(place + SIZES[0], other, keep, SIZES[1], COLUMNS[1])
+
+
+@triton.jit
+def _quantised(tile, scale, NATIVE: tl.constexpr):
+    """The bytes of a tile [n, columns] divided by `scale` [n]."""
+    return to_e4m3(tl.div_rn(tile.to(tl.float32), scale[:, None]), NATIVE)

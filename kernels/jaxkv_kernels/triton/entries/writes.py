@@ -1,0 +1,26 @@
+"""Stores new entries: the kernel of each format."""
+
+from jaxkv_kernels.triton.entries.store_ds_mla import store_ds_mla
+from jaxkv_kernels.triton.entries.store_entries import store_entries
+from jaxkv_kernels.triton.entries.store_split import store_split
+
+
+def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry):
+    """kv_c [T, R], k_pe [T, P] into slots [T] of a layer; the new buffer."""
+    if entry.format == "fp8_ds_mla":
+        return store_ds_mla(buffer, kv_c, k_pe, slot_mapping, layer, pages=pages, entry=entry)
+    scales = (kv_scale, kv_scale) if entry.codec.scaled else ()
+    return store_entries(buffer, (kv_c, k_pe), slot_mapping, layer, scales, pages=pages, entry=entry)
+
+
+def write_kv(buffer, k, v, slot_mapping, layer, k_scale, v_scale, *, pages, entry):
+    """k [T, H, D], v [T, H, Dv] into slots [T] of a layer; the new buffer."""
+    scales = (k_scale, v_scale) if entry.codec.scaled else ()
+    return store_entries(buffer, (k, v), slot_mapping, layer, scales, pages=pages, entry=entry)
+
+
+def write_indexer_k(buffer, k, slot_mapping, layer, *, pages, entry):
+    """k [T, head_dim] into slots [T] of a layer; the new buffer."""
+    if entry.split:
+        return store_split(buffer, k, slot_mapping, layer, pages=pages, entry=entry)
+    return store_entries(buffer, (k,), slot_mapping, layer, pages=pages, entry=entry)

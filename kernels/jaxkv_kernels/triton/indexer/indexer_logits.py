@@ -1,0 +1,125 @@
+"""Scores of the DeepSeek V3.2 indexer against every cached key.
+
+Who does what.  A program has one query token of one request, all heads of it, and a run of up to RUN_TILES tiles of
+cached tokens.  q stays in shared memory; a tile of keys at a time is loaded (the next ones are on their way: Triton's
+pipeline), made values of q's dtype in registers, multiplied with q, and reduced over the heads in registers.  The rest
+of the run, past what the query sees, is filled with -inf.  Programs of the query tokens of a request are neighbours, so
+that they share its keys in the L2 cache.
+Order.  None: every logit has one program.
+Budget.  bf16 q of 64 heads x 128: 16 KiB, and 8 KiB a tile of e4m3 keys; 128 threads of about 120 registers, 32 of
+which hold the products: four programs an SM on Hopper.  float32 q of as many heads, with float32 keys: 81 KiB in all,
+of the 99 KiB that sm_86 has.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.formats.bits import FP8
+from jaxkv_kernels.triton.codecs.e4m3_words import in_word_order, unpacked
+from jaxkv_kernels.triton.entries.addresses import in_bytes, page_address
+from jaxkv_kernels.triton.runtime.arithmetic import dot, rounded
+from jaxkv_kernels.triton.runtime.dtypes import element_type
+from jaxkv_kernels.triton.runtime.launch import launch
+
+TILES = {2: (64, 4), 4: (16, 4)}
+"""Tokens a tile, and warps, by the bytes of q's values."""
+PROGRAMS, RUN_TILES = 2048, 32
+BUFFERS, BUFFER_BYTES = 2, 32768
+"""Tiles of keys that are on their way to a program, and the most bytes of them."""
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
+def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
+    """Q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len].
+
+    The sum over heads of relu(q . k) * w, times k's scale; -inf where a query token sees no key.
+    """
+    q = q.astype(jnp.bfloat16) if q.dtype == FP8 else q
+    batch, tokens, heads, dim = q.shape
+    tile, warps = TILES[q.dtype.itemsize]
+    tiles = triton.cdiv(max_len, tile)
+    run = min(max(triton.cdiv(batch * tokens * tiles, PROGRAMS), 1), RUN_TILES)
+    constants = {
+        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
+        "SPLIT": entry.split,
+        "DTYPE": None if entry.split else element_type(entry.dtype),
+        "QUERIES": tokens,
+        "HEADS": heads,
+        "DIM": dim,
+        "COLUMNS": block_tables.shape[1],
+        "MAX_LEN": max_len,
+        "RUN": run * tile,
+        "TOKENS": tile,
+        "H_TILE": max(16, triton.next_power_of_2(heads)),
+        "D_TILE": max(16, triton.next_power_of_2(dim)),
+    }
+    operands = (q, weights.astype(jnp.float32), buffer, block_tables, seq_lens, jnp.reshape(layer, (1,)))
+    logits = jax.ShapeDtypeStruct((batch, tokens, max_len), jnp.float32)
+    # A buffer takes two stages: the blocks of a tile are looked up one before its keys are asked for.
+    stages = 1 + 2 * max(1, min(BUFFERS, BUFFER_BYTES // (tile * entry.nbytes)))
+    grid = (batch * tokens, triton.cdiv(tiles, run))
+    return launch(_indexer_logits, operands, (logits,), grid=grid, warps=warps, stages=stages, **constants)[0]
+
+
+@triton.jit
+def _indexer_logits(
+    q, weights, buffer, tables, lengths, layers, logits,
+    PAGES: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, MAX_LEN: tl.constexpr, RUN: tl.constexpr,
+    TOKENS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr,
+):  # fmt: skip
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * RUN
+    request, last = row // QUERIES, tl.minimum(first + RUN, MAX_LEN)
+    layer = tl.load(layers)
+    length = tl.minimum(tl.maximum(tl.load(lengths + request), 0), COLUMNS * PAGES.block_size)
+    end = tl.minimum(length - (QUERIES - 1) + tl.program_id(0) % QUERIES, last)
+    end = tl.where((layer >= 0) & (layer < PAGES.num_layers), end, 0)
+
+    head, dim = row * HEADS + tl.arange(0, H_TILE), tl.arange(0, D_TILE)
+    some = tl.arange(0, H_TILE) < HEADS
+    weight = tl.load(weights + head, mask=some, other=0.0)
+    query = tl.load(q + head[:, None] * DIM + dim, mask=some[:, None] & (dim < DIM), other=0.0)
+    if SPLIT:
+        query = in_word_order(query)
+    query = tl.trans(query)
+
+    table, out = tables + request * COLUMNS, logits + row * MAX_LEN
+    for start in range(first, end, TOKENS):
+        position = start + tl.arange(0, TOKENS)
+        # Where a tile lies within a page, one look into the table does for all of it.
+        looked = start if PAGES.block_size % TOKENS == 0 else position
+        block = tl.load(table + looked // PAGES.block_size, mask=looked < end, other=-1)
+        valid = (block >= 0) & (block < PAGES.num_blocks)
+        page = page_address(buffer, layer, tl.where(valid, block, 0), 0, PAGES)
+        place = (position % PAGES.block_size).to(tl.int64)
+        if SPLIT:
+            key = _split_keys(page + place * DIM, query.dtype, DIM, D_TILE)
+        else:
+            key = _keys(page + place * PAGES.token_stride, query.dtype, DTYPE, DIM, D_TILE)
+        scores = dot(key, query, tl.zeros([TOKENS, H_TILE], tl.float32), PRECISION="tf32x3")
+        logit = tl.sum(tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight, axis=1)
+        if SPLIT:
+            logit *= tl.load((page + PAGES.block_size * DIM).to(tl.pointer_type(tl.float32)) + place)
+        tl.store(out + position, tl.where(valid & (position < end), logit, float("-inf")), mask=position < last)
+    # What the loop has written ends with a tile.
+    for start in range(first + tl.cdiv(tl.maximum(end - first, 0), TOKENS) * TOKENS, last, TOKENS):
+        position = start + tl.arange(0, TOKENS)
+        tl.store(out + position, tl.full([TOKENS], float("-inf"), tl.float32), mask=position < last)
+
+
+@triton.jit
+def _keys(places, TO: tl.constexpr, DTYPE: tl.constexpr, DIM: tl.constexpr, D_TILE: tl.constexpr):
+    """Keys [N, D_TILE] of type DTYPE at byte pointers [N], as type TO; 0 past DIM."""
+    dim = tl.arange(0, D_TILE)
+    return rounded(tl.load(places.to(tl.pointer_type(DTYPE))[:, None] + dim, mask=dim < DIM, other=0.0), TO)
+
+
+@triton.jit
+def _split_keys(places, TO: tl.constexpr, DIM: tl.constexpr, D_TILE: tl.constexpr):
+    """The same of e4m3 keys, in the order of `in_word_order`."""
+    word = tl.arange(0, D_TILE // 4)
+    return unpacked(tl.load(places.to(tl.pointer_type(tl.int32))[:, None] + word, mask=word < DIM // 4, other=0), TO)

@@ -1,0 +1,105 @@
+"""The positions of the k largest logits.
+
+Who does what.  `_keep_best`: a program has up to CHUNK logits of a row in registers.  It finds the k-th largest bit by
+bit, a count over the chunk each, and stores the k best in the order of their positions; of those that equal the k-th,
+the earliest.  What is left of a row goes through again, until it is one chunk's k.  `_sorted`: a program sorts those.
+Order.  The launches; within them none.
+Budget.  `_keep_best`: CHUNK_SHARE logits a thread and what is counted of them, about 120 registers.  `_sorted`: 8 bytes
+a logit in shared memory.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.triton.runtime.launch import launch
+
+LEAST, CHUNK = 16, 8192
+"""Logits a program."""
+CHUNK_SHARE, SORTED_SHARE = 16, 4
+"""Logits a thread."""
+
+MINUS_INFINITY = tl.constexpr(-0x7F800001)
+"""Its `_key`."""
+
+
+@partial(jax.jit, static_argnames="k")
+def select_topk(logits, *, k):
+    """Logits [..., N] to int32 positions [..., k], largest first, the earlier position where equal; -1 for -inf."""
+    *leading, length = logits.shape
+    if not logits.size:
+        return jnp.full((*leading, k), -1, jnp.int32)
+    kept = min(k, length)
+    values = logits.reshape(-1, length)
+    rows = values.shape[0]
+    places, first = values, True  # at first a place is a position, and not read
+    while first or values.shape[1] > kept:
+        length = values.shape[1]
+        chunk = min(CHUNK, max(LEAST, triton.next_power_of_2(length)))
+        chunks = triton.cdiv(length, chunk)
+        shapes = [jax.ShapeDtypeStruct((rows, chunks * kept), dtype) for dtype in (jnp.float32, jnp.int32)]
+        values, places = launch(
+            _keep_best, (values, places), shapes,
+            grid=(rows, chunks), warps=_warps(chunk, CHUNK_SHARE), FIRST=first, LENGTH=length, CHUNK=chunk, KEPT=kept,
+        )  # fmt: skip
+        first = False
+    best = jax.ShapeDtypeStruct((rows, k), jnp.int32)
+    block = max(LEAST, triton.next_power_of_2(k))
+    constants = {"KEPT": kept, "K": k, "BLOCK": block}
+    found = launch(_sorted, (values, places), (best,), grid=(rows,), warps=_warps(block, SORTED_SHARE), **constants)
+    return found[0].reshape(*leading, k)
+
+
+def _warps(count, share):
+    return max(count // (32 * share), 1)
+
+
+@triton.jit
+def _keep_best(
+    values, places, best_values, best_places,
+    FIRST: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    here = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(values + row * LENGTH + here, mask=here < LENGTH, other=float("-inf"))
+    key = (_key(value) ^ -0x80000000).to(tl.uint32, bitcast=True)
+    least = tl.full([], 0, tl.uint32)  # grows to the KEPT-th largest key, or to what parts it from the next
+    bit = tl.full([], 31, tl.int32)
+    while bit >= 0:
+        more = least | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
+        reached = tl.sum((key >= more).to(tl.int32))
+        least = tl.where(reached >= KEPT, more, least)
+        bit = tl.where(reached == KEPT, -1, bit - 1)
+    above, equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
+    wanted = KEPT - tl.sum(above)  # of the equal ones
+    # Both running sums in one: neither passes 2**15.
+    both = above + (equal << 16)
+    before = tl.cumsum(both, 0) - both
+    equal_before = before >> 16
+    keep = (above > 0) | ((equal > 0) & (equal_before < wanted))
+    place = (row * tl.num_programs(1) + chunk) * KEPT + (before & 0xFFFF) + tl.minimum(equal_before, wanted)
+    if not FIRST:
+        here = tl.load(places + row * LENGTH + here, mask=keep & (here < LENGTH), other=0)
+    tl.store(best_values + place, value, mask=keep)
+    tl.store(best_places + place, here, mask=keep)
+
+
+@triton.jit
+def _sorted(values, places, best, KEPT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    value = tl.load(values + row * KEPT + i, mask=i < KEPT, other=float("-inf"))
+    place = tl.load(places + row * KEPT + i, mask=i < KEPT, other=0)
+    pair = _key(value).to(tl.int64) << 32 | (0x7FFFFFFF - place).to(tl.int64)
+    pair = tl.sort(pair, descending=True)
+    place = tl.where(pair >> 32 == MINUS_INFINITY, -1, 0x7FFFFFFF - (pair & 0x7FFFFFFF))
+    tl.store(best + row * K + i, place.to(tl.int32), mask=i < K)
+
+
+@triton.jit
+def _key(value):
+    """int32 in the order of float32 values; -0 as 0, and every NaN above all."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))

@@ -1,0 +1,17 @@
+"""The smallest kernel that does what the others do: it updates an operand in place, and has a constant."""
+
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.triton.runtime.launch import launch
+
+
+def incremented(x):
+    """int32 [16] plus 1."""
+    return launch(_increment, (), updated=x, grid=(1,), warps=1, COUNT=16)[0]
+
+
+@triton.jit
+def _increment(x, COUNT: tl.constexpr):
+    at = x + tl.arange(0, COUNT)
+    tl.store(at, tl.load(at) + 1)

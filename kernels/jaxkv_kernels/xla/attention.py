@@ -1,0 +1,73 @@
+"""Attention over the pages of each request."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.xla.entry_rows import load_entries
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends
+from jaxkv_kernels.xla.softmax import attend
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
+def decode_mla(
+    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
+):
+    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    del plan
+    chunk = chunk_tokens(pages.block_size, block_tables)
+    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
+    q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
+    ends = query_ends(lengths, q.shape[1])
+
+    def load(i):
+        positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
+        rows, valid = load_entries(buffer, pages, entry, slots, layer)
+        latent, rope = entry.decode(rows, q.dtype)
+        seen = valid[:, None] & (positions < ends[..., None])
+        return jnp.concatenate([latent, rope], axis=-1), latent, seen
+
+    last = -(-lengths.max() // chunk)
+    out, lse = attend(
+        q, load, 0, last, value_dim=entry.latent, scale=scale, k_scale=kv_scale, v_scale=kv_scale, logit_cap=logit_cap
+    )
+    return out[:, :, 0].astype(q_latent.dtype), lse[:, :, 0]
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window"))
+def decode_kv(
+    q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
+):
+    """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
+    del plan
+    chunk = chunk_tokens(pages.block_size, block_tables)
+    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
+    batch, tokens, query_heads, head_dim = q.shape
+    grouped = q.reshape(batch, tokens, pages.num_heads, query_heads // pages.num_heads, head_dim)
+    ends = query_ends(lengths, tokens)
+    begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
+
+    def load(i):
+        positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
+        rows, valid = load_entries(buffer, pages, entry, slots, layer)
+        k, v = entry.decode(rows, q.dtype)
+        seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
+        return k, v, seen
+
+    # Requests without tokens must not pull the walk to the start.
+    first = jnp.where(ends > 0, begins, jnp.iinfo(jnp.int32).max).min() // chunk
+    last = -(-lengths.max() // chunk)
+    out, lse = attend(
+        grouped,
+        load,
+        first,
+        last,
+        value_dim=entry.value_dim,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        logit_cap=logit_cap,
+    )
+    return out.reshape(*q.shape[:-1], entry.value_dim).astype(q.dtype), lse.reshape(q.shape[:-1])

@@ -1,0 +1,62 @@
+"""Whole blocks, all layers and groups at once."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.xla.rows import read_entries, write_entries
+
+
+def _moved(pages: Pages) -> Pages:
+    """What is moved at once as if it were an entry: a block that is a run, or else its entries."""
+    if not pages.blocks_are_runs:
+        return pages
+    return replace(pages, num_layers=1, num_heads=1, block_size=1, offset=0, width=pages.block_stride)
+
+
+def _grid(pages, blocks):
+    """Index arrays [n, ...] over the entries of each block, in the order in which they lie in memory."""
+    counts = [count for _, count, _ in pages.inner_axes]
+    grid = jnp.meshgrid(blocks, *(jnp.arange(n, dtype=jnp.int32) for n in counts), indexing="ij")
+    return dict(zip(("block", *(axis for axis, _, _ in pages.inner_axes)), grid, strict=True))
+
+
+def _valid(pages, blocks):
+    return (blocks >= 0) & (blocks < pages.num_blocks)
+
+
+def read_rows(buffer, pages, blocks):
+    """Rows [n, block_elements] of `blocks` [n]; 0 where the id is not a block of the cache."""
+    valid, moved = _valid(pages, blocks), _moved(pages)
+    rows = read_entries(buffer, moved, **_grid(moved, jnp.where(valid, blocks, 0)))
+    return jnp.where(valid[:, None], rows.reshape(blocks.size, pages.block_elements), 0)
+
+
+def write_rows(buffer, pages, blocks, rows, keep=True):
+    """The buffer with rows [n, block_elements] in `blocks` [n]; ids outside the cache, or not kept, are skipped."""
+    keep, moved = _valid(pages, blocks) & keep, _moved(pages)
+    index = _grid(moved, blocks)
+    keep = jnp.broadcast_to(keep.reshape(-1, 1, 1, 1), index["block"].shape)
+    return write_entries(buffer, moved, rows.reshape(*keep.shape, moved.width), keep, **index)
+
+
+@partial(jax.jit, static_argnames="pages")
+def copy_blocks(buffer, src, dst, *, pages):
+    """Blocks `src` [n] over blocks `dst` [n], all read before any is written; a pair with a bad id is skipped."""
+    keep = (src >= 0) & (src < pages.num_blocks)
+    return write_rows(buffer, pages, dst, read_rows(buffer, pages, src), keep)
+
+
+@partial(jax.jit, static_argnames="pages")
+def read_blocks(buffer, blocks, *, pages):
+    """Blocks [n] as rows [n, block_elements]; 0 where the id is bad."""
+    return read_rows(buffer, pages, blocks)
+
+
+@partial(jax.jit, static_argnames="pages")
+def write_blocks(buffer, blocks, data, *, pages):
+    """Rows [n, block_elements] over blocks [n]; a bad id is skipped."""
+    return write_rows(buffer, pages, blocks, data)

@@ -1,0 +1,54 @@
+"""The sparse indexer: logits of all cached tokens, and the best of them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.formats.bits import FP8
+from jaxkv_kernels.xla.entry_rows import load_entries
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends, walk
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
+def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
+    """Q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len].
+
+    The sum over heads of relu(q . k) * w, times k's scale; -inf where a query token sees no key.
+    """
+    dtype = jnp.bfloat16 if q.dtype == FP8 else q.dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    q = q.astype(dtype)
+    batch, tokens = q.shape[:2]
+    chunk = chunk_tokens(pages.block_size, block_tables)
+    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
+    ends = query_ends(lengths, tokens)
+
+    def step(i, logits):
+        positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
+        rows, valid = load_entries(buffer, pages, entry, slots, layer)
+        # A gather fused into the product would make the product's order of sums depend on the layout.
+        rows = lax.optimization_barrier(rows[..., 0, :])
+        k, k_scale = entry.key_and_scale(rows, dtype)
+        s = jnp.einsum("bqhd,bsd->bqhs", q, k, precision=precision, preferred_element_type=jnp.float32)
+        s = (jax.nn.relu(s) * weights.astype(jnp.float32)[..., None]).sum(axis=2) * k_scale[:, None, :, 0]
+        seen = valid[:, None] & (positions < ends[..., None])
+        return lax.dynamic_update_slice_in_dim(logits, jnp.where(seen, s, -jnp.inf), i * chunk, axis=2)
+
+    width = -(-max_len // chunk) * chunk
+    logits = jnp.full((batch, tokens, width), -jnp.inf, jnp.float32)
+    last = -(-jnp.minimum(lengths.max(), max_len) // chunk)
+    return walk(0, last, step, logits)[..., :max_len]
+
+
+@partial(jax.jit, static_argnames="k")
+def select_topk(logits, *, k):
+    """Logits [..., N] to int32 positions [..., k], largest first, the earlier position where equal; -1 for -inf."""
+    best = min(k, logits.shape[-1])
+    # top_k orders -0 below 0, but they are equal, and relu makes both; and NaN by its sign, which differs by device.
+    logits = jnp.where(jnp.isnan(logits), jnp.nan, jnp.where(logits == 0, 0.0, logits))
+    values, positions = lax.top_k(logits, best)
+    positions = jnp.where(values == -jnp.inf, -1, positions)
+    return jnp.pad(positions, [(0, 0)] * (logits.ndim - 1) + [(0, k - best)], constant_values=-1)
