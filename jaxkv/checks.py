@@ -81,7 +81,7 @@ def check_tables(block_tables, first, lengths, pages, name="seq_lens"):
     capacity = block_tables.shape[1] * pages.block_size
     fits = (lengths >= 0) & (lengths <= capacity)
     require(fits, name, lengths, f"the table holds {block_tables.shape[1]} blocks, {capacity} tokens")
-    begins = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * pages.block_size
+    begins = jnp.arange(block_tables.shape[1], dtype=jnp.int32)[None] * pages.block_size
     live = (begins + pages.block_size > first[:, None]) & (begins < lengths[:, None])
     inside = (block_tables >= 0) & (block_tables < pages.num_blocks)
     require(inside | ~live, "block_tables", block_tables, f"the cache has blocks 0 to {pages.num_blocks - 1}")
