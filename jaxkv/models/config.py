@@ -83,14 +83,14 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path) -> "ModelConfig":
-        """The configuration of the checkpoint in folder `path`.
+        """The configuration of the checkpoint in folder `path`, or in the file `path`.
 
         Raises:
           ValueError: the architecture, or a value in the configuration, is not supported, or a field is missing.
         """
-        file = Path(path) / "config.json"
+        file = path if (path := Path(path)).is_file() else path / "config.json"
         if not file.is_file():
-            raise ValueError(f"`path` is {str(path)!r}: expected a folder with a config.json")
+            raise ValueError(f"`path` is {str(path)!r}: expected a folder with a config.json, or such a file")
         return cls.from_json(json.loads(file.read_text()))
 
     @classmethod
