@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 import jaxkv
-from jaxkv.cli.timing import device_memory
+from jaxkv.cli.memory import device_memory
 from jaxkv.support import Sample, sample_calls
 
 PACKAGES = (

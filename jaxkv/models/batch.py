@@ -29,7 +29,7 @@ class Batch:
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
         """The batch of slot_mapping [B, Q]."""
         config, tokens = model.config, slot_mapping.shape[1]
-        positions = seq_lens[:, None] - tokens + jax.numpy.arange(tokens)
+        positions = seq_lens[:, None] - tokens + jax.numpy.arange(tokens)[None]
         plan = None
         if config.indexer is None:
             plan = model.parallel.plan_decode(

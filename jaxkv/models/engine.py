@@ -17,7 +17,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.pool import BlockPool
 from jaxkv.models.prefix import BELOW, Prefix
-from jaxkv.models.request import Request
+from jaxkv.models.request import Request, uncancelled
 from jaxkv.models.reuse import Reuse
 from jaxkv.models.rows import Rows
 from jaxkv.models.sampling import Sampling
@@ -150,7 +150,10 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request that waits or runs; its blocks are free again.  ValueError for one that does neither."""
+        """Ends a request that waits or runs; its blocks are free again.  ValueError for one that does neither.
+
+        Inside `run`, no further token of it is yielded; one that the same step drew is in `request.generated`.
+        """
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
@@ -162,7 +165,7 @@ class Engine:
     def run(self) -> Iterator[tuple[Request, int]]:
         """Steps until nobody waits or runs; each new token with its request."""
         while self.waiting or self.running:
-            yield from self.step()
+            yield from uncancelled(self.step())
 
     def step(self) -> list[tuple[Request, int]]:
         """A chunk of one prompt, and a token of every request past its prompt: the new tokens.
