@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import parallel
+from jaxkv.cli.formatting import counted
+from jaxkv.cli.memory import require_memory
 from jaxkv.parallel import context
 
 AXIS, BLOCK_SIZE, SCALE = "x", 64, 192**-0.5
@@ -83,6 +85,8 @@ class Division:
         layout = jaxkv.CacheLayout(
             num_layers=sizes.layers, num_blocks=sizes.requests * blocks, block_size=BLOCK_SIZE, entry=sizes.entry
         )
+        on_host = devices if jax.default_backend() == "cpu" else 1  # simulated devices share the host's memory
+        require_memory(f"the cache on {counted(devices, 'devices')}", on_host * layout.nbytes)
         tables = np.random.default_rng(0).permutation(layout.num_blocks).astype(np.int32)
         self._tables = self._placed(tables.reshape(sizes.requests, blocks), P())
         cache = parallel.zeros(layout, self._mesh, AXIS if long else ())

@@ -1,7 +1,6 @@
 """How long the kernels of a call run on a GPU: without the gaps between them."""
 
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.profiler import ProfileData, ProfileOptions
+
+from jaxkv.cli.streams import notice
 
 COPIES = "Memcpy", "Memset"
 """How the names of what is no kernel begin."""
@@ -40,7 +41,7 @@ def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes |
     try:
         return _medians(_timeline(jax.jit(call), args, repeats), repeats)
     except RuntimeError as error:
-        print(f"no kernel times: {error}", file=sys.stderr)
+        notice(f"no kernel times: {error}")
         return None
 
 

@@ -1,7 +1,6 @@
 """Device time of a call, and the device's ceilings, measured the same way."""
 
 import math
-import os
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.bench.chains import ByDevice, ByHost, Step
+from jaxkv.cli.memory import device_memory
 from jaxkv_kernels.mosaic_gpu.runtime import available
 
 CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
@@ -160,9 +160,3 @@ def measure_ceilings(device: jax.Device, *, repeats: int) -> Ceilings:
     product = timed(matmul, (square + 0, square + 0), square)
     moved = tiles * tile.nbytes
     return Ceilings(moved / reading.median, 2 * moved / copying.median, 2 * side**3 / product.median)
-
-
-def device_memory(device: jax.Device) -> int:
-    """Bytes that arrays may take on the device: what JAX's allocator gives, or the host's memory on CPUs."""
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

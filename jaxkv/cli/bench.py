@@ -10,9 +10,7 @@ measured ceiling.
 """
 
 import argparse
-import json
 import shlex
-import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
@@ -28,9 +26,12 @@ import jaxkv
 from jaxkv.bench.programs import Program
 from jaxkv.bench.timing import Ceilings, device_memory, measure_ceilings
 from jaxkv.bench.workload import Workload
-from jaxkv.bench.workloads import FAMILIES, SUITES, WORKLOADS
+from jaxkv.bench.workloads import FAMILIES, SUITES, WORKLOADS, Workload
+from jaxkv.cli.files import write_json
+from jaxkv.cli.memory import device_memory
 from jaxkv.cli.options import output_file, positive
 from jaxkv.cli.progress import progress
+from jaxkv.cli.streams import notice
 
 MEMORY_FRACTION = 0.6
 """The part of the device's memory that a cache may take; where all layers do not fit, fewer are timed."""
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 2 where no shape is asked for."""
+    """Prints the table; 2 where no shape is asked for, ValueError where none could be timed."""
     device = jax.devices()[0]
     workloads = _selected(args, device)
     if not workloads:
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(
             name for name, w in WORKLOADS.items() if not args.operations or w.operation in args.operations
         )
-        print(f"jaxkv bench: no shape is all of {asked}; there are {names}", file=sys.stderr)
+        notice(f"jaxkv bench: no shape is all of {asked}; there are {names}")
         return 2
     ceilings = measure_ceilings(device, repeats=args.repeats)
     about = {
@@ -100,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
         rows.append(row)
         print(_told(row, width), flush=True)
         if args.json:  # after every row: a run may be cut short
-            args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            write_json(args.json, {**about, "rows": rows})
+    if all("reason" in row for row in rows):
+        raise ValueError(f"nothing was timed: {rows[0]['reason']}")
     if ratios := _ratios(rows):
         print("\nmany layers in one buffer / one packed layer:")
         for shape, ms, kernel_ms in ratios:
@@ -127,7 +130,8 @@ def _rows(workloads: list[Workload], args, device: jax.Device, ceilings: Ceiling
     if device.platform != "cpu":
         # An allocator that grows by need keeps a region for each size: first, one that holds any of the caches.
         jnp.zeros(max(workload.fitted(limit).layout.nbytes for workload in workloads), jnp.uint8).delete()
-    with ThreadPoolExecutor(max_workers=1) as compiler:
+    compiler = ThreadPoolExecutor(max_workers=1)
+    try:
         for batch in batched(workloads, BATCH):
             fitted = [workload.fitted(limit) for workload in batch]
             programs = [
@@ -136,6 +140,8 @@ def _rows(workloads: list[Workload], args, device: jax.Device, ceilings: Ceiling
             wait(programs)
             for workload, ready, program in zip(batch, fitted, programs, strict=True):
                 yield {"shape": workload.name, **asdict(ready), **_figures(ready, program, args.repeats, ceilings)}
+    finally:
+        compiler.shutdown(cancel_futures=True)  # after Ctrl-C, what is queued need not be compiled
 
 
 def _compiling(compiler: ThreadPoolExecutor, workload: Workload, implementation: str | None) -> Future[Program]:

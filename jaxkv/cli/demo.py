@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 
 import jaxkv
+from jaxkv.cli.memory import require_memory
+from jaxkv.cli.options import positive
 from jaxkv.cli.progress import progress
 
 LAYERS, HEADS, LATENT, ROPE, HIDDEN = 27, 16, 512, 64, 64
@@ -39,14 +41,17 @@ class Requests(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes of the run."""
-    parser.add_argument("--prompts", type=int, nargs="+", default=[200, 64, 1], help="length of each prompt, in tokens")
-    parser.add_argument("--tokens", type=int, default=12, help="tokens to decode a request")
-    parser.add_argument("--blocks", type=int, default=128, help="blocks of 64 tokens in the cache")
+    prompts = "length of each prompt, in tokens (200 64 1)"
+    parser.add_argument("--prompts", type=positive, nargs="+", default=[200, 64, 1], metavar="N", help=prompts)
+    parser.add_argument("--tokens", type=positive, default=12, metavar="N", help="tokens to decode per request (12)")
+    blocks = "blocks of 64 tokens in the cache (128)"
+    parser.add_argument("--blocks", type=positive, default=128, metavar="N", help=blocks)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demo; 0 if every check held."""
     layout = _layout("BLNHC", args.blocks)
+    require_memory(f"two caches of {args.blocks} blocks", 2 * layout.nbytes)
     tables, prompts = _tables(args), jnp.asarray(args.prompts, jnp.int32)
     weights = _weights(jax.random.key(0))
     print(f"jaxkv {jaxkv.__version__} on {jax.devices()[0].device_kind}\n\n{layout}\n")
@@ -96,7 +101,7 @@ def _tables(args: argparse.Namespace) -> jax.Array:
     """Shuffled blocks for every request; unused entries stay -1."""
     needed = [-(-(prompt + args.tokens) // 64) for prompt in args.prompts]
     if sum(needed) > args.blocks:
-        raise SystemExit(f"jaxkv demo: these requests need {sum(needed)} blocks of 64 tokens; raise --blocks")
+        raise ValueError(f"--blocks is {args.blocks}: these requests need {sum(needed)} blocks of 64 tokens")
     free = iter(np.random.default_rng(0).permutation(args.blocks))
     tables = np.full((len(needed), max(needed)), -1, np.int32)
     for request, count in enumerate(needed):

@@ -3,35 +3,36 @@
 import argparse
 
 import jaxkv
+from jaxkv.cli.files import named
+from jaxkv.cli.options import output_file, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The layout, and where to save its picture."""
-    parser.add_argument("--layers", type=int, default=27)
-    parser.add_argument("--blocks", type=int, default=1024)
-    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--layers", type=positive, default=27, metavar="N", help="layers (27)")
+    parser.add_argument("--blocks", type=positive, default=1024, metavar="N", help="blocks (1024)")
+    parser.add_argument("--block-size", type=positive, default=64, metavar="N", help="tokens per block (64)")
     order = "physical order; MLA entries have one head, so orders that differ in H only are one layout"
     parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help=order)
     parser.add_argument("--format", choices=jaxkv.MLAEntry.formats, default="bf16", help="format of the MLA entries")
     parser.add_argument("--indexer", action="store_true", help="pack indexer keys into the same blocks")
-    parser.add_argument("--save", metavar="FILE", help="save the memory map (.svg or .png; needs matplotlib)")
+    picture = "save the memory map (.svg or .png; needs matplotlib)"
+    parser.add_argument("--save", type=output_file, metavar="FILE", help=picture)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table; saves the picture where asked."""
     entry = jaxkv.MLAEntry(args.format)
     sizes = {"num_blocks": args.blocks, "block_size": args.block_size, "order": args.order}
-    try:
-        if args.indexer:
-            entries = {"latent": entry, "indexer": jaxkv.IndexerEntry()}
-            groups = {name: jaxkv.Group(args.layers, entry) for name, entry in entries.items()}
-            layout = jaxkv.PackedLayout(groups=groups, **sizes)
-        else:
-            layout = jaxkv.CacheLayout(num_layers=args.layers, entry=entry, **sizes)
-        print(layout)
-        if args.save:
+    if args.indexer:
+        entries = {"latent": entry, "indexer": jaxkv.IndexerEntry()}
+        groups = {name: jaxkv.Group(args.layers, entry) for name, entry in entries.items()}
+        layout = jaxkv.PackedLayout(groups=groups, **sizes)
+    else:
+        layout = jaxkv.CacheLayout(num_layers=args.layers, entry=entry, **sizes)
+    print(layout)
+    if args.save:
+        with named(args.save):
             layout.draw(args.save)
-            print(f"saved {args.save}")
-    except (ValueError, ImportError, OSError) as error:
-        raise SystemExit(f"jaxkv layout: {error}") from None
+        print(f"saved {args.save}")
     return 0

@@ -6,7 +6,6 @@ each layer of each block.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,9 @@ from jax import lax
 
 import jaxkv
 from jaxkv import offload
+from jaxkv.cli.files import write_json
 from jaxkv.cli.formatting import counted
+from jaxkv.cli.memory import require_memory
 from jaxkv.cli.options import output_file, positive
 from jaxkv.offload import transfers
 
@@ -63,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
     for name, (_, gpu_default, cpu_default) in SIZES.items():
         setattr(args, name, getattr(args, name) or (cpu_default if cpu else gpu_default))
     layout = _layout(args, "BLNHC", args.blocks)
+    require_memory(f"a cache of {args.blocks} blocks", layout.nbytes)
+    batch = args.requests * _per_request(args)
+    require_memory(f"{args.requests} requests of {args.tokens} tokens", _layout(args, "BLNHC", batch).nbytes)
     pool = offload.HostPool(layout, args.blocks)
     blocks = counted(args.blocks, "blocks")
     print(f"{device.device_kind}, jax {jax.__version__}: {blocks} of {layout.block_nbytes / 1e6:.2f} MB")
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         sizes = {name: getattr(args, name) for name in SIZES}
         found = {"block_bytes": layout.block_nbytes, "large": large, "rows": rows, "steps": steps}
         about = {"device": device.device_kind, "jax": jax.__version__}
-        args.json.write_text(json.dumps({**about, **sizes, **found}, indent=1) + "\n")
+        write_json(args.json, {**about, **sizes, **found})
     return 0
 
 
@@ -96,6 +100,11 @@ def _layout(args: argparse.Namespace, order: str, num_blocks: int) -> jaxkv.Cach
     return jaxkv.CacheLayout(
         num_layers=args.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, entry=entry, order=order
     )
+
+
+def _per_request(args: argparse.Namespace) -> int:
+    """Blocks."""
+    return -(-args.tokens // BLOCK_SIZE)
 
 
 def _filled(layout: jaxkv.CacheLayout) -> jaxkv.KVCache:
@@ -177,7 +186,7 @@ def _layerwise(cache: jaxkv.KVCache, repeats: int) -> dict[str, float]:
 
 def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]:
     """Milliseconds of a decode step alone, and with as many blocks stored after each as are let under way at a time."""
-    per_request = -(-args.tokens // BLOCK_SIZE)
+    per_request = _per_request(args)
     blocks = np.random.default_rng(1).permutation(args.requests * per_request)
     cache = _filled(_layout(args, "BLNHC", blocks.size))
     tables = jnp.asarray(blocks.reshape(args.requests, per_request), jnp.int32)

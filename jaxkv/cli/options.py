@@ -1,25 +1,63 @@
 """Values of options, as the commands' parsers read them."""
 
 import argparse
+import os
+from collections.abc import Callable
 from pathlib import Path
 
+import jaxkv
 
-def positive(text: str) -> int:
-    """A positive integer."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
-    return int(text)
+MOST = 2**31 - 1
+"""Sizes and counts are int32 on the device."""
 
 
-def model_folder(text: str) -> Path:
-    """The folder of a model, which may be told by its config.json."""
+def integer(least: int, most: int = MOST) -> Callable[[str], int]:
+    """The reader of integers from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = None
+        if number is None or not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to {most}")
+        return number
+
+    return read
+
+
+positive = integer(1)
+"""A size, or how often."""
+
+seed = integer(0, 2**32 - 1)
+"""Of random numbers."""
+
+
+def add_entry_format(parser: argparse.ArgumentParser) -> None:
+    """`--entry-format`, of a model's cache."""
+    told = "format of the cached latents; default the weights'"
+    parser.add_argument("--entry-format", choices=jaxkv.MLAEntry.formats, help=told)
+
+
+def output_folder(text: str) -> Path:
+    """A folder, which need not be there yet."""
     path = Path(text)
-    return path.parent if path.name == "config.json" else path
+    try:
+        if not text or (path.exists() and not path.is_dir()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a folder")
+    except OSError as error:  # a name that is too long
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}") from None
+    return path
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written: in a folder that is there."""
+    """A file that can be written: there already, or to be made in a folder that is there."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file in an existing folder")
+    try:
+        if path.is_dir() or not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder")
+    except OSError as error:  # a name that is too long
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}") from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
     return path

@@ -7,7 +7,6 @@ the attention.  GB/s and TFLOP/s are of one device's attention.
 """
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +16,9 @@ import numpy as np
 import jaxkv
 from jaxkv.bench.division import Division, Sizes
 from jaxkv.bench.timing import measure_ceilings
+from jaxkv.cli.files import write_json
 from jaxkv.cli.formatting import counted
-from jaxkv.cli.options import output_file
+from jaxkv.cli.options import output_file, positive
 from jaxkv.cli.progress import progress
 
 COLUMNS = (
@@ -53,32 +53,27 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is divided, the batch, and the numbers of devices."""
     parser.add_argument("divided", choices=("context", "tensor"), help="the tokens of each request, or the heads")
-    parser.add_argument("--devices", type=int, nargs="+", metavar="N", help="default 1, 2, 4, ... of those here")
-    parser.add_argument("--requests", type=int, help="rows of the batch: 1 (context), 128 (tensor)")
-    parser.add_argument("--tokens", type=int, help="cached tokens of each: 1,000,000 or 4,096; on CPUs 2,000 or 100")
-    parser.add_argument("--heads", type=int, default=128, help="query heads (128)")
-    parser.add_argument("--layers", type=int, help="layers of the cache: 61, on CPUs 2")
+    parser.add_argument("--devices", type=positive, nargs="+", metavar="N", help="default 1, 2, 4, ... of those here")
+    requests, tokens = "rows of the batch: 1 (context), 128 (tensor)", "cached tokens of each: 1,000,000 or 4,096"
+    parser.add_argument("--requests", type=positive, metavar="N", help=requests)
+    parser.add_argument("--tokens", type=positive, metavar="N", help=f"{tokens}; on CPUs 2,000 or 100")
+    parser.add_argument("--heads", type=positive, default=128, metavar="N", help="query heads (128)")
+    parser.add_argument("--layers", type=positive, metavar="N", help="layers of the cache: 61, on CPUs 2")
     form = "of the cached latents (bf16)"
     parser.add_argument("--format", choices=jaxkv.MLAEntry.formats, default="bf16", help=form)
     best = "default the best that takes a call"
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help=best)
-    parser.add_argument("--repeats", type=int, default=5, help="runs of several steps each, for the median (5)")
+    repeats = "runs of several steps each, for the median (5)"
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help=repeats)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, sizes, ceilings and rows")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table, and how the results of several devices differ from those of the fewest."""
-    try:
-        return _run(args)
-    except (ValueError, NotImplementedError) as error:
-        raise SystemExit(f"jaxkv parallel: {error}") from None
-
-
-def _run(args: argparse.Namespace) -> int:
     sizes, device = _sizes(args), jax.devices()[0]
     counts = args.devices or [2**i for i in range(jax.device_count().bit_length())]
     for count in counts:
-        if not 1 <= count <= jax.device_count():
+        if count > jax.device_count():
             raise ValueError(f"--devices has {count}: expected 1 to {jax.device_count()}, which are here")
         if sizes.divided == "tensor" and sizes.heads % count:
             raise ValueError(f"--devices has {count}: expected divisors of the {sizes.heads} heads")
@@ -107,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         about = {"device": device.device_kind, "jax": jax.__version__, "sizes": asdict(sizes)}
         found = {**about, "ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(args.json, found)
     return 0
 
 
@@ -119,10 +114,7 @@ def _sizes(args: argparse.Namespace) -> Sizes:
         "layers": 2 if on_cpu else 61,
         "heads": args.heads,
     }
-    asked = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in usual.items()}
-    for name, value in asked.items():
-        if value < 1:
-            raise ValueError(f"--{name} is {value}: expected 1 or more")
+    asked = {name: getattr(args, name) or value for name, value in usual.items()}
     return Sizes(divided=args.divided, format=args.format, **asked)
 
 

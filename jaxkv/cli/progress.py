@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Iterable, Iterator, Sized
 
+from jaxkv.cli.streams import notice
+
 WIDTH = 30
 
 
@@ -14,7 +16,7 @@ def progress[T](items: Iterable[T], what: str) -> Iterator[T]:
     for done, item in enumerate(items):
         if shown:
             filled = WIDTH * done // total
-            print(f"\r{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total}", end="", file=sys.stderr)
+            notice(f"\r{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total}", end="")
         yield item
     if shown:
-        print("\r" + " " * (len(what) + WIDTH + 20) + "\r", end="", file=sys.stderr)
+        notice("\r" + " " * (len(what) + WIDTH + 20) + "\r", end="")

@@ -16,8 +16,10 @@ from jax import lax
 
 import jaxkv
 from jaxkv.bench.kernel_times import time_kernels
+from jaxkv.cli import random_models
 from jaxkv.cli.formatting import counted, size
-from jaxkv.cli.options import model_folder
+from jaxkv.cli.memory import nbytes
+from jaxkv.cli.options import positive
 
 if TYPE_CHECKING:
     from jaxkv.models import Model
@@ -29,55 +31,39 @@ LEAST_SECONDS = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the batch, and how it is cached."""
-    parser.add_argument("config", type=model_folder, help="config.json of a model, or its folder")
-    parser.add_argument("--requests", type=int, default=32, help="rows of the batch (32)")
+    random_models.add_arguments(parser)
+    parser.add_argument("--requests", type=positive, default=32, metavar="N", help="rows of the batch (32)")
     tokens = "cached tokens of each request, the new one included (4096)"
-    parser.add_argument("--tokens", type=int, default=4096, help=tokens)
-    parser.add_argument("--entry-format", help="format of the cached latents (fp8_ds_mla, ...); default the weights'")
-    parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default the best that takes a call")
+    parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help=tokens)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the sizes, the time of a step, and on NVIDIA GPUs what its kernels take."""
-    try:
-        return _run(args)
-    except (ValueError, OSError, NotImplementedError) as error:
-        raise SystemExit(f"jaxkv step: {error}") from None
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        told = f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
-        raise SystemExit(f"jaxkv step: {told} do not fit in memory: take fewer --requests or --tokens") from None
-
-
-def _run(args: argparse.Namespace) -> int:
-    from jaxkv import models
-
-    config = models.ModelConfig.read(args.config)
-    options = {"entry_format": args.entry_format, "implementation": args.implementation}
-    model = jax.jit(partial(models.random_model, config, **options))()
+    model = random_models.random_model(args, args.requests * _per_request(args.tokens), BLOCK_SIZE)
+    config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
     tables = _tables(args.requests, args.tokens)
     cache = jax.block_until_ready(_filled(model, tables.size))  # or it is told as if it were there
-    weights = sum(array.nbytes for array in jax.tree.leaves(model.params))
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
-    print(f"weights {size(weights)}, cache {size(cache.buffer.nbytes)} of {model.entry_format} latents")
+    print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} latents")
     lengths = jnp.full(args.requests, args.tokens, jnp.int32)
     slots = jnp.asarray(tables[:, -1] * BLOCK_SIZE + (args.tokens - 1) % BLOCK_SIZE)
     index = lengths, jnp.asarray(tables), slots
     first = jnp.zeros(args.requests, jnp.int32)
     seconds, cache = _seconds(model, cache, first, index)
     rate = args.requests / seconds
-    told = f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
-    print(f"a step of {told}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
+    print(f"a step of {batch}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
     _print_kernels(model, cache, first, index, seconds)
     return 0
 
 
+def _per_request(tokens: int) -> int:
+    """Blocks."""
+    return -(-tokens // BLOCK_SIZE)
+
+
 def _tables(requests: int, tokens: int) -> np.ndarray:
     """int32 [requests, blocks]: shuffled, as after some hours of service."""
-    if requests < 1 or tokens < 1:
-        raise ValueError(f"--requests is {requests} and --tokens is {tokens}: expected 1 or more of each")
-    blocks = -(-tokens // BLOCK_SIZE)
+    blocks = _per_request(tokens)
     return np.random.default_rng(0).permutation(requests * blocks).astype(np.int32).reshape(requests, blocks)
 
 
@@ -92,7 +78,8 @@ def _filled(model: "Model", num_blocks: int) -> jaxkv.KVCache:
             keys = jax.random.split(jax.random.key(i))
             sizes = zip(keys, cache.layout.entry.sizes, strict=True)
             values = [jax.random.normal(key, (slots.size, n), jnp.bfloat16) for key, n in sizes]
-            write: Any = partial(jaxkv.write_mla, implementation="xla")
+            scale = {"kv_scale": 1.0} if cache.layout.entry.codec.scaled else {}
+            write: Any = partial(jaxkv.write_mla, implementation="xla", **scale)
             return write(cache, *values, slots, layer=i)
 
         return lax.fori_loop(0, cache.layout.num_layers, layer, cache)

@@ -7,11 +7,9 @@ system may still have them in memory.
 """
 
 import argparse
-import json
 import math
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,8 +19,10 @@ import jaxlib
 import numpy as np
 
 import jaxkv
+from jaxkv.cli import random_models
+from jaxkv.cli.files import write_json
 from jaxkv.cli.formatting import size
-from jaxkv.cli.options import model_folder, output_file, positive
+from jaxkv.cli.options import output_file, output_folder, positive
 from jaxkv.offload import DiskPool, HostPool
 
 if TYPE_CHECKING:
@@ -46,36 +46,25 @@ class Case(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the prompt, and where blocks go on disk."""
-    parser.add_argument("config", type=model_folder, help="config.json of a model, or its folder")
+    random_models.add_arguments(parser)
     prefix = f"tokens that are found again, a multiple of --chunk and of {BLOCK_SIZE} (1024)"
     parser.add_argument("--prefix", type=positive, default=1024, help=prefix)
     parser.add_argument("--chunk", type=positive, default=512, help="tokens of a prefill step (512)")
     parser.add_argument("--rounds", type=positive, default=3, help="their median is told (3)")
     parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help="of the cache's axes (BLNHC)")
-    parser.add_argument("--entry-format", help="format of the cached latents (fp8_ds_mla, ...); default the weights'")
-    parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default the best that takes a call")
-    parser.add_argument("--disk", type=Path, metavar="DIR", help="where blocks go on disk; default a temporary folder")
+    disk = "where blocks go on disk; default a temporary folder"
+    parser.add_argument("--disk", type=output_folder, metavar="DIR", help=disk)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line a case; 1 where their tokens differ, or the prefix was not found."""
-    from jaxkv import models
-
-    try:
-        _check(args)
-        config = models.ModelConfig.read(args.config)
-        options = {"entry_format": args.entry_format, "implementation": args.implementation}
-        make = partial(models.random_model, config, **options)
-        # What no model of these options can do is refused before the weights are drawn.
-        jax.eval_shape(make).layout(_num_blocks(args.prefix), BLOCK_SIZE, args.order)
-        model = jax.jit(make)()
-        with tempfile.TemporaryDirectory() as scratch:
-            bench = Bench(model, args.prefix, args.chunk, args.order, args.disk or Path(scratch))
-            print(bench)
-            rounds = [bench.round() for _ in range(1 + args.rounds)][1:]
-    except (ValueError, OSError, NotImplementedError) as error:
-        raise SystemExit(f"jaxkv ttft: {error}") from None
+    _check(args)
+    model = random_models.random_model(args, _num_blocks(args.prefix), BLOCK_SIZE, args.order)
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(model, args.prefix, args.chunk, args.order, args.disk or Path(scratch))
+        print(bench)
+        rounds = [bench.round() for _ in range(1 + args.rounds)][1:]
     ms = {name: [1e3 * cases[name].seconds for cases in rounds] for name in rounds[0]}
     for name, times in ms.items():
         print(f"{name:7}{median(times):10.2f} ms ({min(times):.2f} to {max(times):.2f})")
@@ -90,12 +79,16 @@ def run(args: argparse.Namespace) -> int:
         about = {
             "device": jax.devices()[0].device_kind,
             "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
-            "model": {"architecture": config.architecture, "layers": config.num_layers, "entries": model.entry_format},
+            "model": {
+                "architecture": model.config.architecture,
+                "layers": model.config.num_layers,
+                "entries": model.entry_format,
+            },
             "prefix": {"tokens": args.prefix, "bytes": bench.nbytes, "order": args.order, "chunk": args.chunk},
             "ms": ms,
             "wrong": wrong,
         }
-        args.json.write_text(json.dumps(about, indent=1) + "\n")
+        write_json(args.json, about)
     return 1 if wrong else 0
 
 

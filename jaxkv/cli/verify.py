@@ -8,13 +8,15 @@ random calls on random layouts instead, as many as you like.
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.cli.formatting import counted
+from jaxkv.cli.options import positive, seed
 from jaxkv.cli.progress import progress
 from jaxkv.fuzz.soak import soak
 
@@ -28,36 +30,57 @@ ENTRIES = (
 )
 
 
+class Case(NamedTuple):
+    """An operation on a cache of some order."""
+
+    operation: str
+    order: str
+    wrong: str = ""
+    """What is wrong with its result."""
+    refused: str = ""
+    """Why the implementation does not take the call."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which implementation to check, and how."""
     parser.add_argument("--implementation", choices=jaxkv.implementations(), default="xla")
-    parser.add_argument("--calls", type=int, metavar="N", help="make N random calls of random layouts and shapes")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="where --calls begins (0)")
+    parser.add_argument("--calls", type=positive, metavar="N", help="make N random calls of random layouts and shapes")
+    parser.add_argument("--seed", type=seed, default=0, metavar="S", help="where --calls begins (0)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line an operation and format; 1 if any result differs."""
+    """Prints a line per operation and format; 1 if any result differs, ValueError if there is none to check."""
     if args.calls is not None:
         return 1 if soak(calls=args.calls, seed=args.seed, implementation=args.implementation) else 0
-    start, failures, cases = time.perf_counter(), 0, 0
+    start, every = time.perf_counter(), []
     for entry in progress(ENTRIES, "verifying"):
-        found: dict[str, list[str]] = {}
-        for operation, order, verdict in _verify(entry, args.implementation):
-            found.setdefault(operation, [])
-            cases += 1
-            if verdict:
-                found[operation].append(f"{order}: {verdict}")
-        for operation, problems in found.items():
-            failures += len(problems)
-            told = "; ".join(problems) or f"ok on {len(jaxkv.ORDERS)} orders"
+        cases = list(_verify(entry, args.implementation))
+        for operation in dict.fromkeys(case.operation for case in cases):
+            told = _told([case for case in cases if case.operation == operation])
             print(f"{operation:18} {entry.format:12} {told}")
-    told = f"{cases} cases on {jax.devices()[0].device_kind} in {time.perf_counter() - start:.0f} s"
-    print(f"{failures} of {told} differ" if failures else f"all of {told}: equal bit for bit")
-    return 1 if failures else 0
+        every += cases
+    checked = [case for case in every if not case.refused]
+    if not checked:
+        raise ValueError(f"nothing was checked, {args.implementation} takes no call here: {every[0].refused}")
+    wrong = sum(bool(case.wrong) for case in checked)
+    told = f"{len(checked)} cases on {jax.devices()[0].device_kind} in {time.perf_counter() - start:.0f} s"
+    print(f"{wrong} of {told} differ" if wrong else f"all of {told}: equal bit for bit")
+    return 1 if wrong else 0
 
 
-def _verify(entry, implementation: str) -> Iterator[tuple[str, str, str]]:
-    """(operation, order, what is wrong, if anything) for each order of caches of `entry`."""
+def _told(cases: list[Case]) -> str:
+    """What became of an operation."""
+    right = [case for case in cases if not (case.wrong or case.refused)]
+    told = [f"ok on {counted(len(right), 'orders')}"] if right else []
+    told += [f"{case.order}: {case.wrong}" for case in cases if case.wrong]
+    for reason in dict.fromkeys(case.refused for case in cases if case.refused):
+        orders = sum(case.refused == reason for case in cases)
+        told.append(f"refused on {counted(orders, 'orders')}: {reason}")
+    return "; ".join(told)
+
+
+def _verify(entry, implementation: str) -> Iterator[Case]:
+    """Every operation on each order of caches of `entry`."""
     heads = 1 if entry.one_head else 2
     sizes = {"num_blocks": BLOCKS, "block_size": BLOCK_SIZE, "num_heads": heads, "entry": entry}
     packed = jaxkv.CacheLayout(num_layers=1, order="LBNHC", **sizes)
@@ -74,30 +97,41 @@ def _verify(entry, implementation: str) -> Iterator[tuple[str, str, str]]:
                 result = call(cache, LAYER)
                 if isinstance(result, jaxkv.KVCache):
                     cache, twin = result, call(twin, 0)
-                    yield operation, order, _bleed(noise, cache, twin)
+                    yield Case(operation, order, wrong=_bleed(noise, cache, twin))
                 else:
                     if operation not in expected:
                         expected[operation] = call(twin, 0)
                     equal = jax.tree.map(lambda a, b: np.array_equal(_bytes(a), _bytes(b)), result, expected[operation])
-                    yield operation, order, "" if all(jax.tree.leaves(equal)) else "differs from the packed cache"
+                    differs = not all(jax.tree.leaves(equal))
+                    yield Case(operation, order, wrong="differs from the packed cache" if differs else "")
             except NotImplementedError as error:
-                yield operation, order, f"refused: {error}"
-        yield from ((operation, order, verdict) for operation, verdict in _verify_blocks(layout, noise, implementation))
+                yield Case(operation, order, refused=str(error))
+        yield from _verify_blocks(layout, noise, implementation)
 
 
-def _verify_blocks(layout: jaxkv.CacheLayout, noise: np.ndarray, implementation: str) -> Iterator[tuple[str, str]]:
-    """(operation, what is wrong): a block moved within the cache, and one sent to an empty cache."""
+def _verify_blocks(layout: jaxkv.CacheLayout, noise: np.ndarray, implementation: str) -> Iterator[Case]:
+    """A block moved within the cache, and one sent to an empty cache."""
     one: dict[str, Any] = {"implementation": implementation}
     source, target = 5, 2
     cache, ids = _cache(layout, noise), (jnp.asarray([source], jnp.int32), jnp.asarray([target], jnp.int32))
-    copied = jaxkv.copy_blocks(cache, *ids, **one)
-    rows = jaxkv.read_blocks(cache, ids[0], **one)
-    sent = jaxkv.write_blocks(jaxkv.KVCache.zeros(layout), ids[1], rows, **one)
-    for operation, after, before in (("copy_blocks", copied, noise), ("read/write_blocks", sent, np.zeros_like(noise))):
+
+    def send():
+        rows = jaxkv.read_blocks(cache, ids[0], **one)
+        return jaxkv.write_blocks(jaxkv.KVCache.zeros(layout), ids[1], rows, **one)
+
+    calls = {
+        "copy_blocks": (lambda: jaxkv.copy_blocks(cache, *ids, **one), noise),
+        "read/write_blocks": (send, np.zeros_like(noise)),
+    }
+    for operation, (call, before) in calls.items():
         expected = before.copy()
         for layer in range(layout.num_layers):
             _entries(layout, expected, layer)[target] = _entries(layout, noise, layer)[source]
-        yield operation, "" if np.array_equal(_bytes(after.buffer), expected) else "moved other bytes"
+        try:
+            equal = np.array_equal(_bytes(call().buffer), expected)
+            yield Case(operation, layout.order, wrong="" if equal else "moved other bytes")
+        except NotImplementedError as error:
+            yield Case(operation, layout.order, refused=str(error))
 
 
 def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.KVCache, int], Any]]:

@@ -86,7 +86,7 @@ def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None
     capacity = table_tokens(block_tables, pages.block_size)
     fits = (lengths >= 0) & (lengths <= capacity)
     require(fits, name, lengths, f"the table holds {block_tables.shape[1]} blocks, {capacity} tokens")
-    begins = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * pages.block_size
+    begins = jnp.arange(block_tables.shape[1], dtype=jnp.int32)[None] * pages.block_size
     last = lengths if most is None else jnp.minimum(lengths, most)
     live = (begins + pages.block_size > first[:, None]) & (begins < last[:, None])
     inside = (block_tables >= 0) & (block_tables < pages.num_blocks)

@@ -1,7 +1,6 @@
 """Many random calls of every operation, each checked: `jaxkv verify --calls N`."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.cli.streams import notice
 from jaxkv.fuzz.case import Case
-from jaxkv.fuzz.cases import OPERATIONS, draw_case
+from jaxkv.fuzz.cases import OPERATIONS, Case, draw_case
 from jaxkv.fuzz.trial import address_map, trial
 
 CALLS_A_CASE = 250
@@ -41,6 +41,9 @@ def soak(*, calls: int, seed: int, implementation: str) -> int:
 
     The case of a seed, and its calls, depend on nothing else: `calls=j + 1, seed=s` repeats call j of seed s.  A case
     that the implementation takes and then cannot compile is wrong as well.
+
+    Raises:
+      ValueError: the implementation takes no call, so that nothing was checked.
     """
     begin, made, wrong, running = time.perf_counter(), 0, 0, 0.0
     for prepared in _prepared(-(-calls // CALLS_A_CASE), seed, implementation):
@@ -65,8 +68,9 @@ def soak(*, calls: int, seed: int, implementation: str) -> int:
         for call, errors in bad[:SHOWN]:
             told = ", ".join(f"{error:.2f}" for error in errors)
             print(f"  call {call}: errors {told} x tolerance; again: --seed {prepared.seed} --calls {call + 1}")
-    total = time.perf_counter() - begin
-    rate = f"{made / running:.0f} a second, {total:.0f} s in all" if made else "there is nothing to call"
+    if not made and not wrong:
+        raise ValueError(f"nothing was checked, {implementation} takes no call here: the reasons are above")
+    rate = f"{made / running:.0f} a second, {time.perf_counter() - begin:.0f} s in all" if made else "none compiled"
     print(f"{made} calls of {implementation} on {jax.devices()[0].device_kind}: {wrong} wrong; {rate}")
     return wrong
 
@@ -118,7 +122,7 @@ def _watched(told: str, seconds: float):
     """Says where an error happened, and ends the process where the body takes longer: kernels that hang go on."""
 
     def give_up():
-        print(f"HANGS, no answer in {seconds} s: {told}", file=sys.stderr, flush=True)
+        notice(f"HANGS, no answer in {seconds} s: {told}")
         os._exit(3)
 
     timer = threading.Timer(seconds, give_up)

@@ -86,15 +86,15 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path) -> "ModelConfig":
-        """The configuration of the checkpoint in folder `path`.
+        """The configuration of the checkpoint in folder `path`, or in the file `path`.
 
         Raises:
           ValueError: `config.json` is missing or not a JSON object; the architecture, or a value that the model
             depends on, is not supported; or a key is missing.  The message is one line, with the file and the key.
         """
-        file = Path(path) / "config.json"
+        file = path if os.path.isfile(path := Path(path)) else path / "config.json"
         if not os.path.isfile(file):  # also of a name that no file can have
-            raise ValueError(f"`path` is {str(path)!r}: expected a folder with a config.json")
+            raise ValueError(f"`path` is {str(path)!r}: expected a folder with a config.json, or such a file")
         return cls._of(JsonObject.read(file))
 
     @classmethod

@@ -167,8 +167,110 @@ def _bind_kv(
         "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
         "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
     }
+<<<<<<< HEAD:jaxkv/ops/attention.py
     options = {"logit_cap": logit_cap_of(logit_cap), "window": window}
     return _bind("decode_kv", cache, dims, arrays["q"], arrays, options, block_tables, seq_lens, layer, scale, plan)
+=======
+    options = {"logit_cap": _logit_cap(logit_cap), "window": window}
+    out, lse = _decode(
+        "decode_kv",
+        cache,
+        dims,
+        arrays["q"],
+        arrays,
+        options,
+        block_tables,
+        seq_lens,
+        layer,
+        scale,
+        plan,
+        implementation,
+    )  # fmt: skip
+    return _result(out, lse, axes, return_lse)
+
+
+def decode_mla_sparse(
+    q_latent,
+    q_pe,
+    cache: KVCache,
+    slots,
+    *,
+    layer,
+    scale,
+    kv_scale=None,
+    counts=None,
+    sinks=None,
+    logit_cap: float | None = None,
+    return_lse: bool = False,
+    implementation=None,
+) -> Any:
+    """Absorbed multi-head latent attention to the given slots only (DeepSeek V3.2).
+
+    Args:
+      q_latent: float [B, Q, Hq, R], queries through W_UK.
+      q_pe: [B, Q, Hq, P], rotary queries after RoPE, the dtype of `q_latent`.
+      cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
+      slots: int32 [B, Q, K], the slots that each query token attends to (`positions_to_slots`); negative ones and
+        those past the cache are masked.  Causality is the caller's choice of slots.
+      layer: int, or traced int32 scalar.
+      scale: float, the model's own softmax scale.
+      kv_scale: float scalar, required by format `fp8` and refused by the others; value = stored * kv_scale.
+      counts: int32 [B, Q]; only the first `counts` slots of a query token are read, those after them may hold anything.
+        Default all.
+      sinks: float32 [Hq]; a logit a head that takes part in the softmax without a value: out is multiplied by
+        exp(lse) / (exp(lse) + exp(sink)), lse is left alone.
+      logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
+        scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
+      return_lse: also return the log-sum-exp of the scores.
+      implementation: None (the best that takes the call), a name, or a sequence of names.
+
+    Returns:
+      out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.
+      A query without a live slot gets 0 and -inf; low scores count as in `decode_mla`.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong.
+    """
+    check_cache(cache, MLAEntry)
+    dims = _mla_dims(cache)
+    dims.check("q_latent", q_latent, "B Q Hq R")
+    dims.check("q_pe", q_pe, "B Q Hq P", (str(q_latent.dtype),))
+    dims.check_ints("slots", slots, "B Q K")
+    if counts is not None:
+        dims.check_ints("counts", counts, "B Q")
+    if sinks is not None:
+        dims.check("sinks", sinks, "Hq", ("float32",))
+    slots, counts = int32(slots), int32(counts)
+    layer, pages = layer_index(layer, cache), cache.layout.pages
+    if checks.checking():
+        checks.check_layer(layer, pages)
+        used = slots >= 0
+        if counts is not None:
+            inside = (counts >= 0) & (counts <= slots.shape[-1])
+            checks.require(inside, "counts", counts, f"there are {slots.shape[-1]} slots a query token")
+            used &= jnp.arange(slots.shape[-1])[None, None] < counts[..., None]
+        checks.check_slots("slots", jnp.where(used, slots, -1), pages)
+        checks.check_live_entries(cache, slots, used, layer)
+    arrays = {
+        "q_latent": q_latent,
+        "q_pe": q_pe,
+        "buffer": cache.buffer,
+        "slots": slots,
+        "counts": counts,
+        "sinks": sinks,
+        "layer": layer,
+        "scale": softmax_scale(scale),
+        "kv_scale": entry_scale("kv_scale", kv_scale, cache),
+    }
+    options = {"pages": pages, "entry": cache.layout.entry, "logit_cap": _logit_cap(logit_cap)}
+    out, lse = run(Call("decode_mla_sparse", arrays, options), implementation)
+    return (out, lse) if return_lse else out
+
+
+def _mla_dims(cache):
+    latent, rope = cache.layout.entry.sizes
+    return Dims(R=(latent, "the entry's latent"), P=(rope, "the entry's rope"))
+>>>>>>> main:jaxkv/decode.py
 
 
 def query_axes(name, q) -> str:

@@ -20,7 +20,7 @@ from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import BELOW, Prefix
 from jaxkv.serving.prefix_stats import PrefixCacheStats
-from jaxkv.serving.request import Request
+from jaxkv.serving.request import Request, uncancelled
 from jaxkv.serving.step_inputs import Rows
 from jaxkv.serving.tiers import Tiers
 
@@ -150,7 +150,10 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request that waits or runs; its blocks are free again.  ValueError for one that does neither."""
+        """Ends a request that waits or runs; its blocks are free again.  ValueError for one that does neither.
+
+        Inside `run`, no further token of it is yielded; one that the same step drew is in `request.generated`.
+        """
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
@@ -162,7 +165,7 @@ class Engine:
     def run(self) -> Iterator[tuple[Request, int]]:
         """Steps until nobody waits or runs; each new token with its request."""
         while self.waiting or self.running:
-            yield from self.step()
+            yield from uncancelled(self.step())
 
     def step(self) -> list[tuple[Request, int]]:
         """A chunk of one prompt, and a token of every request past its prompt: the new tokens.

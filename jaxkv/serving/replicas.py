@@ -7,7 +7,7 @@ from itertools import chain
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.request import Request
+from jaxkv.serving.request import Request, uncancelled
 
 
 class Replicas:
@@ -43,14 +43,14 @@ class Replicas:
         return min(self.engines, key=_load).submit(prompt, **options)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request that waits or runs; ValueError for one that does neither."""
+        """Ends a request that waits or runs, like `Engine.cancel`; ValueError for one that does neither."""
         mine = (engine for engine in self.engines if request in engine.waiting or request in engine.running)
         next(mine, self.engines[0]).cancel(request)
 
     def run(self) -> Iterator[tuple[Request, int]]:
         """Steps until nobody waits or runs; each new token with its request."""
         while any(engine.waiting or engine.running for engine in self.engines):
-            yield from self.step()
+            yield from uncancelled(self.step())
 
     def step(self) -> list[tuple[Request, int]]:
         """A step of every engine: the new tokens.
@@ -63,7 +63,7 @@ class Replicas:
         for step in steps:
             step.result()  # raises what it raised
         drawn, self._drawn = self._drawn, []
-        return drawn
+        return list(uncancelled(drawn))
 
     def warm_up(self) -> None:
         """Compiles all programs: later steps take only the time of their work."""

@@ -1,5 +1,6 @@
 """A request: what was asked for, and how far it has come."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from jaxkv.models.sampling import Sampling
@@ -45,3 +46,8 @@ class Request:
             self.finish_reason = "stop"
         elif len(self.tokens) == len(self.prompt) + self.max_tokens:
             self.finish_reason = "length"
+
+
+def uncancelled(drawn: Iterable[tuple[Request, int]]) -> Iterator[tuple[Request, int]]:
+    """The new tokens of a step, one by one, without those of requests that the consumer cancels in between."""
+    return ((request, token) for request, token in drawn if request.finish_reason != "cancelled")

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE, WordLevel
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 import jaxkv.models
+from jaxkv.cli import generate as command
 from jaxkv.cli import main
+from jaxkv.cli.text import TextStream
+from jaxkv.serving.request import Request
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
 TRUTH = np.load(FOLDER / "truth.npz")
@@ -88,6 +91,93 @@ def test_a_prompt_that_the_tokenizer_cannot_encode_is_told(with_tokenizer):
     assert f"{folder / 'tokenizer.json'} cannot encode 'b'" in refusal("--prompt", "b", model=folder)
 
 
+def byte_fallback():
+    """As Llama 2's: characters outside the vocabulary are tokens of their bytes."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {piece: 256 + n for n, piece in enumerate("▁aelo")}
+    tokenizer = Tokenizer(BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    strip = decoders.Strip(" ", 1, 0)
+    replace = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), strip])
+    return tokenizer
+
+
+def byte_level():
+    """As GPT-2's and DeepSeek's: every token is some bytes."""
+    tokenizer = Tokenizer(BPE({piece: n for n, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
+def metaspace():
+    """As T5's: a word begins with a mark, which is a space everywhere but at the beginning."""
+    pieces = ["<unk>", "▁", "▁Hello", "▁世", *"Helo,wrdé日本🙂界!"]
+    tokenizer = Tokenizer(Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], 0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return tokenizer
+
+
+def word_piece():
+    """As BERT's: pieces that go on with a word are marked, and no space stands before punctuation."""
+    pieces = ["[UNK]", *"Helw日本é世🙂,!", "##lo", "##l", "##e", "##or", "##ld", "##é", "##日", "##界"]
+    tokenizer = Tokenizer(WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return tokenizer
+
+
+class Script:
+    """An engine whose model says what it is told to, and the request that is served."""
+
+    def __init__(self, ids):
+        self._ids = iter(ids)
+        self.request = Request((1,), len(ids), jaxkv.models.Sampling(), frozenset())
+
+    def step(self):
+        self.request.append(next(self._ids))
+
+
+def streamed(tokenizer, ids):
+    """The pieces of text, as the command prints them."""
+    engine = Script(ids)
+    return list(command._pieces(engine, engine.request, TextStream(tokenizer)))
+
+
+@pytest.mark.parametrize("kind", [byte_fallback, byte_level, metaspace, word_piece])
+@pytest.mark.parametrize("text", ["日本", "Hello world, Hello 世界! 日本 é 🙂", "e", "  Hello  "])
+def test_every_character_is_printed_once_when_it_is_whole(kind, text):
+    tokenizer = kind()
+    ids = tokenizer.encode(text).ids
+    pieces = streamed(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert max(map(len, pieces)) <= len(" Hello")  # nothing waits for the end
+
+
+def test_bytes_that_are_no_characters_neither_stop_nor_repeat_the_text():
+    tokenizer = byte_fallback()
+    day, a, bad = "日".encode(), tokenizer.token_to_id("a"), "\N{REPLACEMENT CHARACTER}"
+    assert streamed(tokenizer, [*day, 0xFF, a, *day]) == ["", "", "日", "", f"{bad}a", "", "", "日", ""]
+    assert streamed(tokenizer, [a, *day[:2]]) == ["a", "", "", 2 * bad]
+
+
+@pytest.mark.parametrize("kind", [byte_fallback, byte_level])
+def test_random_tokens_are_streamed_as_they_are_decoded_at_once(kind):
+    tokenizer, rng = kind(), np.random.default_rng(0)
+    for _ in range(500):
+        ids = rng.choice([*"日é🙂a".encode(), *range(200, tokenizer.get_vocab_size())], rng.integers(1, 12)).tolist()
+        text, at_once = "".join(streamed(tokenizer, ids)), tokenizer.decode(ids)
+        # Byte-fallback replaces the whole of a run of bytes, also what was whole before: that is out already.
+        assert text == at_once or (kind is byte_fallback and "\N{REPLACEMENT CHARACTER}" in at_once)
+
+
+def test_special_tokens_are_not_printed():
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    ids = tokenizer.encode("日").ids
+    eos = tokenizer.token_to_id("<eos>")
+    assert streamed(tokenizer, [*ids, eos]) == ["", "", "日", "", ""]
+
+
 def test_the_checkpoints_stop_token_ends_the_text(tmp_path, capsys):
     prompt, tokens = recorded(2, 64)
     folder = tmp_path / "checkpoint"
@@ -137,14 +227,20 @@ def test_another_entry_format_is_told(capsys):
         (("--ids", "1", "--max-tokens", "600"), "600 entries: a request's table holds 512 and the cache 512"),
         (("--ids", "1", "--temperature", "-1"), "`temperature` is -1.0"),
         (("--ids", "1", "--top-p", "0"), "`top_p` is 0.0"),
-        (("--ids", "1", "--entry-format", "int3"), "format 'int3': expected one of bf16, f16, f32, fp8, fp8_ds_mla"),
         (("--ids", "1", "--implementation", "mosaic_gpu"), "mosaic_gpu"),
-        (("--ids", "1", "--blocks", "0"), "`num_blocks` is 0"),
+        (("--ids", "1", "--seed", "4294967295", "--ids", "2"), "`seed` is 4294967296"),
     ],
 )
 def test_mistakes_are_told_in_a_line(arguments, told):
     with pytest.raises(SystemExit, match=f"^jaxkv generate: .*{told}"):
         generate(*arguments)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_by_its_file(with_tokenizer):
+    file = with_tokenizer[0] / "tokenizer.json"
+    file.write_text(file.read_text()[:-9])
+    with pytest.raises(SystemExit, match=rf"^jaxkv generate: {file} is not a tokenizer"):
+        generate("--ids", "1", model=file.parent)
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path):
@@ -155,7 +251,10 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--ids", "1 two"), "argument --ids: 'two' is no token id"),
+        (("--ids", "1 two"), "argument --ids: 'two' is not a token id"),
+        (("--prompt", "caf\udce9"), "argument --prompt: 'caf\\udce9' is not UTF-8"),
+        (("--ids", "1", "--entry-format", "int3"), "argument --entry-format: invalid choice: 'int3'"),
+        (("--ids", "1", "--blocks", "0"), "argument --blocks: '0' is not an integer from 1 to 2147483647"),
         (("--ids", "1", "--implementation", "xla", "foo"), "argument --implementation: invalid choice: 'foo'"),
     ],
 )

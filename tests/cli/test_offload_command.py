@@ -68,4 +68,4 @@ def test_the_large_array_is_timed_once_its_memory_is_warm(monkeypatch):
 def test_sizes_are_positive(wrong, capsys):
     with pytest.raises(SystemExit):
         main(["offload", "--blocks", wrong])
-    assert "is no positive integer" in capsys.readouterr().err
+    assert f"'{wrong}' is not an integer from 1 to " in capsys.readouterr().err

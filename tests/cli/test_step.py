@@ -1,5 +1,6 @@
 """`jaxkv step`: the time of a decode step of a whole model."""
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ def brief(monkeypatch):
     monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
 
 
-@pytest.mark.parametrize(("family", "form"), [("deepseek_v2_lite", "f32"), ("deepseek_v32", "fp8_ds_mla")])
+@pytest.mark.parametrize(("family", "form"), [("deepseek_v2_lite", "fp8"), ("deepseek_v32", "fp8_ds_mla")])
 def test_sizes_and_the_time_of_a_step_are_told(family, form, capsys):
     assert main(["step", str(MODELS / family), "--requests", "3", "--tokens", "100", "--entry-format", form]) == 0
     told = capsys.readouterr().out
@@ -49,12 +50,18 @@ def test_the_share_of_the_kernels_is_told(monkeypatch, capsys):
     assert "10.000 ms (50% of the step); those of jaxkv: 2, 4.000 ms (20%)" in told
 
 
+def test_the_configuration_may_have_any_name(tmp_path, capsys):
+    file = tmp_path / "deepseek.json"
+    shutil.copy(MODELS / "deepseek_v2_lite" / "config.json", file)
+    assert main(["step", str(file), "--requests", "1", "--tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("DeepseekV2ForCausalLM of 2 layers on ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere/config.json"], "`path` is 'nowhere'"),
+        (["nowhere/config.json"], "`path` is 'nowhere/config.json'"),
         (["/nowhere"], "`path` is '/nowhere'"),
-        ([str(MODELS / "kimi"), "--requests", "0"], "--requests is 0"),
         ([str(MODELS / "deepseek_v3"), "--tokens", "1", "--implementation", "mosaic_gpu"], "mosaic_gpu: "),
     ],
 )
@@ -66,7 +73,7 @@ def test_misuse_is_told(arguments, told):
 @pytest.mark.parametrize(
     ("error", "raised", "told"),
     [
-        ("RESOURCE_EXHAUSTED: Out of memory", SystemExit, "2 requests x 1 token do not fit in memory"),
+        ("RESOURCE_EXHAUSTED: Out of memory", SystemExit, "jaxkv step: does not fit in memory, take smaller sizes"),
         ("INTERNAL: a fault", jax.errors.JaxRuntimeError, "a fault"),
     ],
 )

@@ -2,12 +2,10 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
-import jax
 import pytest
 
-from jaxkv.cli import main, ttft
+from jaxkv.cli import main, random_models, ttft
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
 MODEL = MODELS / "deepseek_v2_lite"
@@ -45,17 +43,17 @@ def test_a_case_that_is_wrong_is_told(change, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere/config.json"], "`path` is 'nowhere': expected a folder with a config.json"),
+        (["nowhere/config.json"], "`path` is 'nowhere/config.json': expected a folder with a config.json"),
         (["/nowhere"], "`path` is '/nowhere'"),
         ([str(MODEL), "--prefix", "100"], "--prefix is 100: expected a multiple of 512, .* a smaller --chunk"),
-        ([str(MODEL), "--disk", str(MODEL / "config.json")], "--disk is .*config.json': expected a folder"),
+        ([str(MODEL), "--disk", "/dev/null/blocks"], "--disk is '/dev/null/blocks': expected a folder"),
         ([str(MODEL), "--chunk", "96", "--prefix", "96"], "expected a multiple of 192"),
-        ([str(MODEL), "--entry-format", "int3"], "format 'int3'"),
+        ([str(MODEL), "--entry-format", "bf16", "--prefix", "2147483136"], "do not fit in memory"),
         ([str(MODELS / "deepseek_v32"), "--order", "LBNHC"], "`order` is 'LBNHC'"),
     ],
 )
 def test_misuse_is_told_before_there_are_weights(arguments, told, monkeypatch):
-    monkeypatch.setattr(ttft, "jax", SimpleNamespace(eval_shape=jax.eval_shape))  # and no jit
+    monkeypatch.setattr(random_models.jax, "jit", None)
     with pytest.raises(SystemExit, match=f"jaxkv ttft: .*{told}"):
         main(["ttft", *arguments])
 

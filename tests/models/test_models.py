@@ -143,6 +143,19 @@ def test_requests_join_and_leave_at_different_steps(family):
     Requests(family).run(chunk=64, joins=(40, 3, 0, 17, 9)).check()
 
 
+@families
+def test_strict_programs_may_run_every_model(family):
+    """Programs may refuse to promote ranks and dtypes: of their own arrays, not of a model's."""
+    config = jaxkv.models.ModelConfig.read(FOLDER / family)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        model = jax.eval_shape(partial(jaxkv.models.random_model, config, dtype="bfloat16"))
+        cache = jax.eval_shape(lambda: model.cache(4, BLOCK_SIZE))
+        new, requests, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 7), (2,), (2, 3)))
+        _, logits = jax.eval_shape(jaxkv.models.prefill, model, cache, new, requests, tables, new)
+        assert logits.shape == (2, config.vocab_size)
+        jax.eval_shape(jaxkv.models.decode, model, cache, requests, requests, tables, requests)
+
+
 def test_the_sparse_path_decides_tokens():
     requests = Requests("deepseek_v32")
     config = requests.model.config

@@ -1,6 +1,7 @@
 """Checked mode: each misuse is reported with argument, position and value, and nothing else is."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -255,6 +256,21 @@ def test_bytes_outside_the_cache_of_a_bad_write_stay_as_they_were():
     with pytest.raises(ValueError, match=r"`slot_mapping`\[0\] is 24"):
         jaxkv.checked(write_mla)([24, 23, 2**31 - 1, -7], ints(1), cache)
     assert_same_bits(cache.buffer, before)
+
+
+@pytest.mark.parametrize(
+    ("operation", "optional"),
+    [
+        *((operation, {}) for operation in OPERATIONS),
+        (decode_kv, {"window": 3}),
+        (decode_mla_sparse, {"counts": [1, 2]}),
+        (gather_mla, {"starts": [0, 0]}),
+    ],
+)
+def test_strict_programs_may_be_checked(operation, optional):
+    """Programs may refuse to promote ranks and dtypes: of their own arrays, not of the checks'."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jaxkv.checked(partial(operation, **optional)))
 
 
 class TestPoison:

@@ -36,7 +36,7 @@ def test_the_command(divided, tmp_path, monkeypatch, capsys):
     [
         ("context --devices 9", "--devices has 9: expected 1 to 8"),
         ("tensor --devices 3", "--devices has 3: expected divisors of the 128 heads"),
-        ("context --tokens 0", "--tokens is 0: expected 1 or more"),
+        ("context --layers 100000000", "the cache on 8 devices: .* GB do not fit in memory"),
         ("context --implementation mosaic_gpu", "mosaic_gpu: "),
     ],
 )

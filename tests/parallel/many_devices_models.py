@@ -100,6 +100,11 @@ def test_replicas():
     assert requests[3].finish_reason == "cancelled"
     with pytest.raises(ValueError, match="neither waits nor runs"):
         served.cancel(requests[0])
+    requests = [served.submit([3, 1, 4], max_tokens=4) for _ in range(2)]
+    stream = served.run()
+    assert next(stream)[0] is requests[0]
+    served.cancel(requests[1])
+    assert requests[1] not in [request for request, _ in stream]
 
 
 def test_where_a_replica_raises_the_others_keep_their_tokens(monkeypatch):

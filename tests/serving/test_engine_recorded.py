@@ -74,6 +74,19 @@ def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
         assert request.generated == recorded("deepseek_v3", n)[1]
 
 
+def test_strict_programs_may_run_the_engine():
+    family = "deepseek_v32"
+    prompt, follows = recorded(family, 1)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        strict = models.load(FOLDER / family)
+        served = Engine(strict, num_blocks=8, block_size=16, max_requests=2, chunk=64)
+        requests = [served.submit(prompt, max_tokens=3, sampling=models.Sampling(t)) for t in (0.0, 0.7)]
+        list(served.run())
+        assert models.fingerprint(strict) == models.fingerprint(model(family))
+    assert requests[0].generated == follows[:3]
+    assert len(requests[1].generated) == 3
+
+
 @pytest.mark.parametrize(("program", "count", "columns"), [("_prefill_step", 1, 256), ("_decode_step", 32, 1)])
 def test_no_program_copies_the_cache(program, count, columns):
     layout = model().layout(4096)

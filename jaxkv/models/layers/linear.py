@@ -16,11 +16,16 @@ def linear(x, weight) -> jax.Array:
     return product("...i,oi->...o", x, weight)
 
 
+def with_rank(vector, ndim: int) -> jax.Array:
+    """vector [n] as [1, ..., 1, n] of `ndim` axes: NumPy's rank promotion, which a user's program may refuse."""
+    return jnp.expand_dims(vector, range(ndim - 1))
+
+
 def rms_norm(x, weight, eps: float) -> jax.Array:
     """x [..., n] over its root mean square, times weight [n]; the mean in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
-    return weight * wide.astype(x.dtype)
+    return with_rank(weight, x.ndim) * wide.astype(x.dtype)
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:
@@ -28,4 +33,5 @@ def layer_norm(x, weight, bias, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
+    weight, bias = (with_rank(vector.astype(jnp.float32), x.ndim) for vector in (weight, bias))
     return (wide * weight + bias).astype(x.dtype)

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.models.config import ModelConfig, Rope, Yarn
+from jaxkv.models.layers.linear import with_rank
 
 
 def angles(config: ModelConfig, positions) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) of positions [...]: float32 [..., qk_rope_head_dim / 2], times YaRN's factor."""
-    phase = positions[..., None].astype(jnp.float32) * frequencies(config.rope, config.qk_rope_head_dim)
+    per_token = with_rank(frequencies(config.rope, config.qk_rope_head_dim), positions.ndim + 1)
+    phase = positions[..., None].astype(jnp.float32) * per_token
     factor = _attention_factor(config.rope.yarn)
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.models.config import Experts
-from jaxkv.models.layers.linear import linear
+from jaxkv.models.layers import linear
+from jaxkv.models.layers.linear import linear, with_rank
 
 
 def route(config: Experts, weights, x) -> jax.Array:
@@ -21,7 +22,7 @@ def route(config: Experts, weights, x) -> jax.Array:
         leaders = 1
     else:
         scores = jax.nn.sigmoid(logits)
-        choice = scores + weights["router_bias"]
+        choice = scores + with_rank(weights["router_bias"], scores.ndim)
         leaders = 2
     if config.groups > 1:
         grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
@@ -36,4 +37,5 @@ def route(config: Experts, weights, x) -> jax.Array:
 def _best(scores, k: int):
     """Which of scores [..., n] are the k largest: bool [..., n]."""
     _, best = lax.top_k(scores, k)
-    return (best[..., None] == jnp.arange(scores.shape[-1])).any(axis=-2)
+    experts = with_rank(jnp.arange(scores.shape[-1]), best.ndim + 1)
+    return (best[..., None] == experts).any(axis=-2)

@@ -1,0 +1,22 @@
+"""Files of results."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, found: Mapping[str, Any]) -> None:
+    """`found` as JSON; OSError names the file."""
+    with named(path):
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An OSError of the body names the file: that of a full disk, for one, does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -1,0 +1,32 @@
+"""What fits in the memory of a device."""
+
+import os
+from typing import Any
+
+import jax
+
+from jaxkv.cli.formatting import size
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes that arrays may take on the device: what JAX's allocator gives, or the host's memory on CPUs."""
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def nbytes(arrays: Any) -> int:
+    """Of all arrays of a pytree, which may be descriptions."""
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
+
+
+def require_memory(what: str, needed: int) -> None:
+    """ValueError where `what`, of so many bytes, exceeds the first device's memory.
+
+    Checked before anything is allocated: on CPUs, the operating system would end the process instead.
+    """
+    device = jax.devices()[0]
+    limit = device_memory(device)
+    if needed > limit:
+        raise ValueError(
+            f"{what}: {size(needed)} do not fit in memory, {device.device_kind} has {size(limit)}; take smaller sizes"
+        )

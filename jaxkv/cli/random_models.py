@@ -1,0 +1,39 @@
+"""Models of random weights, as commands that time them take them: by config.json and options."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+import jaxkv
+from jaxkv.cli.memory import nbytes, require_memory
+from jaxkv.cli.options import add_entry_format
+
+if TYPE_CHECKING:
+    from jaxkv.models import Model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how it is cached."""
+    parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
+    add_entry_format(parser)
+    parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default the best that takes a call")
+
+
+def random_model(args: argparse.Namespace, num_blocks: int, block_size: int, order: str = "BLNHC") -> "Model":
+    """The model, for a cache of that many blocks.
+
+    ValueError before its weights are drawn: no such model or cache can be, or together they exceed the memory.
+    """
+    from jaxkv import models
+
+    config = models.ModelConfig.read(args.config)
+    options = {"entry_format": args.entry_format, "implementation": args.implementation}
+    make = partial(models.random_model, config, **options)
+    model = jax.eval_shape(make)
+    cache = jax.eval_shape(lambda: model.cache(num_blocks, block_size, order))
+    needed = nbytes((model.params, cache))
+    require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
+    return jax.jit(make)()

@@ -1,0 +1,226 @@
+"""What all commands share: options, mistakes, and how they end where a stream fails or Ctrl-C comes."""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxkv.bench import timing
+from jaxkv.cli import COMMANDS, bench, demo, files, layout, main, streams, verify
+
+FOLDER = Path(__file__).parent / "data" / "models"
+HOSTILE = [
+    *("-1", "0", "-0", "2147483648", "99999999999", "9" * 5000, "1.5", "1e400", "nan", "inf", "many", "", "\udcff"),
+    *("/", "/dev/full", "/no/such", "/" + "x" * 300, "/etc/passwd/x", "../"),
+]
+REQUIRED = {"generate": ["--model", "/no/such"], "step": ["/no/such"], "ttft": ["/no/such"], "parallel": ["context"]}
+
+
+def options(command):
+    """The options of a command that take a value."""
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"jaxkv.cli.{command}").add_arguments(parser)
+    return [action for action in parser._actions if action.option_strings and action.nargs != 0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_hostile_values_end_in_a_line(command, monkeypatch, capsys):
+    monkeypatch.setattr(f"jaxkv.cli.{command}.run", lambda args: 0)
+    for option in options(command):
+        for value in HOSTILE:
+            with pytest.raises(SystemExit) as ended:
+                sys.exit(main([command, *REQUIRED.get(command, []), f"{option.option_strings[0]}={value}"]))
+            *_, last = ["", *capsys.readouterr().err.splitlines()]
+            refused = last.startswith(f"jaxkv {command}: error: argument ")
+            assert ended.value.code == (2 if refused else 0), (option.option_strings, value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("demo --prompts 0", "demo --prompts 3 -1", "demo --tokens -1", "demo --blocks 0", "verify --seed -1"),
+        *("verify --calls -1", "verify --calls 0", "step x.json --tokens 99999999999", "step x.json --requests 0"),
+        *("generate --model x --max-tokens 0", "generate --model x --seed 4294967296", "layout --layers 0"),
+        *("parallel context --repeats 0", "parallel tensor --devices 0", "ttft x --rounds 0", "offload --heads 0"),
+        *("bench --repeats -1", "ttft x --prefix many", "layout --block-size 1.5"),
+    ],
+)
+def test_numbers_have_bounds(arguments, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(arguments.split())
+    assert refused.value.code == 2
+    assert " is not an integer from " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_numbers_are_bounded_by_the_shared_types(command):
+    assert not [option.option_strings for option in options(command) if option.type is int]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("`order` is 'X':\n  expected Y"), "`order` is 'X': expected Y"),
+        (MemoryError(), "MemoryError"),
+        (OSError(28, "No space left on device", "x.json"), "[Errno 28] No space left on device: 'x.json'"),
+        (NotImplementedError("mosaic_gpu: needs a GPU"), "mosaic_gpu: needs a GPU"),
+        (
+            jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 9 bytes."),
+            "does not fit in memory, take smaller sizes (INTERNAL: Out of memory allocating 9 bytes.)",
+        ),
+    ],
+)
+def test_mistakes_end_in_a_line(error, told, monkeypatch):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(layout, "run", fail)
+    with pytest.raises(SystemExit) as stopped:
+        main(["layout"])
+    assert stopped.value.code == f"jaxkv layout: {told}"
+    assert stopped.value.__suppress_context__ or stopped.value.__context__ is None
+
+
+def test_faults_of_jaxkv_keep_their_traceback(monkeypatch):
+    for error in (KeyError("layer"), jax.errors.JaxRuntimeError("INTERNAL: illegal address")):
+
+        def fail(args, error=error):
+            raise error
+
+        monkeypatch.setattr(layout, "run", fail)
+        with pytest.raises(type(error)):
+            main(["layout"])
+
+
+def test_a_machine_without_a_device_is_told(monkeypatch):
+    def devices():
+        raise AssertionError  # as jax.devices() does for some values of JAX_PLATFORMS
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(SystemExit, match=r"^jaxkv bench: JAX has no device with JAX_PLATFORMS=.*`jaxkv doctor`"):
+        main(["bench"])
+
+
+def test_sizes_beyond_the_memory_are_refused_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr(demo, "_serve", None)
+    with pytest.raises(SystemExit, match=r"^jaxkv demo: two caches of 9000000 blocks: .* GB do not fit in memory"):
+        main(["demo", "--blocks", "9000000"])
+    model = str(FOLDER / "deepseek_v3")
+    with pytest.raises(SystemExit, match=r"^jaxkv step: .*/deepseek_v3, with a cache of 30000000 blocks of 64 "):
+        main(["step", model, "--requests", "30000000", "--tokens", "1"])
+    with pytest.raises(SystemExit, match=r"^jaxkv generate: --blocks 30000000: "):
+        main(["generate", "--model", model, "--ids", "1", "--blocks", "30000000"])
+    for command in ("parallel context --requests 30000000 --tokens 1", "offload --blocks 30000000"):
+        with pytest.raises(SystemExit, match=r" GB do not fit in memory, cpu has "):
+            main(command.split())
+
+
+class TestNothing:
+    """A command that checked or timed nothing does not end well."""
+
+    def test_no_operation_was_checked(self, monkeypatch, capsys):
+        monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
+        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked, triton takes no call here: "):
+            main(["verify", "--implementation", "triton"])
+        assert "decode_mla         bf16         refused on 6 orders: decode_mla: " in capsys.readouterr().out
+
+    def test_no_random_call_was_made(self, monkeypatch):
+        monkeypatch.setattr("jaxkv.fuzz.cases.TRIES", 3)
+        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked, triton takes no call here"):
+            main(["verify", "--implementation", "triton", "--calls", "3"])
+
+    def test_no_shape_was_timed(self, monkeypatch, tmp_path):
+        ceilings = timing.Ceilings(1e9, 1e9, 1e12)
+        monkeypatch.setattr(bench, "measure_ceilings", lambda device, *, repeats: ceilings)
+        file = tmp_path / "bench.json"
+        with pytest.raises(SystemExit, match=r"^jaxkv bench: nothing was timed: write_kv: "):
+            main(["bench", "write_kv", "--implementation", "triton", "--json", str(file)])
+        assert "reason" in json.loads(file.read_text())["rows"][0]
+
+
+def test_verify_tells_refusals_from_faults(monkeypatch, capsys):
+    orders = ("LBNHC", "BLNHC")
+    cases = [verify.Case("write_mla", order) for order in orders]
+    cases += [verify.Case("decode_mla", orders[0]), verify.Case("decode_mla", orders[1], refused="needs more")]
+    monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
+    monkeypatch.setattr(verify, "_verify", lambda entry, implementation: iter(cases))
+    assert main(["verify"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(" ok on 2 orders")
+    assert lines[1].endswith(" ok on 1 order; refused on 1 order: needs more")
+    assert lines[2].startswith("all of 3 cases on cpu in ")
+    cases.append(verify.Case("gather_mla", orders[0], wrong="differs from the packed cache"))
+    assert main(["verify"]) == 1
+    assert "1 of 4 cases on cpu in " in capsys.readouterr().out
+
+
+def program(*arguments):
+    return [sys.executable, "-c", "import jaxkv_command as command; raise SystemExit(command.main())", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "output", "errors"),
+    [
+        (" | true", 141, "", ""),
+        (" > /dev/full", 1, "", "jaxkv: standard output: No space left on device\n"),
+        (" >&-", 1, "", "jaxkv: standard output: Bad file descriptor\n"),
+        (" 2>&-", 0, "fingerprint", ""),
+        (" --blocks 0 2>&-", 2, "", ""),
+        (" 2> /dev/full", 0, "fingerprint", ""),
+    ],
+)
+def test_streams_end_as_those_of_unix_tools(redirected, status, output, errors):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    script = '"$@" layout' + redirected + "; exit ${PIPESTATUS[0]}"
+    ended = subprocess.run(
+        ["bash", "-c", script, "bash", *program()], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert ended.returncode == status
+    assert output in ended.stdout
+    assert ended.stderr == errors
+
+
+def test_ctrl_c_prints_a_line(monkeypatch, capsys):
+    def interrupted(args):
+        print("half of ")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layout, "run", interrupted)
+    assert main(["layout"]) == 130
+    assert capsys.readouterr() == ("half of \n", "jaxkv: interrupted\n")
+
+
+def test_ctrl_c_while_jax_is_imported_prints_a_line():
+    code = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "jaxkv":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+import jaxkv_command
+raise SystemExit(jaxkv_command.main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code, "demo"], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "jaxkv: interrupted\n")
+
+
+def test_notices_that_cannot_be_written_are_dropped(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        streams.notice("compiling")
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space"):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+def test_a_result_that_cannot_be_written_names_its_file():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        files.write_json(layout.output_file("/dev/full"), {"ms": 1.0})
