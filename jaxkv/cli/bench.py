@@ -24,9 +24,9 @@ import jaxlib
 
 import jaxkv
 from jaxkv.bench.programs import Program
-from jaxkv.bench.timing import Ceilings, device_memory, measure_ceilings
+from jaxkv.bench.timing import Ceilings, measure_ceilings
 from jaxkv.bench.workload import Workload
-from jaxkv.bench.workloads import FAMILIES, SUITES, WORKLOADS, Workload
+from jaxkv.bench.workloads import FAMILIES, SUITES, WORKLOADS
 from jaxkv.cli.files import write_json
 from jaxkv.cli.memory import device_memory
 from jaxkv.cli.options import output_file, positive

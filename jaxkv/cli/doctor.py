@@ -11,11 +11,10 @@ from pathlib import Path
 import jax
 
 import jaxkv
-from jaxkv.bench.timing import device_memory
 from jaxkv.cli.memory import device_memory
 from jaxkv.dispatch.backends import BACKENDS
 from jaxkv.ops.operation import Operation, Sample
-from jaxkv.support import Sample, sample_calls
+from jaxkv.support import sample_calls
 
 PACKAGES = (
     "jax",

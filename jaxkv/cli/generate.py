@@ -63,12 +63,8 @@ def run(args: argparse.Namespace) -> int:
         implementation=implementation,
         progress=partial(progress, what="loading"),
     )
-<<<<<<< HEAD
-    engine = serving.Engine(model, num_blocks=args.blocks, max_requests=min(len(prompts), MOST_ROWS))
-=======
     require_memory(f"--blocks {args.blocks}", nbytes(jax.eval_shape(lambda: model.cache(args.blocks))))
-    engine = models.Engine(model, num_blocks=args.blocks, max_requests=min(len(prompts), MOST_ROWS))
->>>>>>> main
+    engine = serving.Engine(model, num_blocks=args.blocks, max_requests=min(len(prompts), MOST_ROWS))
     stop = () if args.ignore_eos else None
     requests = []
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True), 1):

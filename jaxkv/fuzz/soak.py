@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv.cli.streams import notice
 from jaxkv.fuzz.case import Case
-from jaxkv.fuzz.cases import OPERATIONS, Case, draw_case
+from jaxkv.fuzz.cases import draw_case
 from jaxkv.fuzz.trial import address_map, trial
 
 CALLS_A_CASE = 250

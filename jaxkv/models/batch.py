@@ -28,13 +28,8 @@ class Batch:
     @classmethod
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
         """The batch of slot_mapping [B, Q]."""
-<<<<<<< HEAD
         config, q_len = model.config, slot_mapping.shape[1]
-        positions = seq_lens[:, None] - q_len + jax.numpy.arange(q_len)
-=======
-        config, tokens = model.config, slot_mapping.shape[1]
-        positions = seq_lens[:, None] - tokens + jax.numpy.arange(tokens)[None]
->>>>>>> main
+        positions = seq_lens[:, None] - q_len + jax.numpy.arange(q_len)[None]
         plan = None
         if config.indexer is None:
             plan = model.parallel.plan_decode(

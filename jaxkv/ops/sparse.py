@@ -86,7 +86,7 @@ def _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, l
         if counts is not None:
             inside = (counts >= 0) & (counts <= slots.shape[-1])
             checks.require(inside, "counts", counts, f"there are {slots.shape[-1]} slots per query token")
-            used &= jnp.arange(slots.shape[-1]) < counts[..., None]
+            used &= jnp.arange(slots.shape[-1])[None, None] < counts[..., None]
         checks.check_slots("slots", jnp.where(used, slots, -1), pages)
         checks.check_live_entries(cache, slots, used, layer)
     arrays = {
