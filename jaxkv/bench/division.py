@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import parallel
-from jaxkv.cli.formatting import counted
-from jaxkv.cli.memory import require_memory
 from jaxkv.parallel import context
+from jaxkv.terminal.formatting import counted
+from jaxkv.terminal.memory import require_memory
 
 AXIS, BLOCK_SIZE, SCALE = "x", 64, 192**-0.5
 HIDDEN = 7168

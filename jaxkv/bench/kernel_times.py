@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData, ProfileOptions
 
-from jaxkv.cli.streams import notice
+from jaxkv.terminal.streams import notice
 
 COPIES = "Memcpy", "Memset"
 """How the names of what is no kernel begin."""

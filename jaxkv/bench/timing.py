@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.bench.chains import ByDevice, ByHost, Step
-from jaxkv.cli.memory import device_memory
+from jaxkv.terminal.memory import device_memory
 from jaxkv_kernels.mosaic_gpu.runtime import available
 
 CPU_SECONDS, GPU_SECONDS = 0.02, 0.003

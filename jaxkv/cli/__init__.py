@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxkv.cli import streams
+from jaxkv.terminal import streams
 
 COMMANDS = ("demo", "generate", "verify", "bench", "step", "ttft", "offload", "parallel", "doctor", "layout", "matrix")
 

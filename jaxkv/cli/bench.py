@@ -27,11 +27,11 @@ from jaxkv.bench.programs import Program
 from jaxkv.bench.timing import Ceilings, measure_ceilings
 from jaxkv.bench.workload import Workload
 from jaxkv.bench.workloads import FAMILIES, SUITES, WORKLOADS
-from jaxkv.cli.files import write_json
-from jaxkv.cli.memory import device_memory
 from jaxkv.cli.options import output_file, positive
-from jaxkv.cli.progress import progress
-from jaxkv.cli.streams import notice
+from jaxkv.terminal.files import write_json
+from jaxkv.terminal.memory import device_memory
+from jaxkv.terminal.progress import progress
+from jaxkv.terminal.streams import notice
 
 MEMORY_FRACTION = 0.6
 """The part of the device's memory that a cache may take; where all layers do not fit, fewer are timed."""

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.cli.memory import require_memory
 from jaxkv.cli.options import positive
-from jaxkv.cli.progress import progress
+from jaxkv.terminal.memory import require_memory
+from jaxkv.terminal.progress import progress
 
 LAYERS, HEADS, LATENT, ROPE, HIDDEN = 27, 16, 512, 64, 64
 SCALE = 192**-0.5  # DeepSeek-V2's query-key width is 128 + 64

@@ -11,10 +11,10 @@ from pathlib import Path
 import jax
 
 import jaxkv
-from jaxkv.cli.memory import device_memory
 from jaxkv.dispatch.backends import BACKENDS
 from jaxkv.ops.operation import Operation, Sample
 from jaxkv.support import sample_calls
+from jaxkv.terminal.memory import device_memory
 
 PACKAGES = (
     "jax",

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import jax
 
 import jaxkv
-from jaxkv.cli.memory import nbytes, require_memory
 from jaxkv.cli.options import add_entry_format, positive, seed
-from jaxkv.cli.progress import progress
-from jaxkv.cli.streams import notice
 from jaxkv.cli.text import IdStream, TextStream
+from jaxkv.terminal.memory import nbytes, require_memory
+from jaxkv.terminal.progress import progress
+from jaxkv.terminal.streams import notice
 
 if TYPE_CHECKING:
     from jaxkv.serving import Engine, Request

@@ -18,11 +18,11 @@ from jax import lax
 
 import jaxkv
 from jaxkv import offload
-from jaxkv.cli.files import write_json
-from jaxkv.cli.formatting import counted
-from jaxkv.cli.memory import require_memory
 from jaxkv.cli.options import output_file, positive
 from jaxkv.offload import transfers
+from jaxkv.terminal.files import write_json
+from jaxkv.terminal.formatting import counted
+from jaxkv.terminal.memory import require_memory
 
 BLOCK_SIZE = 64
 LARGE_BYTES = 2**31

@@ -16,10 +16,10 @@ import numpy as np
 import jaxkv
 from jaxkv.bench.division import Division, Sizes
 from jaxkv.bench.timing import measure_ceilings
-from jaxkv.cli.files import write_json
-from jaxkv.cli.formatting import counted
 from jaxkv.cli.options import output_file, positive
-from jaxkv.cli.progress import progress
+from jaxkv.terminal.files import write_json
+from jaxkv.terminal.formatting import counted
+from jaxkv.terminal.progress import progress
 
 COLUMNS = (
     ("devices", "devices", 7, "d"),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 
 import jaxkv
-from jaxkv.cli.memory import nbytes, require_memory
 from jaxkv.cli.options import add_entry_format
+from jaxkv.terminal.memory import nbytes, require_memory
 
 if TYPE_CHECKING:
     from jaxkv.models import Model

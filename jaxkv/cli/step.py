@@ -17,9 +17,9 @@ from jax import lax
 import jaxkv
 from jaxkv.bench.kernel_times import time_kernels
 from jaxkv.cli import random_models
-from jaxkv.cli.formatting import counted, size
-from jaxkv.cli.memory import nbytes
 from jaxkv.cli.options import positive
+from jaxkv.terminal.formatting import counted, size
+from jaxkv.terminal.memory import nbytes
 
 if TYPE_CHECKING:
     from jaxkv.models import Model

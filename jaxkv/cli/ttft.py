@@ -20,10 +20,10 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cli import random_models
-from jaxkv.cli.files import write_json
-from jaxkv.cli.formatting import size
 from jaxkv.cli.options import output_file, output_folder, positive
 from jaxkv.offload import DiskPool, HostPool
+from jaxkv.terminal.files import write_json
+from jaxkv.terminal.formatting import size
 
 if TYPE_CHECKING:
     from jaxkv.models import Model

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.cli.formatting import counted
 from jaxkv.cli.options import positive, seed
-from jaxkv.cli.progress import progress
 from jaxkv.fuzz.soak import soak
+from jaxkv.terminal.formatting import counted
+from jaxkv.terminal.progress import progress
 
 LENGTHS = (0, 1, 63, 64, 65, 190)
 BLOCKS, BLOCK_SIZE, LAYERS, LAYER = 12, 64, 3, 1

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.cli.streams import notice
 from jaxkv.fuzz.case import Case
-from jaxkv.fuzz.cases import draw_case
+from jaxkv.fuzz.cases import CASES, draw_case
 from jaxkv.fuzz.trial import address_map, trial
+from jaxkv.terminal.streams import notice
 
 CALLS_A_CASE = 250
 """Calls of one compiled program: compiling takes seconds, a call milliseconds."""
@@ -79,7 +79,7 @@ def _prepared(count: int, seed: int, implementation: str) -> Iterator[Prepared]:
     """That many cases, of this seed and the next ones; each compiles while the one before it runs."""
     with ThreadPoolExecutor(max_workers=1) as compiler:
         ahead, refused = None, set()
-        while count and len(refused) < len(OPERATIONS):
+        while count and len(refused) < len(CASES):
             case = draw_case(seed, implementation)
             if isinstance(case, Case):
                 count -= 1

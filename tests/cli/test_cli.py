@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from jaxkv.bench import timing
-from jaxkv.cli import COMMANDS, bench, demo, files, layout, main, streams, verify
+from jaxkv.cli import COMMANDS, bench, demo, layout, main, verify
+from jaxkv.terminal import files, streams
 
 FOLDER = Path(__file__).parent / "data" / "models"
 HOSTILE = [
@@ -161,7 +162,7 @@ def test_verify_tells_refusals_from_faults(monkeypatch, capsys):
 
 
 def program(*arguments):
-    return [sys.executable, "-c", "import jaxkv_command as command; raise SystemExit(command.main())", *arguments]
+    return [sys.executable, "-c", "from jaxkv.cli import main; raise SystemExit(main())", *arguments]
 
 
 @pytest.mark.parametrize(
@@ -194,21 +195,6 @@ def test_ctrl_c_prints_a_line(monkeypatch, capsys):
     monkeypatch.setattr(layout, "run", interrupted)
     assert main(["layout"]) == 130
     assert capsys.readouterr() == ("half of \n", "jaxkv: interrupted\n")
-
-
-def test_ctrl_c_while_jax_is_imported_prints_a_line():
-    code = """
-import os, signal, sys
-class Interrupts:
-    def find_spec(self, name, *_):
-        if name == "jaxkv":
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Interrupts())
-import jaxkv_command
-raise SystemExit(jaxkv_command.main())
-"""
-    ended = subprocess.run([sys.executable, "-c", code, "demo"], capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "jaxkv: interrupted\n")
 
 
 def test_notices_that_cannot_be_written_are_dropped(monkeypatch):

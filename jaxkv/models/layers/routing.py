@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.models.config import Experts
-from jaxkv.models.layers import linear
 from jaxkv.models.layers.linear import linear, with_rank
 
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator, Sized
 
-from jaxkv.cli.streams import notice
+from jaxkv.terminal.streams import notice
 
 WIDTH = 30
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxkv.cli.formatting import size
+from jaxkv.terminal.formatting import size
 
 
 def device_memory(device: jax.Device) -> int:

@@ -1,0 +1,1 @@
+"""What programs print, write and may take: messages, progress, streams, files and memory."""
