@@ -30,8 +30,7 @@ MOST_ROWS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The checkpoint, the prompts, the sampling and the cache."""
     parser.add_argument("--model", required=True, metavar="DIR", help="folder with config.json and safetensors")
-    several = "may be given several times"
-    parser.add_argument("--prompt", dest="prompts", action="append", type=_text, metavar="TEXT", help=several)
+    parser.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT", help="may be given several times")
     ids = 'a prompt as token ids: "1 2 3"'
     parser.add_argument("--ids", dest="prompts", action="append", type=_ids, metavar="IDS", help=ids)
     parser.add_argument("--max-tokens", type=positive, default=64, help="tokens to generate for each prompt (64)")
@@ -90,14 +89,6 @@ def run(args: argparse.Namespace) -> int:
     for number in lost:
         notice(f"jaxkv generate: the logits of prompt {number} are NaN: its text ends before its time")
     return 1 if lost else 0
-
-
-def _text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # how Python passes on bytes of the command line that it cannot decode
-        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8") from None
-    return text
 
 
 def _ids(text: str) -> list[int]:

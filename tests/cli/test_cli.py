@@ -15,7 +15,7 @@ from jaxkv.bench import timing
 from jaxkv.cli import COMMANDS, bench, demo, layout, main, verify
 from jaxkv.terminal import files, streams
 
-FOLDER = Path(__file__).parent / "data" / "models"
+FOLDER = Path(__file__).parents[1] / "data" / "models"
 HOSTILE = [
     *("-1", "0", "-0", "2147483648", "99999999999", "9" * 5000, "1.5", "1e400", "nan", "inf", "many", "", "\udcff"),
     *("/", "/dev/full", "/no/such", "/" + "x" * 300, "/etc/passwd/x", "../"),

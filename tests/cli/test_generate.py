@@ -89,6 +89,8 @@ def test_a_prompt_that_the_tokenizer_cannot_encode_is_told(with_tokenizer):
     folder, _ = with_tokenizer
     Tokenizer(WordLevel({"a": 0}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     assert f"{folder / 'tokenizer.json'} cannot encode 'b'" in refusal("--prompt", "b", model=folder)
+    # How Python passes on bytes of the command line that are not UTF-8.
+    assert "cannot encode 'caf\\udce9'" in refusal("--prompt", "caf\udce9", model=folder)
 
 
 def byte_fallback():
@@ -236,13 +238,6 @@ def test_mistakes_are_told_in_a_line(arguments, told):
         generate(*arguments)
 
 
-def test_a_tokenizer_that_cannot_be_read_is_told_by_its_file(with_tokenizer):
-    file = with_tokenizer[0] / "tokenizer.json"
-    file.write_text(file.read_text()[:-9])
-    with pytest.raises(SystemExit, match=rf"^jaxkv generate: {file} is not a tokenizer"):
-        generate("--ids", "1", model=file.parent)
-
-
 def test_a_folder_without_a_checkpoint_is_told(tmp_path):
     with pytest.raises(SystemExit, match=r"expected a folder with a config.json"):
         generate("--ids", "1", model=tmp_path)
@@ -252,7 +247,6 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path):
     ("arguments", "told"),
     [
         (("--ids", "1 two"), "argument --ids: 'two' is not a token id"),
-        (("--prompt", "caf\udce9"), "argument --prompt: 'caf\\udce9' is not UTF-8"),
         (("--ids", "1", "--entry-format", "int3"), "argument --entry-format: invalid choice: 'int3'"),
         (("--ids", "1", "--blocks", "0"), "argument --blocks: '0' is not an integer from 1 to 2147483647"),
         (("--ids", "1", "--implementation", "xla", "foo"), "argument --implementation: invalid choice: 'foo'"),

@@ -60,6 +60,11 @@ def decode_mla_sparse(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None
     return jaxkv.decode_mla_sparse(*q, cache, ints(slots)[:, None], layer=layer, scale=0.3, counts=counts)
 
 
+def planned_decode_mla():
+    cache = jaxkv.KVCache.zeros(MLA)
+    return decode_mla(plan=jaxkv.plan_decode(cache, ints(TABLES), ints(LENGTHS), num_heads=2), cache=cache)
+
+
 def indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0):
     q, weights, cache = jnp.ones((2, 1, 2, 8)), jnp.ones((2, 1, 2)), jaxkv.KVCache.zeros(INDEXER)
     return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), layer=layer, max_len=5)
@@ -265,6 +270,7 @@ def test_bytes_outside_the_cache_of_a_bad_write_stay_as_they_were():
         (decode_kv, {"window": 3}),
         (decode_mla_sparse, {"counts": [1, 2]}),
         (gather_mla, {"starts": [0, 0]}),
+        (planned_decode_mla, {}),
     ],
 )
 def test_strict_programs_may_be_checked(operation, optional):
