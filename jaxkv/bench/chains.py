@@ -60,8 +60,8 @@ class ByHost:
 class ByDevice:
     """Timed on a Hopper GPU's clock, which the program itself reads before and after the timed calls of a turn.
 
-    When the host hears of an end, which varies, is not in it.  How fast it launches kernels is, where that is slower
-    than the GPU runs them.
+    When the host is notified of the end, which varies, is not part of it.  How fast the host launches kernels is, where
+    that is slower than the GPU runs them.
     """
 
     def __init__(self, step: Step, carry, fixed, *, ahead: int, calls: int):

@@ -15,7 +15,7 @@ from jaxkv.bench.timing import Chain, Timing
 from jaxkv.bench.workload import Workload
 
 UNCHECKED = [export.DisabledSafetyCheck.custom_call(name) for name in ("triton_kernel_call", "triton_kernel_call_ffi")]
-"""Triton's kernels: not guaranteed to run with other versions of JAX, which nobody asks of a program timed at once."""
+"""Triton's kernels: not guaranteed to run with other versions of JAX, which a program timed at once does not need."""
 
 
 @dataclass(frozen=True)

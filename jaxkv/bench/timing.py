@@ -18,7 +18,7 @@ CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
 
 LEAST_CALLS, MOST_CALLS = 32, 1024
 """Calls of a turn that are timed, on GPUs.  Others' times are medians of about so few in a row, and more are nearer to
-the power limit; the host asks before each turn whether there is another."""
+the power limit; the host checks before each turn whether there is another."""
 
 LEAST_SECONDS = 2e-7
 """A call that takes less is none, as no kernel starts so soon: XLA has removed it."""
@@ -38,7 +38,7 @@ class Timing:
     calls: int
     """Calls that a chain's time is of."""
     sustained: float | None = None
-    """Of one that goes on for a second; None on CPUs, and where it was not asked for."""
+    """Of one that goes on for a second; None on CPUs, and where it was not requested."""
 
     @property
     def spread(self) -> float:

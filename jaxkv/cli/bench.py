@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 2 where no shape is asked for, ValueError where none could be timed."""
+    """Prints the table; 2 if no shape is selected, ValueError where none could be timed."""
     device = jax.devices()[0]
     workloads = _selected(args, device)
     if not workloads:
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _selected(args: argparse.Namespace, device: jax.Device) -> list[Workload]:
-    """What was asked for; a suite is assumed where no shapes are named."""
+    """The selected workloads; a suite is assumed where no shapes are named."""
     suites = ("cpu",) if device.platform == "cpu" else ("peers", "copies", *(("models",) if args.operations else ()))
     suites = SUITES if args.shape else suites
     return [

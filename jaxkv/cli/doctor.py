@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> str:
-    """What a maintainer asks first.  A probe that fails says so in its place; none fails the report."""
+    """What a maintainer needs first.  A probe that fails says so in its place; none fails the report."""
     sections = {
         "versions": _versions,
         "conflicts": lambda: conflicts({name: _version(name) for name in PACKAGES}) or ["none known"],

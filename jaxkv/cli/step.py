@@ -131,6 +131,6 @@ def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
 
 
 def _is_own(kernel: str) -> bool:
-    """Whether a kernel of that name is of this library; what XLA makes of `implementation="xla"` is not told apart."""
+    """Whether a kernel of that name is of this library; XLA's own, of `implementation="xla"`, are not distinguished."""
     # Functions in Triton begin with an underscore here.
     return kernel.endswith("mosaic_gpu_kernel") or re.match("_[a-z]", kernel) is not None

@@ -24,7 +24,7 @@ CALL_SECONDS, COMPILE_SECONDS = 60, 600
 """What takes longer than this hangs."""
 
 SHOWN = 3
-"""Wrong calls of a case that are told one by one."""
+"""Wrong calls of a case that are reported one by one."""
 
 
 @dataclass(frozen=True)

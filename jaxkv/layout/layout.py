@@ -54,7 +54,7 @@ class CacheLayout:
     Args:
       num_layers: layers (L).
       num_blocks: blocks (B) of `block_size` token slots (N) each.
-      block_size: tokens a block; any positive int.
+      block_size: tokens per block; any positive int.
       entry: what one token stores for one head: `MLAEntry`, `KVEntry` or `IndexerEntry`.
       num_heads: KV heads (H); 1 for MLA and indexer entries.
       order: physical order of the axes, outermost first, one of `ORDERS`.  `BLNHC` (cross-layer), the default, keeps
@@ -235,12 +235,12 @@ class CacheLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element of the buffer."""
+        """Bytes per element of the buffer."""
         return self.dtype.itemsize
 
     @property
     def width(self) -> int:
-        """Elements of the buffer an entry."""
+        """Elements of the buffer per entry."""
         return self.entry.nbytes // self.itemsize
 
     @property

@@ -35,7 +35,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
 
     Args:
       num_blocks: blocks of `block_size` token slots.
-      block_size: tokens a block, the same for all groups.
+      block_size: tokens per block, the same for all groups.
       groups: the groups, in the order in which they lie in a block.
       order: order of the axes within a block: one of the block-major orders.
       dtype: dtype of the buffer; default that of the entries where they agree, else uint8.

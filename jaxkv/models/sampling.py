@@ -64,7 +64,7 @@ def sample(logits, temperature, top_p, seeds, positions) -> jax.Array:
         drawn = jax.vmap(_draw)(logits, jnp.where(temperature > 0, temperature, 1), top_p, seeds, positions)
         return jnp.where(temperature > 0, drawn, greedy)
 
-    # Sorting a vocabulary takes long on a GPU: only where somebody asks for it.
+    # Sorting a vocabulary takes long on a GPU: only if it is requested.
     tokens = lax.cond(jnp.any(temperature > 0), draw, lambda _: greedy, None)
     return jnp.where(jnp.isnan(logits).any(axis=-1), -1, tokens)
 

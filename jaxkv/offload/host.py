@@ -68,7 +68,7 @@ class HostPool:
       implementation: of `read_blocks` and `write_blocks`.
 
     Raises:
-      ValueError: `num_blocks` is no positive int, `layout` no layout, or `disk` has another one.
+      ValueError: `num_blocks` is not a positive int, `layout` is not a layout, or `disk` has another one.
       MemoryError: so much memory cannot be pinned.
     """
 

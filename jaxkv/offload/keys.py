@@ -25,7 +25,7 @@ def prefix_keys(
 
     Args:
       tokens: token ids, ints or an integer array [T].
-      block_size: tokens a block.
+      block_size: tokens per block.
       layout_fingerprint: `fingerprint` of the cache's layout (of the PackedLayout where there are several groups).
       model: names the weights, and whatever else changes what a token stores.
       after: key of the block before `tokens`, to go on with a prompt that grows; default they are its first.
@@ -34,7 +34,7 @@ def prefix_keys(
       T // block_size keys of 32 bytes.
 
     Raises:
-      ValueError: `block_size` is no positive int, or `tokens` are no integers.
+      ValueError: `block_size` is not a positive int, or `tokens` are not integers.
     """
     block_size = positive_int("block_size", block_size)
     for name, value in (("layout_fingerprint", layout_fingerprint), ("model", model)):

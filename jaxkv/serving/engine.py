@@ -46,12 +46,12 @@ class Engine:
     Args:
       model: from `jaxkv.models.load`.
       num_blocks: blocks of the cache, shared by all requests.
-      block_size: tokens a block.
+      block_size: tokens per block.
       order: order of the cache's axes.
       max_requests: requests that run at once: rows of the decode program.
       max_len: tokens that a request may have in the cache, rounded up to blocks; default all that the cache holds, or
         the model's `max_position_embeddings` where that is less.
-      chunk: prompt tokens a step: columns of the prefill program.
+      chunk: prompt tokens per step: columns of the prefill program.
       offload: where blocks also go, in host memory, and on disk if it has a disk pool: a pool for blocks of
         `model.layout(num_blocks, block_size, order)`, for any number of blocks.  It may outlive the engine.
 
@@ -76,7 +76,7 @@ class Engine:
             raise ValueError("`model` is data parallel, with requests of its own on each device: expected `Replicas`")
         self.model = model
         cache, layout = model.cache(num_blocks, block_size, order), model.layout(num_blocks, block_size, order)
-        # Committed to its device from the start: a cache that blocks were loaded into is, and jit tells them apart.
+        # Committed to its device from the start: a cache that blocks were loaded into is, and jit distinguishes them.
         self.cache = jax.device_put(cache, cache.buffer.sharding)
         self.pool = BlockPool(num_blocks)
         self.tiers = Tiers(offload)
@@ -122,7 +122,7 @@ class Engine:
           The request; `step` and `run` fill it.
 
         Raises:
-          TypeError: a token id is no integer, or `sampling` no Sampling.
+          TypeError: a token id is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or could never be served: with
             `max_tokens` it is longer than the block table or the cache.
         """

@@ -1,4 +1,4 @@
-"""Data parallel serving: an engine a device."""
+"""Data parallel serving: one engine per device."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait

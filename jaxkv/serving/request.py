@@ -1,4 +1,4 @@
-"""A request: what was asked for, and how far it has come."""
+"""A request: its prompt and options, and how far it has come."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -43,7 +43,7 @@ class Parallel(ABC):
     def per_device(self, function: Callable[..., KVCache]) -> Callable[..., KVCache]:
         """`function(cache, *ids)`, a cache, on each device's cache, with the same ids."""
 
-    # The rest is asked by functions inside `run`, on one device.
+    # The rest is queried by functions inside `run`, on one device.
 
     def total(self, x) -> jax.Array:
         """The sum over the devices of x, what one found with its part of the weights."""

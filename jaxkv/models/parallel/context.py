@@ -24,7 +24,7 @@ class ContextParallel(OnMesh):
       interleave: tokens in a row on one device; n times as many must divide the block size.
 
     Raises:
-      ValueError: the mesh has no such axis, or `interleave` is no positive int.
+      ValueError: the mesh has no such axis, or `interleave` is not a positive int.
     """
 
     interleave: int = 1

@@ -1,4 +1,4 @@
-"""Which model it is whose entries a block contains."""
+"""The fingerprint of a model, which names the entries of its blocks."""
 
 import hashlib
 import math

@@ -44,7 +44,7 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
     Args:
       block_tables: int32 [B, M], the blocks of each request in the shard's cache, in order.
       positions: int32 [B, ...], token positions of each request, counted from its first token on any shard.
-      block_size: tokens a block.
+      block_size: tokens per block.
       shard: int, or traced int32 scalar such as `lax.axis_index`.
       num_shards: static int, devices that share a request.
       interleave: static int, tokens in a row that one shard owns.

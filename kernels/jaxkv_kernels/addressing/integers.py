@@ -5,7 +5,7 @@ from typing import Any
 
 
 def as_int(value: Any) -> int | None:
-    """`value` as a Python int, whose arithmetic does not overflow; None for what is no integer: a bool, a float."""
+    """`value` as a Python int, whose arithmetic does not overflow; None for anything else (a bool, a float)."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

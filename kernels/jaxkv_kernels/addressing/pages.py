@@ -26,7 +26,7 @@ class Pages:
 
     @property
     def num_slots(self) -> int:
-        """Slots of one layer: blocks times tokens a block."""
+        """Slots of one layer: blocks times tokens per block."""
         return self.num_blocks * self.block_size
 
     @property

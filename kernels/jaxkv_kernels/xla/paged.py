@@ -10,11 +10,11 @@ from jax import lax
 from jaxkv_kernels.addressing.slots import slots_for
 
 CHUNK_TOKENS = 512
-"""Keys a step, at least: what bounds the temporaries of a decode."""
+"""Keys per step, at least: what bounds the temporaries of a decode."""
 
 
 def chunk_tokens(block_size: int, block_tables: jax.Array) -> int:
-    """Tokens a chunk: whole blocks, at least `CHUNK_TOKENS` where the table is that long."""
+    """Tokens per chunk: whole blocks, at least `CHUNK_TOKENS` where the table is that long."""
     return block_size * min(block_tables.shape[1], -(-CHUNK_TOKENS // block_size))
 
 

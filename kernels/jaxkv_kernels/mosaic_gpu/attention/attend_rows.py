@@ -1,7 +1,7 @@
 """Dense MLA decode in tiles of 64 rows.
 
 Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its part of the
-plan: items, each a range of pairs of key tiles of a request.  With more than 64 rows a request, two CTAs form a
+plan: items, each a range of pairs of key tiles of a request.  With more than 64 rows per request, two CTAs form a
 cluster, and each key tile is fetched once for both by TMA multicast.
 
 Who does what: two computing warpgroups and one that copies.  With K0 and K1 the two key tiles of a pair:
@@ -17,7 +17,7 @@ time of a pair.  So S1 leaves the tensor cores to S0 until all of its products h
 P to the other through shared memory.
 
 O nearly never shrinks: P is exp2(S - m) for a reference m that is raised, to the maximum so far, only once a score is
-more than SLACK above it.  That is asked warp by warp, of what each lane holds, so that in most pairs no lane asks
+more than SLACK above it.  That is checked warp by warp, on what each lane holds, so that in most pairs no lane queries
 another for maxima or sums, and O stays where wgmma left it.  The reference passes from one warpgroup to the other in
 `stats`, where only a raised one is written.
 

@@ -35,7 +35,7 @@ WARPS, LANES = 4, 32
 MOST_CTAS = 4 * MULTIPROCESSORS
 """Rows of cut requests beyond these share CTAs: so many run at once, and idle ones take time as well."""
 MANY_PIECES, AT_ONCE = 16, 32
-"""Pieces a request from which a CTA has one row, since there are few; and the most that it has under way at once."""
+"""Pieces per request from which a CTA has one row, since there are few; and the most that it has under way at once."""
 FEW_PIECES = MANY_PIECES // 2
 """The largest group of a row that has one warp; of smaller ones a warp has several at once, if rows divide evenly."""
 CHUNK = 256

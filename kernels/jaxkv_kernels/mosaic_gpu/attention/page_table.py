@@ -41,14 +41,14 @@ class PageTable:
     def blocks(self, b, first_token):
         """The blocks of a tile, copy by copy, as the table has them.
 
-        Nothing is asked of them here: loads are on their way until their first use.
+        They are not used here: the loads proceed until their first use.
         """
         return tuple(self.block(b, first_token + c * self.copy_rows) for c in range(copies_of(self.pages)))
 
     def without_unknown(self, b, first_token, token, x, fill):
         """A tile `x`, with `fill` at tokens of blocks that are not the cache's; `token` [64, 64] are its tokens."""
         fill = jnp.asarray(fill, x.dtype)
-        for c in range(copies_of(self.pages)):  # one at a time: registers are scarce where this is asked
+        for c in range(copies_of(self.pages)):  # one at a time: registers are scarce where this is called
             low = first_token + c * self.copy_rows
             high = low + jnp.where(self.known(self.block(b, low)), 0, self.copy_rows)
             x = jnp.where(token < low, x, jnp.where(token < high, fill, x))

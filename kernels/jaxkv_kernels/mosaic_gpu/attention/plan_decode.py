@@ -81,7 +81,7 @@ def begun(starts, part):
 
 
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
-    """The schedule for `heads` query heads and `tokens` query tokens a request, with as many parts as the GPU takes."""
+    """The schedule for `heads` query heads and `tokens` query tokens per request, with as many parts as fit the GPU."""
     del buffer
     steps = TILES if entry.one_head and tokens * heads <= FEW_ROWS else PAIRS
     tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)

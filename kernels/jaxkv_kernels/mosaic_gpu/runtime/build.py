@@ -25,7 +25,7 @@ MASKED, EMPTY = -math.inf, float(jnp.finfo(jnp.float32).min)
 """Score of a masked key, and maximum of a row without keys: it is finite, but no finite score is below it."""
 
 MULTIPROCESSORS, SHARED_MEMORY = 132, 232_448
-"""Of an H100 or H200; bytes a CTA."""
+"""Of an H100 or H200; bytes per CTA."""
 
 
 def kernel(
@@ -117,7 +117,8 @@ def multiply_add(onto: jax.Array, a, b, meanwhile: Callable[[], Any] | None = No
     """`onto + a @ b` in registers, drained on return, and the result of `meanwhile`, which runs beside the product.
 
     `a` is a register tile or shared memory, `b` shared memory.  The interpreter knows neither accumulators that start
-    from registers nor a register operand: with a `scratch` tile in shared memory it is told in other words.
+    from registers nor a register operand: with a `scratch` tile in shared memory it gets the same computation in another
+    form.
     """
     shape = onto.shape[0], onto.shape[1]
     if scratch is None:
@@ -168,7 +169,7 @@ def folded(op: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 
 
 def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False) -> jax.Array:
-    """Whether any value of a register tile is, among those that the asking warp holds: warps may hear differently.
+    """Whether any value of a register tile is, among those that the calling warp holds: warps may get different values.
 
     With `warpgroup`, among all: its warps wait for each other.
     """

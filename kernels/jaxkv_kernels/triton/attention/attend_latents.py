@@ -5,7 +5,7 @@ request's tokens, and walks it in tiles of keys.  Latents are loaded once and us
 is the whole request gives the result; one that is a piece leaves its part for `combine`.
 Tokens come through a table of blocks, or of slots, which is one of blocks of one token.
 
-What orders what.  Triton fetches tiles by asynchronous copies, which it asks for when a turn of the loop ends: of two
+What orders what.  Triton fetches tiles by asynchronous copies, issued when an iteration of the loop ends: of two
 stages, the next turn begins by waiting for them, of three, they have that turn to arrive.  The table is read one tile
 earlier still, as addresses depend on it.  Products with parts of a latent, `columns` wide, do not wait for each other,
 which a single product of 512 would, and take fewer registers.

@@ -45,7 +45,7 @@ class Plan:
 
 
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
-    """The schedule for `heads` query heads and `tokens` query tokens a request."""
+    """The schedule for `heads` query heads and `tokens` query tokens per request."""
     del buffer, batch_invariant
     rows = tokens * (heads // pages.num_heads)
     tiles = (latent_tiles if entry.one_head else pair_tiles)(entry, rows, entry.dtype)

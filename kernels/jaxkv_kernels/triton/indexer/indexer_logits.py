@@ -26,7 +26,7 @@ from jaxkv_kernels.triton.runtime.dtypes import element_type
 from jaxkv_kernels.triton.runtime.launch import launch
 
 TILES = {2: (64, 4), 4: (16, 4)}
-"""Tokens a tile, and warps, by the bytes of q's values."""
+"""Tokens per tile, and warps, by the bytes of q's values."""
 PROGRAMS, RUN_TILES = 2048, 32
 BUFFERS, BUFFER_BYTES = 2, 32768
 """Tiles of keys that are on their way to a program, and the most bytes of them."""
