@@ -117,8 +117,7 @@ def multiply_add(onto: jax.Array, a, b, meanwhile: Callable[[], Any] | None = No
     """`onto + a @ b` in registers, drained on return, and the result of `meanwhile`, which runs beside the product.
 
     `a` is a register tile or shared memory, `b` shared memory.  The interpreter knows neither accumulators that start
-    from registers nor a register operand: with a `scratch` tile in shared memory it gets the same computation in another
-    form.
+    from registers nor a register operand: with a `scratch` tile in shared memory it computes the same in other steps.
     """
     shape = onto.shape[0], onto.shape[1]
     if scratch is None:
