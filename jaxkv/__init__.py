@@ -1,7 +1,7 @@
 """jaxkv: stride-aware paged KV caches for JAX.
 
 A cache is one flat buffer (`KVCache`) and its static layout (`CacheLayout`); operations are pure functions that take
-the layer as an argument.  Vocabulary and conventions are in the README.
+the layer as an argument.  Conventions are in jaxkv/ops/README.md, layouts in jaxkv/layout/README.md.
 """
 
 from importlib.metadata import version
