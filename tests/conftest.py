@@ -1,6 +1,7 @@
 """Strict JAX, quick compilations, a repeatable hypothesis."""
 
 import os
+from pathlib import Path
 
 # Tests compile hundreds of small programs and run each for microseconds.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
@@ -26,6 +27,23 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "interpreted" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(INTERPRETED_SECONDS))
+
+
+MOST_MAPPINGS = 20_000
+"""Memory mappings of a test process.  Compiled programs keep some; Linux allows 65,530, beyond which XLA crashes."""
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_dropped():
+    """Drops compiled programs once there are many: a process runs thousands of tests."""
+    yield
+    if _mappings() > MOST_MAPPINGS:
+        jax.clear_caches()
+
+
+def _mappings() -> int:
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ class Program:
         exported = export.export(jax.jit(call), disabled_checks=UNCHECKED)(cache, self._varying, self._shared, layer)
         self._call: Any = exported.call
         result = jax.tree.unflatten(exported.out_tree, exported.out_avals)
-        if not exported.out_avals:
+        if isinstance(result, jaxkv.DecodePlan) and result.schedule is None:
             raise NotImplementedError(f"{workload.operation}: {self.implementation} has nothing to compute")
         self._writes = isinstance(result, jaxkv.KVCache)
         if self._writes:

@@ -31,7 +31,7 @@ def broken(monkeypatch):
 
     def add(**faults):
         kernels = {
-            operation: Kernel(fault(xla.KERNELS[operation].run), lambda *call: [], lambda: [])
+            operation: Kernel(fault(xla.KERNELS[operation].run), {}, lambda *call: [], lambda: [])
             for operation, fault in faults.items()
         }
         broken = backends.Backend("broken", "none", kernels)
