@@ -361,6 +361,8 @@ def _models() -> Iterator[Workload]:
         model = partial(workload, suite="models", layers=layers)
         sparse = partial(model, operation="decode_mla_sparse", chosen=2048, format="fp8_ds_mla")
         yield model(operation="decode_kv", requests=64, heads=64, tokens=4096, kv_heads=8)
+        yield model(operation="decode_kv", requests=64, heads=32, tokens=8192, kv_heads=32)
+        yield model(operation="decode_kv", requests=1, heads=32, tokens=65536, kv_heads=8)
         yield model(operation="decode_kv", requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
         yield model(operation="decode_mla", requests=128, heads=16, tokens=8192, format="fp8")
         yield sparse(requests=128, heads=128, tokens=8192)

@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.plan_decode import Plan
+from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from support import suites
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
@@ -92,7 +92,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
         cache, q = scene.cache(suites.layout_of("BLNHC", entry), 1), suites.queries(entry, 1, 1, heads)
         tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths)
         plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=heads, implementation="mosaic_gpu")
-        assert plan.schedule.cuts[0, 0] == 0
+        assert plan.schedule.split_requests[0, 0] == 0
 
         def decode(power):
             scaled = jaxkv.KVCache(cache.buffer * jnp.bfloat16(power), cache.layout)
@@ -193,10 +193,10 @@ def test_pieces_are_combined(rows, slots, count):
     lse[mine], scales[mine] = rng.normal(0, 9, (count, rows)), rng.uniform(0.1, 9, (count, 2, rows))
     lse[2:, 3] = -np.inf  # a row that sees nothing
     plan = Plan(
-        starts=jnp.zeros((1, 8), jnp.int32),
-        items=jnp.zeros((1, 7), jnp.int32),
-        cuts=jnp.asarray([[-1, 0, 0], [1, 2, count]], jnp.int32),
-        pieces=slots,
+        partitions=jnp.zeros((1, 8), jnp.int32),
+        work_tiles=jnp.zeros((1, 7), jnp.int32),
+        split_requests=jnp.asarray([[-1, 0, 0], [1, 2, count]], jnp.int32),
+        max_splits=slots,
     )
     before, before_lse = jnp.full((2, rows, 512), 7, jnp.bfloat16), jnp.full((2, rows), 7, jnp.float32)
     pieces = (jnp.asarray(x) for x in (values.astype(np.float16), lse, scales))

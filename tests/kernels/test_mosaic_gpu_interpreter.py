@@ -13,7 +13,7 @@ def copied(x, *, commits):
     """`x` through shared memory; without the commit, the copy may start before the store has landed."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxkv_kernels.mosaic_gpu.runtime.build import kernel
+    from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 
     def body(x_ref, out_ref, shared):
         shared[...] = x_ref[...]

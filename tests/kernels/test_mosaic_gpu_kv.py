@@ -26,7 +26,7 @@ class Mosaic:
     gaps = (
         "entries of format",  # float32 has no wgmma; quantised entries are to come
         "blocks of",  # TMA tiles are of whole 16-token pages
-        "block stride",  # padding that is no multiple of the token stride: pages are no rows
+        "block stride",  # padding that is not a multiple of the token stride: pages are no rows
         "`buffer` of",  # a buffer of another dtype, shared with other groups
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
@@ -149,7 +149,7 @@ def test_lowers_for_hopper(order, sizes, heads, group, tokens, block_size, keywo
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     attention, combining = kernel_operands(text)
     assert read_early(traced.jaxpr) == [[], 3 * [(4, 3)]]  # the cuts alone: request, first piece, pieces
-    assert combining[2] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
+    assert combining[3] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
         assert f"stablehlo.{operation} %arg1" not in text  # the cache goes in as it is
 
@@ -160,13 +160,13 @@ REFUSED = {
     "entries of format 'f32'": jaxkv.CacheLayout(**{**DENSE, "entry": jaxkv.KVEntry("f32", 64)}),
     "entries of 80 + 80 values": jaxkv.CacheLayout(**{**DENSE, "entry": jaxkv.KVEntry("bf16", 80)}),
     "blocks of 48 tokens": jaxkv.CacheLayout(**{**DENSE, "block_size": 48}),
-    "block stride 49160 is no multiple of the token stride 256": jaxkv.CacheLayout(**DENSE, block_padding=8),
-    "rows a block 193 is no multiple of 8": jaxkv.CacheLayout(**DENSE, block_padding=256),
+    "block stride 49160 is not a multiple of the token stride 256": jaxkv.CacheLayout(**DENSE, block_padding=8),
+    "rows a block 193 is not a multiple of 8": jaxkv.CacheLayout(**DENSE, block_padding=256),
     "`buffer` of uint8": jaxkv.CacheLayout(**DENSE, dtype="uint8"),
-    "columns a row 264 is no multiple of 64": jaxkv.CacheLayout.from_strides(
+    "columns a row 264 is not a multiple of 64": jaxkv.CacheLayout.from_strides(
         **DENSE, strides=dict(layer=264 * 64, block=264 * 64 * 3, head=128, token=264), size=264 * 64 * 12
     ),
-    "first column 32 is no multiple of 64": jaxkv.CacheLayout.from_strides(
+    "first column 32 is not a multiple of 64": jaxkv.CacheLayout.from_strides(
         **DENSE, strides=dict(layer=320 * 64, block=320 * 64 * 3, head=128, token=320), size=320 * 64 * 12, offset=32
     ),
     "pages end at row 288 of a block of 192": jaxkv.CacheLayout.from_strides(  # blocks of the view are halves of two
@@ -175,7 +175,7 @@ REFUSED = {
     "pages end at row 320 of a block of 192": jaxkv.CacheLayout.from_strides(  # layers interleave with blocks
         **DENSE, strides=dict(layer=256 * 128, block=256 * 192, head=128, token=256), size=256 * 960
     ),
-    "columns a head 136 is no multiple of 64": jaxkv.CacheLayout.from_strides(
+    "columns a head 136 is not a multiple of 64": jaxkv.CacheLayout.from_strides(
         **DENSE, strides=dict(layer=320 * 64, block=320 * 64 * 3, head=136, token=320), size=320 * 64 * 12
     ),
 }

@@ -1,4 +1,4 @@
-"""Plans: every token of every request lies in one item, pieces are numbered, work is shared out; misuse is told."""
+"""Plans: every token is in one work tile, splits are numbered, work is balanced; misuse is reported."""
 
 from itertools import pairwise
 
@@ -8,77 +8,84 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.attention.plan_decode import PAIRS, TILES, make_plan
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
+from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
 from support import scenes, suites
 
+PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
+TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
 
-def items_by_request(plan, batch, steps=PAIRS):
-    """(first step, end, piece) of the items of each request in order; and the cost of each part, in steps."""
-    starts, items = np.asarray(plan.starts[:, 0]), np.asarray(plan.items)
-    assert starts[0] == 0
-    assert (np.diff(starts) >= 0).all()
+
+def work_tiles_by_request(plan, batch, overhead=0):
+    """(first step, end, split) of the work tiles of each request in order; and each partition's cost, in steps."""
+    firsts, tiles = np.asarray(plan.partitions[:, 0]), np.asarray(plan.work_tiles)
+    assert firsts[0] == 0
+    assert (np.diff(firsts) >= 0).all()
     found, loads = [[] for _ in range(batch)], []
-    for first, end in pairwise(starts):
-        for request, begin, stop, _, _, piece, _ in items[first:end]:
-            found[request].append((int(begin), int(stop), int(piece)))
-        loads.append(int(sum(stop - begin + steps.overhead for _, begin, stop, *_ in items[first:end])))
+    for first, last in pairwise(firsts):
+        for request, begin, end, _, _, split, _ in tiles[first:last]:
+            found[request].append((int(begin), int(end), int(split)))
+        loads.append(int(sum(end - begin + overhead for _, begin, end, *_ in tiles[first:last])))
     return found, loads
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_items_cover_every_request(seed, batch_invariant):
+def test_work_tiles_cover_every_request(seed, batch_invariant):
     rng = np.random.default_rng(seed)
-    batch, parts, columns = int(rng.integers(1, 40)), int(rng.integers(1, 20)), int(rng.integers(1, 60))
+    batch, partitions, columns = int(rng.integers(1, 40)), int(rng.integers(1, 20)), int(rng.integers(1, 60))
     lengths = rng.integers(-3, 64 * columns + 100, batch) * (rng.random(batch) > 0.2)
     steps = (PAIRS, TILES)[seed % 2]
     plan = make_plan(
         jnp.asarray(lengths, jnp.int32), jnp.zeros((batch, columns), jnp.int32),
-        parts=parts, tokens=1, block_size=64, num_blocks=4, batch_invariant=batch_invariant, steps=steps,
+        partitions=partitions, tokens=1, block_size=64, num_blocks=4, batch_invariant=batch_invariant, **steps,
     )  # fmt: skip
     lengths = np.clip(lengths, 0, 64 * columns)
-    sizes = np.maximum(-(-lengths // steps.tokens), 1)
-    found, loads = items_by_request(plan, batch, steps)
-    cuts = {int(request): (int(first), int(count)) for request, first, count in plan.cuts if request >= 0}
+    sizes, overhead = np.maximum(-(-lengths // steps["step"]), 1), steps["costs"].overhead
+    found, loads = work_tiles_by_request(plan, batch, overhead)
+    split_requests = {int(n): (int(first), int(count)) for n, first, count in plan.split_requests if n >= 0}
     taken = set()
-    for request, pieces in enumerate(found):
-        edges = [begin for begin, _, _ in pieces] + [pieces[-1][1]]
-        assert edges == [0, *(stop for _, stop, _ in pieces)]
+    for request, tiles in enumerate(found):
+        edges = [begin for begin, _, _ in tiles] + [tiles[-1][1]]
+        assert edges == [0, *(end for _, end, _ in tiles)]
         assert edges[-1] == sizes[request]
         assert all(a < b for a, b in pairwise(edges))
-        if len(pieces) == 1:
-            assert pieces[0][2] == -1
-            assert request not in cuts
+        if len(tiles) == 1:
+            assert tiles[0][2] == -1
+            assert request not in split_requests
             continue
-        first, count = cuts[request]
+        first, count = split_requests[request]
         numbers = range(first, first + count)
-        assert [piece for _, _, piece in pieces] == [*numbers]
+        assert [split for _, _, split in tiles] == [*numbers]
         assert not taken & {*numbers}
         taken |= {*numbers}
-    assert all(piece < plan.pieces for piece in taken)
-    if not batch_invariant:  # an eighth of the parts may stay empty, and whoever starts a request pays for it
-        assert max(loads) <= 8 / 7 * (sizes + steps.overhead).sum() / parts + steps.overhead + 2
+    assert all(split < plan.max_splits for split in taken)
+    if not batch_invariant:  # an eighth of the partitions may stay empty, and each that begins a request pays for it
+        assert max(loads) <= 8 / 7 * (sizes + overhead).sum() / partitions + overhead + 2
 
 
-def test_requests_are_not_cut_for_little():
+def test_requests_are_not_split_for_little():
+    def plan(lengths, columns):
+        tables = jnp.zeros((lengths.size, columns), jnp.int32)
+        return make_plan(lengths, tables, partitions=66, tokens=1, block_size=64, num_blocks=4, **PAIRS)
+
     lengths = jnp.full(128, 4096, jnp.int32)
-    plan = make_plan(lengths, jnp.zeros((128, 64), jnp.int32), parts=66, tokens=1, block_size=64, num_blocks=4)
-    assert (np.asarray(plan.cuts)[:, 0] < 0).all()
-    one = make_plan(lengths[:1] * 16, jnp.zeros((1, 1024), jnp.int32), parts=66, tokens=1, block_size=64, num_blocks=4)
-    assert np.asarray(one.cuts)[0, 2] > 50  # a single long request is spread over all
+    assert (np.asarray(plan(lengths, 64).split_requests)[:, 0] < 0).all()
+    one = plan(lengths[:1] * 16, 1024)
+    assert np.asarray(one.split_requests)[0, 2] > 50  # a single long request is spread over all
 
 
-def test_a_request_is_cut_alike_in_any_company():
-    def cuts(lengths, row):
+def test_a_request_is_split_alike_in_any_batch():
+    def splits(lengths, row):
         tables = jnp.zeros((len(lengths), 200), jnp.int32)
         plan = make_plan(
             jnp.asarray(lengths, jnp.int32), tables,
-            parts=66, tokens=1, block_size=64, num_blocks=4, batch_invariant=True,
+            partitions=66, tokens=1, block_size=64, num_blocks=4, batch_invariant=True, **PAIRS,
         )  # fmt: skip
-        return [item[:2] for item in items_by_request(plan, len(lengths))[0][row]]
+        return [tile[:2] for tile in work_tiles_by_request(plan, len(lengths))[0][row]]
 
-    assert cuts([9000], 0) == cuts([1, 0, 12800, 9000, 64], 3)
-    assert len(cuts([9000], 0)) == 8
+    assert splits([9000], 0) == splits([1, 0, 12800, 9000, 64], 3)
+    assert len(splits([9000], 0)) == 8
 
 
 @pytest.mark.parametrize(("lengths", "heads"), [((2100, 0, 70), 16), ((2100, 70), 64)])

@@ -34,7 +34,7 @@ KERNELS: dict[str, Kernel] = {
     "write_kv": _kernel("bulk.writes.write_kv", {KVEntry: _COPIED}, unsupported.write_kv, BULK_COPIES),
     "gather_mla": _kernel("bulk.gathers.gather_mla", {MLAEntry: _COPIED}, unsupported.gather_mla, BULK_COPIES),
     "gather_kv": _kernel("bulk.gathers.gather_kv", {KVEntry: _COPIED}, unsupported.gather_kv, BULK_COPIES),
-    "plan_decode": _kernel("attention.plan_decode.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
+    "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),

@@ -10,8 +10,6 @@ from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 
 LATENT, ROPE = 512, 64
-FEW_ROWS = 16
-"""Rows (query tokens x heads of a request) up to which `decode_mla` uses the kernel with swapped operands."""
 HEAD_DIMS = (64, 128, 192, 256)
 BULK = 16
 """Bytes: addresses and sizes of bulk copies are multiples of it."""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import jax
-from jax import lax
 
 from jaxkv_kernels.addressing.pages import Pages
 
@@ -58,9 +57,11 @@ def token_rows(pages: Pages) -> TokenRows:
     named = {f"{axis} stride": stride for axis, (count, stride) in axes.items() if count > 1 and stride > token}
     for name, extent in {"block stride": block, **named, "buffer size": pages.size}.items():
         if extent % token:
-            raise ValueError(f"{name} {extent} is no multiple of the token stride {token}: pages are no rows of tokens")
+            raise ValueError(
+                f"{name} {extent} is not a multiple of the token stride {token}: pages are not rows of tokens"
+            )
     if pages.size % block:
-        raise ValueError(f"buffer size {pages.size} is no multiple of the block stride {block}")
+        raise ValueError(f"buffer size {pages.size} is not a multiple of the block stride {block}")
     steps, last_column = {}, pages.offset % token
     for axis, (count, stride) in axes.items():
         if count == 1:
@@ -71,7 +72,7 @@ def token_rows(pages: Pages) -> TokenRows:
         elif stride < block:
             steps[axis] = Step(rows=stride // token)
         elif stride % block:
-            raise ValueError(f"{axis} stride {stride} is no multiple of the block stride {block}")
+            raise ValueError(f"{axis} stride {stride} is not a multiple of the block stride {block}")
         else:
             steps[axis] = Step(blocks=stride // block)
     first_row, first_column = pages.offset // token, pages.offset % token
@@ -86,11 +87,6 @@ def token_rows(pages: Pages) -> TokenRows:
         numbers |= {f"rows a {axis}": (step.rows, TILE_ROWS), f"columns a {axis}": (step.columns, TILE_COLUMNS)}
     for name, (number, tile) in numbers.items():
         if number % tile:
-            raise ValueError(f"{name} {number} is no multiple of {tile}: TMA copies tiles of 8 rows by 64 columns")
+            raise ValueError(f"{name} {number} is not a multiple of {tile}: TMA copies tiles of 8 rows by 64 columns")
     shape = pages.size // block, block // token, token
     return TokenRows(shape, steps["layer"], steps["head"], first_row, first_column)
-
-
-def divided(a, b: int):
-    """`a // b` of non-negative integers, as the kernels take it."""
-    return lax.div(a, a.dtype.type(b))

@@ -17,9 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import divided
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import BlockRuns
-from jaxkv_kernels.mosaic_gpu.runtime.build import IN_BOUNDS, kernel
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 CHUNK_BYTES = 32 * 1024
 CTAS = 6 * 132
@@ -73,9 +74,9 @@ def chunked(body, runs: BlockRuns, blocks: int, dtype, *, interpret: bool, out_t
 
             @pl.when(item < total)
             def _():
-                run = divided(item, chunks)
+                run = floordiv(item, chunks)
                 number = item - run * chunks
-                block = divided(run, runs.count)
+                block = floordiv(run, runs.count)
                 place = block, run - block * runs.count, number * chunk
                 lax.cond(number < chunks - 1, lambda: move(*place, chunk), lambda: move(*place, last))
 

@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.addressing.row_view import RowView, row_view
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import divided
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BlockRuns:
         indices = {}
         for axis, count in reversed(self.axes):
             indices[axis] = lax.rem(run, run.dtype.type(count))
-            run = divided(run, count)
+            run = floordiv(run, count)
         return self.view.index(block=block, **indices)
 
 

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jaxkv_kernels.mosaic_gpu.bulk.block_chunks import chunked, fetch, send
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.write_blocks import write_into
-from jaxkv_kernels.mosaic_gpu.runtime.build import frozen
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
 
 def copy_blocks(buffer, src, dst, *, pages):
@@ -53,4 +53,4 @@ def _copy(buffer, src, dst, *, pages, interpret):
     rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), buffer.dtype)
     held = chunked(copy_blocks, runs, src.size, buffer.dtype, interpret=interpret, out_type=rows)(src, now, later, ref)
     write_into(ref, later, held, runs, pages=pages, interpret=interpret)
-    return frozen(ref).reshape(buffer.shape)
+    return freeze(ref).reshape(buffer.shape)

@@ -24,7 +24,8 @@ from jaxkv_kernels.addressing.row_view import row_view
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.bulk.ragged_places import places_of
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import WARPS, token_ways, warp_share
-from jaxkv_kernels.mosaic_gpu.runtime.build import IN_BOUNDS, kernel
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "interpret"))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.addressing.slots import table_tokens
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import divided
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 
 PROBES = 15
 """Of a round of the search: loads that do not wait for each other, so that 15 requests take one round, 255 two."""
@@ -42,7 +42,7 @@ def _place(row, request, table_ref, cu_ref, start_ref, pages):
         position = position + start_ref[request]
     inside = inside & (position >= 0) & (position < table_tokens(table_ref, pages.block_size))
     position = jnp.where(inside, position, 0)
-    column = divided(position, pages.block_size)
+    column = floordiv(position, pages.block_size)
     block = table_ref[request, column]
     live = inside & (block >= 0) & (block < pages.num_blocks)
     return Place(live, jnp.where(live, block, 0), position - column * pages.block_size)

@@ -18,9 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing.row_view import row_view
 from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import divided
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import warp_share
-from jaxkv_kernels.mosaic_gpu.runtime.build import IN_BOUNDS, frozen, kernel
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 
 @partial(jax.jit, static_argnames=("pages", "interpret"))
@@ -54,7 +55,7 @@ def store_entries(buffer, parts, slots, layer, *, pages, interpret):
             plgpu.barrier_wait(full)
 
             def send(i, _, token, slot):
-                head, block = share.first_head(warp) + i, divided(slot, pages.block_size)
+                head, block = share.first_head(warp) + i, floordiv(slot, pages.block_size)
                 in_block = slot - block * pages.block_size
                 *row, column = view.index(layer=layer, block=block, head=head, token=in_block)
                 for stage, size in zip(staged, sizes, strict=True):
@@ -83,4 +84,4 @@ def store_entries(buffer, parts, slots, layer, *, pages, interpret):
             plgpu.Barrier(num_arrivals=len(parts)),
         ),
     )(*parts, slots, jnp.reshape(layer, (1,)), ref)
-    return frozen(ref).reshape(buffer.shape)
+    return freeze(ref).reshape(buffer.shape)

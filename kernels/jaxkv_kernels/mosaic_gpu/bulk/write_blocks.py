@@ -7,8 +7,8 @@ from jax.experimental import pallas as pl
 
 from jaxkv_kernels.mosaic_gpu.bulk.block_chunks import chunked, fetch, send
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
-from jaxkv_kernels.mosaic_gpu.runtime.build import frozen
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
 
 def write_blocks(buffer, blocks, data, *, pages):
@@ -23,7 +23,7 @@ def _write(buffer, blocks, data, *, pages, interpret):
     runs = block_runs(pages)
     ref = jax.new_ref(buffer.reshape(runs.view.shape))
     write_into(ref, blocks, data, runs, pages=pages, interpret=interpret)
-    return frozen(ref).reshape(buffer.shape)
+    return freeze(ref).reshape(buffer.shape)
 
 
 def write_into(ref, blocks, data, runs, *, pages, interpret):

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.runtime.build import SCALAR, kernel
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 
 def stamp(after) -> jax.Array:

@@ -1,0 +1,120 @@
+"""The numbers of the attention kernels that can be tuned, and the reason for each default.
+
+Defaults were measured on an H200.  What is not here follows from the hardware: tiles are 64 rows by 64 keys because
+a warpgroup's wgmma has 64 rows and because two such tiles of keys are what shared memory holds beside the queries.
+"""
+
+from dataclasses import dataclass
+
+from jaxkv_kernels.tuning import require
+
+TILE = 64
+"""Rows of a tile of queries, and keys (tokens) of a tile of keys."""
+PAIR = 2 * TILE
+"""Keys of two tiles: one for each consumer warpgroup."""
+FEW_ROWS = 16
+"""Rows (query tokens x heads of a request) up to which `decode_mla` runs the schedule with swapped operands.
+
+At 16 rows it is bound by reading.  32 rows would fit, with half of the query stages, but took 6 % longer than the wide
+schedule.
+"""
+SPLIT_COST_UNIT = 256
+"""What walking one step costs, in the units of `SplitCosts`."""
+THREE_WARPGROUPS = 504
+"""Registers per lane that three warpgroups have together; a kernel that asks for more waits for them forever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCosts:
+    """What a plan weighs when it divides requests: costs that are not walking over keys."""
+
+    least: int
+    """The fewest steps of a partition: more splits than that take longer to combine than they save."""
+    overhead: int
+    """What beginning and ending a request costs, in steps."""
+    combining: int
+    """What combining costs if any request is split, a step being SPLIT_COST_UNIT."""
+    split: int
+    """What each split costs, likewise."""
+
+    def __post_init__(self):
+        require(self.least >= 1, self, "least", "at least 1 step")
+        for field in ("overhead", "combining", "split"):
+            require(getattr(self, field) >= 0, self, field, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideConfig:
+    """`decode_mla` with more than FEW_ROWS rows per request."""
+
+    producer_registers: int = 24
+    """Registers per lane of the producer warpgroup.  The consumers get the rest, 240 each: an output half takes 128."""
+    rescale_threshold: int = 8
+    """How far, in powers of 2, a score may exceed the running maximum before sums are rescaled.  At 8, sums are nearly
+    never rescaled after the first tiles, and weights of at most 256 lose no precision in bf16 or float16."""
+    prefetch: bool = True
+    """Whether a cluster prefetches its next pair of tiles to the L2 cache, where a page is contiguous.  CTAs without a
+    cluster never do: bound by reading, they lose 10 % to the additional requests."""
+    split_costs: SplitCosts = SplitCosts(least=1, overhead=2, combining=256, split=16)
+    """In steps of two tiles.  A request begins with 64 KiB of queries per CTA, and ends with as much of results."""
+
+    def __post_init__(self):
+        _check_registers(self, most=56)
+        _check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewRowsConfig:
+    """`decode_mla` with up to FEW_ROWS rows per request."""
+
+    stages: int = 2
+    """Tiles of keys in shared memory, 72 KiB each."""
+    query_stages: int = 4
+    """Work tiles whose queries, or results, are in shared memory, 18 KiB each."""
+    rescale_threshold: int = 8
+    """As in WideConfig.  Here a rescale costs more, since all warps must agree on the maximum."""
+    split_costs: SplitCosts = SplitCosts(least=2, overhead=0, combining=128, split=2)
+    """In steps of one tile.  Requests begin and end beside the walk over keys, and splits are small."""
+
+    def __post_init__(self):
+        require(self.stages == 2, self, "stages", "2, which is what shared memory holds")
+        require(2 <= self.query_stages <= 4, self, "query_stages", "2 to 4, which is what shared memory holds")
+        _check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig:
+    """`decode_kv`."""
+
+    stages: int = 4
+    """The most tiles of keys and values per consumer warpgroup; large heads leave room for fewer."""
+    query_stages: int = 2
+    """The most work tiles whose queries are in shared memory."""
+    producer_registers: int = 40
+    """As in WideConfig.  With pages of 16 tokens, the producer holds the blocks of 16 copies."""
+    rescale_threshold: int = 8
+    """As in WideConfig."""
+    split_costs: SplitCosts = SplitCosts(least=1, overhead=2, combining=256, split=16)
+    """In steps of two tiles, as in WideConfig."""
+
+    def __post_init__(self):
+        require(self.stages >= 1, self, "stages", "1 or more")
+        require(self.query_stages >= 1, self, "query_stages", "1 or more")
+        _check_registers(self, most=56)
+        _check_threshold(self)
+
+
+def consumer_registers(producer_registers: int) -> int:
+    """Registers per lane of each of two consumer warpgroups beside a producer warpgroup."""
+    return (THREE_WARPGROUPS - producer_registers) // 2
+
+
+def _check_registers(config, most: int) -> None:
+    ok = config.producer_registers % 16 == 8 and 24 <= config.producer_registers <= most
+    # Of 504, so that half of what remains is a multiple of 8 as well.
+    require(ok, config, "producer_registers", f"24, 40 or {most}")
+
+
+def _check_threshold(config) -> None:
+    ok = 0 <= config.rescale_threshold <= 14
+    require(ok, config, "rescale_threshold", "0 to 14: weights reach 2**threshold, and float16 ends at 65,504")

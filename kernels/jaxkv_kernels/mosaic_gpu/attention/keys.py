@@ -1,0 +1,78 @@
+"""Loaders: where an attention kernel's keys and values come from, and how they reach shared memory.
+
+A schedule names the stages and barriers; a loader knows memory.  Every loader has the interface of `Keys`.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import TokenRows
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import prefetch_to_l2
+
+
+class Columns(NamedTuple):
+    """Some columns of a tile of keys, and where they go."""
+
+    first: int
+    """Counted from the entry's first value."""
+    count: int
+    into: Any
+    """Shared memory [64, count]."""
+    full: Any
+    """The barrier that completes when they have landed."""
+
+
+class Keys(Protocol):
+    """A loader of tiles of 64 keys, used by the producer warpgroup."""
+
+    arrivals: int
+    """How often each `full` barrier of a tile is arrived on."""
+
+    def look_up(self, request, first_token):
+        """What says where a tile lies, loaded from device memory but not used yet: call it a tile ahead."""
+
+    def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
+        """Starts the copies of a tile that was looked up; `copy` are options of the copies (multicast)."""
+
+    def prefetch(self, found, first_token, *, interpret: bool) -> None:
+        """Prefetches such a tile to the L2 cache."""
+
+
+class PagedKeys:
+    """Keys in the pages of a cache, copied by TMA as they are: one copy per block that a tile lies in."""
+
+    def __init__(self, kv_ref, view: TokenRows, table: PageTable, layer, head: Any = 0):
+        self.arrivals = copies_per_tile(table.pages)
+        self._kv_ref, self._view, self._table = kv_ref, view, table
+        self._layer, self._head = layer, head
+        self._column = view.column(layer, head)
+
+    def look_up(self, request, first_token):
+        """The blocks of a tile."""
+        return self._table.blocks(request, first_token)
+
+    def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
+        """One TMA copy per block and part."""
+        for c, block in enumerate(found):
+            rows = pl.ds(c * self._table.copy_rows, self._table.copy_rows)
+            source = self._rows(block, first_token + c * self._table.copy_rows)
+            for first, count, into, full in parts:
+                columns = pl.ds(self._column + first, count)
+                plgpu.copy_gmem_to_smem(source.at[:, columns], into.at[rows], full, **copy)
+
+    def prefetch(self, found, first_token, *, interpret: bool) -> None:
+        """Whole rows: those of a layer, where rows hold nothing else."""
+        for c, block in enumerate(found):
+            prefetch_to_l2(self._rows(block, first_token + c * self._table.copy_rows), interpret=interpret)
+
+    def _rows(self, block, first_token):
+        """Where the tokens of a copy lie; for a block that is not the cache's, in block 0: they are masked later."""
+        in_block = lax.rem(first_token, jnp.int32(self._table.pages.block_size))
+        block = jnp.where(self._table.known(block), block, 0)
+        index, row = self._view.index(self._layer, block, in_block, self._head)
+        return self._kv_ref.at[index, pl.ds(row, self._table.copy_rows)]

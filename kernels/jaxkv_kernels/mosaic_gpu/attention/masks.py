@@ -1,0 +1,56 @@
+"""Masks: of scores, and of values that no row sees but that a product would still read."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable
+from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA
+
+MASKED = -math.inf
+"""The score of a masked key."""
+
+
+def apply_mask(
+    scores, table: PageTable, request, first_token, first_row, length, *, tokens, heads, keys: int,
+    window: int | None = None,
+):  # fmt: skip
+    """`scores`, MASKED where a row does not see the key: causal, within `length` and the window, in known blocks.
+
+    Keys lie along axis `keys`, rows along the other.  The `tokens` query tokens are the last of the request's `length`;
+    `heads` consecutive rows belong to one of them.
+    """
+    token = plgpu.broadcasted_iota(jnp.int32, scores.shape, keys, layout=WGMMA) + first_token
+    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1 - keys, layout=WGMMA) + first_row
+    own = length - tokens + row // heads
+    scores = jnp.where(token <= own, scores, MASKED)
+    if window is not None:
+        scores = jnp.where(token > own - window, scores, MASKED)
+    return table.mask_unknown(request, first_token, token, scores, MASKED)
+
+
+def clear_values(
+    values_ref, first_column: int, columns: int, table: PageTable, request, first_token, length, *, first_seen=None
+):
+    """Zeroes values in shared memory of tokens that no row sees: their weights are 0, but 0 x NaN is NaN.
+
+    Unseen are tokens from `length` on, those before `first_seen`, and those of unknown blocks.
+    """
+    token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + first_token
+
+    def clear(c, carry):  # a loop: unrolled, its registers would be spilled in the tiles that need no mask
+        part = values_ref.at[:, pl.ds(pl.multiple_of(first_column + c * TILE, TILE), TILE)]
+        values = plgpu.load(part, layout=WGMMA)
+        zero = jnp.zeros((), values.dtype)
+        values = jnp.where(token < length, values, zero)
+        if first_seen is not None:
+            values = jnp.where(token >= first_seen, values, zero)
+        part[...] = table.mask_unknown(request, first_token, token, values, 0)
+        return carry
+
+    lax.fori_loop(0, columns // TILE, clear, 0)
+    plgpu.commit_smem()

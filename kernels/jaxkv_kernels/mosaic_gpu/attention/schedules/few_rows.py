@@ -1,0 +1,261 @@
+"""MLA decode of few rows (query tokens x heads of a request): the operands of the products are swapped.
+
+A tile of 64 rows, as in `wide`, would be mostly padding.  Here keys and values provide the 64 rows of wgmma, and the
+few queries its columns:
+
+    S' = K Q'     [64 keys, rows]      K as it is stored, Q likewise
+    O' += V' P'   [512, rows]          V is K's first 512 columns, transposed; P is stored as [rows, 64 keys]
+
+What remains is reading memory: the tensor cores are busy for half of the time that a tile takes to arrive.
+
+Work.  A CTA of two warpgroups walks its partition of the plan: work tiles, each a range of key tiles of a request.
+
+Timeline, downwards; `->` names the barrier that a line waits for.
+
+    producer                                    consumer
+    tile of keys: one copy per page
+      -> k_free[stage]
+    queries of the next work tile,              S' = K Q'                    -> q_full[stage] once, k_full[stage]
+      while this one is computed                mask; vote: does any score exceed the running max?
+      -> done[stage], four work tiles ago       if so: new maximum over keys, rescale O' and the row sums
+    stores that work tile's result first        P = exp2(S' - running max) to shared memory
+                                                O' += V' P', arrives k_free[stage]
+                                                after the last tile: the result in place of the queries,
+                                                  arrives done[stage]
+
+Keys are copied in whole rows, since device memory delivers whole pages fastest.  O' stays in registers.  All lanes and
+warps hold keys of every row, and all must use the same running max: that is one vote of the warpgroup per tile.  Row
+sums stay with the lanes until the work tile ends.  A result stays in shared memory until another work tile's queries
+need its stage, or until the end.  Most CTAs have no more work tiles than stages, and so store nothing while they read:
+4 MB of splits written between 853 MB of reads cost 3 % of the time.
+
+Barriers.
+    q_full[stage], k_full[stage]    queries, a tile of keys have landed
+    k_free[stage]                   the tile has been multiplied
+    done[stage]                     the result is in place of the queries
+Within the consumer warpgroup, the vote separates the last use of P, and of the tile by the first product, from what
+overwrites P or clears values.
+
+Budget, for 16 rows.  Shared memory: K 144 KiB + queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats
+1 KiB = 221 KiB of 227.  Registers: O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255 for each lane.
+"""
+
+from functools import partial, reduce
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE, FewRowsConfig
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
+from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
+from jaxkv_kernels.mosaic_gpu.runtime.registers import over_rows, zeros
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
+
+
+def attend_few_rows(
+    q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
+    *, tokens, heads, pages, logit_cap, config: FewRowsConfig, interpret,
+):  # fmt: skip
+    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of 8 or 16 rows."""
+    batch, rows, _ = q_latent.shape
+    view = token_rows(pages)
+    dtype = q_latent.dtype
+    stages, query_stages = config.stages, config.query_stages
+    softmax = OnlineSoftmax(keys=0, threshold=config.rescale_threshold, interpret=interpret)
+
+    def body(
+        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
+        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
+        q, qr, k, p, stats, q_full, done, k_full, k_free
+    ):  # fmt: skip
+        pdl_launch_dependents(split_requests_ref, interpret=interpret)
+        partition, wg = (lax.axis_index(axis) for axis in ("partition", "wg"))
+        in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
+        table = PageTable(table_ref, pages)
+        first, end, first_tile = load_work_range(partitions_ref, partition)
+
+        def query_stage_of(n):
+            return lax.rem(n - first, jnp.int32(query_stages))
+
+        def stage_of(used):
+            return lax.rem(used, jnp.int32(stages))
+
+        def producer():
+            paged = PagedKeys(kv_ref, view, table, jnp.where(in_cache, layer_ref[0], 0))
+
+            def look_up_first(tile: WorkTile):
+                return paged.look_up(tile.request, tile.begin * TILE)
+
+            def fetch(request, step, carry):
+                used, found = carry
+                stage = stage_of(used)
+                ahead = paged.look_up(request, (step + 1) * TILE)  # the loads proceed while the stage comes free
+
+                @pl.when(used >= stages)
+                def _():
+                    plgpu.barrier_wait(k_free.at[stage])
+
+                paged.fetch(found, step * TILE, Columns(0, LATENT + ROPE, k.at[stage], k_full.at[stage]))
+                return used + 1, ahead
+
+            def store_result(n):
+                request, *_, split, _ = load_work_tile(work_tiles_ref, n)
+                stage = query_stage_of(n)
+                plgpu.barrier_wait(done.at[stage])
+
+                def store_to(values_to, *per_row_to):
+                    plgpu.copy_smem_to_gmem(q.at[stage], values_to)
+                    for i, to in enumerate(per_row_to):
+                        plgpu.copy_smem_to_gmem(stats.at[stage, i], to)
+
+                @pl.when(split < 0)
+                def _():
+                    store_to(out_ref.at[request], lse_ref.at[request])
+
+                @pl.when(split >= 0)
+                def _():
+                    store_to(split_out_ref.at[split], split_lse_ref.at[split], split_scale_ref.at[split, 0])
+
+            def fetch_queries(request, n):
+                stage = query_stage_of(n)
+
+                @pl.when(n - first >= query_stages)
+                def _():
+                    store_result(n - query_stages)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                for source, into in (q_ref, q), (qr_ref, qr):
+                    plgpu.copy_gmem_to_smem(source.at[request], into.at[stage], q_full.at[stage])
+
+            def run(n, carry):
+                used, found, (request, begin, end, *_) = carry
+                ahead = load_work_tile(work_tiles_ref, n + 1)
+                carry = fetch(request, begin, (used, found))
+                fetch_queries(request, n)
+                next_found = look_up_first(ahead)  # before this work tile's keys are all on their way
+                used, _ = lax.fori_loop(begin + 1, end, partial(fetch, request), carry)
+                return used, next_found, ahead
+
+            used, *_ = lax.fori_loop(first, end, run, (jnp.int32(0), look_up_first(first_tile), first_tile))
+
+            @pl.loop(jnp.maximum(used - stages, 0), used)
+            def _(use):
+                plgpu.barrier_wait(k_free.at[stage_of(use)])  # a barrier is waited on as often as it completes
+
+            pl.loop(jnp.maximum(end - query_stages, first), end)(store_result)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def consumer():
+            scale = scale_ref[0] * LOG2E
+
+            def scores(stage, query_stage):
+                def product(acc):
+                    plgpu.barrier_wait(k_full.at[stage])
+                    plgpu.wgmma(acc, k.at[stage, :, pl.ds(0, LATENT)], q.at[query_stage].transpose((1, 0)))
+                    plgpu.wgmma(acc, k.at[stage, :, pl.ds(LATENT, ROPE)], qr.at[query_stage].transpose((1, 0)))
+                    return acc[...]
+
+                s = pl.run_scoped(product, plgpu.ACC((TILE, rows), jnp.float32)) * scale
+                return s if logit_cap is None else cap_scores(s, logit_cap)
+
+            def step(query_stage, request, length, unmasked_end, i, carry):
+                used, acc, running_max, row_sum = carry
+                stage = stage_of(used)
+                masked = i >= unmasked_end
+                s = scores(stage, query_stage)
+                mask = partial(
+                    apply_mask, table=table, request=request, first_token=i * TILE, first_row=0, length=length,
+                    tokens=tokens, heads=heads, keys=0,
+                )  # fmt: skip
+                s = lax.cond(masked, mask, lambda s: s, s)
+                running_max, acc, row_sum = softmax.update(s, running_max, acc, row_sum)
+                w = softmax.weights(s, running_max)
+                p.transpose((1, 0))[...] = w.astype(dtype)
+                plgpu.commit_smem()
+
+                @pl.when(masked)
+                def _():
+                    clear_values(k.at[stage], 0, LATENT, table, request, i * TILE, length)
+
+                values = k.at[stage, :, pl.ds(0, LATENT)].transpose((1, 0))
+                acc, _ = multiply_add(acc, values, p.transpose((1, 0)), scratch=p if interpret else None)
+                plgpu.barrier_arrive(k_free.at[stage])
+                return used + 1, acc, running_max, row_sum + w
+
+            def hand_over(query_stage, values, *per_row):
+                """Leaves a result to the producer: values in place of the queries, and arrays of one value per row."""
+                q.at[query_stage].transpose((1, 0))[...] = values
+                for i, x in enumerate(per_row):
+                    stats[query_stage, i] = x
+                plgpu.commit_smem()
+
+            def run(n, carry):
+                used, (request, begin, end, length, unmasked_end, split, _) = carry
+                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
+                query_stage = query_stage_of(n)
+                plgpu.barrier_wait(q_full.at[query_stage])
+                carry = used, zeros(LATENT, rows), softmax.empty_max(rows), zeros(TILE, rows)
+                tile = partial(step, query_stage, request, length, unmasked_end)
+                used, acc, running_max, row_sum = lax.fori_loop(begin, end, tile, carry)
+                inverse, lse = softmax.finalize(row_sum.sum(axis=0), running_max)
+                acc = acc * over_rows(inverse, LATENT)
+
+                @pl.when(split < 0)
+                def _():
+                    hand_over(query_stage, acc.astype(dtype), lse * (1 / LOG2E))
+
+                @pl.when(split >= 0)
+                def _():
+                    parts = [acc[at : at + TILE] for at in range(0, LATENT, TILE)]
+                    # Part by part first, which every lane does for itself.
+                    magnitude = split_scale(reduce(jnp.maximum, [jnp.maximum(x, -x) for x in parts]).max(axis=0))
+                    values = (acc * over_rows(1 / magnitude, LATENT)).astype(SPLIT_DTYPE)
+                    hand_over(query_stage, lax.bitcast_convert_type(values, dtype), lse, magnitude)
+
+                plgpu.barrier_arrive(done.at[query_stage])
+                return used, ahead
+
+            lax.fori_loop(first, end, run, (jnp.int32(0), first_tile))
+
+        lax.cond(wg == 0, consumer, producer)
+
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        reduction_bytes=128 * rows,  # a row in each lane of each warp, of which no two read each other's
+        out_type=result_types(
+            (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=rows, split_lse=rows, scales=1
+        ),
+        grid=(plan.num_partitions,),
+        grid_names=("partition",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name="decode_mla",
+        scratch_types={
+            "q": swizzled(query_stages, rows, LATENT, dtype=dtype),
+            "qr": swizzled(query_stages, rows, ROPE, dtype=dtype),
+            "k": swizzled(stages, TILE, LATENT + ROPE, dtype=dtype),
+            "p": swizzled(rows, TILE, dtype=dtype),
+            "stats": plgpu.SMEM((query_stages, 2, rows), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
+            "done": plgpu.Barrier(num_barriers=query_stages),
+            "k_full": plgpu.Barrier(num_arrivals=copies_per_tile(pages), num_barriers=stages),
+            "k_free": plgpu.Barrier(num_barriers=stages),
+        },
+    )(
+        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        plan.partitions, plan.work_tiles, plan.split_requests,
+    )  # fmt: skip

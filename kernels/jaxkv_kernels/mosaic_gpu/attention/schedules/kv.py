@@ -1,0 +1,363 @@
+"""Grouped-query and multi-head decode: two consumer warpgroups take alternate key tiles.
+
+Work.  A tile is 64 rows by 64 keys with their values.  The rows of one KV head of a request are its query tokens x
+query heads.  A CTA owns one KV head and 64 rows, and walks its partition of the plan: work tiles, each a range of pairs
+of key tiles of a request.  With fewer rows the tile is partly empty, which costs nothing: reading keys and values takes
+three times as long as multiplying full tiles.  CTAs of neighbouring heads are neighbours, and so are their reads where
+the heads of a token lie side by side.  With a window, requests begin at the tile of the first key that some row sees.
+
+Timeline, downwards; `->` names the barrier that a line waits for.
+
+    producer                                     consumer w
+    pair of tiles, one copy per page,
+      keys and values together                   tile w of each pair: S = Q K'  -> q_full[stage] once, kv_full[stage]
+      -> kv_free[stage]                          mask; vote: does any score exceed the running max?  If so: rescale
+    queries of the next work tile,               P = exp2(S - running max), in registers
+      while this one is computed                 O += P V, arrives kv_free[stage]
+      -> done[stage], two work tiles ago         after the last tile, 1: its O, running max and row sums to shared
+    stores that work tile's result first              memory -> taken; arrives both
+                                                 0: -> both; adds them to its own, arrives taken; the result in place
+                                                      of the queries, arrives done[stage]
+
+Between tiles the consumers exchange nothing: each has a running max, row sums and an output of its own.  A result stays
+in shared memory until another work tile's queries need its stage, or until the end, and the producer stores it.
+
+Barriers.
+    q_full[stage]    the queries have landed
+    kv_full[stage], kv_free[stage]
+                     a tile has landed, was used; even stages are consumer 0's, odd ones consumer 1's
+    both             both consumers have finished a work tile, and consumer 1's part of it is in `other` and `stats`
+    taken            consumer 0 has read that part
+    done[stage]      the result is in place of the queries
+Automatic barriers are off: within a warpgroup, what one thread writes, others read only through TMA after commit_smem.
+
+Budget, for heads of 128 + 128 values.  Shared memory: K and V 128 KiB (2 x 2 stages) + Q 32 KiB (2 stages) + `other`
+32 KiB + stats 2 KiB = 194 KiB of 227.  Registers: O 64 + S 32 + P 16 of 232 per lane for consumers, 40 for the
+producer.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, KVConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
+from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
+from jaxkv_kernels.mosaic_gpu.runtime.registers import (
+    LANE_COLUMNS,
+    ROW,
+    WGMMA,
+    fold_columns,
+    over_columns,
+    zeros,
+)
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import SHARED_MEMORY, swizzled
+
+STATS_AND_BARRIERS = 3 * 1024
+"""Bytes of shared memory beside tiles, at most."""
+CHUNK = 64
+"""Columns of queries, or of a result, that lie together in shared memory."""
+
+
+def chunks_of(columns: int):
+    """Its chunks."""
+    return [pl.ds(first, CHUNK) for first in range(0, columns, CHUNK)]
+
+
+def _stages(config: KVConfig, head_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
+    """Stages of keys and values per consumer, and of queries: as many as shared memory holds, up to the config's."""
+    room = SHARED_MEMORY - TILE * value_dim * 4 - STATS_AND_BARRIERS  # beside `other`
+    queries, tiles = TILE * max(head_dim, value_dim) * itemsize, 2 * TILE * (head_dim + value_dim) * itemsize
+    stages = min((room - queries) // tiles, config.stages)
+    return stages, min((room - stages * tiles) // queries, config.query_stages)
+
+
+def attend_kv(
+    q, buffer, block_tables, layer, scale, plan: Plan,
+    *, tokens, group, pages, entry, logit_cap, window, config: KVConfig, interpret
+):  # fmt: skip
+    """Results of whole requests and splits (`result_types`), for queries [B, heads, rows, head dim].
+
+    A KV head's rows are `tokens` x `group` query heads, padded to a multiple of 8 where they are more than 8.
+    """
+    batch, heads, padded, head_dim = q.shape
+    value_dim, dtype = entry.value_dim, q.dtype
+    columns = value_dim + -value_dim % 128  # the lanes of `combine` take whole rows
+    row_tiles = -(-tokens * group // TILE)
+    stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, those that TMA clips included
+    view = token_rows(pages)
+    stages, query_stages = _stages(config, head_dim, value_dim, dtype.itemsize)
+    softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+
+    def body(
+        q_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
+        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
+        q, kv, other, stats, q_full, done, kv_full, kv_free, both, taken, operands: Any = None
+    ):  # fmt: skip
+        pdl_launch_dependents(split_requests_ref, interpret=interpret)
+        partition, head_and_tile, wg = (lax.axis_index(axis) for axis in ("partition", "tile", "wg"))
+        head = floordiv(head_and_tile, row_tiles)
+        first_row = pl.multiple_of(lax.rem(head_and_tile, jnp.int32(row_tiles)) * TILE, 8)
+        table = PageTable(table_ref, pages)
+        in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
+        first, work_end, first_tile = load_work_range(partitions_ref, partition)
+
+        def query_stage_of(n):
+            return lax.rem(n - first, jnp.int32(query_stages))
+
+        def end_of(side, tile: WorkTile):
+            """Where this side's tiles end: the last pair of a request may lack its second."""
+            return tile.end if side == 0 else jnp.minimum(tile.end, floordiv(tile.keys + (PAIR - 1 - TILE), PAIR))
+
+        def first_token_of(tile: WorkTile, i, side):
+            return tile.origin + i * PAIR + side * TILE
+
+        def producer():
+            plgpu.set_max_registers(config.producer_registers, action="decrease")
+            paged = PagedKeys(kv_ref, view, table, jnp.where(in_cache, layer_ref[0], 0), head)
+
+            def look_up(tile: WorkTile, i):
+                return tuple(paged.look_up(tile.request, first_token_of(tile, i, side)) for side in range(2))
+
+            def fetch(found, first_token, side, used):
+                stage = 2 * lax.rem(used, jnp.int32(stages)) + side
+
+                @pl.when(used >= stages)
+                def _():
+                    plgpu.barrier_wait(kv_free.at[stage])
+
+                paged.fetch(found, first_token, Columns(0, head_dim + value_dim, kv.at[stage], kv_full.at[stage]))
+
+            def store_result(n):
+                request, *_, split, _ = load_work_tile(work_tiles_ref, n)
+                stage = query_stage_of(n)
+                plgpu.barrier_wait(done.at[stage])
+
+                def store_to(place, values_to, *per_row_to):
+                    into = values_to.at[place, head, pl.ds(first_row, stored)]
+                    for c, columns in enumerate(chunks_of(value_dim)):
+                        plgpu.copy_smem_to_gmem(q.at[stage, c, pl.ds(0, stored)], into.at[:, columns])
+                    for i, to in enumerate(per_row_to):
+                        if padded % 4:  # TMA copies 16 bytes or more
+                            for row in range(padded):
+                                to[row] = stats[2 + 2 * stage + i, row]
+                        else:
+                            per_row = stats.at[2 + 2 * stage + i, pl.ds(0, stored)]
+                            plgpu.copy_smem_to_gmem(per_row, to.at[pl.ds(first_row, stored)])
+
+                @pl.when(split < 0)
+                def _():
+                    store_to(request, out_ref, lse_ref.at[request, head])
+
+                @pl.when(split >= 0)
+                def _():
+                    store_to(split, split_out_ref, split_lse_ref.at[split, head], split_scale_ref.at[split, 0, head])
+
+            def fetch_queries(request, n):
+                stage = query_stage_of(n)
+
+                @pl.when(n - first >= query_stages)
+                def _():
+                    store_result(n - query_stages)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                source = q_ref.at[request, head, pl.ds(first_row, TILE)]
+                for c, columns in enumerate(chunks_of(head_dim)):
+                    plgpu.copy_gmem_to_smem(source.at[:, columns], q.at[stage, c], q_full.at[stage])
+
+            def run(n, carry):
+                used, tile = carry
+                next_tile = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed
+                second_end = end_of(1, tile)
+
+                def pair(i, carry):
+                    used, found = carry
+                    ahead = look_up(tile, i + 1)  # the loads proceed while this pair's stages come free
+                    fetch(found[0], first_token_of(tile, i, 0), 0, used[0])
+
+                    @pl.when(i < second_end)
+                    def _():
+                        fetch(found[1], first_token_of(tile, i, 1), 1, used[1])
+
+                    @pl.when((i == tile.begin) & (n > first))
+                    def _():
+                        fetch_queries(tile.request, n)
+
+                    return (used[0] + 1, used[1] + (i < second_end).astype(jnp.int32)), ahead
+
+                used, _ = lax.fori_loop(tile.begin, tile.end, pair, (used, look_up(tile, tile.begin)))
+                return used, next_tile
+
+            @pl.when(work_end > first)
+            def _():
+                fetch_queries(first_tile.request, first)  # behind the first keys of all CTAs they would come last
+
+            used, _ = lax.fori_loop(first, work_end, run, ((jnp.int32(0), jnp.int32(0)), first_tile))
+            pl.loop(jnp.maximum(work_end - query_stages, first), work_end)(store_result)
+            for side in range(2):  # a barrier is waited on as often as it completes
+
+                @pl.loop(jnp.maximum(used[side] - stages, 0), used[side])
+                def _(use, side=side):
+                    plgpu.barrier_wait(kv_free.at[2 * lax.rem(use, jnp.int32(stages)) + side])
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def consumer(side):
+            scratch = operands.at[side] if interpret else None
+            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
+            scale = scale_ref[0] * LOG2E
+
+            def run(n, carry):
+                used, tile = carry
+                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                request, begin, _, keys, unmasked_end, split, origin = tile
+                end = end_of(side, tile)
+                length = jnp.where(in_cache, origin + keys, 0)
+                unmasked_end = jnp.clip(jnp.where(in_cache, unmasked_end, 0), begin, jnp.maximum(end, begin))
+                unmasked_begin, first_seen = begin, None
+                if window is not None:  # before `unmasked_begin`, some row's window begins after the pair does
+                    inside = floordiv(jnp.maximum(keys - window, 0) + (PAIR - 1), PAIR)
+                    unmasked_begin = jnp.clip(inside, begin, unmasked_end)
+                    first_seen = length - tokens - window + 1
+                query_stage = query_stage_of(n)
+
+                def mask(i, s):
+                    return apply_mask(
+                        s, table, request, first_token_of(tile, i, side), first_row, length,
+                        tokens=tokens, heads=group, keys=1, window=window,
+                    )  # fmt: skip
+
+                def scores(i, stage, z, masked):
+                    def product(acc):
+                        plgpu.barrier_wait(kv_full.at[stage])
+                        for c, columns in enumerate(chunks_of(head_dim)):
+                            plgpu.wgmma(acc, q.at[query_stage + z, c], kv.at[stage, :, columns].transpose((1, 0)))
+                        return acc[...]
+
+                    s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
+                    if logit_cap is not None:
+                        s = cap_scores(s, logit_cap)
+                    # Also keeps the product with the scale from being fused with the subtraction of the maximum: the
+                    # largest score less itself would not be 0, and far from it where scores are huge.
+                    return lax.cond(masked, partial(mask, i), lambda s: s, s)
+
+                def step(i, carry):
+                    acc, running_max, row_sum = carry
+                    masked = (i < unmasked_begin) | (i >= unmasked_end)
+                    z = opaque_zero(i)
+                    stage = 2 * (lax.rem(used + i - begin, jnp.int32(stages)) + z) + side
+                    s = scores(i, stage, z, masked)
+                    running_max, acc, row_sum = softmax.update(s, running_max, acc, row_sum)
+                    w = softmax.weights(s, running_max)
+
+                    @pl.when(masked)
+                    def _():
+                        first_token = first_token_of(tile, i, side)
+                        clear_values(
+                            kv.at[stage], head_dim, value_dim, table, request, first_token, length,
+                            first_seen=first_seen,
+                        )  # fmt: skip
+
+                    values = kv.at[stage, :, pl.ds(head_dim, value_dim)]
+                    acc, _ = multiply_add(acc, w.astype(dtype), values, scratch=scratch)
+                    plgpu.barrier_arrive(kv_free.at[stage])
+                    return acc, running_max, row_sum + fold_columns(jnp.add, w)
+
+                plgpu.barrier_wait(q_full.at[query_stage])
+                carry = zeros(TILE, value_dim), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
+                acc, running_max, row_sum = lax.fori_loop(begin, end, step, carry)
+                row_sum = row_sum.sum(axis=1)
+
+                if side == 1:
+
+                    @pl.when(n > first)
+                    def _():
+                        plgpu.barrier_wait(taken)
+
+                    stats[0], stats[1] = running_max, row_sum
+                    other[...] = acc
+                    plgpu.barrier_arrive(both)
+                else:
+                    plgpu.barrier_arrive(both)
+                    plgpu.barrier_wait(both)
+                    other_max = plgpu.load(stats.at[0], layout=ROW)
+                    merged_max = jnp.maximum(running_max, other_max)
+                    own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
+                    row_sum = row_sum * own + plgpu.load(stats.at[1], layout=ROW) * others
+                    inverse, lse = softmax.finalize(row_sum, merged_max)
+                    acc = acc * over_columns(own * inverse, value_dim)
+                    acc = acc + plgpu.load(other, layout=WGMMA) * over_columns(others * inverse, value_dim)
+
+                    @pl.when(n < work_end - 1)
+                    def _():
+                        plgpu.barrier_arrive(taken)
+
+                    def hand_over(values, *per_row):
+                        """Leaves a result to the producer."""
+                        for c, columns in enumerate(chunks_of(value_dim)):
+                            q[query_stage, c] = values[:, columns.start : columns.start + columns.size]
+                        for i, x in enumerate(per_row):
+                            stats[2 + 2 * query_stage + i] = x
+                        plgpu.commit_smem()
+
+                    @pl.when(split < 0)
+                    def _():
+                        hand_over(acc.astype(dtype), lse * (1 / LOG2E))
+
+                    @pl.when(split >= 0)
+                    def _():
+                        magnitude = split_scale(jnp.abs(acc).max(axis=1))
+                        values = (acc * over_columns(1 / magnitude, value_dim)).astype(SPLIT_DTYPE)
+                        hand_over(lax.bitcast_convert_type(values, dtype), lse, magnitude)
+
+                    plgpu.barrier_arrive(done.at[query_stage])
+                return used + jnp.maximum(end - begin, 0), ahead
+
+            lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
+
+        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
+        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
+
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        out_type=result_types(
+            (batch, heads), plan.max_splits, dtype, rows=padded, width=columns, lse=padded, split_lse=padded, scales=1
+        ),
+        grid=(plan.num_partitions, heads * row_tiles),
+        grid_names=("partition", "tile"),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="decode_kv",
+        scratch_types={
+            # Chunks of columns: an array as wide as keys, or as values, could not be copied to or from the other.
+            "q": swizzled(query_stages, max(head_dim, value_dim) // CHUNK, TILE, CHUNK, dtype=dtype),
+            "kv": swizzled(2 * stages, TILE, head_dim + value_dim, dtype=dtype),
+            "other": swizzled(TILE, value_dim, dtype=jnp.float32),
+            "stats": plgpu.SMEM((2 + 2 * query_stages, TILE), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=head_dim // CHUNK, num_barriers=query_stages),
+            "done": plgpu.Barrier(num_barriers=query_stages),
+            "kv_full": plgpu.Barrier(num_arrivals=copies_per_tile(pages), num_barriers=2 * stages),
+            "kv_free": plgpu.Barrier(num_barriers=2 * stages),
+            "both": plgpu.Barrier(num_arrivals=2),
+            "taken": plgpu.Barrier(),
+            # The interpreter wants register operands of wgmma in shared memory.
+            **({"operands": swizzled(2, TILE, TILE, dtype=dtype)} if interpret else {}),
+        },
+    )(
+        q, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        plan.partitions, plan.work_tiles, plan.split_requests,
+    )  # fmt: skip

@@ -1,0 +1,415 @@
+"""MLA decode in tiles of 64 rows: two consumer warpgroups share each pair of key tiles.
+
+Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its partition of
+the plan: work tiles, each a range of pairs of key tiles of a request.  With more than 64 rows per request, two CTAs
+form a cluster, and TMA multicast brings each key tile to both.
+
+Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
+64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.
+
+    producer                       consumer 0                          consumer 1
+    K0 left, K0 right + rope       S0 = Q K0'        -> k_full, r_full
+    (-> k_free[0], k_free[1])        arrives s_issued
+    K1 right + rope, K1 left       softmax, P0: arrives p_ready[0]     S1 = Q K1'         -> s_issued, k_full, r_full
+    (-> k_free[3], k_free[2])      O0 += P0 K0 left                    O1 += P0 K0 right  -> p_ready[0]
+    next pair to the L2 cache        arrives k_free[0]                   beside it softmax, P1: arrives p_ready[1]
+                                   O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
+                                     arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
+
+The longest cycle is S0, P0, K0's release and its return from memory: it sets the time of a pair.  So both consumers use
+K0 first, and S1 leaves the tensor cores to S0 until all of its products have been issued.  P goes to the other consumer
+through shared memory.  The running max goes from one to the other in `stats`; each consumer sums the weights of its own
+tiles.
+
+Barriers.
+    q_full, qr_full    the queries have landed; their rotary part has, in p[0]
+    q_free, p_free     both consumers have multiplied with the queries for the last time; p[0] was read for the last
+                       time.  So the queries of the next work tile arrive while this one ends.
+    k_full[2t + h]     half h of key tile t has landed; r_full[t]: its rotary part has
+    k_free[2t + h]     the consumer that multiplies this half last is done with it, in every CTA of the cluster.  K1's
+                       halves stage the result of a work tile, and are free once it has been stored.
+    s_issued           S0's products have been issued
+    p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0]
+    both               named barrier of the two consumers: both have read the rotary queries, which P0 overwrites; the
+                       row sums of both are in stats[1:3]
+These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after K0
+has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
+the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
+TMA or wgmma after commit_smem, or after `both`.
+
+Epilogue.  Whole results need the row sums of both consumers.  A split stores its values before those are known: each
+consumer divides its half of a row by the half's own largest magnitude, and neither waits for the other.
+
+Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats 1 KiB = 225 KiB of 227.  Registers:
+240 per lane for consumers, 24 for the producer.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, WideConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
+from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
+from jaxkv_kernels.mosaic_gpu.runtime.registers import (
+    LANE_COLUMNS,
+    ROW,
+    WGMMA,
+    fold_columns,
+    over_columns,
+    store,
+    zeros,
+)
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
+
+HALF = 256
+"""Columns of the latent, and of the output, that a consumer warpgroup accumulates."""
+
+
+def attend_wide(
+    q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
+    *, tokens, heads, pages, logit_cap, config: WideConfig, interpret,
+):  # fmt: skip
+    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows."""
+    batch, rows, _ = q_latent.shape
+    row_tiles = -(-rows // TILE)
+    cluster = 2 if row_tiles % 2 == 0 else 1
+    groups = row_tiles // cluster
+    view = token_rows(pages)
+    dtype = q_latent.dtype
+    copies = copies_per_tile(pages)
+    stored = min(rows, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
+    padded = (groups * cluster - 1) * TILE + stored
+    multicast: Any = {"collective_axes": "cta"} if cluster > 1 else {}
+    prefetching = config.prefetch and cluster > 1 and pages.token_stride == pages.width
+    softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+
+    def body(
+        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
+        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
+        q, k, r, p, stats,
+        q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both, operands: Any = None
+    ):  # fmt: skip
+        pdl_launch_dependents(split_requests_ref, interpret=interpret)
+        partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
+        row_tile = group * cluster + cta
+        first_row = row_tile * TILE
+        table = PageTable(table_ref, pages)
+
+        def load_work():
+            """The work of this CTA, and the layer: loads that do not wait for one another."""
+            first, end, tile = load_work_range(partitions_ref, partition)
+            layer = layer_ref[0]
+            return first, end, tile, layer, (layer >= 0) & (layer < pages.num_layers)
+
+        def producer():
+            plgpu.set_max_registers(config.producer_registers, action="decrease")
+            first, end, first_tile, layer, in_cache = load_work()
+            paged = PagedKeys(kv_ref, view, table, jnp.where(in_cache, layer, 0))
+
+            def look_up(request, pair):
+                return tuple(paged.look_up(request, pair * PAIR + t * TILE) for t in range(2))
+
+            def fetch(found, pair, t, half, with_rope, used):
+                @pl.when(used > 0)
+                def _():
+                    plgpu.barrier_wait(k_free.at[2 * t + half])
+
+                parts = [Columns(half * HALF, HALF, k.at[t, half], k_full.at[2 * t + half])]
+                if with_rope:
+                    parts.append(Columns(LATENT, ROPE, r.at[t], r_full.at[t]))
+                paged.fetch(found[t], (2 * pair + t) * TILE, *parts, **multicast)
+
+            def prefetch(found, pair):
+                """This CTA's tile of a pair: one of the two that the cluster will fetch."""
+                own = tuple(jnp.where(cta == 0, *each) for each in zip(*found, strict=True))
+                paged.prefetch(own, (2 * pair + cta) * TILE, interpret=interpret)
+
+            def fetch_queries(request, again):
+                """The queries of a request; `again`, once those of the last one are no longer needed."""
+                if again:
+                    plgpu.barrier_wait(q_free)
+                for half in range(2):
+                    source = q_ref.at[request, pl.ds(first_row, TILE), pl.ds(half * HALF, HALF)]
+                    plgpu.copy_gmem_to_smem(source, q.at[half], q_full)
+                if again:
+                    plgpu.barrier_wait(p_free)
+                plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], p.at[0], qr_full)
+
+            def run(n, carry):
+                used, (request, begin, end) = carry
+
+                def pair(i, carry):
+                    used, found, next_tile = carry
+                    ahead = look_up(request, i + 1)  # the loads proceed while this pair's memory comes free
+                    fetch(found, i, 0, 0, True, used)
+                    fetch(found, i, 0, 1, False, used)
+
+                    @pl.when((i == begin) & (n > first))
+                    def _():
+                        fetch_queries(request, again=True)
+
+                    fetch(found, i, 1, 1, True, used)
+                    fetch(found, i, 1, 0, False, used)
+                    if prefetching:
+                        for half in range(2):  # all CTAs begin at once: sooner, it delays the first keys of others
+                            plgpu.barrier_wait(k_full.at[half])
+                        pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
+                    # After the copies: values that are spilled to local memory are waited for at once.
+                    next_tile = lax.cond(
+                        i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
+                    )
+                    return used + 1, ahead, next_tile
+
+                start = used, look_up(request, begin), (request, begin, end)
+                used, _, next_tile = lax.fori_loop(begin, end, pair, start)
+                return used, next_tile
+
+            @pl.when(end > first)
+            def _():
+                fetch_queries(first_tile.request, again=False)  # behind the first keys of all CTAs they would come last
+
+            lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
+
+            # Wait for the last use of everything: a peer may still arrive on these barriers.
+            @pl.when(end > first)
+            def _():
+                plgpu.barrier_wait(q_free)
+                plgpu.barrier_wait(p_free)
+                for stage in range(4):
+                    plgpu.barrier_wait(k_free.at[stage])
+
+        def consumer(side):
+            scratch = operands.at[side] if interpret else None
+
+            def wait_for_both():
+                plgpu.barrier_arrive(both)
+                plgpu.barrier_wait(both)
+
+            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
+            first, end, first_tile, _, in_cache = load_work()
+            scale = scale_ref[0] * LOG2E
+
+            def scores(q_rope, i, request, length, masked, last):
+                z = opaque_zero(i)
+                stage = z + side
+                near, far = (0, 1) if side == 0 else (1, 0)
+
+                def product(acc):
+                    if side == 1:
+                        plgpu.barrier_wait(s_issued)
+                    for half in (near, far):
+                        plgpu.barrier_wait(k_full.at[2 * side + half])
+                        plgpu.wgmma(acc, q.at[z + half], k.at[stage, half].transpose((1, 0)))
+                    plgpu.barrier_wait(r_full.at[side])
+                    rope = q_rope if scratch is None else operands.at[2 + side]
+                    plgpu.wgmma(acc, rope, r.at[stage].transpose((1, 0)))
+                    if side == 0:
+                        plgpu.barrier_arrive(s_issued)
+                    return acc[...]
+
+                s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
+
+                @pl.when(i == last)
+                def _():
+                    plgpu.barrier_arrive(q_free)  # the next request's queries may come
+
+                if logit_cap is not None:
+                    s = cap_scores(s, logit_cap)
+
+                mask = partial(
+                    apply_mask, table=table, request=request, first_token=(2 * i + side) * TILE, first_row=first_row,
+                    length=length, tokens=tokens, heads=heads, keys=1,
+                )  # fmt: skip
+                return lax.cond(masked, mask, lambda s: s, s)
+
+            def clear(i, t, request, length):
+                clear_values(k.at[opaque_zero(i) + t, side], 0, HALF, table, request, (2 * i + t) * TILE, length)
+
+            def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
+                """acc + weights @ (this side's half of a tile's values), and what `meanwhile` returned."""
+                z = opaque_zero(i)
+                pl.when(masked)(partial(clear, i, t, request, length))
+                return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
+
+            def share_max(running_max):
+                stats[0] = running_max
+
+            def share_weights(s, running_max, t):
+                """Gives the weights of a tile to the other consumer; returns them, and their sums per lane."""
+                w = softmax.weights(s, running_max)
+                w16 = w.astype(dtype)
+                p[t] = w16
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready.at[t])
+                return w16, fold_columns(jnp.add, w)
+
+            def pair0(q_rope, request, length, unmasked_end, last, i, carry):
+                acc, old_max, row_sum = carry
+                masked = i >= unmasked_end
+                s = scores(q_rope, i, request, length, masked, last)
+                max0 = softmax.update_max(s, old_max, share_max)
+                w16, added = share_weights(s, max0, 0)
+                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
+                acc, _ = add_values(w16, i, 0, request, length, masked, acc)
+                plgpu.barrier_arrive(k_free.at[0])
+                plgpu.barrier_wait(p_ready.at[1])
+                max1 = plgpu.load(stats.at[0], layout=ROW)
+                z = opaque_zero(i)
+                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
+                acc, _ = add_values(p.at[z + 1], i, 1, request, length, masked, acc)
+
+                @pl.when(i != last)
+                def _():
+                    plgpu.barrier_arrive(k_free.at[2])
+
+                return acc, max1, row_sum
+
+            def pair1(q_rope, request, length, unmasked_end, last, i, carry):
+                acc, old_max, row_sum = carry
+                masked = i >= unmasked_end
+                s = scores(q_rope, i, request, length, masked, last)
+                plgpu.barrier_wait(p_ready.at[0])
+                max0 = plgpu.load(stats.at[0], layout=ROW)
+                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
+
+                def softmax_of_tile_1():
+                    max1 = softmax.update_max(s, max0, share_max)
+                    return max1, *share_weights(s, max1, 1)
+
+                z = opaque_zero(i)
+                acc, (max1, w16, added) = add_values(
+                    p.at[z], i, 0, request, length, masked, acc, meanwhile=softmax_of_tile_1
+                )
+                plgpu.barrier_arrive(k_free.at[1])
+
+                @pl.when(i == last)
+                def _():
+                    plgpu.barrier_arrive(p_free)
+
+                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
+                acc, _ = add_values(w16, i, 1, request, length, masked, acc)
+
+                @pl.when(i != last)
+                def _():
+                    plgpu.barrier_arrive(k_free.at[3])
+
+                return acc, max1, row_sum + added
+
+            step = (pair0, pair1)[side]
+
+            def run(n, tile: WorkTile):
+                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                request, begin, end, length, unmasked_end, split, _ = tile
+                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
+                plgpu.barrier_wait(qr_full)
+                q_rope = plgpu.load(p.at[0], layout=WGMMA)
+                if scratch is not None:
+                    operands[2 + side] = q_rope
+                    plgpu.commit_smem()
+                wait_for_both()  # both have read p[0], which P0 overwrites
+                plgpu.barrier_wait(q_full)
+                last = end - 1
+                if side == 0:
+                    stats[0] = softmax.empty_max(TILE)
+                carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
+                pair = partial(step, q_rope, request, length, unmasked_end, last)
+                acc, running_max, row_sum = lax.fori_loop(begin, end, pair, carry)
+
+                def store_values(values, to, place):
+                    """Stores this half of the values, staged in this half of K1."""
+                    stage = k.at[opaque_zero(last) + 1, side]
+                    stage[...] = values
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(stage, to.at[place, pl.ds(first_row, TILE), pl.ds(side * HALF, HALF)])
+
+                def finalize():
+                    """Factors and log-sum-exps from the row sums of both consumers."""
+                    stats[1 + side] = row_sum.sum(axis=1)
+                    wait_for_both()
+                    sums = plgpu.load(stats.at[1], layout=ROW) + plgpu.load(stats.at[2], layout=ROW)
+                    return softmax.finalize(sums, running_max)
+
+                @pl.when(split < 0)
+                def _():
+                    inverse, lse = finalize()
+                    store_values((acc * over_columns(inverse, HALF)).astype(dtype), out_ref, request)
+                    if side == 0:
+                        stats[0] = lse * (1 / LOG2E)
+                        plgpu.commit_smem()
+                        into = lse_ref.at[request, pl.ds(first_row, stored)]
+                        plgpu.copy_smem_to_gmem(stats.at[0, pl.ds(0, stored)], into)
+
+                @pl.when(split >= 0)
+                def _():
+                    magnitude = split_scale(jnp.abs(acc).max(axis=1))
+                    values = (acc * over_columns(1 / magnitude, HALF)).astype(SPLIT_DTYPE)
+                    store_values(lax.bitcast_convert_type(values, dtype), split_out_ref, split)
+                    inverse, lse = finalize()  # after the values are on their way: it waits for the other consumer
+                    store(split_scale_ref.at[split, side, pl.ds(first_row, TILE)], magnitude * inverse)
+                    if side == 0:
+                        store(split_lse_ref.at[split, pl.ds(first_row, TILE)], lse)
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(k_free.at[2 + side])
+                return ahead
+
+            lax.fori_loop(first, end, run, first_tile)
+
+        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
+        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
+
+    free = (
+        plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4) if cluster > 1 else plgpu.Barrier(num_barriers=4)
+    )
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        out_type=result_types(
+            (batch,), plan.max_splits, dtype,
+            rows=rows, width=LATENT, lse=padded, split_lse=row_tiles * TILE, scales=2,
+        ),
+        grid=(groups, plan.num_partitions),
+        grid_names=("group", "partition"),
+        cluster=(cluster,),
+        cluster_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="decode_mla",
+        scratch_types={
+            "q": swizzled(2, TILE, HALF, dtype=dtype),
+            "k": swizzled(2, 2, TILE, HALF, dtype=dtype),
+            "r": swizzled(2, TILE, ROPE, dtype=dtype),
+            "p": swizzled(2, TILE, TILE, dtype=dtype),
+            "stats": plgpu.SMEM((3, TILE), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=2),
+            "qr_full": plgpu.Barrier(),
+            "q_free": plgpu.Barrier(num_arrivals=2),
+            "p_free": plgpu.Barrier(),
+            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=4),
+            "r_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
+            "k_free": free,
+            "s_issued": plgpu.Barrier(),
+            "p_ready": plgpu.Barrier(num_barriers=2),
+            "both": plgpu.Barrier(num_arrivals=2),
+            # The interpreter wants register operands of wgmma in shared memory.
+            **({"operands": swizzled(4, TILE, TILE, dtype=dtype)} if interpret else {}),
+        },
+    )(
+        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        plan.partitions, plan.work_tiles, plan.split_requests,
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""Online softmax with lazy rescaling.
+
+Weights are exp2(score - running max), and the sums over keys (of weights, and of weighted values) are relative to the
+same running max.  Textbook online softmax raises the running max in nearly every tile, and multiplies all sums each
+time.  Here the running max is raised only when a score exceeds it by more than a threshold: until then weights grow
+beyond 1, up to 2**threshold, which costs no precision.  Whether any score does is a vote of the lanes on their own
+values, so most tiles need no maximum over a row and no rescale.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels.mosaic_gpu.runtime.registers import (
+    COLUMN,
+    LANE_COLUMNS,
+    ROW,
+    any_positive,
+    filled,
+    fold_columns,
+    over_columns,
+    over_rows,
+)
+
+EMPTY = float(jnp.finfo(jnp.float32).min)
+"""The running max of a row that has seen no key: finite, so that differences are, but below all finite scores."""
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """For tiles of scores in base 2 (times log2(e)), whose keys lie along axis `keys`.
+
+    With keys along axis 1, a quad of lanes holds a row, and warps vote each for its own rows.  With keys along axis 0
+    (swapped operands) all warps hold keys of every row, so the warpgroup votes, and its warps wait for each other.
+    """
+
+    keys: int
+    threshold: float
+    interpret: bool
+
+    def empty_max(self, rows: int):
+        """The running max of rows that have seen no key."""
+        return filled(ROW if self.keys == 1 else COLUMN, EMPTY, rows)
+
+    def update_max(self, scores, running_max, on_raise=None):
+        """The running max after a tile of `scores`; `on_raise` is called with one that differs."""
+
+        def raised():
+            new = self._raise(scores, running_max)
+            if on_raise is not None:
+                on_raise(new)
+            return new
+
+        return lax.cond(self._exceeded(scores, running_max), raised, lambda: running_max)
+
+    def rescale(self, old_max, new_max, *sums):
+        """`sums` relative to `new_max` instead of `old_max`; nearly always the two are equal."""
+        changed = any_positive(new_max - old_max, interpret=self.interpret)
+        return lax.cond(changed, lambda: self._multiply(jnp.exp2(old_max - new_max), sums), lambda: sums)
+
+    def update(self, scores, running_max, *sums):
+        """Both at once: the running max after a tile of `scores`, and `sums` relative to it."""
+
+        def raised(running_max, *sums):
+            new = self._raise(scores, running_max)
+            return new, *self._multiply(jnp.exp2(running_max - new), sums)
+
+        return lax.cond(self._exceeded(scores, running_max), raised, lambda *same: same, running_max, *sums)
+
+    def weights(self, scores, running_max):
+        """exp2(score - running max)."""
+        return jnp.exp2(scores - self._spread(running_max, scores))
+
+    def finalize(self, row_sum, running_max):
+        """What sums of weighted values are to be multiplied by, and log-sum-exps in base 2; 0 and -inf without keys."""
+        empty = row_sum == 0
+        row_sum = jnp.where(empty, 1.0, row_sum)
+        return jnp.where(empty, 0.0, 1 / row_sum), jnp.where(empty, -math.inf, running_max + jnp.log2(row_sum))
+
+    def _exceeded(self, scores, running_max):
+        limit = running_max + self.threshold
+        if self.keys == 1:
+            above = fold_columns(jnp.maximum, scores) - over_columns(limit, LANE_COLUMNS)
+        else:
+            above = scores - over_rows(limit, scores.shape[0])
+        return any_positive(above, interpret=self.interpret, warpgroup=self.keys == 0)
+
+    def _raise(self, scores, running_max):
+        return jnp.maximum(running_max, scores.max(axis=self.keys))
+
+    def _multiply(self, factor, sums):
+        return tuple(x * self._spread(factor, x) for x in sums)
+
+    def _spread(self, x, tile):
+        """One value per row of queries, broadcast to the shape of `tile`."""
+        return over_columns(x, tile.shape[1]) if self.keys == 1 else over_rows(x, tile.shape[0])

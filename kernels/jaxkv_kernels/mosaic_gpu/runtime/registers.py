@@ -1,0 +1,90 @@
+"""Arrays in registers: layouts, fills, broadcasts, stores, and votes of a warp or a warpgroup."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WGMMA = plgpu.Layout.WGMMA
+"""A tile as wgmma leaves it: a quad of lanes shares a row."""
+ROW = plgpu.Layout.WGMMA.reduce(1)
+"""One value per row of a WGMMA tile."""
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""One value per column of a WGMMA tile."""
+SCALAR = plgpu.Layout.WG_SPLAT
+"""One value, the same in all lanes of a warp."""
+LANE_COLUMNS = 8
+"""Columns that `fold_columns` leaves: a lane of a WGMMA tile holds two of every eight."""
+
+
+def filled(layout, value: float, *shape: int) -> jax.Array:
+    """A float32 array of `value`."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def zeros(*shape: int) -> jax.Array:
+    """A float32 WGMMA tile of zeros."""
+    return filled(WGMMA, 0, *shape)
+
+
+def over_columns(row_values: jax.Array, columns: int) -> jax.Array:
+    """One value per row, broadcast over the columns of a tile."""
+    return jax.lax.broadcast_in_dim(row_values, (row_values.shape[0], columns), [0])
+
+
+def over_rows(column_values: jax.Array, rows: int) -> jax.Array:
+    """One value per column, broadcast over the rows of a tile."""
+    return jax.lax.broadcast_in_dim(column_values, (rows, column_values.shape[0]), [1])
+
+
+def store(to, x: jax.Array) -> None:
+    """Stores registers to device memory, in whichever width a lane's values have."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(to, x, optimized=False)
+    else:  # jax 0.11
+        to[...] = x
+
+
+def fold_columns(op: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+    """The columns of a WGMMA tile reduced by `op` to LANE_COLUMNS: each lane reduces its own, without shuffles."""
+    while x.shape[1] > LANE_COLUMNS:
+        half = x.shape[1] // 2
+        x = op(x[:, :half], x[:, half:])
+    return x
+
+
+def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False) -> jax.Array:
+    """Whether the calling warp holds any positive value of a register array; warps may get different results.
+
+    With `warpgroup`, whether the warpgroup holds any; its warps wait for each other.
+    """
+    if interpret:
+        return (x > 0).any()
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import vector
+
+    layout = WGMMA if x.ndim == 2 else ROW
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def vote(_, x):
+        values: list[Any] = [
+            vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+            for register in x.registers.flat
+            for i in range(ir.VectorType(register.type).shape[0])
+        ]
+        others = "".join(f"setp.gt.or.f32 p, ${n}, 0f00000000, p; " for n in range(2, len(values) + 1))
+        instruction = "vote.sync.any.pred p, p, -1;"
+        if warpgroup:
+            instruction = f"bar.red.or.pred p, ${len(values) + 1}, {mgpu.utils.WARPGROUP_SIZE}, p;"
+            values.append(mgpu.utils.warpgroup_barrier_idx(sync=False))
+        ptx = f"setp.gt.f32 p, $1, 0f00000000; {others}{instruction} selp.b32 $0, 1, 0, p;"
+        i32 = ir.IntegerType.get_signless(32)
+        found = mgpu.utils.inline_ptx(
+            f"{{.reg .pred p; {ptx}}}", *values, result_types=i32, has_side_effects=True, convergent=True
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(x) != 0
