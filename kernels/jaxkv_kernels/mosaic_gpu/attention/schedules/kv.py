@@ -97,6 +97,7 @@ def attend_kv(
     columns = value_dim + -value_dim % 128  # the lanes of `combine` take whole rows
     row_tiles = -(-tokens * group // TILE)
     stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, those that TMA clips included
+    per_tile = min(padded, TILE)  # of arrays of one value per row, whose copies TMA does not clip
     view = token_rows(pages)
     stages, query_stages = _stages(config, head_dim, value_dim, dtype.itemsize)
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
@@ -154,8 +155,8 @@ def attend_kv(
                             for row in range(padded):
                                 to[row] = stats[2 + 2 * stage + i, row]
                         else:
-                            per_row = stats.at[2 + 2 * stage + i, pl.ds(0, stored)]
-                            plgpu.copy_smem_to_gmem(per_row, to.at[pl.ds(first_row, stored)])
+                            per_row = stats.at[2 + 2 * stage + i, pl.ds(0, per_tile)]
+                            plgpu.copy_smem_to_gmem(per_row, to.at[pl.ds(first_row, per_tile)])
 
                 @pl.when(split < 0)
                 def _():
