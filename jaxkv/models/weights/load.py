@@ -12,7 +12,8 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
-from jaxkv.models.weights.parameters import EMBED, HEAD, Weight, parameters, unused
+from jaxkv.models.weights.parameters import EMBED, HEAD, parameters, unused
+from jaxkv.models.weights.weight import Weight
 
 
 def load(
