@@ -17,16 +17,9 @@ import jaxkv.models
 from jaxkv.cli import main
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
-FAMILIES = [
-    "deepseek_v2",
-    "deepseek_v2_lite",
-    "deepseek_v3_sharded",
-    "deepseek_v32",
-    "glm4_moe_lite",
-    "kimi",
-    "llama",
-    "youtu",
-]
+ALIKE = {"deepseek_v3", "deepseek_v3_yarn", "moonlight"}
+"""Families whose configurations have the keys of another's."""
+FAMILIES = sorted({path.parent.name for path in RECORDED.glob("*/config.json")} - ALIKE)
 INDEX = "model.safetensors.index.json"
 
 IGNORED = {
@@ -83,17 +76,8 @@ ABSENT_IN = {
     "youtu": {"tie_word_embeddings": True},
 }
 NEEDED_IN = {"deepseek_v2": {"topk_method"}, "deepseek_v2_lite": {"topk_method"}}
-NULLABLE = {
-    "beta_fast",
-    "beta_slow",
-    "head_dim",
-    "mscale",
-    "mscale_all_dim",
-    "mlp_layer_types",
-    "num_key_value_heads",
-    "rope_parameters",
-    "rope_scaling",
-}
+NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
+NULLABLE |= NOT_IGNORED["llama"]
 """Keys whose null stands for their absence."""
 OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}
 """What an error may name instead of an absent key: another spelling."""
