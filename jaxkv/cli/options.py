@@ -35,7 +35,7 @@ seed = integer(0, 2**32 - 1)
 
 def add_entry_format(parser: argparse.ArgumentParser) -> None:
     """`--entry-format`, of a model's cache."""
-    told = "format of the cached latents; default the weights'"
+    told = "format of the cached entries; default the weights'"
     parser.add_argument("--entry-format", choices=jaxkv.MLAEntry.formats, help=told)
 
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     tables = _tables(args.requests, args.tokens)
     cache = jax.block_until_ready(_filled(model, tables.size))  # or it is told as if it were there
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
-    print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} latents")
+    print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
     lengths = jnp.full(args.requests, args.tokens, jnp.int32)
     slots = jnp.asarray(tables[:, -1] * BLOCK_SIZE + (args.tokens - 1) % BLOCK_SIZE)
     index = lengths, jnp.asarray(tables), slots
@@ -68,7 +68,7 @@ def _tables(requests: int, tokens: int) -> np.ndarray:
 
 
 def _filled(model: "Model", num_blocks: int) -> jaxkv.KVCache:
-    """A cache with random latents in every slot of every layer."""
+    """A cache with random entries in every slot of every layer."""
 
     def fill():
         cache = model.cache(num_blocks, BLOCK_SIZE)
@@ -76,10 +76,15 @@ def _filled(model: "Model", num_blocks: int) -> jaxkv.KVCache:
 
         def layer(i, cache):
             keys = jax.random.split(jax.random.key(i))
-            sizes = zip(keys, cache.layout.entry.sizes, strict=True)
-            values = [jax.random.normal(key, (slots.size, n), jnp.bfloat16) for key, n in sizes]
-            scale = {"kv_scale": 1.0} if cache.layout.entry.codec.scaled else {}
-            write: Any = partial(jaxkv.write_mla, implementation="xla", **scale)
+            entry, tokens = cache.layout.entry, (slots.size,)
+            operation, scales = jaxkv.write_mla, ("kv_scale",)
+            if isinstance(entry, jaxkv.KVEntry):
+                tokens += (cache.layout.num_heads,)
+                operation, scales = jaxkv.write_kv, ("k_scale", "v_scale")
+            sizes = zip(keys, entry.sizes, strict=True)
+            values = [jax.random.normal(key, (*tokens, n), jnp.bfloat16) for key, n in sizes]
+            options = dict.fromkeys(scales, 1.0) if entry.codec.scaled else {}
+            write: Any = partial(operation, implementation="xla", **options)
             return write(cache, *values, slots, layer=i)
 
         return lax.fori_loop(0, cache.layout.num_layers, layer, cache)

@@ -129,7 +129,7 @@ class Bench:
         config = self._model.config
         return (
             f"{config.architecture} of {config.num_layers} layers on {jax.devices()[0].device_kind}; a prefix of "
-            f"{self._prefix} tokens is {size(self.nbytes)} of {self._model.entry_format} latents\n"
+            f"{self._prefix} tokens is {size(self.nbytes)} of {self._model.entry_format} entries\n"
             "time to first token:"
         )
 

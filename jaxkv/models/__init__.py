@@ -1,4 +1,4 @@
-"""DeepSeek-family language models on the cache: pure functions over pytrees.
+"""Language models on the cache, of the families in `families/`: pure functions over pytrees.
 
     model = jaxkv.models.load("path/to/checkpoint")
     cache = model.cache(num_blocks=256)

@@ -15,7 +15,7 @@ class Batch:
     """B requests of Q new tokens, aligned to the end."""
 
     cos: jax.Array
-    """float32 [B, Q, qk_rope_head_dim / 2], as is `sin`."""
+    """float32 [B, Q, rotary_dim / 2], as is `sin`."""
     sin: jax.Array
     seq_lens: jax.Array
     block_tables: jax.Array

@@ -7,8 +7,7 @@ from jax import lax
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.validate import Dims, int32
 from jaxkv.models.batch import Batch
-from jaxkv.models.layers.attention import attention
-from jaxkv.models.layers.feed_forward import dense, mixture
+from jaxkv.models.families import FAMILIES
 from jaxkv.models.layers.linear import product, rms_norm
 from jaxkv.models.model import Model
 
@@ -70,19 +69,13 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 
 def _layers(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
     """`forward` on one device, with its part of the model, the cache and the batch."""
-    config, total = model.config, model.parallel.total
+    block = FAMILIES[model.config.architecture].block
     batch = Batch.of(model, cache, seq_lens, block_tables, slot_mapping)
 
     def step(carry, inputs):
         cache, x = carry
         layer, weights = inputs
-        normed = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
-        cache, out = attention(model, weights["attention"], normed, cache, batch, layer)
-        x = x + total(out)
-        normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
-        if config.experts is None or "dense" in weights:
-            return (cache, x + total(dense(weights["dense"], normed))), None
-        return (cache, x + total(mixture(config.experts, weights["mixture"], normed))), None
+        return block(model, weights, x, cache, batch, layer), None
 
     x, first = model.params["embed"][tokens], 0
     for layers in model.params["stacks"]:

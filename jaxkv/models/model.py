@@ -8,10 +8,10 @@ import jax
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import Group, PackedLayout
-from jaxkv.models.config import Indexer, ModelConfig
+from jaxkv.models.config import GQA, Indexer, ModelConfig
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parallel.one_device import OneDevice
-from jaxkv_kernels.formats.entries import IndexerEntry, MLAEntry
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 
 
 @jax.tree_util.register_dataclass
@@ -22,7 +22,7 @@ class Model:
     params: Any
     config: ModelConfig = field(metadata={"static": True})
     entry_format: str = field(metadata={"static": True})
-    """Format of the cached latents."""
+    """Format of the cached entries."""
     implementation: Any = field(default=None, metadata={"static": True})
     """Passed to every operation on the cache."""
     parallel: Parallel = field(default=OneDevice(), metadata={"static": True})
@@ -30,12 +30,23 @@ class Model:
 
     def __repr__(self):
         layers = f"{self.config.num_layers} layers"
-        return f"Model({layers}, entries of {self._latent}, {self.parallel})"  # without all weights
+        return f"Model({layers}, entries of {self.entry}, {self.parallel})"  # without all weights
 
     @property
     def num_heads(self) -> int:
-        """Query heads of these weights: on a device that has a share of the model's, of that share."""
-        return self.params["stacks"][0]["attention"]["w_uk"].shape[1]
+        """Query heads of one device: its share of the model's."""
+        return self.parallel.share(self.config.num_heads)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of one device's cache: its share of GQA's; one of MLA, whose query heads all attend to the same."""
+        attention = self.config.attention
+        return self.parallel.share(attention.num_kv_heads) if isinstance(attention, GQA) else 1
+
+    @property
+    def entry(self) -> MLAEntry | KVEntry:
+        """What the cache stores per token and head; of V3.2, beside the indexer's key."""
+        return self.config.attention.entry(self.entry_format)
 
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
         """The layout of one device's cache; with an indexer (V3.2), its keys lie in the same blocks."""
@@ -43,17 +54,13 @@ class Model:
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
-        return CacheLayout(num_layers=self.config.num_layers, entry=self._latent, **sizes)
+        return CacheLayout(num_layers=self.config.num_layers, num_heads=self.num_kv_heads, entry=self.entry, **sizes)
 
     def packed_layout(self, indexer: Indexer, num_blocks: int, block_size: int, order: str = "BLNHC") -> PackedLayout:
         """The layout with groups "latent" and "indexer"."""
         layers, keys = self.config.num_layers, IndexerEntry.beside(self.entry_format, indexer.head_dim)
-        groups = {"latent": Group(layers, self._latent), "indexer": Group(layers, keys)}
+        groups = {"latent": Group(layers, self.entry), "indexer": Group(layers, keys)}
         return PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, order=order)
-
-    @property
-    def _latent(self) -> MLAEntry:
-        return MLAEntry(self.entry_format, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
 
     def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> KVCache:
         """An empty cache where the model lies; of a packed layout, its view of the latents.

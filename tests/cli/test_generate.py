@@ -59,6 +59,17 @@ def test_the_recorded_tokens_are_printed(capsys):
     assert " new tokens/s" in printed.err
 
 
+def test_a_model_with_keys_and_values(capsys):
+    folder = FOLDER.with_name("llama")
+    with np.load(folder / "truth.npz") as truth:
+        prompt, tokens = truth["prompts"][1, : truth["prompt_lens"][1]], truth["tokens"][1]
+    assert generate("--ids", words(prompt), model=folder) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{words(tokens)}\n"
+    assert "LlamaForCausalLM" in printed.err
+    assert "KVEntry(format='f32', head_dim=64, value_dim=64)" in printed.err
+
+
 def test_text_goes_in_and_comes_out(with_tokenizer, capsys):
     folder, tokenizer = with_tokenizer
     ids = TRUTH["prompts"][1, : TRUTH["prompt_lens"][1]].tolist()

@@ -18,18 +18,21 @@ def brief(monkeypatch):
     monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
 
 
-@pytest.mark.parametrize(("family", "form"), [("deepseek_v2_lite", "fp8"), ("deepseek_v32", "fp8_ds_mla")])
+@pytest.mark.parametrize(
+    ("family", "form"), [("deepseek_v2_lite", "fp8"), ("deepseek_v32", "fp8_ds_mla"), ("llama", "fp8")]
+)
 def test_sizes_and_the_time_of_a_step_are_told(family, form, capsys):
     assert main(["step", str(MODELS / family), "--requests", "3", "--tokens", "100", "--entry-format", form]) == 0
     told = capsys.readouterr().out
-    assert f" MB of {form} latents" in told
+    assert f" MB of {form} entries" in told
     assert "a step of 3 requests x 100 tokens: " in told
 
 
-def test_the_step_attends_to_full_caches():
+@pytest.mark.parametrize("family", ["deepseek_v2_lite", "llama"])
+def test_the_step_attends_to_full_caches(family):
     tables = step._tables(3, 130)
     assert sorted(tables.reshape(-1)) == list(range(9))
-    model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / "deepseek_v2_lite"))
+    model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / family))
     cache = step._filled(model, tables.size)
     assert (cache.buffer != 0).mean() > 0.99
 

@@ -16,7 +16,7 @@ def test_each_case_finds_its_prefix_and_draws_the_same_tokens(tmp_path, capsys):
     arguments = [str(MODEL / "config.json"), *SIZES, "--disk", str(tmp_path / "blocks"), "--order", "LBNHC"]
     assert main(["ttft", *arguments, "--json", str(tmp_path / "told.json")]) == 0
     printed = capsys.readouterr().out
-    assert "a prefix of 128 tokens is 0.1 MB of f32 latents" in printed
+    assert "a prefix of 128 tokens is 0.1 MB of f32 entries" in printed
     assert "all found what they should, and drew the same 16 tokens" in printed
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["prefix"] == {"tokens": 128, "bytes": 128 * 136 * 2 * 4, "order": "LBNHC", "chunk": 64}

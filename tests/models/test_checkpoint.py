@@ -93,6 +93,46 @@ PUBLISHED_V3 = {
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
+LLAMA_2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LLAMA_3 = {
+    **LLAMA_2,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+LLAMA_ROPE = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
 NO_GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 # The config.json of the families' checkpoints, with the values that the model depends on; V3, V3.2 and Kimi-K2 without
 # their `quantization_config`, as conversions to bf16 have them.
@@ -194,6 +234,26 @@ PUBLISHED = {
         "v_head_dim": 256,
         "vocab_size": 154880,
     },
+    "Llama 2": LLAMA_2,
+    "Llama 3": LLAMA_3,
+    "Llama 3.1": {
+        **LLAMA_3,
+        "eos_token_id": [128001, 128008, 128009],
+        "max_position_embeddings": 131072,
+        "rope_scaling": LLAMA_ROPE,
+    },
+    "Llama 3.2": {
+        **LLAMA_3,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_hidden_layers": 16,
+        "rope_scaling": {**LLAMA_ROPE, "factor": 32.0},
+        "tie_word_embeddings": True,
+    },
     "Youtu-LLM": {
         "architectures": ["YoutuForCausalLM"],
         "attention_bias": False,
@@ -277,7 +337,10 @@ def refuses(folder, *words, **options):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, ["'LlamaForCausalLM'", "DeepseekV3ForCausalLM", "YoutuForCausalLM"]),
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            ["'MistralForCausalLM'", "DeepseekV3ForCausalLM", "YoutuForCausalLM"],
+        ),
         ({"architectures": None}, ["no `architectures`"]),
         ({"kv_lora_rank": None}, ["no `kv_lora_rank`"]),
         ({"hidden_act": "gelu"}, ["`hidden_act` is 'gelu'", "'silu'"]),
@@ -328,6 +391,43 @@ def test_configurations_that_are_not_supported(folder, changes, words):
     refuses(folder, str(folder / "config.json"), *words)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention_bias": True}, ["`attention_bias` is True", "False"]),
+        ({"mlp_bias": True}, ["`mlp_bias` is True", "False"]),
+        ({"num_key_value_heads": 4}, ["`num_key_value_heads` is 4", "a divisor of the 6 `num_attention_heads`"]),
+        ({"num_key_value_heads": 0}, ["`num_key_value_heads` is 0", "from 1"]),
+        ({"head_dim": 63}, ["`head_dim` is 63", "even"]),
+        ({"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5}, ["`hidden_size` is 48", "2 x 5"]),
+        ({"head_dim": None, "num_attention_heads": 16}, ["`hidden_size` is 48", "2 x 16"]),  # 3 values, no pairs
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            ["`rope_parameters.rope_type` is 'yarn'", "'default' or 'llama3'"],
+        ),
+        ({"rope_parameters": {**LLAMA_ROPE, "low_freq_factor": 4.0}}, ["high_freq_factor` is 4.0", "more than"]),
+        ({"rope_parameters": {**LLAMA_ROPE, "factor": 0.5}}, ["`rope_parameters.factor` is 0.5", "1 <="]),
+        ({"rope_parameters": {"rope_type": "llama3"}}, ["no `rope_parameters.low_freq_factor`"]),
+        ({"rope_parameters": {**LLAMA_ROPE, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor` is 0.5"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["`quantization_config`", "unquantised"]),
+    ],
+)
+def test_configurations_of_llama_that_are_not_supported(tmp_path, changes, words):
+    folder = copied("llama", tmp_path)
+    configure(folder, **changes)
+    refuses(folder, str(folder / "config.json"), *words)
+
+
+def test_the_heads_of_llama_by_default():
+    def attention(**changes):
+        values = {name: value for name, value in {**LLAMA_3, **changes}.items() if value is not None}
+        return jaxkv.models.ModelConfig.from_json(values).attention
+
+    assert attention() == attention(head_dim=128) != attention(head_dim=64)
+    assert attention(num_key_value_heads=None) == attention(num_key_value_heads=32)
+    assert jaxkv.models.ModelConfig.from_json(LLAMA_2).rope.theta == 10000
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "norm_topk_prob", "hidden_act", "architectures", "tie_word_embeddings"])
 def test_a_null_in_the_configuration(folder, key):
     values = json.loads((folder / "config.json").read_text())
@@ -359,7 +459,7 @@ def test_published_configurations_are_supported(name):
     config = jaxkv.models.ModelConfig.from_json(json.loads(json.dumps(values)))
     assert config.num_layers == values["num_hidden_layers"]
     assert config.dtype == "bfloat16"
-    assert (config.rope.yarn is not None) == (values.get("rope_scaling") is not None)
+    assert (config.rope.scaling is not None) == (values.get("rope_scaling") is not None)
     stop = values["eos_token_id"]
     assert config.stop_tokens == (tuple(stop) if isinstance(stop, list) else (stop,))
     quantised = {**values, "quantization_config": {"quant_method": "fp8"}}
@@ -515,6 +615,27 @@ def test_published_weights_without_a_use_are_skipped(family, tmp_path):
     refuses(folder, str(folder / "model.safetensors"), "model.layers.3.")
 
 
+def test_saved_rotary_frequencies_of_llama_are_skipped(tmp_path):
+    folder = copied("llama", tmp_path)
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    spoil(folder, lambda weights: weights.update({name: np.ones(32, np.float32)}))
+    assert_same(jaxkv.models.load(folder), jaxkv.models.load(RECORDED / "llama"))
+
+
+def test_llama_may_tie_its_head_to_the_embedding(tmp_path):
+    folder = copied("llama", tmp_path)
+    spoil(folder, lambda weights: weights.pop("lm_head.weight"))
+    refuses(folder, "model.safetensors lacks", "lm_head.weight")
+    configure(folder, tie_word_embeddings=True)
+    assert "head" not in jaxkv.models.load(folder).params
+
+
+def test_a_bias_of_llama_is_not_ignored(tmp_path):
+    folder, name = copied("llama", tmp_path), "model.layers.0.self_attn.q_proj.bias"
+    spoil(folder, lambda weights: weights.update({name: np.ones(384, np.float32)}))
+    refuses(folder, str(folder / "model.safetensors"), repr(name))
+
+
 def test_a_tied_head_is_a_copy_of_the_embedding(tmp_path):
     folder = copied("youtu", tmp_path)
     spoil(folder, lambda weights: weights.update({"lm_head.weight": weights[EMBED]}))
@@ -546,6 +667,7 @@ def test_nan_in_a_weight(folder):
 def test_arguments(folder):
     refuses(folder, "`dtype`", "int8", "bfloat16", dtype="int8")
     refuses(folder, "MLAEntry format 'fp4'", "fp8_ds_mla", entry_format="fp4")
+    refuses(RECORDED / "llama", "KVEntry format 'fp8_ds_mla'", "fp8", entry_format="fp8_ds_mla")
     configure(folder, kv_lora_rank=96)
     refuses(folder, "fp8_ds_mla", "128", "96", entry_format="fp8_ds_mla")
 
@@ -586,4 +708,4 @@ def test_older_spellings_of_rope_mean_the_same(folder):
     new = jaxkv.models.ModelConfig.read(folder)
     configure(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "yarn", **yarn})
     assert jaxkv.models.ModelConfig.read(folder) == new
-    assert new.rope.yarn.factor == 4
+    assert new.rope.scaling.factor == 4

@@ -1,5 +1,7 @@
 """The two programs of a model: the cache is updated in place, and what is no cache of the model is refused."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -46,7 +48,26 @@ DEEPSEEK_V32 = {
     "index_head_dim": 128,
     "index_topk": 64,
 }
-MODELS = {"V2-Lite": DEEPSEEK_V2_LITE, "V3.2": DEEPSEEK_V32}
+# Llama 3.1 8B but for its width.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+CASES = [
+    *((DEEPSEEK_V2_LITE, form) for form in ("bf16", "fp8_ds_mla")),
+    *((DEEPSEEK_V32, form) for form in ("bf16", "fp8_ds_mla")),
+    *((LLAMA, form) for form in ("bf16", "fp8")),
+]
 BATCH, CHUNK, COLUMNS = 4, 16, 4
 
 
@@ -60,11 +81,12 @@ def describe_cache(model, num_blocks):
     return jax.eval_shape(lambda: model.cache(num_blocks))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("entry_format", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    ("values", "entry_format"), CASES, ids=lambda case: case if isinstance(case, str) else case["architectures"][0]
+)
 @pytest.mark.parametrize("program", ["prefill", "decode"])
-def test_the_cache_is_updated_in_place(name, entry_format, program):
-    model = describe(MODELS[name], entry_format=entry_format)
+def test_the_cache_is_updated_in_place(values, entry_format, program):
+    model = describe(values, entry_format=entry_format)
     one = describe_cache(model, 1).layout
     cache = describe_cache(model, 2**31 // one.nbytes)
     tokens = (BATCH,) if program == "decode" else (BATCH, CHUNK)
@@ -97,6 +119,15 @@ class TestWrongCaches:
         layout = describe(DEEPSEEK_V2_LITE).layout(4)
         with pytest.raises(ValueError, match=r"`cache` has no room for the indexer's keys"):
             self.call(describe(DEEPSEEK_V32), jaxkv.KVCache(described((layout.size,)), layout))
+
+    def test_of_other_entries(self):
+        layout = describe(LLAMA).layout(4)
+        latents = jaxkv.CacheLayout(num_layers=32, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
+        with pytest.raises(ValueError, match=r"`cache` stores MLAEntry.*takes a cache of KVEntry"):
+            self.call(describe(LLAMA), jaxkv.KVCache(described((latents.size,)), latents))
+        fewer = replace(layout, num_heads=4)
+        with pytest.raises(ValueError, match=r"`k` .*8.*the cache's heads"):
+            self.call(describe(LLAMA), jaxkv.KVCache(described((fewer.size,)), fewer))
 
     def test_no_cache(self):
         with pytest.raises(ValueError, match=r"`cache` is a list: expected a KVCache"):

@@ -75,8 +75,18 @@ def serve(engine, family, count=12):
         ("deepseek_v2_lite", partial(context, 2)),
         ("youtu", partial(context, 8, 2)),
         ("deepseek_v32", partial(context, 2, 4)),
+        ("llama", partial(tensor, 2)),
+        ("llama", partial(context, 4, 2)),
     ],
-    ids=["tensor 2", "tensor 4", "context 2 by token", "context 8 by block", "sparse context 2"],
+    ids=[
+        "tensor 2",
+        "tensor 4",
+        "context 2 by token",
+        "context 8 by block",
+        "sparse context 2",
+        "KV heads",
+        "KV context",
+    ],
 )
 def test_the_engine(family, divided):
     # 14 blocks of 16 tokens, which the longest request needs: some wait, some are computed again; requests of one
@@ -87,11 +97,16 @@ def test_the_engine(family, divided):
     assert sent_back
 
 
+@pytest.mark.parametrize("family", [SMALL, "llama"])
+def test_replicas_serve_the_recorded_prompts(family):
+    served = serving.Replicas(load(family, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    serve(served, family, count=8)
+
+
 def test_replicas():
     served = serving.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
     assert [engine.cache.buffer.devices() for engine in served.engines] == [{device} for device in jax.devices()[:2]]
     served.warm_up()
-    serve(served, SMALL, count=8)
     requests = [served.submit([3, 1, 4], max_tokens=2) for _ in range(4)]
     assert [len(engine.waiting) for engine in served.engines] == [2, 2]
     served.cancel(requests[3])
@@ -144,8 +159,8 @@ def test_data_parallel_batches():
         step(model, model.cache(2, 64), prompts[:3], [0] * 3)
 
 
-def test_every_device_holds_its_share():
-    family, devices = "deepseek_v3", 4
+@pytest.mark.parametrize(("family", "devices"), [("deepseek_v3", 4), ("llama", 2)])
+def test_every_device_holds_its_share(family, devices):
     whole, divided = load(family), load(family, tensor(devices))
     for (path, array), one in zip(
         jax.tree.leaves_with_path(divided.params), jax.tree.leaves(whole.params), strict=True
@@ -156,8 +171,12 @@ def test_every_device_holds_its_share():
         assert share == one.size // (devices if is_divided else 1), path
     sizes = dict(num_blocks=6, block_size=BLOCK)
     one = whole.cache(**sizes).buffer.size
-    shards = {kind: load(family, kind).cache(**sizes).buffer.addressable_shards for kind in (tensor(4), context(4))}
-    assert [[shard.data.size for shard in found] for found in shards.values()] == [[one] * 4, [one // 4] * 4]
+    kinds = (tensor(devices), context(devices))
+    held = [
+        [shard.data.size for shard in load(family, kind).cache(**sizes).buffer.addressable_shards] for kind in kinds
+    ]
+    heads = devices if family == "llama" else 1  # of the cache, divided
+    assert held == [[one // heads] * devices, [one // devices] * devices]
 
 
 def test_the_indexer_is_replicated():
@@ -194,8 +213,8 @@ class TestTransferBlocks:
         second = np.asarray(logits).argmax(-1)
         return [pair.tolist() for pair in np.stack([first, second], 1)]
 
-    def right(self):
-        return [right[:2] for _, right in recorded(SMALL)[1:3]]
+    def right(self, family=SMALL):
+        return [right[:2] for _, right in recorded(family)[1:3]]
 
     def test_between_two_devices(self):
         layout = load(SMALL).layout(4, BLOCK)
@@ -212,6 +231,11 @@ class TestTransferBlocks:
     def test_tensor_parallel(self):
         others = jax.make_mesh((4,), ("y",), devices=jax.devices()[2:6])
         assert self.decoding(tensor(2), models.TensorParallel(others, "y")) == self.right()
+
+    def test_tensor_parallel_heads_of_the_cache(self):
+        others = jax.make_mesh((2,), ("y",), devices=jax.devices()[2:4])
+        found = self.decoding(tensor(2), models.TensorParallel(others, "y"), "llama")
+        assert found == self.right("llama")
 
     def test_context_parallel(self):
         others = jax.make_mesh((2,), ("y",), devices=jax.devices()[6:])
@@ -271,6 +295,7 @@ class TestTransferBlocks:
 
 WRONG = {
     "heads": (lambda: load("deepseek_v3", tensor(3)), ["`parallel`", "3 devices", "num_heads is 4"]),
+    "KV heads": (lambda: load("llama", tensor(3)), ["`parallel`", "3 devices", "num_kv_heads is 2"]),
     "inner values": (
         lambda: models.random_model(replace(load(SMALL).config, intermediate_size=63), parallel=tensor(2)),
         ["`parallel`", "2 devices", "intermediate_size is 63"],

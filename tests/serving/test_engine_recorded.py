@@ -42,7 +42,7 @@ def one_trace(monkeypatch):
         monkeypatch.setattr(engine_module, program, once)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "llama"])
 def test_twenty_requests_come_and_go(family, one_trace):
     # Requests of one prompt come in pairs and share it.  20 blocks of 16 tokens, of which the longest request takes 17:
     # some wait, and some are computed again.
@@ -74,8 +74,8 @@ def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
         assert request.generated == recorded("deepseek_v3", n)[1]
 
 
-def test_strict_programs_may_run_the_engine():
-    family = "deepseek_v32"
+@pytest.mark.parametrize("family", ["deepseek_v32", "llama"])
+def test_strict_programs_may_run_the_engine(family):
     prompt, follows = recorded(family, 1)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         strict = models.load(FOLDER / family)

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxkv import models, serving
 from jaxkv.offload import DiskPool, HostPool
@@ -49,9 +50,9 @@ def disk_pool(family, folder):
     return DiskPool(folder, model(family).layout(1, BLOCK), model=models.fingerprint(model(family)))
 
 
-def test_cold_and_from_each_tier_the_tokens_are_the_same(tmp_path):
-    # Latents and the indexer's keys travel: of 200 tokens each query sees 64.
-    family = "deepseek_v32"
+@pytest.mark.parametrize("family", ["deepseek_v32", "llama"])
+def test_cold_and_from_each_tier_the_tokens_are_the_same(family, tmp_path):
+    # Of V3.2, latents and the indexer's keys are stored: of 200 tokens each query sees 64.
     host = host_pool(family, disk_pool(family, tmp_path))
     first = engine(family, host)
     assert serve(family, first) == 0

@@ -8,6 +8,13 @@ from jaxkv.models.layers.linear import linear, product
 from jaxkv.models.layers.routing import route
 
 
+def feed_forward(experts: Experts | None, weights, x) -> jax.Array:
+    """That of a layer, whichever its weights have."""
+    if experts is None or "dense" in weights:
+        return dense(weights["dense"], x)
+    return mixture(experts, weights["mixture"], x)
+
+
 def dense(weights, x) -> jax.Array:
     """SwiGLU: x [..., hidden] to [..., hidden]."""
     return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, YaRN, and the rotation itself."""
+"""Rotary position embedding: frequencies, their scalings, and the rotation itself."""
 
 import math
 
@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models.config import ModelConfig, Rope, Yarn
+from jaxkv.models.config import Llama3, ModelConfig, Rope, Yarn
 from jaxkv.models.layers.linear import with_rank
 
 
 def angles(config: ModelConfig, positions) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) of positions [...]: float32 [..., qk_rope_head_dim / 2], times YaRN's factor."""
-    per_token = with_rank(frequencies(config.rope, config.qk_rope_head_dim), positions.ndim + 1)
+    """(cos, sin) of positions [...]: float32 [..., rotary_dim / 2], times YaRN's factor."""
+    per_token = with_rank(frequencies(config.rope, config.attention.rotary_dim), positions.ndim + 1)
     phase = positions[..., None].astype(jnp.float32) * per_token
-    factor = _attention_factor(config.rope.yarn)
+    factor = _attention_factor(config.rope.scaling)
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 
 
@@ -30,32 +30,35 @@ def rotate(x, cos, sin, *, interleaved: bool) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def softmax_scale(config: ModelConfig) -> float:
-    """1 / sqrt(nope + rope), times YaRN's mscale squared where the checkpoint has an `mscale_all_dim`."""
-    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-    yarn = config.rope.yarn
-    if yarn is None or not yarn.mscale_all_dim:
-        return scale
-    return scale * _mscale(yarn.factor, yarn.mscale_all_dim) ** 2
-
-
 def frequencies(rope: Rope, size: int) -> np.ndarray:
-    """Radians a token of each pair: float32 [size / 2].
-
-    YaRN (arXiv 2309.00071, section 3.2) divides by `factor` those that turn less than `beta_slow` times in the
-    original length, leaves those that turn more than `beta_fast` times, and blends between.
-    """
+    """Radians per token of each pair: float32 [size / 2]."""
     pairs = np.arange(0, size, 2, dtype=np.float32)
-    periods = np.float32(rope.theta) ** (pairs / np.float32(size))
-    plain = np.float32(1) / periods
-    yarn = rope.yarn
-    if yarn is None:
-        return plain
-    low = max(math.floor(_pair_of(yarn.beta_fast, yarn, rope.theta, size)), 0)
-    high = min(math.ceil(_pair_of(yarn.beta_slow, yarn, rope.theta, size)), size - 1)
+    plain = np.float32(1) / np.float32(rope.theta) ** (pairs / np.float32(size))
+    if isinstance(rope.scaling, Yarn):
+        return _yarn(plain, rope.scaling, rope.theta)
+    return plain if rope.scaling is None else _llama3(plain, rope.scaling)
+
+
+def _yarn(plain: np.ndarray, yarn: Yarn, theta: float) -> np.ndarray:
+    """YaRN (arXiv 2309.00071, section 3.2).
+
+    It divides by `factor` those that turn less than `beta_slow` times in the original length, leaves those that turn
+    more than `beta_fast` times, and blends between.
+    """
+    size = 2 * len(plain)
+    low = max(math.floor(_pair_of(yarn.beta_fast, yarn, theta, size)), 0)
+    high = min(math.ceil(_pair_of(yarn.beta_slow, yarn, theta, size)), size - 1)
     width = max(high - low, 0.001)
-    stretched = np.clip((np.arange(size // 2, dtype=np.float32) - low) / np.float32(width), 0, 1)
+    stretched = np.clip((np.arange(len(plain), dtype=np.float32) - low) / np.float32(width), 0, 1)
     return plain / np.float32(yarn.factor) * stretched + plain * (1 - stretched)
+
+
+def _llama3(plain: np.ndarray, llama3: Llama3) -> np.ndarray:
+    """As `Llama3` has it: the blend is linear in the turns in the original length."""
+    turns = np.float32(llama3.original_length) * plain / np.float32(2 * math.pi)
+    low, high = np.float32(llama3.low_freq_factor), np.float32(llama3.high_freq_factor)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return plain / np.float32(llama3.factor) * (1 - kept) + plain * kept
 
 
 def _pair_of(turns: float, yarn: Yarn, theta: float, size: int) -> float:
@@ -63,16 +66,17 @@ def _pair_of(turns: float, yarn: Yarn, theta: float, size: int) -> float:
     return size * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def _attention_factor(yarn: Yarn | None) -> float:
+def _attention_factor(yarn: Yarn | Llama3 | None) -> float:
     """The factor on cos and sin."""
-    if yarn is None:
+    if not isinstance(yarn, Yarn):
         return 1.0
     if yarn.attention_factor is not None:
         return yarn.attention_factor
     if yarn.mscale and yarn.mscale_all_dim:
-        return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
-    return _mscale(yarn.factor, 1.0)
+        return mscale(yarn.factor, yarn.mscale) / mscale(yarn.factor, yarn.mscale_all_dim)
+    return mscale(yarn.factor, 1.0)
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def mscale(factor: float, mscale: float) -> float:
+    """YaRN's correction of attention for contexts `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.models.config import ModelConfig
-from jaxkv.ops.attention import decode_mla
+from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.indexer import indexer_logits, select_topk
 from jaxkv.ops.plan import DecodePlan, plan_decode
 from jaxkv.ops.sparse import decode_mla_sparse
@@ -26,6 +26,10 @@ class Parallel(ABC):
     @abstractmethod
     def sharding(self, path, ndim: int) -> Sharding | jax.Device | None:
         """Where a weight lies, by its path in the tree of weights; `ndim` axes, that of layers included or not."""
+
+    def share(self, heads: int) -> int:
+        """How many of so many heads one device has."""
+        return heads
 
     def device_block_size(self, block_size: int) -> int:
         """How many tokens of a block of that many one device holds."""
@@ -60,6 +64,10 @@ class Parallel(ABC):
     def decode_mla(self, *args, **options) -> jax.Array:
         """`jaxkv.decode_mla` of the device's heads to all cached tokens."""
         return decode_mla(*args, **options)
+
+    def decode_kv(self, *args, **options) -> jax.Array:
+        """`jaxkv.decode_kv` of the device's heads to all cached tokens."""
+        return decode_kv(*args, **options)
 
     def indexer_logits(self, *args, **options) -> jax.Array:
         """`jaxkv.indexer_logits` of the device's part of the cached tokens."""

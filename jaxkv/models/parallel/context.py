@@ -60,6 +60,10 @@ class ContextParallel(OnMesh):
         return context.decode_mla(*args, axis=self.axis, interleave=self.interleave, **options)
 
     @override
+    def decode_kv(self, *args, **options):
+        return context.decode_kv(*args, axis=self.axis, interleave=self.interleave, **options)
+
+    @override
     def indexer_logits(self, *args, **options):
         return context.indexer_logits(*args, axis=self.axis, interleave=self.interleave, **options)
 

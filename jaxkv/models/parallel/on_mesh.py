@@ -6,6 +6,7 @@ from typing import override
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxkv.layout.layout import CacheLayout
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.parallel.caches import check_axis, zeros
 
@@ -25,8 +26,6 @@ class OnMesh(Parallel):
     mesh: Mesh
     axis: str
 
-    divides_cache = True
-    """Each device has a cache of its own; else all have the same."""
     divides_rows = False
     """Each device has requests of its own."""
 
@@ -48,32 +47,32 @@ class OnMesh(Parallel):
         """How a weight is divided; as in `sharding`."""
         return PartitionSpec()
 
+    def divides_cache(self, layout: CacheLayout) -> bool:
+        """Whether each device has a cache of its own, of that layout; else all have the same."""
+        return True
+
     @override
     def sharding(self, path, ndim):
         return NamedSharding(self.mesh, self.spec(path, ndim))
 
     @override
     def zeros(self, layout):
-        return zeros(layout, self.mesh, self.axis if self.divides_cache else ())
+        return zeros(layout, self.mesh, self.axis if self.divides_cache(layout) else ())
 
     @override
     def run(self, function, model, cache, *batch):
         weights = jax.tree.map_with_path(lambda path, x: self.spec(path, x.ndim), model)
-        rows = self._spec(self.divides_rows)
-        specs = weights, self._cache, *[rows] * len(batch)
-        return self._on_each(function, specs, (self._cache, rows))(model, cache, *batch)
+        held, rows = self._spec(self.divides_cache(cache.layout)), self._spec(self.divides_rows)
+        specs = weights, held, *[rows] * len(batch)
+        return self._on_each(function, specs, (held, rows))(model, cache, *batch)
 
     @override
     def per_device(self, function):
         def on_each(cache, *ids):
-            specs = self._cache, *[PartitionSpec()] * len(ids)
-            return self._on_each(function, specs, self._cache)(cache, *ids)
+            held = self._spec(self.divides_cache(cache.layout))
+            return self._on_each(function, (held, *[PartitionSpec()] * len(ids)), held)(cache, *ids)
 
         return on_each
-
-    @property
-    def _cache(self) -> PartitionSpec:
-        return self._spec(self.divides_cache)
 
     def _spec(self, divided: bool) -> PartitionSpec:
         return PartitionSpec(self.axis) if divided else PartitionSpec()

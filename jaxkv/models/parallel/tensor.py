@@ -6,19 +6,23 @@ from typing import override
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxkv.models.config import GQA
 from jaxkv.models.parallel.on_mesh import OnMesh
 
-DIVIDED = {"q": -2, "kv_b": -2, "w_uk": -3, "w_uv": -3, "o": -1, "gate": -2, "up": -2, "down": -1}
+DIVIDED = {"q": -2, "k": -2, "v": -2, "kv_b": -2, "w_uk": -3, "w_uv": -3, "o": -1, "gate": -2, "up": -2, "down": -1}
 """Weights that are divided, and along which axis; of experts each one is, so that all devices have the same work."""
 
 
 @dataclass(frozen=True)
 class TensorParallel(OnMesh):
-    """Each device has its share of the weights of every layer, and the whole cache: latents have one head.
+    """Each device has its share of the weights of every layer, and of the heads of the cache.
+
+    Latents have one head for all query heads: of MLA models, each device has the whole cache, which is then neither
+    smaller nor read less.  What is divided are the weights, and the attention where that is bound by arithmetic (many
+    heads).  Of GQA models, each device has a cache of its share of the KV heads.
 
     Two sums over the devices a layer: after the attention, and after the feed-forward.  Embedding, head, norms, routers
-    and V3.2's indexer are replicated.  It divides the weights, and the attention where that is bound by arithmetic
-    (many heads); the cache is neither smaller nor read less.
+    and V3.2's indexer are replicated.
 
     Args:
       mesh: the devices, those of other processes included.
@@ -28,11 +32,11 @@ class TensorParallel(OnMesh):
       ValueError: the mesh has no such axis.
     """
 
-    divides_cache = False
-
     @override
     def check(self, config):
         sizes = {"num_heads": config.num_heads}
+        if isinstance(config.attention, GQA):
+            sizes["num_kv_heads"] = config.attention.num_kv_heads
         if config.num_dense_layers or config.experts is None:
             sizes["intermediate_size"] = config.intermediate_size
         if config.experts is not None:
@@ -44,6 +48,14 @@ class TensorParallel(OnMesh):
                     f"`parallel` divides the model over {self.num_devices} devices, and {name} is {size}: "
                     f"expected a multiple of the devices"
                 )
+
+    @override
+    def share(self, heads):
+        return heads // self.num_devices
+
+    @override
+    def divides_cache(self, layout):
+        return not layout.entry.one_head
 
     @override
     def spec(self, path, ndim):

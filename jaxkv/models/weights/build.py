@@ -4,11 +4,12 @@ from typing import Any
 
 from jaxkv.dispatch.validate import float_dtype
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.families import FAMILIES
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parallel.one_device import OneDevice
-from jaxkv.models.weights.parameters import Weight
-from jaxkv_kernels.formats.entries import IndexerEntry, MLAEntry
+from jaxkv.models.weights.weight import Weight
+from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.formats.format import unquantised
 
 
@@ -20,7 +21,7 @@ class Build:
         self._dtype = float_dtype("dtype", dtype)
         self._entry_format = entry_format or unquantised(self._dtype)
         # Refuses here, before gigabytes are read, what it would refuse when a cache is made.
-        MLAEntry(self._entry_format, config.kv_lora_rank, config.qk_rope_head_dim)
+        config.attention.entry(self._entry_format)
         if config.indexer is not None:
             IndexerEntry.beside(self._entry_format, config.indexer.head_dim)
         self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
@@ -35,14 +36,6 @@ class Build:
 
     def model(self, params: dict[str, Any]) -> Model:
         """The model of arrays in the tree that `parameters` describes."""
-        params["stacks"] = tuple(self._absorb(stack) for stack in params["stacks"])
-        return Model(params, self._config, self._entry_format, self._implementation, self.parallel)
-
-    def _absorb(self, stack):
-        """The stack with `kv_b`, rows of W_UK and then W_UV for each head, split for attention to latents."""
-        attention = dict(stack["attention"])
-        kv_b = attention.pop("kv_b")
-        kv_b = kv_b.reshape(len(kv_b), self._config.num_heads, -1, self._config.kv_lora_rank)
-        attention["w_uk"] = kv_b[:, :, : self._config.qk_nope_head_dim]
-        attention["w_uv"] = kv_b[:, :, self._config.qk_nope_head_dim :]
-        return {**stack, "attention": attention}
+        config, arrange = self._config, FAMILIES[self._config.architecture].arrange
+        params["stacks"] = tuple(arrange(config, config.attention, layer) for layer in params["stacks"])
+        return Model(params, config, self._entry_format, self._implementation, self.parallel)

@@ -10,7 +10,7 @@ import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 
 from jaxkv.models.json_object import JsonObject
-from jaxkv.models.weights.parameters import Weight
+from jaxkv.models.weights.weight import Weight
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("BF16", "F16", "F32")

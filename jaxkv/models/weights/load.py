@@ -12,7 +12,8 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
-from jaxkv.models.weights.parameters import EMBED, HEAD, Weight, parameters, unused
+from jaxkv.models.weights.parameters import EMBED, HEAD, parameters, unused
+from jaxkv.models.weights.weight import Weight
 
 
 def load(
@@ -33,8 +34,8 @@ def load(
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
       dtype: of weights and activations: bfloat16, float16 or float32; default that of the checkpoint.
-      entry_format: format of the cached latents: `bf16`, `f16`, `f32`, `fp8` (with scale 1), `fp8_ds_mla`; default the
-        plain one of `dtype`.
+      entry_format: format of the cached entries: `bf16`, `f16`, `f32`, `fp8` (with scale 1), and of MLA models
+        `fp8_ds_mla`; default the plain one of `dtype`.
       implementation: of the operations on the cache: None (the best that takes the call), a name, or a tuple of names.
       parallel: where the weights go and what devices divide: `TensorParallel`, `ContextParallel`, `DataParallel`, or
         `OneDevice`; default the default device.  Each device is given what it keeps.
@@ -48,7 +49,7 @@ def load(
       ValueError: a file of the checkpoint is missing, damaged, or outside the folder; a value of config.json is
         missing or not supported; a weight is missing, unknown, has another shape than the configuration requires, or
         holds NaN.  The message is one line that names the file and the key or weight.  Or `entry_format` cannot hold
-        the model's latents, or the model cannot be divided as `parallel` would.
+        the model's entries, or the model cannot be divided as `parallel` would.
     """
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)

@@ -32,7 +32,7 @@ def random_model(
       parallel: as in `load`.
 
     Raises:
-      ValueError: `dtype` is none of those, `entry_format` cannot hold the model's latents, or the model cannot be
+      ValueError: `dtype` is none of those, `entry_format` cannot hold the model's entries, or the model cannot be
         divided as `parallel` would.
     """
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)

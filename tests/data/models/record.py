@@ -56,16 +56,19 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
+    "pad_token_id": None,  # the default special tokens lie outside so small a vocabulary
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MLA = {
     "q_lora_rank": 24,
     "kv_lora_rank": 128,  # one tile of the fp8_ds_mla format
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    "pad_token_id": None,  # the default special tokens lie outside so small a vocabulary
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
 MOE = {
+    **MLA,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 3,
@@ -128,6 +131,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "rope_theta": 50000.0, "beta_fast": 1},
         },
     ),
+    # Three query heads per KV head, of a size that GPU kernels support.  The original length puts pairs of the rotary
+    # embedding on both sides of the frequencies that are blended.
+    "llama": (
+        "llama",
+        {
+            **TWO_LAYERS,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "moonlight": (
         "deepseek_v3",
         {
@@ -142,7 +165,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
         },
     ),
-    "youtu": ("youtu", {}),  # dense, and the head is the embedding
+    "youtu": ("youtu", MLA),  # dense, and the head is the embedding
 }
 
 SHARDS = {"deepseek_v3_sharded": "290KB"}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch
+from jaxkv.models.config import MLA, Rope, Yarn
 from jaxkv.models.layers import indexer, rope
 from jaxkv.models.layers.linear import linear, product, rms_norm
 from jaxkv.models.model import Model
@@ -16,12 +17,11 @@ LATENT_EPS = 1e-6
 """Of the norms of the two latents, in every family, whatever `rms_norm_eps` is."""
 
 
-def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
     """Stores the entries of x [B, Q, hidden], attends to all cached tokens, them included; [B, Q, hidden].
 
     Of the model's `num_heads`: where devices divide them, what this one's add to the sum.
     """
-    config = model.config
     q_source = x
     if config.q_lora_rank is not None:
         q_source = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], LATENT_EPS)
@@ -30,7 +30,7 @@ def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> 
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
     kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
-    interleaved = config.rope.interleaved
+    interleaved = model.config.rope.interleaved
     q_pe = rope.rotate(q_pe, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=interleaved)
     k_pe = rope.rotate(k_pe, batch.cos, batch.sin, interleaved=interleaved)
 
@@ -41,7 +41,7 @@ def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> 
     tokens = len(batch.slots)
     cache = write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
 
-    scale = rope.softmax_scale(config)
+    scale = _softmax_scale(config, model.config.rope)
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
     if config.indexer is None:
         out = model.parallel.decode_mla(
@@ -53,3 +53,11 @@ def attention(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> 
         out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, scale=scale, **options)
     out = product("bqhr,hvr->bqhv", out, weights["w_uv"])
     return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+
+
+def _softmax_scale(config: MLA, rotary: Rope) -> float:
+    """1 / sqrt(nope + rope), times YaRN's mscale squared where the checkpoint has an `mscale_all_dim`."""
+    scale, yarn = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5, rotary.scaling
+    if not isinstance(yarn, Yarn) or not yarn.mscale_all_dim:
+        return scale
+    return scale * rope.mscale(yarn.factor, yarn.mscale_all_dim) ** 2

@@ -1,0 +1,67 @@
+"""DeepSeek V2, V3 and V3.2, and what is built like V3: R1, Moonlight, Kimi-K2 (the text model), GLM4-MoE-Lite.
+
+MLA and a mixture of experts.  V2 chooses experts by softmax scores, V3 by sigmoid scores with a bias; V3.2 attends to
+the tokens that its indexer selects.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jaxkv.models.config import MLA, Experts, Indexer, ModelConfig
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.parts import decoder, experts, mla, rope
+from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers.block import pre_norm
+from jaxkv.models.layers.mla import attention as mla_attention
+
+
+def _read_v2(fields: JsonObject) -> ModelConfig:
+    return _read(fields, mla.read(fields), _experts_v2)
+
+
+def _read_v3(fields: JsonObject) -> ModelConfig:
+    return _read(fields, mla.read(fields), experts.read)
+
+
+def _read_v32(fields: JsonObject) -> ModelConfig:
+    attention = mla.read(fields)
+    return _read(fields, replace(attention, indexer=_indexer(fields, attention)), experts.read)
+
+
+def _read(fields: JsonObject, attention: MLA, read_experts) -> ModelConfig:
+    return decoder.read(fields, attention, rope.read_yarn(fields), experts.read_layers(fields, read_experts))
+
+
+def _experts_v2(fields: JsonObject) -> Experts:
+    grouped = fields.choice("topk_method", "greedy", "group_limited_greedy") != "greedy"
+    fields.choice("norm_topk_prob", False, default=False)
+    return experts.read_routing(fields, "softmax", grouped=grouped, normalize=False)
+
+
+def _indexer(fields: JsonObject, attention: MLA) -> Indexer:
+    if attention.q_lora_rank is None:
+        raise fields.error("q_lora_rank", "an integer: the indexer's queries are made from the latent of the queries")
+    head_dim = fields.integer("index_head_dim")
+    if head_dim < attention.rotary_dim:
+        raise fields.error("index_head_dim", f"at least `qk_rope_head_dim`, which is {attention.rotary_dim}")
+    return Indexer(heads=fields.integer("index_n_heads"), head_dim=head_dim, topk=fields.integer("index_topk"))
+
+
+def _attention_weights(config: ModelConfig, attention: MLA, weight) -> dict[str, Any]:
+    """Those of MLA, and the indexer's."""
+    tree, indexer, prefix = mla.weights(config, attention, weight), attention.indexer, "self_attn.indexer"
+    if indexer is not None:
+        tree["indexer"] = {
+            "q": weight(f"{prefix}.wq_b.weight", indexer.heads * indexer.head_dim, attention.q_lora_rank),
+            "k": weight(f"{prefix}.wk.weight", indexer.head_dim, config.hidden_size),
+            "k_norm": weight(f"{prefix}.k_norm.weight", indexer.head_dim),
+            "k_norm_bias": weight(f"{prefix}.k_norm.bias", indexer.head_dim),
+            "weights": weight(f"{prefix}.weights_proj.weight", indexer.heads, config.hidden_size, exact=True),
+        }
+    return tree
+
+
+V3 = Family(_read_v3, partial(decoder.weights, _attention_weights), pre_norm(mla_attention), mla.arrange)
+V2 = replace(V3, read=_read_v2)
+V32 = replace(V3, read=_read_v32)

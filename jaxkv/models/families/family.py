@@ -1,0 +1,28 @@
+"""What differs between families of models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxkv.cache import KVCache
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.json_object import JsonObject
+
+Layer = dict[str, Any]
+"""A tree of the weights of some layers: of `Weight`s, or of arrays with a leading axis of layers."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models, as four functions."""
+
+    read: Callable[[JsonObject], ModelConfig]
+    """The configuration of a `config.json`; ValueError for what is missing or not supported."""
+    weights: Callable[[ModelConfig, range], Layer]
+    """The names and shapes of the weights of these layers, which have the same kind of feed-forward."""
+    block: Callable[..., tuple[KVCache, jax.Array]]
+    """`block(model, weights, x, cache, batch, layer)`: the cache and x [B, Q, hidden] after a layer."""
+    arrange: Callable[..., Layer] = lambda config, attention, layer: layer
+    """`arrange(config, config.attention, layer)`: the arrays of `block` from those of `weights`; default the same."""

@@ -1,0 +1,85 @@
+"""What the decoders of all families have."""
+
+from typing import Any
+
+from jaxkv.dispatch.validate import FLOATS
+from jaxkv.models.config import GQA, MLA, Experts, ModelConfig, Rope
+from jaxkv.models.families.parts import experts as mixture
+from jaxkv.models.families.parts.feed_forward import feed_forward
+from jaxkv.models.json_object import JsonObject
+from jaxkv.models.weights.weight import LAYER, Weight
+
+
+def read(
+    fields: JsonObject,
+    attention: MLA | GQA,
+    rope: Rope,
+    layers: tuple[int, Experts | None] | None = None,
+    *,
+    tied: bool = False,
+) -> ModelConfig:
+    """The configuration, of these parts and what all decoders have.
+
+    Args:
+      fields: of `config.json`.
+      attention: that of every layer.
+      rope: the rotary embedding.
+      layers: how many leading layers are dense, and the experts of the others; None if all layers are dense.
+      tied: whether the head is the embedding where `tie_word_embeddings` is absent.
+    """
+    if fields.value("quantization_config", None) not in (None, {}):
+        raise fields.error("quantization_config", "none: only checkpoints of unquantised weights are supported")
+    fields.choice("hidden_act", "silu", default="silu")
+    fields.choice("attention_bias", False, default=False)
+    fields.choice("mlp_bias", False, default=False)
+    (architecture,) = fields.value("architectures")
+    vocab_size, num_layers = fields.integer("vocab_size"), fields.integer("num_hidden_layers")
+    num_dense_layers, experts = layers or (num_layers, None)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=fields.integer("hidden_size"),
+        num_layers=num_layers,
+        num_dense_layers=num_dense_layers,
+        num_heads=fields.integer("num_attention_heads"),
+        intermediate_size=fields.integer("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=tied),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        stop_tokens=_stop_tokens(fields, vocab_size),
+        dtype=fields.choice(fields.spelling("dtype", "torch_dtype"), *FLOATS),
+        rope=rope,
+        attention=attention,
+        experts=experts,
+    )
+
+
+def _stop_tokens(fields: JsonObject, vocab_size: int) -> tuple[int, ...]:
+    stop = fields.value("eos_token_id", None)
+    tokens = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        raise fields.error("eos_token_id", f"token ids from 0 to {vocab_size - 1}: one, a list of them, or null")
+    return tuple(tokens)
+
+
+def weights(attention, config: ModelConfig, layers: range) -> dict[str, Any]:
+    """The weights of layers that are all dense or all have experts, each a norm, attention, a norm and feed-forward.
+
+    Args:
+      attention: `attention(config, config.attention, weight)` names those of the attention.  `weight(name, *shape)`,
+        with the options of `Weight`, is one of each layer.
+      config: the model's.
+      layers: their numbers.
+    """
+
+    def weight(name: str, *shape: int, **options) -> Weight:
+        return Weight(f"model.layers.{LAYER}.{name}", shape, layers, **options)
+
+    tree: dict[str, Any] = {
+        "attention_norm": weight("input_layernorm.weight", config.hidden_size),
+        "attention": attention(config, config.attention, weight),
+        "feed_forward_norm": weight("post_attention_layernorm.weight", config.hidden_size),
+    }
+    if config.experts is None or layers.start < config.num_dense_layers:
+        return {**tree, "dense": feed_forward(weight, "mlp", config.hidden_size, config.intermediate_size)}
+    return {**tree, "mixture": mixture.weights(config, config.experts, weight)}

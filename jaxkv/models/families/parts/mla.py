@@ -1,0 +1,49 @@
+"""Multi-head latent attention."""
+
+from typing import Any
+
+from jaxkv.models.config import MLA, ModelConfig
+from jaxkv.models.json_object import JsonObject
+
+
+def read(fields: JsonObject) -> MLA:
+    """The ranks and the sizes of heads, without an indexer."""
+    rope_head_dim = fields.integer("qk_rope_head_dim", least=2)
+    if rope_head_dim % 2:
+        raise fields.error("qk_rope_head_dim", "an even number: rotary embedding turns pairs")
+    return MLA(
+        # Null where queries have no latent; where the key is absent, families differ in what is meant.
+        q_lora_rank=None if fields.value("q_lora_rank") is None else fields.integer("q_lora_rank"),
+        kv_lora_rank=fields.integer("kv_lora_rank"),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_head_dim,
+        v_head_dim=fields.integer("v_head_dim"),
+    )
+
+
+def weights(config: ModelConfig, attention: MLA, weight) -> dict[str, Any]:
+    """The weights of the attention; `weight` as in `decoder.weights`."""
+    hidden, heads = config.hidden_size, config.num_heads
+    latent, nope, value = attention.kv_lora_rank, attention.qk_nope_head_dim, attention.v_head_dim
+    q_size = heads * (nope + attention.qk_rope_head_dim)
+    tree: dict[str, Any] = {
+        "kv_a": weight("self_attn.kv_a_proj_with_mqa.weight", latent + attention.qk_rope_head_dim, hidden),
+        "kv_a_norm": weight("self_attn.kv_a_layernorm.weight", latent),
+        "kv_b": weight("self_attn.kv_b_proj.weight", heads * (nope + value), latent),
+        "o": weight("self_attn.o_proj.weight", hidden, heads * value),
+    }
+    if attention.q_lora_rank is None:
+        return {**tree, "q": weight("self_attn.q_proj.weight", q_size, hidden)}
+    tree["q_a"] = weight("self_attn.q_a_proj.weight", attention.q_lora_rank, hidden)
+    tree["q_a_norm"] = weight("self_attn.q_a_layernorm.weight", attention.q_lora_rank)
+    tree["q"] = weight("self_attn.q_b_proj.weight", q_size, attention.q_lora_rank)
+    return tree
+
+
+def arrange(config: ModelConfig, attention: MLA, layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer with `kv_b`, rows of W_UK and then W_UV for each head, split for attention to latents."""
+    tree = dict(layer["attention"])
+    kv_b = tree.pop("kv_b")
+    kv_b = kv_b.reshape(len(kv_b), config.num_heads, -1, attention.kv_lora_rank)
+    tree["w_uk"], tree["w_uv"] = kv_b[:, :, : attention.qk_nope_head_dim], kv_b[:, :, attention.qk_nope_head_dim :]
+    return {**layer, "attention": tree}

@@ -1,0 +1,68 @@
+"""Rotary embedding, with the scalings of long contexts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxkv.models.config import Llama3, Rope, Yarn
+from jaxkv.models.json_object import REQUIRED, JsonObject
+
+Scalings = Mapping[str, Callable[[JsonObject], Yarn | Llama3]]
+
+
+def read(fields: JsonObject, scalings: Scalings, *, interleaved: bool, theta: Any = REQUIRED) -> Rope:
+    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
+
+    Args:
+      fields: of `config.json`.
+      scalings: the supported values of `rope_type` besides "default", and what reads their other keys.
+      interleaved: as in `Rope`.
+      theta: what an absent `rope_theta` stands for; by default, it is required.
+    """
+    fields.choice("partial_rotary_factor", 1, 1.0, default=1)
+    spelling = fields.spelling("rope_parameters", "rope_scaling")
+    if spelling not in fields:
+        return Rope(fields.number("rope_theta", above=1, default=theta), interleaved, None)
+    values = fields.child(spelling)
+    theta = (values if "rope_theta" in values else fields).number("rope_theta", above=1, default=theta)
+    for held in (values, fields):
+        if held.number("rope_theta", above=1, default=theta) != theta:
+            raise held.error("rope_theta", f"{theta}, as in `{spelling}`")
+    values.choice("partial_rotary_factor", 1, 1.0, default=1)
+    values.choice("truncate", True, default=True)
+    kind = values.choice(values.spelling("rope_type", "type"), "default", *scalings)
+    return Rope(theta, interleaved, None if kind == "default" else scalings[kind](values))
+
+
+def read_yarn(fields: JsonObject) -> Rope:
+    """The rotary embedding of MLA models: interleaved unless `rope_interleave` is false, YaRN for long contexts."""
+    return read(fields, {"yarn": yarn}, interleaved=fields.flag("rope_interleave", default=True))
+
+
+def yarn(values: JsonObject) -> Yarn:
+    """YaRN."""
+    beta_fast = values.number("beta_fast", default=None) or 32.0
+    beta_slow = values.number("beta_slow", default=None) or 1.0
+    if beta_fast < beta_slow:
+        raise values.error("beta_fast", f"at least `beta_slow`, which is {beta_slow}")
+    return Yarn(
+        factor=values.number("factor", least=1),
+        original_length=values.integer("original_max_position_embeddings"),
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        mscale=values.number("mscale", least=0, default=None),
+        mscale_all_dim=values.number("mscale_all_dim", least=0, default=None),
+        attention_factor=values.number("attention_factor", default=None),
+    )
+
+
+def llama3(values: JsonObject) -> Llama3:
+    """The scaling of Llama 3.1."""
+    low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
+    if high <= low:
+        raise values.error("high_freq_factor", f"more than `low_freq_factor`, which is {low}")
+    return Llama3(
+        factor=values.number("factor", least=1),
+        original_length=values.integer("original_max_position_embeddings"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )

@@ -1,0 +1,17 @@
+"""Youtu-LLM: MLA and a dense feed-forward in every layer; the head is the embedding unless config.json denies it."""
+
+from functools import partial
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.parts import decoder, mla, rope
+from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers.block import pre_norm
+from jaxkv.models.layers.mla import attention
+
+
+def _read(fields: JsonObject) -> ModelConfig:
+    return decoder.read(fields, mla.read(fields), rope.read_yarn(fields), tied=True)
+
+
+YOUTU = Family(_read, partial(decoder.weights, mla.weights), pre_norm(attention), mla.arrange)

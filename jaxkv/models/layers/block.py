@@ -1,0 +1,25 @@
+"""A layer: attention and feed-forward, each after a norm and added to what came in."""
+
+from collections.abc import Callable
+
+import jax
+
+from jaxkv.cache import KVCache
+from jaxkv.models.batch import Batch
+from jaxkv.models.layers.feed_forward import feed_forward
+from jaxkv.models.layers.linear import rms_norm
+from jaxkv.models.model import Model
+
+
+def pre_norm(attention: Callable[..., tuple[KVCache, jax.Array]]) -> Callable[..., tuple[KVCache, jax.Array]]:
+    """The layer with that attention, `attention(model, config.attention, weights, x, cache, batch, layer)`."""
+
+    def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+        config, total = model.config, model.parallel.total
+        normed = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
+        cache, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
+        x = x + total(out)
+        normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
+        return cache, x + total(feed_forward(config.experts, weights, normed))
+
+    return block

@@ -1,0 +1,34 @@
+"""Grouped-query attention on the cache."""
+
+from typing import Any
+
+import jax
+
+from jaxkv.cache import KVCache
+from jaxkv.models.batch import Batch
+from jaxkv.models.config import GQA
+from jaxkv.models.layers import rope
+from jaxkv.models.layers.linear import linear
+from jaxkv.models.model import Model
+from jaxkv.ops.writes import write_kv
+
+
+def attention(model: Model, config: GQA, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+    """Stores the keys and values of x [B, Q, hidden], attends to all cached tokens, them included; [B, Q, hidden].
+
+    Of the model's heads: where devices divide them, what this one's add to the sum.
+    """
+    q, k, v = (linear(x, weights[name]).reshape(*x.shape[:2], -1, config.head_dim) for name in ("q", "k", "v"))
+    cos, sin = batch.cos[:, :, None], batch.sin[:, :, None]
+    q, k = (rope.rotate(heads, cos, sin, interleaved=model.config.rope.interleaved) for heads in (q, k))
+
+    # Keys and values follow a norm and stay far below e4m3's largest value, 448: scale 1 is enough where a format wants
+    # one.
+    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
+    if cache.layout.entry.codec.scaled:
+        options |= {"k_scale": 1.0, "v_scale": 1.0}
+    k, v = (new.reshape(len(batch.slots), -1, config.head_dim) for new in (k, v))
+    cache = write_kv(cache, k, v, batch.slots, **options)
+    index = batch.block_tables, batch.seq_lens
+    out = model.parallel.decode_kv(q, cache, *index, scale=config.head_dim**-0.5, plan=batch.plan, **options)
+    return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
