@@ -71,10 +71,7 @@ def _visible(known, position, sight, Q_LEN: tl.constexpr, WINDOW: tl.constexpr):
 def _scores(q, k, score):
     """`score` [rows, keys] plus the products of the tiles `q` [rows, n] with the tiles `k` [keys, n]."""
     for i in tl.static_range(len(k)):
-        if score.shape[0] < 64:  # small products wait for their own sums: start several at a time
-            score += dot(q[i], tl.trans(k[i]), tl.zeros(score.shape, tl.float32))
-        else:
-            score = dot(q[i], tl.trans(k[i]), score)
+        score = dot(q[i], tl.trans(k[i]), score)
     return score
 
 
@@ -97,27 +94,30 @@ def attend_tiles(
     Returns the unnormalized sums (a tuple of float32 [rows, columns], one per tile of values), the running maximum
     [rows] and the row sums: [rows], or [rows, keys] where SUM_PER_COLUMN.
     """
+    ROWS: tl.constexpr = CONFIG.rows
+    KEYS: tl.constexpr = CONFIG.keys
     VALUE_TILES: tl.constexpr = LOADS.value_tiles
+    VALUE_COLUMNS: tl.constexpr = LOADS.value_columns
     acc = ()
     for _ in tl.static_range(VALUE_TILES):
-        acc += (tl.zeros((CONFIG.rows, LOADS.value_columns), tl.float32),)
+        acc += (tl.zeros((ROWS, VALUE_COLUMNS), tl.float32),)
     layer = tl.load(layers)
     blocks = slots_of(layer, PAGES) // TABLE_BLOCK
     table += request.to(tl.int64) * TABLE
-    key = tl.arange(0, CONFIG.keys)
+    key = tl.arange(0, KEYS)
     block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
     length = tl.minimum(tl.load(seq_lens + request), TABLE * TABLE_BLOCK)
     sight = length - (Q_LEN - 1) + token
-    row_max = tl.full((CONFIG.rows,), NO_KEYS, tl.float32)
-    row_sum = tl.zeros((CONFIG.rows, CONFIG.keys) if SUM_PER_COLUMN else (CONFIG.rows,), tl.float32)
-    for start in tl.range(begin, end, CONFIG.keys):
+    row_max = tl.full((ROWS,), NO_KEYS, tl.float32)
+    row_sum = tl.zeros((ROWS, KEYS) if SUM_PER_COLUMN else (ROWS,), tl.float32)
+    for start in tl.range(begin, end, KEYS):
         position = start + key
         known = (block >= 0) & (block < blocks)
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
-        ahead = position + CONFIG.keys
+        ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
         k, v = load_keys_and_values(token_address(buffer, layer, slot, head, PAGES), known, LOADS)
-        score = _scores(q, k, tl.zeros((CONFIG.rows, CONFIG.keys), tl.float32))
+        score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
         visible = _visible(known, position, sight, Q_LEN, WINDOW)
         score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
         weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
