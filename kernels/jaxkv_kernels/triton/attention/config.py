@@ -81,8 +81,8 @@ def default_latent_config(entry, rows: int, dtype) -> LatentConfig:
     float32: products of float32 keep all factors of a thread in registers, which limits tiles to 16 x 16; a tile of
     keys takes 36 KiB, so that a second stage would not fit on sm_86.
     Up to 16 rows: memory bandwidth is the limit, so two programs share a multiprocessor, and one loads while the other
-    computes.  On sm_90, bf16 takes 91 KiB of shared memory and 168 registers per thread; fp8 takes 92 KiB and 193
-    registers with tiles of 64 keys, which are half as large in bytes.
+    computes.  On sm_90, bf16 takes 91 KiB of shared memory and 168 to 189 registers per thread (Triton 3.6 to 3.9); fp8
+    takes 92 KiB and 192 to 196 registers with tiles of 64 keys, which are half as large in bytes.
     More rows: 64 on sm_90, where the queries (72 KiB) and two tiles of 64 keys (72 KiB each) take 216 KiB, and the
     results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of raw bytes: 226 KiB.
     More rows on other GPUs: 32 keys fit; 64 rows fit on sm_80 only, and only for entries that need no room for decoded
@@ -111,9 +111,10 @@ def default_kv_config(entry, rows: int, dtype) -> KVConfig:
     """For keys and values of `entry`, `rows` rows of queries per KV head and queries of `dtype`.
 
     Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than a large
-    one: 16 rows, 64 keys and 4 warps take 38 KiB of shared memory and 116 registers per thread at 128 + 128 bf16
-    values, so that four programs fit on sm_90.  Heads wider than 128 get half the keys, hence the same bytes.  float32
-    products keep all factors in registers, which limits tiles to 16 x 16.
+    one: 16 rows, 64 keys and 4 warps take 38 KiB of shared memory and 118 registers per thread at 128 + 128 bf16
+    values with Triton 3.6, so that four programs fit on sm_90 (with Triton 3.9, 140 registers: three).  Heads wider
+    than 128 get half the keys, hence the same bytes.  float32 products keep all factors in registers, which limits
+    tiles to 16 x 16.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return KVConfig(rows=16, keys=16, warps=4, stages=1, programs_per_sm=2)
