@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
@@ -44,6 +45,24 @@ class TestInterpretedDecodeKV(Triton, suites.DecodeKV):
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedDecodeMLASparse(Triton, suites.DecodeMLASparse):
     """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+@pytest.mark.parametrize("score", [1e-4, -0.03, 1.0, -15.0, 18.0, 200.0])
+def test_capped_float32_scores_are_accurate_near_zero(score):
+    """The log-sum-exp of one key is its score.  1 - exp2(...) for a small one would lose most of its bits."""
+    cap = 30.0
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=1, block_size=16, entry=jaxkv.KVEntry("f32", 16, 16))
+    ones = jnp.ones((1, 1, 16))
+    cache = jaxkv.write_kv(jaxkv.KVCache.zeros(layout), ones, ones, jnp.zeros(1, jnp.int32), layer=0)
+    q = jnp.full((1, 1, 16), score / 16, jnp.float32)
+    tables, lengths = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+    _, lse = jaxkv.decode_kv(
+        q, cache, tables, lengths,
+        layer=0, scale=1.0, logit_cap=cap, return_lse=True, implementation="triton",
+    )  # fmt: skip
+    np.testing.assert_allclose(lse[0, 0], cap * np.tanh(np.float64(score) / cap), rtol=2**-20)
 
 
 def array(dtype, *shape):

@@ -1,4 +1,4 @@
-"""The reasons against calls whose entries are supported: a function per operation."""
+"""Why a call is unsupported although its entries are supported: one function per operation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from jaxkv_kernels.logit_cap import too_large
 
 RUN_LIMIT = 2**31 - 2**13
-"""Words of a block, which kernels count in int32 and in chunks of at most 2**13."""
+"""Elements of a block: kernels count them in int32, in chunks of at most 2**13."""
 
 TILE_LIMIT = 2**20
 MOST_HEADS, MOST_VALUES = {2: 128, 4: 64}, 128
-"""Of the indexer's queries, heads by the bytes of a value."""
+"""Of the indexer's queries: heads, by the bytes of a value, and values per head."""
 MOST_BEST = 4096
 
 
@@ -78,10 +78,10 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against planning `decode_mla` or `decode_kv` calls."""
+    """Reasons against a `plan_decode` call."""
     yield from (decode_mla if options["entry"].one_head else decode_kv)(arrays, options)
     if options["batch_invariant"]:
-        yield "requests are cut by what else is in the batch: cannot be batch-invariant"
+        yield "a request is split depending on what else is in the batch: cannot be batch-invariant"
 
 
 def _empty(arrays: Mapping[str, Any], *names: str) -> Iterator[str]:

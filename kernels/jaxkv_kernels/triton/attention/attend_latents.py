@@ -1,23 +1,18 @@
-"""Attention of the queries of requests to latents, whose keys are (latent, rope) and whose values are the latents.
+"""The attention kernel of latents: `decode_mla` and `decode_mla_sparse`.
 
-Who does what.  A program has a tile of rows (query tokens x heads of a request) and an item of the plan, a range of the
-request's tokens, and walks it in tiles of keys.  Latents are loaded once and used as keys and as values.  An item that
-is the whole request gives the result; one that is a piece leaves its part for `combine`.
-Tokens come through a table of blocks, or of slots, which is one of blocks of one token.
+It computes softmax(scale * (q_latent . latent + q_pe . rope)) . latent: keys are (latent, rope), values are the
+latents.
 
-What orders what.  Triton fetches tiles by asynchronous copies, issued when an iteration of the loop ends: of two
-stages, the next turn begins by waiting for them, of three, they have that turn to arrive.  The table is read one tile
-earlier still, as addresses depend on it.  Products with parts of a latent, `columns` wide, do not wait for each other,
-which a single product of 512 would, and take fewer registers.
+A program has a work tile of the plan (a range of a request's tokens) and a tile of query rows (query tokens x heads).
+It loads each latent once and uses it as key and as value.  Its loop is that of `attend_tiles.py`; a latent is several
+tiles there, `columns` wide.
 
-Factors.  They have the queries' dtype, but those of `fp8` entries are float16, which has e4m3 exactly: the GPU converts
-to it, two values at a time (`e4m3_pairs`), and queries are divided by a power of two a row, so that it has them, too.
+What bounds it.  Few rows: memory bandwidth, which takes two programs per multiprocessor to fill.  64 rows: registers,
+half of which hold results, and shared memory, which has room for two tiles of keys; `config.py` has the budgets.
 
-Budget on sm_90.  bf16, rows 64, keys 64, 8 warps: queries 72 KiB + 2 tiles of 72 = 216 KiB of shared memory, and 128
-registers a thread for the results, of 255.  Rows 16, keys 32, 4 warps: 18 + 2 x 36 = 91 KiB, 168 registers: two
-programs a multiprocessor.  fp8, rows 16, keys 64, 4 warps: 18 + 2 x 36 + 2 = 92 KiB, 193 registers: two programs.
-fp8_ds_mla, rows 64, keys 64, 8 warps: queries 72 KiB, a tile's values 64, two tiles as stored 66, three of rotary keys
-24 = 226 KiB.
+Operands of products have the queries' dtype.  Those of `fp8` entries are float16 instead, which holds every e4m3 value
+exactly and which the GPU converts to, two values at a time (`codecs/e4m3_pairs.py`).  Queries are then divided by a
+power of two per row, so that float16 holds them, too.
 """
 
 import jax
@@ -25,31 +20,22 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from jaxkv_kernels.formats.fp8_ds_mla import TILE
+from jaxkv_kernels.triton.attention.attend_tiles import attend_tiles, load_range, query_rows, store_results
 from jaxkv_kernels.triton.attention.combine import combine
-from jaxkv_kernels.triton.attention.decode_tiles import latent_tiles, power_of_two
-from jaxkv_kernels.triton.attention.load_latents import load_latent, load_rope
+from jaxkv_kernels.triton.attention.config import default_latent_config, next_power_of_two
+from jaxkv_kernels.triton.attention.load_keys import EntryLoads
 from jaxkv_kernels.triton.attention.plan_decode import Plan
-from jaxkv_kernels.triton.attention.softmax import (
-    EMPTY,
-    LOG2E,
-    MASKED,
-    added,
-    capped,
-    divisor,
-    divisor_with_sink,
-    log_sum,
-    weighted,
-)
 from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3, power_of_two_scale
 from jaxkv_kernels.triton.codecs.e4m3_pairs import in_halves
-from jaxkv_kernels.triton.entries.addresses import in_bytes, slots_of, token_address
+from jaxkv_kernels.triton.entries.addresses import in_bytes
 from jaxkv_kernels.triton.entries.tiles import load_pieces
-from jaxkv_kernels.triton.runtime.arithmetic import dot, rounded
+from jaxkv_kernels.triton.runtime.arithmetic import rounded
 from jaxkv_kernels.triton.runtime.dtypes import element_type
 from jaxkv_kernels.triton.runtime.launch import launch
 
 SMALLEST_EXPONENT = tl.constexpr(-100)
-"""Of what queries are divided by: that of queries of zeros."""
+"""Of the power of two that queries are divided by; queries of zeros get this one."""
 
 
 def attend_latents(
@@ -58,65 +44,75 @@ def attend_latents(
 ):  # fmt: skip
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
 
-    `table` [B, M] are blocks of `table_block` tokens: those of the cache, or slots where that is 1.
+    `table` [B, M] has blocks of `table_block` tokens: those of the cache, or slots where that is 1.
     """
-    batch, tokens, heads, latent = q_latent.shape
-    rows, dtype = tokens * heads, q_latent.dtype
-    tiles = latent_tiles(entry, rows, dtype)
-    groups, items = tiles.groups(rows), plan.items.shape[0]
-    halved = entry.codec.scaled
-    least = 32 if halved else 16  # columns that products take
-    columns = min(tiles.columns, max(least, power_of_two(latent)))
-    factors = jnp.float16 if halved and dtype != jnp.float32 else dtype
+    batch, q_len, heads, latent = q_latent.shape
+    dtype = q_latent.dtype
+    config = default_latent_config(entry, q_len * heads, dtype)
+    row_tiles, work_tiles = config.row_tiles(q_len * heads), plan.work_tiles.shape[0]
     in_memory = in_bytes(pages, buffer.dtype.itemsize)
-    steps = (in_memory.offset, in_memory.layer_stride, in_memory.block_stride, in_memory.token_stride)
     one = (1,)
-    out, lse, part_out, part_lse = launch(
+    split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
+    out, lse, split_out, split_lse = launch(
         _attend_latents,
         (
-            q_latent, q_pe, buffer, table, seq_lens, plan.items, jnp.reshape(layer, one), jnp.reshape(scale, one),
+            q_latent, q_pe, buffer, table, seq_lens, plan.work_tiles, jnp.reshape(layer, one), jnp.reshape(scale, one),
             jnp.reshape(scale if kv_scale is None else kv_scale, one), scale if sinks is None else sinks,
         ),
         (
             jax.ShapeDtypeStruct(q_latent.shape, dtype),
-            jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
-            jax.ShapeDtypeStruct((items if plan.cutting else 1, rows, latent), jnp.float32),
-            jax.ShapeDtypeStruct((items if plan.cutting else 1, rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
+            jax.ShapeDtypeStruct((*split_shape, latent), jnp.float32),
+            jax.ShapeDtypeStruct(split_shape, jnp.float32),
         ),
-        grid=(items * groups,), warps=tiles.warps, stages=tiles.stages,
-        PAGES=in_memory, FORMAT=entry.format, STORED=element_type(entry.dtype),
-        DTYPE=element_type(factors), NATIVE=has_e4m3(), TABLE=table.shape[1], TABLE_BLOCK=table_block,
-        EVEN=not any(n % 2 for n in (*steps, *entry.sizes)), SIZES=entry.sizes, TOKENS=tokens, HEADS=heads,
-        GROUPS=groups, CAP=logit_cap, SINKS=sinks is not None, ROWS=tiles.rows, KEYS=tiles.keys, COLUMNS=columns,
-        PARTS=-(-latent // columns), ROPE=max(least, power_of_two(entry.sizes[1])),
+        grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
+        PAGES=in_memory, LOADS=_loads(entry, in_memory, config.columns, dtype), TABLE=table.shape[1],
+        TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=logit_cap, SINKS=sinks is not None,
+        CONFIG=config,
     )  # fmt: skip
-    if plan.cutting:
-        out, lse = combine(out, lse, part_out, part_lse, plan, sinks)
+    if plan.may_split:
+        out, lse = combine(out, lse, split_out, split_lse, plan, sinks)
     return out, lse
 
 
+def _loads(entry, in_memory, columns, dtype) -> EntryLoads:
+    if entry.format == "fp8_ds_mla" and columns % TILE:
+        raise ValueError(f"`columns` is {columns}: expected a multiple of {TILE} for fp8_ds_mla")
+    latent, rope = entry.sizes
+    least = 32 if entry.codec.scaled else 16  # columns of the smallest product, twice that where loads give two tiles
+    steps = (in_memory.offset, in_memory.layer_stride, in_memory.block_stride, in_memory.token_stride)
+    operands = jnp.float16 if entry.codec.scaled and dtype != jnp.float32 else dtype
+    return EntryLoads(
+        format=entry.format, latents=True, first=latent, second=rope,
+        first_columns=min(columns, max(least, next_power_of_two(latent))),
+        second_columns=max(least, next_power_of_two(rope)),
+        stored=element_type(entry.dtype), dtype=element_type(operands), native=has_e4m3(),
+        even=not any(n % 2 for n in (*steps, *entry.sizes)),
+    )  # fmt: skip
+
+
 @triton.jit
-def _unit(tiles):
-    """Powers of two [n] by which rows of tiles [n, m] are divided for float16 to hold them; NaN of rows with NaN."""
-    most = tl.zeros((tiles[0].shape[0],), tl.float32)
+def _power_of_two_per_row(tiles):
+    """Powers of two [n] that bring rows of tiles [n, m] within the range of float16; NaN for rows with a NaN."""
+    largest = tl.zeros((tiles[0].shape[0],), tl.float32)
     for i in tl.static_range(len(tiles)):
-        most = tl.maximum(most, tl.max(tl.abs(tiles[i].to(tl.float32)), axis=1))
-    return power_of_two_scale(most[:, None], SMALLEST_EXPONENT)[0]
+        largest = tl.maximum(largest, tl.max(tl.abs(tiles[i].to(tl.float32)), axis=1))
+    return power_of_two_scale(largest[:, None], SMALLEST_EXPONENT)[0]
 
 
 @triton.jit
-def _halved(tiles, unit, DTYPE: tl.constexpr):
-    """Tiles of queries, divided by `unit` [n], in halves."""
+def _split_into_pairs(tiles, divisor, DTYPE: tl.constexpr):
+    """Tiles of queries, divided by `divisor` [n], as tiles of their even and of their odd columns."""
     found = ()
     for i in tl.static_range(len(tiles)):
-        low, high = in_halves(rounded(tiles[i].to(tl.float32) / unit[:, None], DTYPE))
+        low, high = in_halves(rounded(tiles[i].to(tl.float32) / divisor[:, None], DTYPE))
         found += (low, high)
     return found
 
 
 @triton.jit
-def _whole(halves, factor):
-    """Tiles from their halves, multiplied by `factor`."""
+def _join_pairs(halves, factor):
+    """Tiles from those of their even and odd columns, multiplied by `factor`."""
     found = ()
     for i in tl.static_range(len(halves) // 2):
         found += (tl.interleave(halves[2 * i], halves[2 * i + 1]) * factor,)
@@ -124,101 +120,42 @@ def _whole(halves, factor):
 
 
 @triton.jit
-def _scores(q, k, score):
-    """`score` [rows, keys] and the products of the tiles `q` [rows, n] with the tiles `k` [keys, n]."""
-    for part in tl.static_range(len(k)):
-        if score.shape[0] < 64:  # small products wait for their own sums: several at a time
-            score += dot(q[part], tl.trans(k[part]), tl.zeros(score.shape, tl.float32))
-        else:
-            score = dot(q[part], tl.trans(k[part]), score)
-    return score
-
-
-@triton.jit
-def _store_result(array, row, live, acc, below, LATENT: tl.constexpr):
-    """The parts `acc` of a tile of sums, divided by `below` [n], to rows `row` [n] of `array` [..., LATENT]."""
-    for part in tl.static_range(len(acc)):
-        column = part * acc[part].shape[1] + tl.arange(0, acc[part].shape[1])
-        target = array + row[:, None] * LATENT + column[None, :]
-        result = rounded(acc[part] / below[:, None], array.dtype.element_ty)
-        tl.store(target, result, mask=live[:, None] & (column < LATENT)[None, :])
-
-
-@triton.jit
 def _attend_latents(
-    q_latent, q_pe, buffer, table, seq_lens, items, layers, scales, kv_scales, sinks, out, lse, part_out, part_lse,
-    PAGES: tl.constexpr, FORMAT: tl.constexpr, STORED: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr,
-    EVEN: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SIZES: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ROPE: tl.constexpr,
+    q_latent, q_pe, buffer, table, seq_lens, work_tiles, layers, scales, kv_scales, sinks,
+    out, lse, split_out, split_lse,
+    PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
+    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    LATENT: tl.constexpr = SIZES[0]
-    ALL: tl.constexpr = TOKENS * HEADS
-    HALVED: tl.constexpr = FORMAT == "fp8"
-    item = tl.program_id(0) // GROUPS
-    request = tl.load(items + item * 4)
+    LATENT: tl.constexpr = LOADS.first
+    ROPE: tl.constexpr = LOADS.second
+    COLUMNS: tl.constexpr = LOADS.first_columns
+    NUM_LOADS: tl.constexpr = LOADS.loads
+    index = tl.program_id(0) // ROW_TILES
+    request = tl.load(work_tiles + index * 4)
     if request < 0:
         return
-    begin, end, piece = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2), tl.load(items + item * 4 + 3)
-    row = tl.program_id(0) % GROUPS * ROWS + tl.arange(0, ROWS)
-    live = row < ALL
-    query = request.to(tl.int64) * ALL + row
-    q, acc = (), ()
-    for part in tl.static_range(PARTS):
-        q += (load_pieces(q_latent + query * LATENT + part * COLUMNS, live, LATENT - part * COLUMNS, COLUMNS),)
-    q_rope = (load_pieces(q_pe + query * SIZES[1], live, SIZES[1], ROPE),)
+    begin, end, is_split = load_range(work_tiles, index)
+    head, token, line, live = query_rows(tl.program_id(0) % ROW_TILES, 1, Q_LEN, HEADS, CONFIG.rows)
+    query = request.to(tl.int64) * (Q_LEN * HEADS) + line
+    q = ()
+    for i in tl.static_range(NUM_LOADS):
+        q += (load_pieces(q_latent + query * LATENT + i * COLUMNS, live, LATENT - i * COLUMNS, COLUMNS),)
+    q_rope = (load_pieces(q_pe + query * ROPE, live, ROPE, LOADS.second_columns),)
     scale = tl.load(scales)
-    if HALVED:
-        unit = _unit(q + q_rope)
-        scale *= tl.load(kv_scales) * unit[:, None]
-        q, q_rope = _halved(q, unit, DTYPE), _halved(q_rope, unit, DTYPE)
-    for part in tl.static_range(len(q)):
-        acc += (tl.zeros(q[part].shape, tl.float32),)
+    if LOADS.in_pairs:
+        divisor = _power_of_two_per_row(q + q_rope)
+        scale *= tl.load(kv_scales) * divisor[:, None]
+        q, q_rope = _split_into_pairs(q, divisor, LOADS.dtype), _split_into_pairs(q_rope, divisor, LOADS.dtype)
 
-    layer = tl.load(layers)
-    blocks = slots_of(layer, PAGES) // TABLE_BLOCK
-    table += request.to(tl.int64) * TABLE
-    key = tl.arange(0, KEYS)
-    block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
-    length = tl.minimum(tl.load(seq_lens + request), TABLE * TABLE_BLOCK)
-    sight = length - (TOKENS - 1) + row // HEADS  # the end of what each row sees
-    top = tl.full((ROWS,), EMPTY, tl.float32)
-    SPREAD: tl.constexpr = HALVED and NATIVE and ROWS < 64  # where registers are left for sums by place
-    sums = tl.zeros((ROWS, KEYS) if SPREAD else (ROWS,), tl.float32)
-    for start in tl.range(begin, end, KEYS):
-        position = start + key
-        known = (block >= 0) & (block < blocks)
-        slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
-        ahead = position + KEYS
-        block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
-        place = token_address(buffer, layer, slot, 0, PAGES)
-        k = ()
-        for part in tl.static_range(PARTS):
-            k += load_latent(place, known, part * COLUMNS, COLUMNS, LATENT, FORMAT, STORED, DTYPE, NATIVE, EVEN)
-        k_rope = load_rope(place, known, LATENT, SIZES[1], ROPE, FORMAT, STORED, DTYPE, NATIVE, EVEN)
-        score = _scores(q, k, _scores(q_rope, k_rope, tl.zeros((ROWS, KEYS), tl.float32)))
-        seen = known[None, :]
-        if TOKENS > 1:
-            seen = seen & (position[None, :] < sight[:, None])
-        score = tl.where(seen, capped(score * scale, CAP), MASKED)
-        weight, shrink, top = weighted(score, top, DTYPE)
-        sums = added(sums, shrink, weight)
-        weight = rounded(weight, DTYPE)
-        summed = ()
-        for part in tl.static_range(len(k)):
-            summed += (dot(weight, k[part], acc[part] * shrink[:, None]),)
-        acc = summed
-
-    if HALVED:
-        acc = _whole(acc, tl.load(kv_scales))
-    total = tl.sum(sums, axis=1) if SPREAD else sums
-    below = divisor(total)
-    if piece == 0:
-        if SINKS:
-            below = divisor_with_sink(top, total, tl.load(sinks + row % HEADS, mask=live))
-        _store_result(out, query, live, acc, below, LATENT)
-        tl.store(lse + query, log_sum(top, total) / LOG2E, mask=live)
-    else:
-        left = item.to(tl.int64) * ALL + row
-        _store_result(part_out, left, live, acc, below, LATENT)
-        tl.store(part_lse + left, log_sum(top, total), mask=live)
+    # Few rows leave registers for a sum per column.
+    SUM_PER_COLUMN: tl.constexpr = LOADS.in_pairs and LOADS.native and CONFIG.rows < 64
+    acc, row_max, row_sum = attend_tiles(
+        q_rope + q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
+        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, None, CONFIG, SUM_PER_COLUMN,
+    )  # fmt: skip
+    if LOADS.in_pairs:
+        acc = _join_pairs(acc, tl.load(kv_scales))
+    store_results(
+        acc, row_max, row_sum, out, lse, split_out, split_lse, sinks, index, request, is_split, line, live,
+        line % HEADS, Q_LEN * HEADS, LATENT, SINKS,
+    )  # fmt: skip

@@ -1,84 +1,93 @@
-"""Combines the pieces of requests that were cut, in place of their rows of the result.
+"""Combines the splits of requests, in place of the rows of the result that those requests have.
 
-Who does what.  Programs take turns at units of work: some columns of a row of a cut request.  A program reads the
-pieces in groups, as large as there usually are pieces of a request, and keeps a running softmax over their log-sum-exps
-(base 2).  Besides, the log-sum-exps of requests that were not cut are copied, as a
-launch updates one array only.
-Order.  None: no two programs write the same bytes.
-Budget.  Registers: 4,096 values of 128 threads.
+A program loops over units of work: some columns of a row of a split request.  It reads the splits in groups and keeps
+an online softmax over their base-2 log-sum-exps:
+
+    for each unit:   for each group of splits:  load LSEs, values | max, weights | acc = acc * rescale + sum
+                     normalize, store
+
+Before that, it copies LSEs of requests that are not split, because a launch updates one array only, which is the
+results.  No two programs write the same bytes.
+
+What bounds it: the latency of the loads, hence groups about as large as the number of splits that a request usually
+has.  4,096 values of a group take 32 registers of each of 128 threads.
 """
 
 import jax
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.triton.attention.decode_tiles import power_of_two
-from jaxkv_kernels.triton.attention.softmax import EMPTY, LOG2E, divisor, divisor_with_sink, log_sum
+from jaxkv_kernels.triton.attention.config import next_power_of_two
+from jaxkv_kernels.triton.attention.softmax import LOG2E, NO_KEYS, log2_sum, normalizer, normalizer_with_sink
 from jaxkv_kernels.triton.runtime.arithmetic import rounded
 from jaxkv_kernels.triton.runtime.dtypes import element_type
 from jaxkv_kernels.triton.runtime.launch import launch
 
-VALUES = 4096
-"""Of a group of pieces."""
-PROGRAMS = 2048
-COPIED = 1024
-"""Log-sum-exps at a time."""
+GROUP_VALUES = 4096
+"""Values of a group of splits."""
+MAX_PROGRAMS = 2048
+"""About as many as fit on a GPU at a time: more would only start to find nothing to do."""
+LSE_TILE = 1024
+"""Log-sum-exps that a program copies at a time."""
 
 
-def combine(out, lse, part_out, part_lse, plan, sinks=None):
-    """out [B, Q, Hq, D] with the rows of cut requests, and lse [B, Q, Hq], of their pieces [items, Q * Hq (, D)]."""
-    batch, tokens, heads, size = out.shape
-    group = min(max(4, power_of_two(plan.usual)), 64)
-    columns = min(VALUES // group, power_of_two(size))
-    units = batch * tokens * heads * -(-size // columns)
+def combine(out, lse, split_out, split_lse, plan, sinks=None):
+    """Writes the rows of split requests to out [B, Q, Hq, D] and lse [B, Q, Hq], and returns both.
+
+    `split_out` [tiles, Q * Hq, D] and `split_lse` [tiles, Q * Hq] are float32, one per work tile of the plan.
+    """
+    batch, q_len, heads, size = out.shape
+    group = min(max(4, next_power_of_two(plan.typical_splits)), 64)
+    columns = min(GROUP_VALUES // group, next_power_of_two(size))
+    units = batch * q_len * heads * -(-size // columns)
     out, lse = launch(
         _combine,
         (
-            lse, part_out, part_lse, plan.cuts, plan.counts, plan.number,
-            part_lse if sinks is None else sinks,
+            lse, split_out, split_lse, plan.split_requests, plan.tiles_per_request, plan.num_split,
+            split_lse if sinks is None else sinks,
         ),
         (jax.ShapeDtypeStruct(lse.shape, lse.dtype),),
-        updated=out, grid=(min(units, PROGRAMS),),
-        ROWS=tokens * heads, HEADS=heads, SIZE=size, DTYPE=element_type(out.dtype), SINKS=sinks is not None,
-        ALL=batch * tokens * heads, GROUP=group, COLUMNS=columns, BLOCK=COPIED,
+        updated=out, grid=(min(units, MAX_PROGRAMS),),
+        ROWS=q_len * heads, HEADS=heads, SIZE=size, DTYPE=element_type(out.dtype), SINKS=sinks is not None,
+        ALL=batch * q_len * heads, GROUP=group, COLUMNS=columns, BLOCK=LSE_TILE,
     )  # fmt: skip
     return out, lse
 
 
 @triton.jit
 def _combine(
-    whole_lse, part_out, part_lse, cuts, counts, number, sinks, out, lse,
+    whole_lse, split_out, split_lse, split_requests, tiles_per_request, num_split, sinks, out, lse,
     ROWS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr, SINKS: tl.constexpr,
     ALL: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    SHARES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    UNITS_PER_ROW: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     for first in tl.range(tl.program_id(0) * BLOCK, ALL, tl.num_programs(0) * BLOCK):
         row = first + tl.arange(0, BLOCK)
-        whole = tl.load(counts + row // ROWS, mask=row < ALL, other=0) == 1
+        whole = tl.load(tiles_per_request + row // ROWS, mask=row < ALL, other=0) == 1
         tl.store(lse + row, tl.load(whole_lse + row, mask=whole), mask=whole)
-    for unit in tl.range(tl.program_id(0), tl.load(number) * ROWS * SHARES, tl.num_programs(0)):
-        cut = cuts + unit // (ROWS * SHARES) * 3
-        request, item, count = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2)
-        row = unit // SHARES % ROWS
-        column = unit % SHARES * COLUMNS + tl.arange(0, COLUMNS)
-        top = tl.full((), EMPTY, tl.float32)
-        total = tl.zeros((), tl.float32)
+    for unit in tl.range(tl.program_id(0), tl.load(num_split) * ROWS * UNITS_PER_ROW, tl.num_programs(0)):
+        entry = split_requests + unit // (ROWS * UNITS_PER_ROW) * 3
+        request, first_tile, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        row = unit // UNITS_PER_ROW % ROWS
+        column = unit % UNITS_PER_ROW * COLUMNS + tl.arange(0, COLUMNS)
+        row_max = tl.full((), NO_KEYS, tl.float32)
+        row_sum = tl.zeros((), tl.float32)
         acc = tl.zeros((COLUMNS,), tl.float32)
         for group in tl.range(0, count, GROUP):
-            piece = group + tl.arange(0, GROUP)
-            there = piece < count
-            source = (item + piece).to(tl.int64) * ROWS + row
-            found = tl.load(part_lse + source, mask=there, other=float("-inf"))
-            mask = there[:, None] & (column < SIZE)[None, :]
-            values = tl.load(part_out + source[:, None] * SIZE + column[None, :], mask=mask, other=0)
-            new = tl.maximum(top, tl.max(found, axis=0))
-            weight, shrink = tl.exp2(found - new), tl.exp2(top - new)
-            total = total * shrink + tl.sum(weight, axis=0)
-            acc = acc * shrink + tl.sum(values * weight[:, None], axis=0)
-            top = new
-        below = divisor(total)
+            split = group + tl.arange(0, GROUP)
+            exists = split < count
+            source = (first_tile + split).to(tl.int64) * ROWS + row
+            split_sum = tl.load(split_lse + source, mask=exists, other=float("-inf"))
+            mask = exists[:, None] & (column < SIZE)[None, :]
+            values = tl.load(split_out + source[:, None] * SIZE + column[None, :], mask=mask, other=0)
+            new_max = tl.maximum(row_max, tl.max(split_sum, axis=0))
+            weight, rescale = tl.exp2(split_sum - new_max), tl.exp2(row_max - new_max)
+            row_sum = row_sum * rescale + tl.sum(weight, axis=0)
+            acc = acc * rescale + tl.sum(values * weight[:, None], axis=0)
+            row_max = new_max
+        below = normalizer(row_sum)
         if SINKS:
-            below = divisor_with_sink(top, total, tl.load(sinks + row % HEADS))
+            below = normalizer_with_sink(row_max, row_sum, tl.load(sinks + row % HEADS))
         target = request.to(tl.int64) * ROWS + row
         tl.store(out + target * SIZE + column, rounded(acc / below, DTYPE), mask=column < SIZE)
-        tl.store(lse + target, log_sum(top, total) / LOG2E)
+        tl.store(lse + target, log2_sum(row_max, row_sum) / LOG2E)

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 
 from jaxkv_kernels.triton.attention.attend_latents import attend_latents
-from jaxkv_kernels.triton.attention.plan_decode import plan_decode
+from jaxkv_kernels.triton.attention.plan_decode import plan_or_default
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
@@ -13,12 +13,7 @@ def decode_mla(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
 ):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    if plan is None:
-        _, tokens, heads, _ = q_latent.shape
-        plan = plan_decode(
-            buffer, block_tables, seq_lens,
-            pages=pages, entry=entry, heads=heads, tokens=tokens, window=None, batch_invariant=False,
-        )  # fmt: skip
+    plan = plan_or_default(plan, q_latent, block_tables, seq_lens, pages=pages, entry=entry, window=None)
     return attend_latents(
         q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, None, plan,
         pages=pages, entry=entry, logit_cap=logit_cap, table_block=pages.block_size,

@@ -1,4 +1,7 @@
-"""Absorbed attention over chosen slots of paged latents: every query token is a request, its slots are its table."""
+"""Absorbed attention over chosen slots of paged latents.
+
+Every query token counts as a request of its own, whose block table is its list of slots: blocks of one token.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -7,24 +10,25 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.triton.attention.attend_latents import attend_latents
-from jaxkv_kernels.triton.attention.decode_tiles import latent_tiles, multiprocessors
-from jaxkv_kernels.triton.attention.plan_decode import make_plan
+from jaxkv_kernels.triton.attention.config import default_latent_config
+from jaxkv_kernels.triton.attention.plan_decode import make_plan, multiprocessors
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
 def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P], slots [B, Q, K] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    batch, tokens, heads, _ = q_latent.shape
-    requests, size = batch * tokens, slots.shape[-1]
-    tiles = latent_tiles(entry, heads, entry.dtype)
+    batch, q_len, heads, _ = q_latent.shape
+    requests, size = batch * q_len, slots.shape[-1]
+    config = default_latent_config(entry, heads, entry.dtype)
     options = dict(
-        tiles=tiles, groups=tiles.groups(heads), tokens=1, window=None, longest=size, processors=multiprocessors()
+        config=config, row_tiles=config.row_tiles(heads), q_len=1, window=None, longest=size, sms=multiprocessors()
     )
     if counts is None:
+        # All lengths are known while tracing, hence the number of work tiles, too.
         with jax.ensure_compile_time_eval():
             lengths = jnp.full(requests, size, jnp.int32)
             plan = make_plan(lengths, **options)
-            plan = replace(plan, items=plan.items[: int(plan.counts.sum())])  # known: nothing is left over
+            plan = replace(plan, work_tiles=plan.work_tiles[: int(plan.tiles_per_request.sum())])
     else:
         lengths = counts.reshape(requests)
         plan = make_plan(lengths, **options)
@@ -33,4 +37,4 @@ def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale
         one_query, one_pe, buffer, slots.reshape(requests, size), lengths, layer, scale, kv_scale, sinks, plan,
         pages=pages, entry=entry, logit_cap=logit_cap, table_block=1,
     )  # fmt: skip
-    return out.reshape(q_latent.shape), lse.reshape(batch, tokens, heads)
+    return out.reshape(q_latent.shape), lse.reshape(batch, q_len, heads)

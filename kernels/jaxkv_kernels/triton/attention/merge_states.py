@@ -1,9 +1,14 @@
 """Combines partial attentions of the same queries over disjoint keys.
 
-Who does what.  A program has ROWS queries: it finds the largest of their LSEs, then adds the parts up, each weighed by
-its own.
-Order.  None.
-Budget.  Registers: two tiles of 2,048 values, 32 a thread.  No shared memory.
+It computes out = sum of exp(lse_i - lse) * out_i, where lse = log(sum of exp(lse_i)).
+
+A program has ROWS queries and loops over the partial results twice:
+
+    for each partial result:   load LSEs | maximum
+    for each partial result:   load LSEs, values | weights | acc, row_sum
+                               normalize, store
+
+What bounds it: memory bandwidth.  Two tiles of 2,048 values take 32 registers per thread, and no shared memory.
 """
 
 from typing import Any
@@ -34,25 +39,25 @@ def _merge_states(
     PARTS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     for part in range(PARTS):
-        top = tl.maximum(top, _known(lses + part * tl.cast(COUNT, tl.int64), row, COUNT))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros((ROWS,), tl.float32)
+        row_max = tl.maximum(row_max, _without_nan(lses + part * tl.cast(COUNT, tl.int64), row, COUNT))
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in range(PARTS):
         first = part * tl.cast(COUNT, tl.int64)
-        weight = tl.exp(_known(lses + first, row, COUNT) - base)
+        weight = tl.exp(_without_nan(lses + first, row, COUNT) - base)
         values = load_rows(outs + first * SIZE, row, COUNT, SIZE, COLUMNS).to(tl.float32)
         acc += tl.where(weight[:, None] > 0, values * weight[:, None], 0.0)
-        total += weight
-    whole = tl.where(total > 0, total, 1.0)
-    store_rows(out, row, rounded(acc / whole[:, None], out.dtype.element_ty), COUNT, SIZE, COLUMNS)
-    tl.store(lse + row, tl.where(total > 0, base + tl.log(whole), float("-inf")), mask=row < COUNT)
+        row_sum += weight
+    divisor = tl.where(row_sum > 0, row_sum, 1.0)
+    store_rows(out, row, rounded(acc / divisor[:, None], out.dtype.element_ty), COUNT, SIZE, COLUMNS)
+    tl.store(lse + row, tl.where(row_sum > 0, base + tl.log(divisor), float("-inf")), mask=row < COUNT)
 
 
 @triton.jit
-def _known(lses, row, COUNT: tl.constexpr):
-    """LSEs of the rows of a part; some kernels say "no keys" with +inf or NaN: here it is -inf."""
+def _without_nan(lses, row, COUNT: tl.constexpr):
+    """LSEs of rows; +inf and NaN, which some kernels return for rows without keys, become -inf."""
     found = tl.load(lses + row, mask=row < COUNT, other=float("-inf"))
     return tl.where(found < float("inf"), found, float("-inf"))

@@ -1,25 +1,19 @@
-"""Split-KV: which program attends to which tokens of a request, computed on the device from the lengths.
+"""Split-KV plans: which program attends to which tokens of a request, computed on the device from the lengths.
 
-All requests are cut into pieces of at most one size, a multiple of 64 tokens.  Of several sizes, that is taken which
-promises the earliest end: large ones leave multiprocessors idle, small ones cost a start each, and the pieces must be
-combined afterwards.
+A plan has one split size for all requests.  Large splits leave multiprocessors idle; small ones cost a start each, and
+must be combined afterwards.  Of a few sizes, the plan takes the one with the earliest estimated end.
 """
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import table_tokens
-from jaxkv_kernels.triton.attention.decode_tiles import Tiles, latent_tiles, multiprocessors, pair_tiles
-
-LEAST = 64
-"""Tokens: pieces are multiples of it."""
-START = 64
-"""What a piece costs beside its tokens, in tokens."""
-TURNS = 4
-"""Sizes are tried that let every program slot take one piece, up to so many."""
+from jaxkv_kernels.triton.attention.config import Config, default_kv_config, default_latent_config
+from jaxkv_kernels.triton.runtime.interpreting import interpreting
 
 
 @jax.tree_util.register_dataclass
@@ -27,69 +21,89 @@ TURNS = 4
 class Plan:
     """A schedule; arrays of int32."""
 
-    items: jax.Array
-    """[items, 4]: request (-1: none), first token, end, whether it is a piece of a request that was cut."""
-    cuts: jax.Array
-    """[cuts, 3]: a request that was cut, its first item, its number of items; as many as there are, then others."""
-    counts: jax.Array
-    """[B]: items of each request."""
-    number: jax.Array
-    """[1]: how many requests were cut."""
-    usual: int = field(metadata={"static": True})
-    """Items of a request where all are alike, and every program slot takes one."""
+    work_tiles: jax.Array
+    """[tiles, 4]: request (-1: none), first token, end, whether it is one of several splits of the request."""
+    split_requests: jax.Array
+    """[B, 3]: request, its first work tile, how many it has.  First those that are split, then the others."""
+    tiles_per_request: jax.Array
+    """[B]: work tiles of each request."""
+    num_split: jax.Array
+    """[1]: how many requests are split."""
+    typical_splits: int = field(metadata={"static": True})
+    """Splits per request if all requests are alike and fill the GPU once."""
 
     @property
-    def cutting(self) -> bool:
-        """Whether requests can be cut at all."""
-        return self.items.shape[0] > self.counts.shape[0]
+    def may_split(self) -> bool:
+        """Whether requests can be split at all."""
+        return self.work_tiles.shape[0] > self.tiles_per_request.shape[0]
 
 
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens per request."""
     del buffer, batch_invariant
     rows = tokens * (heads // pages.num_heads)
-    tiles = (latent_tiles if entry.one_head else pair_tiles)(entry, rows, entry.dtype)
+    config = (default_latent_config if entry.one_head else default_kv_config)(entry, rows, entry.dtype)
     return make_plan(
-        seq_lens, tiles=tiles, groups=pages.num_heads * tiles.groups(rows), tokens=tokens, window=window,
-        longest=table_tokens(block_tables, pages.block_size), processors=multiprocessors(),
+        seq_lens, config=config, row_tiles=pages.num_heads * config.row_tiles(rows), q_len=tokens, window=window,
+        longest=table_tokens(block_tables, pages.block_size), sms=multiprocessors(),
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("tiles", "groups", "tokens", "window", "longest", "processors"))
-def make_plan(seq_lens, *, tiles: Tiles, groups: int, tokens: int, window: int | None, longest: int, processors: int):
-    """The schedule for requests of `seq_lens` [B], clamped to 0 and `longest`, which `groups` programs share.
+def plan_or_default(plan: Plan | None, q, block_tables, seq_lens, *, pages, entry, window) -> Plan:
+    """`plan`, or if that is None, a new one for queries `q` [B, Q, Hq, ...]."""
+    if plan is not None:
+        return plan
+    return plan_decode(
+        None, block_tables, seq_lens,
+        pages=pages, entry=entry, heads=q.shape[2], tokens=q.shape[1], window=window, batch_invariant=False,
+    )  # fmt: skip
 
-    With a window, requests begin with the first token in sight.
+
+def multiprocessors() -> int:
+    """Multiprocessors of the GPU.  The interpreter gets four, so that its short requests are split as well."""
+    device: Any = jax.devices()[0]
+    return 4 if interpreting.value or device.platform == "cpu" else device.core_count
+
+
+@partial(jax.jit, static_argnames=("config", "row_tiles", "q_len", "window", "longest", "sms"))
+def make_plan(
+    seq_lens, *, config: Config, row_tiles: int, q_len: int, window: int | None, longest: int, sms: int
+) -> Plan:
+    """The schedule for requests of `seq_lens` [B] (clamped to 0 and `longest`) on `sms` multiprocessors.
+
+    `row_tiles` programs share each work tile.  With a window, requests begin at the first token in sight of a query.
     """
     batch = seq_lens.size
-    places = processors * tiles.programs
+    places = sms * config.programs_per_sm  # programs that run at a time
     ends = jnp.clip(seq_lens, 0, longest)
     begins = jnp.zeros_like(ends)
     if window is not None:
-        begins = jnp.clip(ends - tokens + 1 - window, 0, ends)
+        begins = jnp.clip(ends - q_len + 1 - window, 0, ends)
     lengths = ends - begins
 
-    most = jnp.maximum(lengths.max(), 1)
-    share = jnp.maximum(lengths.sum(dtype=jnp.float32), 1) * groups / places  # tokens a slot, if all went even
-    pieces = jnp.maximum(jnp.arange(1, TURNS + 1) * most // share, 1)
-    sizes = jnp.ceil(most / pieces / LEAST).astype(jnp.int32) * LEAST
+    longest_length = jnp.maximum(lengths.max(), 1)
+    share = jnp.maximum(lengths.sum(dtype=jnp.float32), 1) * row_tiles / places  # tokens per place if work were even
+    splits = jnp.maximum(jnp.arange(1, config.max_waves + 1) * longest_length // share, 1)
+    sizes = jnp.ceil(longest_length / splits / config.split_multiple).astype(jnp.int32) * config.split_multiple
     counts = jnp.maximum(-(-lengths // sizes[:, None]), 1)
-    turns = -(-counts.sum(axis=1) * groups // places)
-    # However uneven the pieces are, work in order ends before either of the two.
-    end = jnp.minimum(share + sizes, turns * sizes) + turns * START
+    waves = -(-counts.sum(axis=1) * row_tiles // places)
+    # Two upper bounds of the time, in tokens: programs that start in order end within the even share plus one split,
+    # and within as many splits as there are waves.
+    end = jnp.minimum(share + sizes, waves * sizes) + waves * config.split_cost
     best = end.argmin()
     size, counts = sizes[best], counts[best]
 
-    most_items = batch + max(batch, TURNS * places // groups)
-    item = jnp.arange(min(most_items, batch * -(-longest // LEAST)), dtype=jnp.int32)
+    most_tiles = batch + max(batch, config.max_waves * places // row_tiles)
+    tile = jnp.arange(min(most_tiles, batch * -(-longest // config.split_multiple)), dtype=jnp.int32)
     after = jnp.cumsum(counts)
     first = after - counts
-    request = jnp.searchsorted(after, item, side="right", method="compare_all").astype(jnp.int32)
+    request = jnp.searchsorted(after, tile, side="right", method="compare_all").astype(jnp.int32)
     live, request = request < batch, jnp.minimum(request, batch - 1)
-    begin = begins[request] + (item - first[request]) * size
+    begin = begins[request] + (tile - first[request]) * size
     end = jnp.minimum(begin + size, ends[request])
-    cut = counts > 1
-    items = jnp.stack([jnp.where(live, request, -1), begin, end, cut[request].astype(jnp.int32)], axis=1)
-    order = jnp.argsort(~cut, stable=True)
-    cuts = jnp.stack([order.astype(jnp.int32), first[order], jnp.where(cut, counts, 0)[order]], axis=1)
-    return Plan(items, cuts, counts, cut.sum(dtype=jnp.int32)[None], usual=places // (groups * batch))
+    is_split = counts > 1
+    work_tiles = jnp.stack([jnp.where(live, request, -1), begin, end, is_split[request].astype(jnp.int32)], axis=1)
+    order = jnp.argsort(~is_split, stable=True)
+    split_requests = jnp.stack([order.astype(jnp.int32), first[order], jnp.where(is_split, counts, 0)[order]], axis=1)
+    num_split = is_split.sum(dtype=jnp.int32)[None]
+    return Plan(work_tiles, split_requests, counts, num_split, typical_splits=places // (row_tiles * batch))

@@ -1,4 +1,8 @@
-"""A running softmax over tiles of scores, in powers of two: scores come multiplied by log2(e)."""
+"""The online softmax over tiles of scores.
+
+It works in powers of two, because `exp2` is one instruction: scores are multiplied by log2(e) once, and the maximum and
+the log-sum-exp of splits are in base 2 as well.
+"""
 
 import numpy as np
 import triton
@@ -6,58 +10,78 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(float("-inf"))
-"""Score of a masked key: its exponential is 0 whatever the running maximum, which is finite."""
-EMPTY = tl.constexpr(float(np.finfo(np.float32).min))
-"""Running maximum of a row that has seen no key: no finite score is below it, so that only masked keys do not count."""
-LIFT = tl.constexpr(14.0)
-"""How far the running maximum stays below the scores where weights are float16, which has less room below 1 than above:
-a weight of 2**-38 of the largest is not 0 yet."""
+"""The score of a masked key.  Its weight is 0 for every running maximum, because that is finite."""
+NO_KEYS = tl.constexpr(float(np.finfo(np.float32).min))
+"""The running maximum of a row before its first key.  It is finite, so that a tile of masked keys gives weights of 0
+instead of NaN, and no finite score is below it."""
+HALF_HEADROOM = tl.constexpr(14.0)
+"""float16 weights are kept below 2**14 instead of 2**0.  float16 ends at 2**-24, so a weight would vanish at 2**-24 of
+the largest one; with the headroom it vanishes at 2**-38."""
+POLYNOMIAL_LIMIT = tl.constexpr(0.55)
+"""Below this, `1 - exp2(...)` loses bits to cancellation, and tanh is a polynomial (relative error below 2**-23)."""
 
 
 @triton.jit
-def capped(score, CAP: tl.constexpr):
-    """CAP * tanh(score / CAP), of scores and a cap in natural units, in powers of two."""
+def cap_scores(score, CAP: tl.constexpr, DTYPE: tl.constexpr):
+    """CAP * tanh(score / CAP), multiplied by log2(e).  For a CAP of None, only multiplied.
+
+    DTYPE is the dtype of the weights.  Weights in 16 bits do not show the error of the shorter formula near 0.
+    """
     if CAP is None:
         result = score * LOG2E
     else:
         decay = tl.exp2(tl.abs(score) * (-2 * LOG2E / CAP))
         size = CAP * LOG2E * (1 - decay) / (1 + decay)
         result = tl.where(score < 0, -size, size)
+        if tl.float32 == DTYPE:
+            x = score * (1 / CAP)
+            u = x * x
+            series = u * (-0.33332957 + u * (0.13320941 + u * (-0.05268408 + u * 0.01645864)))
+            result = tl.where(tl.abs(x) < POLYNOMIAL_LIMIT, (score + score * series) * LOG2E, result)
     return result
 
 
 @triton.jit
-def weighted(score, top, DTYPE: tl.constexpr):
-    """Weights of a tile of scores [rows, keys] that are to be DTYPE; what earlier results shrink by; `top` [rows]."""
-    new = tl.max(score, axis=1)
-    if tl.float16 == DTYPE:
-        new -= LIFT
-    new = tl.maximum(top, new)
-    return tl.exp2(score - new[:, None]), tl.exp2(top - new), new
+def update_max(score, row_max, DTYPE: tl.constexpr):
+    """Adds a tile of scores [rows, keys] to the running maximum `row_max` [rows].
 
-
-@triton.jit
-def added(sums, shrink, weight):
-    """Running sums of weights [rows, keys], by row, or by row and place in a tile, to be added up at the end.
-
-    The latter takes registers, and spares the threads that share a row a word about every tile.
+    Returns the weights exp2(score - new maximum) of the tile, the factor [rows] by which earlier sums are rescaled, and
+    the new maximum.  Where weights will be float16 (DTYPE), the maximum is taken lower by HALF_HEADROOM.
     """
-    return sums * shrink + tl.sum(weight, axis=1) if len(sums.shape) == 1 else sums * shrink[:, None] + weight
+    new_max = tl.max(score, axis=1)
+    if tl.float16 == DTYPE:
+        new_max -= HALF_HEADROOM
+    new_max = tl.maximum(row_max, new_max)
+    return tl.exp2(score - new_max[:, None]), tl.exp2(row_max - new_max), new_max
 
 
 @triton.jit
-def divisor(total):
-    """What results are divided by: 1 where there are no keys."""
-    return tl.where(total == 0, 1.0, total)
+def update_sum(row_sum, rescale, weight):
+    """Adds a tile of weights [rows, keys] to the running sums.
+
+    Sums [rows] are reduced across threads for every tile.  Sums [rows, keys] are kept per column of the tile and
+    reduced once at the end: more registers, and no exchange between threads in the loop.
+    """
+    if len(row_sum.shape) == 1:
+        result = row_sum * rescale + tl.sum(weight, axis=1)
+    else:
+        result = row_sum * rescale[:, None] + weight
+    return result
 
 
 @triton.jit
-def log_sum(top, total):
-    """log2 of the sum of exponentials: -inf where there are no keys."""
-    return tl.where(total == 0, float("-inf"), top + tl.log2(divisor(total)))
+def normalizer(row_sum):
+    """What results are divided by: the row sum, or 1 for rows without keys."""
+    return tl.where(row_sum == 0, 1.0, row_sum)
 
 
 @triton.jit
-def divisor_with_sink(top, total, sink):
-    """What results are divided by where one logit more, in natural units, takes part without a value."""
-    return divisor(total) + tl.exp2(sink * LOG2E - tl.where(total == 0, 0.0, top))
+def normalizer_with_sink(row_max, row_sum, sink):
+    """The same with one more key that has the score `sink`, in natural units, and a value of 0."""
+    return normalizer(row_sum) + tl.exp2(sink * LOG2E - tl.where(row_sum == 0, 0.0, row_max))
+
+
+@triton.jit
+def log2_sum(row_max, row_sum):
+    """log2 of the sum of exponentials: -inf for rows without keys."""
+    return tl.where(row_sum == 0, float("-inf"), row_max + tl.log2(normalizer(row_sum)))

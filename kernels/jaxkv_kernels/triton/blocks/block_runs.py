@@ -1,9 +1,9 @@
 """Whole blocks as runs of memory, moved in chunks.
 
-Who does what.  A program moves one chunk, at most CHUNK bytes, of a run of a block: a part of the block that is one
-piece of memory in the cache.  One after the other, a block's runs are the block as it travels.
-Order.  None within a kernel: what it reads, it does not write.
-Budget.  Registers: CHUNK bytes, 64 a thread.  No shared memory.
+A run is a contiguous part of a block in the cache.  The runs of a block, one after the other, are the exported block.
+A program moves one chunk of a run, at most CHUNK bytes.  Within a launch, no program reads what another one writes.
+
+What bounds it: memory bandwidth.  A chunk is 64 bytes per thread, 16 registers, and takes no shared memory.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """Where the runs of a block lie, in bytes; a constant that kernels read fields of."""
+    """Where the runs of a block lie, in bytes: a constant of kernels, which read its fields."""
 
     num_blocks: int
     block_stride: int
@@ -30,14 +30,14 @@ class BlockRuns:
     axes: tuple[tuple[int, int], ...]
     """Three of (count, stride), outermost in memory first."""
     length: int
-    """Of a run, in words."""
+    """Words per run."""
     word: tl.dtype
-    """The widest that all addresses are multiples of."""
+    """The widest type that all addresses are multiples of."""
     word_bytes: int
 
     @property
     def count(self) -> int:
-        """Runs a block."""
+        """Runs per block."""
         return prod(count for count, _ in self.axes)
 
     @property
@@ -47,7 +47,7 @@ class BlockRuns:
 
     @property
     def chunks(self) -> int:
-        """A run."""
+        """Chunks per run."""
         return triton.cdiv(self.length, self.chunk)
 
 
@@ -69,7 +69,7 @@ def block_runs(pages: Pages, itemsize: int) -> BlockRuns:
 
 @triton.jit
 def chunk_of(RUNS: tl.constexpr):
-    """Of this program: which of the blocks of a call, which run of it, and the words of the run."""
+    """Of this program: the index of its block among those of the call, its run of the block, and the words of that."""
     chunk = tl.program_id(0)
     run = chunk // RUNS.chunks
     return run // RUNS.count, run % RUNS.count, chunk % RUNS.chunks * RUNS.chunk + tl.arange(0, RUNS.chunk)

@@ -1,8 +1,8 @@
 """Copies whole blocks within a cache, all read before any is written.
 
-A pair whose destination is nobody's source is copied at once.  The blocks of the others are held in an array beside
-the cache, which a second kernel writes to their destinations: between the two, every source has been read.  That array
-has room for all pairs, as which of them wait is known on the device only.
+A pair whose destination is not the source of any pair is copied at once.  The blocks of the other pairs are read into
+an array beside the cache, and a second kernel writes them to their destinations: by then, every source has been read.
+That array has room for all pairs, because which of them wait is known on the device only.
 """
 
 from functools import partial

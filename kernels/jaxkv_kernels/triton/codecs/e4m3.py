@@ -1,6 +1,7 @@
 """e4m3 values, and power-of-two scales for them.
 
-GPUs before Ada (sm_89) have no such type, and Triton has none there: bytes are made and read by arithmetic on bits.
+GPUs before Ada (sm_89) do not have the type, nor has Triton for them.  There, bytes are encoded and decoded with
+integer arithmetic on the bits.
 """
 
 import triton
@@ -13,16 +14,16 @@ NAN = tl.constexpr(0x7FC00000)
 
 
 def has_e4m3() -> bool:
-    """Whether the GPU converts by itself: the constant NATIVE of kernels."""
+    """Whether the GPU has instructions that convert e4m3: the constant NATIVE of kernels."""
     return capability() >= 89
 
 
 @triton.jit
 def load_scales(first, second, head, STEPS: tl.constexpr):
-    """Scales [n] of both parts of entries of heads `head` [n]; nothing where STEPS is None.
+    """Scales [n] of both parts of entries of heads `head` [n]; an empty tuple if STEPS is None.
 
-    `first` and `second` point to them, STEPS says how far apart those of two heads are in each.  Kernels load them
-    before the entries: nothing must wait for them afterwards.
+    `first` and `second` point to the scales; STEPS are the distances between those of consecutive heads.  Kernels load
+    scales before the entries, so that nothing waits for them later.
     """
     scales = ()
     if STEPS is not None:
@@ -32,14 +33,14 @@ def load_scales(first, second, head, STEPS: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x, NATIVE: tl.constexpr):
-    """float32 to bytes: to nearest even, saturating at +-448; NaN stays NaN."""
+    """float32 to bytes: rounds to nearest even and saturates at +-448; NaN stays NaN."""
     if NATIVE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.uint32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 steps are of 2**-9, and so are float32's beside 2**14.
+    # Subnormals of e4m3, below 2**-6, are multiples of 2**-9.  So are float32 values near 2**14: adding 2**14 rounds.
     small = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     found = tl.where(size < 0.015625, small, normal)
     return (sign | tl.where(x == x, found, 0x7F)).to(tl.uint8)
@@ -51,20 +52,25 @@ def from_e4m3(byte, NATIVE: tl.constexpr):
     if NATIVE:
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = byte.to(tl.uint16)
-    # Moved by a bit it is a float16, 2**8 times too small.  Float32's smallest values are no way: CPUs may flush them.
+    # Shifted by 7, the exponent and mantissa bits are those of a float16, 2**8 times too small.  float16 also holds
+    # e4m3's subnormals.  Shifted into a float32 they would be subnormal, and CPUs may flush those to zero.
     value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
 def power_of_two_scale(tile, SMALLEST_EXPONENT: tl.constexpr, keep=None):
-    """For float32 tiles [..., n], [...]: the smallest power of two >= the largest magnitude / 448, and its inverse.
+    """Scales [...] for float32 values `tile` [..., n], and their inverses [...].
 
-    The formula is that of `jaxkv_kernels.bits.power_of_two_scale`; a NaN among the values gives NaN for both.  What
-    `keep` [..., 1] does not hold for counts as 0: a kernel that says so has its slots fetched beside its values, where
-    the assembler would otherwise begin with slots when it is done with values.
+    A scale is the smallest power of two that is at least the largest magnitude / 448, and at least
+    2**SMALLEST_EXPONENT.  The formula is that of `jaxkv_kernels.formats.bits.power_of_two_scale`.  A NaN among the
+    values gives NaN for both results.
+
+    Values where the mask `keep` [..., 1] is False count as 0.  The result of those rows is not stored; the mask is for
+    speed.  Kernels that store entries load slots and values.  Because `keep` is computed from the slots, this use of it
+    makes ptxas issue both loads together, instead of the slots' after the arithmetic on the values.
     """
-    # As integers, magnitudes have the same order, and NaN is the largest.
+    # Compared as integers, magnitudes have the same order as floats, and NaN is the largest.
     size = tile.to(tl.int32, bitcast=True) & (0x7FFFFFFF if keep is None else tl.where(keep, 0x7FFFFFFF, 0))
     bits = tl.max(size, axis=len(tile.shape) - 1)
     exponent = (bits >> 23) - (127 + 8) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)

@@ -1,7 +1,8 @@
-"""e4m3 values in pairs: the GPU converts two at a time, and loads operands of products in units of 16 bits.
+"""e4m3 values in pairs of bytes, which decode without a detour through shared memory.
 
-A tile of pairs becomes two tiles, of the even and of the odd columns, each value in the thread and at the place of its
-pair: they are operands where the pairs are, without a way through shared memory.
+The GPU converts two e4m3 values at a time, and loads operands of products from shared memory in units of 16 bits, which
+is one pair.  A tile of pairs becomes two tiles: the values of even columns and those of odd columns.  Each value is in
+the thread, and at the index, where its pair was, so that both tiles are operands as they are.
 """
 
 import triton
@@ -18,14 +19,15 @@ CONVERT = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-"""Of two pairs, a register of each tile."""
+"""From a register with two pairs: one register with the even values, one with the odd values."""
 
 
 @triton.jit
 def load_pairs(place, known, SIZE: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """SIZE bytes from each of the pointers `place` [n] as int16 [n, COLUMNS // 2], the first of a pair low.
+    """SIZE bytes from each of the pointers `place` [n] as int16 [n, COLUMNS // 2]; the first byte of a pair is the low
+    one.
 
-    0 past them, and where not known.  EVEN: all of `place` are, and so is SIZE.
+    Bytes past SIZE are 0, and so are rows where `known` [n] is False.  EVEN: all pointers and SIZE are even.
     """
     if EVEN:
         pairs = load_pieces(place.to(tl.pointer_type(tl.int16)), known, SIZE // 2, COLUMNS // 2)
@@ -39,7 +41,10 @@ def load_pairs(place, known, SIZE: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl
 
 @triton.jit
 def halves(pairs, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """int16 [n, m] to the values of the low and of the high bytes, each DTYPE [n, m]; float16 has them exactly."""
+    """The values of the low bytes and of the high bytes of int16 [n, m], each DTYPE [n, m].
+
+    float16 holds every e4m3 value exactly.
+    """
     if NATIVE:
         low, high = tl.inline_asm_elementwise(
             CONVERT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -52,13 +57,14 @@ def halves(pairs, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _half(bits):
-    """float16 of the bits of e4m3 values moved to float16's places, 2**8 times too small; the largest is NaN."""
+    """e4m3 values whose bits are shifted to the positions of float16, where they are 2**8 times too small."""
     small = bits.to(tl.int16).to(tl.float16, bitcast=True)
-    # 1.875 * 36864 is infinite, and times 0 NaN; 1.75 * 36864 is not.
+    # e4m3's NaN is the largest pattern, 1.875 as float16.  Times 36864 it overflows to inf, and inf * 0 is NaN.  The
+    # next one, 1.75, does not overflow, and adds 0.
     return small * 256.0 + small * 36864.0 * 0.0
 
 
 @triton.jit
 def in_halves(x):
-    """[n, 2 m] to its even and its odd columns, each [n, m]: where `halves` has those of pairs."""
+    """The even and the odd columns of [n, 2 m], each [n, m]: the counterpart of `halves` for queries."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))

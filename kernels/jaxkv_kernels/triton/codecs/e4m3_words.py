@@ -1,4 +1,4 @@
-"""e4m3 values out of 32-bit words, four at a time: far fewer instructions than one by one."""
+"""Decodes e4m3 values from 32-bit words, four at a time, with far fewer instructions than one by one."""
 
 import triton
 import triton.language as tl
@@ -6,15 +6,15 @@ import triton.language as tl
 from jaxkv_kernels.triton.runtime.arithmetic import INTERPRETED
 
 BIAS = tl.constexpr(2.0**120)
-"""e4m3's exponent is biased by 7, that of bfloat16 by 127."""
+"""The exponent bias of e4m3 is 7, that of bfloat16 is 127: shifted bits are values 2**120 times too small."""
 
 
 @triton.jit
 def unpacked(words, DTYPE: tl.constexpr):
     """int32 words [N, W] of four e4m3 values each to DTYPE [N, 4 W]: the first bytes of all words, then the second...
 
-    Exact, but for NaN, which becomes 480: jaxkv gives a key with NaN a NaN for scale as well.  A thread's words become
-    that thread's values, in pairs that tensor cores take as they are; in the order of memory they would change threads.
+    Exact, except for NaN, which becomes 480.  (jaxkv also stores a NaN as the scale of a key with NaN.)  In this order,
+    all values stay in the thread that has their word; in the order of memory, they would move between threads.
     """
     even, odd = _paired(words << 8), _paired(words)
     low = tl.join(_half(even, False, DTYPE), _half(even, True, DTYPE))
@@ -25,7 +25,7 @@ def unpacked(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def in_word_order(x):
-    """[M, 4 W] with its columns in the order of `unpacked` ones."""
+    """[M, 4 W] with its columns in the order of `unpacked`."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     return x.reshape(M, N // 4, 4).permute(0, 2, 1).reshape(M, N)
@@ -42,6 +42,6 @@ def _half(pairs, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     bits = (pairs >> 16 if HIGH else pairs).to(tl.int16)
     if tl.bfloat16 == DTYPE and not INTERPRETED:
         return bits.to(tl.bfloat16, bitcast=True) * BIAS
-    # float16's smallest values are exact everywhere; those of float32, CPUs may flush.
+    # Through float16, whose subnormals are exact everywhere.  CPUs may flush those of float32 to zero.
     half = (bits & -0x8000) | ((bits & 0x7F0) << 3)
     return (half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(DTYPE)

@@ -1,4 +1,4 @@
-"""Quantised values on their way into products."""
+"""Decodes e4m3 values into operands of products."""
 
 import triton
 import triton.language as tl
@@ -9,16 +9,21 @@ from jaxkv_kernels.triton.runtime.arithmetic import INTERPRETED, rounded
 
 @triton.jit
 def widened(byte, scale, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """e4m3 bytes, multiplied by `scale` in float32 (None: by nothing), as DTYPE; NATIVE: the GPU has the type."""
+    """e4m3 bytes as DTYPE, multiplied in float32 by `scale` unless that is None."""
     value = from_e4m3(byte, NATIVE)
     if scale is not None:
         value = value * scale
-    return pinned(rounded(value, DTYPE))
+    return _computed_once(rounded(value, DTYPE))
 
 
 @triton.jit
-def pinned(x):
-    """`x`, which Triton now cannot make anew from the bytes for each product: both take it from one place."""
+def _computed_once(x):
+    """Returns `x`, and keeps Triton from computing it again for each of its uses.
+
+    Latents are an operand of two products, which need them in different register layouts.  Triton would convert the
+    bytes to each layout and decode them twice.  An assembly instruction with `is_pure=False` is not duplicated: values
+    are decoded once, and the result goes through shared memory to both products.
+    """
     if INTERPRETED:
         return x
     if x.dtype == tl.float32:

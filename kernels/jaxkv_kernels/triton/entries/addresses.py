@@ -1,7 +1,7 @@
 """Where entries lie, in bytes: 64-bit arithmetic, whatever the strides.
 
-Layers, blocks, slots and heads are int32, of shapes that broadcast.  Addresses are pointers to bytes, and may be
-computed of what is not in the cache: such must not be followed.
+Layers, blocks, slots and heads are int32, of shapes that broadcast.  Addresses are pointers to bytes.  They are also
+computed for slots outside the cache; those must not be dereferenced.
 """
 
 from dataclasses import replace
@@ -13,14 +13,14 @@ from jaxkv_kernels.addressing.pages import Pages
 
 
 def in_bytes(pages: Pages, itemsize: int) -> Pages:
-    """The same places in a buffer of bytes, where elements have `itemsize`; a constant that kernels read fields of."""
+    """`pages` with strides in bytes, for elements of `itemsize` bytes: a constant of kernels, which read its fields."""
     steps = ("layer_stride", "block_stride", "head_stride", "token_stride", "offset", "width", "size")
     return replace(pages, **{name: getattr(pages, name) * itemsize for name in steps})
 
 
 @triton.jit
 def slots_of(layer, PAGES: tl.constexpr):
-    """How many slots a layer has: none where it is not one of the cache."""
+    """How many slots a layer has: 0 if the cache has no such layer."""
     return tl.where((layer >= 0) & (layer < PAGES.num_layers), PAGES.num_slots, 0)
 
 

@@ -1,10 +1,10 @@
-"""Reads entries whose parts lie side by side, plain or e4m3, of ragged runs of tokens.
+"""Reads plain and e4m3 entries, whose parts lie side by side, of ragged runs of tokens.
 
-Who does what.  A program has a tile of consecutive rows of the results, a row being a token's parts of one head.  It
-finds the tokens' requests by a binary search, their slots in the tables, loads, decodes and stores.
-Order.  None: no two programs write the same rows.
-Budget.  Registers: 2,048 values and a part of it more, 16 and some a thread.  Shared memory: 2 KiB, through which e4m3
-values go to the threads that store them; none where they are plain.
+A program has consecutive rows of the results; a row is one head of one token.  It finds the requests of its tokens by
+binary search and their slots in the tables, loads, decodes and stores.
+
+What bounds it: memory bandwidth.  A tile of 2,048 values and one of the other part take somewhat more than 16 registers
+per thread.  e4m3 values move through 2 KiB of shared memory to the threads that store them.
 """
 
 from functools import partial

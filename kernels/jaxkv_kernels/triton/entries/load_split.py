@@ -1,10 +1,10 @@
-"""Reads `indexer_fp8` keys of ragged runs of tokens, dequantised.
+"""Reads `indexer_fp8` keys of ragged runs of tokens, dequantized.
 
-Who does what.  A program has ROWS consecutive rows of the result.  It finds the tokens' requests by a binary search,
-their slots in the tables, loads values and scales from the two halves of the pages, multiplies, rounds and stores.
-Order.  None: no two programs write the same rows.
-Budget.  Registers: 2,048 values, 16 a thread.  Shared memory: 2 KiB, through which they go to the threads that store
-them.
+A program has ROWS consecutive rows of the result.  It finds the requests of its tokens by binary search and their slots
+in the tables, loads values and scales from the two halves of the pages, multiplies, rounds and stores.
+
+What bounds it: memory bandwidth.  2,048 values take 16 registers per thread, and 2 KiB of shared memory, through which
+they move to the threads that store them.
 """
 
 from functools import partial

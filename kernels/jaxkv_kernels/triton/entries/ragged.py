@@ -1,4 +1,4 @@
-"""Ragged runs of tokens, one run a request, one after the other: which slots they are."""
+"""The slots of ragged runs of tokens: one run per request, one after the other."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from jaxkv_kernels.triton.entries.addresses import slots_of
 
 
 def ragged_operands(block_tables, cu_seq_lens, seq_starts, layer) -> tuple[jax.Array, ...]:
-    """What kernels that gather read beside the cache: tables, running sum, first tokens, layer."""
-    starts = cu_seq_lens if seq_starts is None else seq_starts  # read only where there are any
+    """Operands of kernels that gather, besides the cache: tables, cumulative lengths, first tokens, layer."""
+    starts = cu_seq_lens if seq_starts is None else seq_starts  # a placeholder, not read
     return block_tables, cu_seq_lens, starts, jnp.reshape(layer, (1,))
 
 
@@ -42,7 +42,7 @@ def ragged_slots(token, tables, sums, starts, layer, RUNS: tl.constexpr, PAGES: 
     column = position // PAGES.block_size
     in_table = live & (position >= 0) & (column < RUNS[1])
     block = tl.load(tables + request.to(tl.int64) * RUNS[1] + column, mask=in_table, other=-1)
-    # A poisoned entry of a table must not wrap round into somebody's slot.
+    # An invalid entry of a table must not overflow into the slot of another request.
     known = (block >= 0) & (block < PAGES.num_blocks)
     slot = tl.where(known, block * PAGES.block_size + position % PAGES.block_size, 0)
     return slot, known & (slot < slots_of(layer, PAGES))

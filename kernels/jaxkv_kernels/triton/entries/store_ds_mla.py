@@ -1,11 +1,11 @@
 """Stores `fp8_ds_mla` entries at slots of a layer, in place.
 
-Who does what.  A program has ROWS consecutive tokens: it loads their parts, meanwhile their slots, stores rotary keys
-where the slots say (first, so that they are loaded with the rest), finds a scale for each tile of 128 values, and
-stores values and scales.
-Order.  None: no two programs write the same bytes, unless a slot is given twice.
-Budget.  Registers: 2,048 values, 16 a thread.  Shared memory: a float32 a tile for the maxima, where a warp has not
-all of the tile.
+A program has ROWS consecutive tokens.  It loads slots and values together, stores the rotary keys (first, so that their
+load is issued with the others), computes a scale per tile of 128 values, and stores values and scales.  No two programs
+write the same bytes, unless a slot is given twice.
+
+What bounds it: memory bandwidth.  2,048 values take 16 registers per thread.  Maxima of tiles that several warps share
+take one float32 per tile of shared memory.
 """
 
 from functools import partial

@@ -1,9 +1,10 @@
-"""Stores entries whose parts lie side by side, plain or e4m3, at slots of a layer, in place.
+"""Stores plain and e4m3 entries, whose parts lie side by side, at slots of a layer, in place.
 
-Who does what.  A program has a tile of consecutive rows, a row being a token's parts of one head.  It loads them,
-meanwhile their slots, encodes, and stores each part where the slot says.
-Order.  None: no two programs write the same bytes, unless a slot is given twice.
-Budget.  Registers: 2,048 values and a part of it more, 16 and some a thread.  No shared memory.
+A program has consecutive rows; a row is one head of one token.  It loads slots and values together, encodes, and stores
+each part at its slot.  No two programs write the same bytes, unless a slot is given twice.
+
+What bounds it: memory bandwidth.  A tile of 2,048 values and one of the other part take somewhat more than 16 registers
+per thread, and no shared memory.
 """
 
 from functools import partial

@@ -1,10 +1,10 @@
-"""Stores `indexer_fp8` keys at slots of a layer, in place: a page has all its e4m3 values, then all its scales.
+"""Stores `indexer_fp8` keys at slots of a layer, in place: a page holds all its e4m3 values, then all its scales.
 
-Who does what.  A program has ROWS consecutive tokens: it loads their keys, meanwhile their slots, finds a scale for
-each key, and stores values and scales in the two halves of the pages.
-Order.  None: no two programs write the same bytes, unless a slot is given twice.
-Budget.  Registers: 2,048 values, 16 a thread.  Shared memory: a float32 a key for the maxima, where a warp has not all
-of the key.
+A program has ROWS consecutive tokens.  It loads slots and keys together, computes a scale per key, and stores values
+and scales in the two halves of the pages.  No two programs write the same bytes, unless a slot is given twice.
+
+What bounds it: memory bandwidth.  2,048 values take 16 registers per thread.  Maxima of keys that several warps share
+take one float32 per key of shared memory.
 """
 
 from functools import partial

@@ -7,11 +7,11 @@ import triton.language as tl
 
 WARPS = 4
 VALUES = 2048
-"""Values of a tile, 16 a thread: two loads of 16 bytes where they are of 2."""
+"""Values of a tile, 16 per thread: two loads of 16 bytes if a value has 2."""
 
 
 def tile_shape(sizes) -> dict[str, Any]:
-    """Constants for rows whose parts have `sizes` values: ROWS a program, and COLUMNS, powers of two, as tiles have."""
+    """Constants for rows whose parts have `sizes` values: ROWS per program and COLUMNS of each tile, powers of two."""
     columns = tuple(triton.next_power_of_2(max(size, 1)) for size in sizes)
     return {"ROWS": max(1, VALUES // max(columns)), "COLUMNS": columns}
 

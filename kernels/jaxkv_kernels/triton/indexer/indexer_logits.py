@@ -1,14 +1,20 @@
 """Scores of the DeepSeek V3.2 indexer against every cached key.
 
-Who does what.  A program has one query token of one request, all heads of it, and a run of up to RUN_TILES tiles of
-cached tokens.  q stays in shared memory; a tile of keys at a time is loaded (the next ones are on their way: Triton's
-pipeline), made values of q's dtype in registers, multiplied with q, and reduced over the heads in registers.  The rest
-of the run, past what the query sees, is filled with -inf.  Programs of the query tokens of a request are neighbours, so
-that they share its keys in the L2 cache.
-Order.  None: every logit has one program.
-Budget.  bf16 q of 64 heads x 128: 16 KiB, and 8 KiB a tile of e4m3 keys; 128 threads of about 120 registers, 32 of
-which hold the products: four programs an SM on Hopper.  float32 q of as many heads, with float32 keys: 81 KiB in all,
-of the 99 KiB that sm_86 has.
+It computes, per query token and key, the sum over heads of relu(q . k) * weight, times the key's scale.
+
+A program has one query token of one request with all its heads, and up to RUN_TILES tiles of cached tokens.  q stays in
+shared memory.  The loop, as a timeline (loads are asynchronous copies, up to BUFFERS tiles ahead):
+
+    blocks of tile i + 1   loaded
+    keys of tile i + 1     load ............................................ arrive
+    tile i                 decode to q's dtype | q k^T | relu, sum over heads | mask, store
+
+Past what the query token sees, the program stores -inf.  Programs of the query tokens of one request are neighbours in
+the grid, so that they share its keys in the L2 cache.  Every logit is stored by one program.
+
+What bounds it: memory bandwidth, with four programs per multiprocessor on Hopper.  With 64 heads x 128 values, bf16 q
+takes 16 KiB of shared memory, a tile of e4m3 keys 8 KiB, and the products 32 of about 120 registers of 128 threads.
+float32 q and keys take 81 KiB, of the 99 KiB that sm_86 has.
 """
 
 from functools import partial
@@ -29,7 +35,7 @@ TILES = {2: (64, 4), 4: (16, 4)}
 """Tokens per tile, and warps, by the bytes of q's values."""
 PROGRAMS, RUN_TILES = 2048, 32
 BUFFERS, BUFFER_BYTES = 2, 32768
-"""Tiles of keys that are on their way to a program, and the most bytes of them."""
+"""Tiles of keys in flight per program, and the most bytes of them."""
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
@@ -59,7 +65,7 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
     }
     operands = (q, weights.astype(jnp.float32), buffer, block_tables, seq_lens, jnp.reshape(layer, (1,)))
     logits = jax.ShapeDtypeStruct((batch, tokens, max_len), jnp.float32)
-    # A buffer takes two stages: the blocks of a tile are looked up one before its keys are asked for.
+    # A buffer takes two stages: the blocks of a tile are loaded one stage before its keys.
     stages = 1 + 2 * max(1, min(BUFFERS, BUFFER_BYTES // (tile * entry.nbytes)))
     grid = (batch * tokens, triton.cdiv(tiles, run))
     return launch(_indexer_logits, operands, (logits,), grid=grid, warps=warps, stages=stages, **constants)[0]
@@ -90,7 +96,7 @@ def _indexer_logits(
     table, out = tables + request * COLUMNS, logits + row * MAX_LEN
     for start in range(first, end, TOKENS):
         position = start + tl.arange(0, TOKENS)
-        # Where a tile lies within a page, one look into the table does for all of it.
+        # A tile within one page needs only one entry of the table.
         looked = start if PAGES.block_size % TOKENS == 0 else position
         block = tl.load(table + looked // PAGES.block_size, mask=looked < end, other=-1)
         valid = (block >= 0) & (block < PAGES.num_blocks)
@@ -105,7 +111,7 @@ def _indexer_logits(
         if SPLIT:
             logit *= tl.load((page + PAGES.block_size * DIM).to(tl.pointer_type(tl.float32)) + place)
         tl.store(out + position, tl.where(valid & (position < end), logit, float("-inf")), mask=position < last)
-    # What the loop has written ends with a tile.
+    # The loop above has stored whole tiles; the rest begins after the last of them.
     for start in range(first + tl.cdiv(tl.maximum(end - first, 0), TOKENS) * TOKENS, last, TOKENS):
         position = start + tl.arange(0, TOKENS)
         tl.store(out + position, tl.full([TOKENS], float("-inf"), tl.float32), mask=position < last)

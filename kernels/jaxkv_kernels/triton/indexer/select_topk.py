@@ -1,11 +1,15 @@
 """The positions of the k largest logits.
 
-Who does what.  `_keep_best`: a program has up to CHUNK logits of a row in registers.  It finds the k-th largest bit by
-bit, a count over the chunk each, and stores the k best in the order of their positions; of those that equal the k-th,
-the earliest.  What is left of a row goes through again, until it is one chunk's k.  `_sorted`: a program sorts those.
-Order.  The launches; within them none.
-Budget.  `_keep_best`: CHUNK_SHARE logits a thread and what is counted of them, about 120 registers.  `_sorted`: 8 bytes
-a logit in shared memory.
+`_keep_best`: a program has up to CHUNK logits of a row in registers.  It finds the k-th largest bit by bit, counting
+the chunk once per bit, and stores the k best in the order of their positions; among logits equal to the k-th, the
+earliest.  The launch is repeated on what is left of a row until that is the k of a single chunk.  `_sorted`: a program
+sorts those.
+
+    for each of 32 bits:   count the logits at or above the threshold with this bit | keep or drop the bit
+    then                   prefix sums give each kept logit its place | store
+
+What bounds it: the latency of the 32 counts.  `_keep_best` has CHUNK_SHARE logits per thread and about 120 registers;
+`_sorted` takes 8 bytes of shared memory per logit.
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
-"""Products and conversions, in words that Triton's interpreter gets right as well.
+"""Products and conversions that Triton's interpreter computes correctly as well.
 
-It multiplies bf16 values as if they were integers, and cuts off what does not fit where it makes bf16 of float32.
+By itself it multiplies bf16 values as if they were integers, and truncates where it converts float32 to bf16.
 """
 
 import triton
@@ -8,15 +8,15 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 IEEE = tl.constexpr("ieee")
-"""Triton 3.6 takes no plain string for the default of a constant."""
+"""A constant, because Triton 3.6 does not accept a plain string as the default of a constant."""
 
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr = IEEE):
     """`acc` + a [M, K] @ b [K, N], float32 [M, N].
 
-    PRECISION is of float32 factors: "ieee" takes all their bits, but no tensor cores, and Triton has all factors of a
-    thread in registers; "tf32x3" takes 22 bits of each, as two tf32 numbers, and fewer registers where tiles are large.
+    PRECISION is for float32 operands.  "ieee" uses all their bits, no tensor cores, and registers for all operands of a
+    thread.  "tf32x3" uses 22 bits of each, as two tf32 numbers, and fewer registers where tiles are large.
     """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -25,7 +25,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr = IEEE):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """`x` as DTYPE: bfloat16, float16 or float32, to nearest even."""
+    """`x` as DTYPE (bfloat16, float16 or float32), rounded to nearest even."""
     if INTERPRETED and tl.bfloat16 == DTYPE and x.dtype != tl.bfloat16:
         bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

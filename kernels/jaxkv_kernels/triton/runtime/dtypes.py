@@ -1,4 +1,4 @@
-"""Triton's names of element types."""
+"""Element types in Triton."""
 
 import jax.numpy as jnp
 import triton.language as tl
@@ -12,5 +12,5 @@ _TYPES = {
 
 
 def element_type(dtype) -> tl.dtype:
-    """The type that pointers to elements of `dtype` have; a constant of kernels."""
+    """Triton's type of elements of `dtype`; kernels take it as a constant."""
     return _TYPES[str(jnp.dtype(dtype))]

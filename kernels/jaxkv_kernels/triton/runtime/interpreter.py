@@ -7,7 +7,7 @@ import numpy as np
 
 
 def interpret(kernel, operands, results, updated, grid, constants) -> tuple[jax.Array, ...]:
-    """As `launch` has it.  What a kernel leaves unwritten of its results is NaN, or all ones."""
+    """See `launch`.  Bytes of the results that the kernel does not write are 0xFF, which is NaN in floating point."""
     before = () if updated is None else (updated,)
     shapes = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in before), *results)
 
@@ -27,7 +27,7 @@ def _poison(x: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 class _Memory:
-    """What the interpreter asks of a tensor, of a contiguous NumPy array."""
+    """A contiguous NumPy array with the methods of a tensor that the interpreter calls."""
 
     def __init__(self, array: np.ndarray):
         self._array = array
@@ -48,7 +48,7 @@ class _Memory:
     def storage_offset(self) -> int:
         return 0
 
-    # The interpreter makes a copy on the host from the tensor's storage, and copies it back: here all are the same.
+    # The interpreter copies a tensor's storage to the host and back.  This one is on the host: each of these is itself.
     def _itself(self, *args: Any, **kwargs: Any) -> "_Memory":
         return self
 

@@ -2,9 +2,9 @@
 
 import jax
 
-# Known to jit's caches, so that a function traced for one is traced anew for the other.
+# Part of the keys of jit's caches: a function is traced once for the GPU and once for the interpreter.
 interpreting = jax.make_user_context(default_value=False)
 """`with interpreting(True):` runs the kernels in the interpreter: slow, on any machine, for tests.
 
-Triton decides when a kernel is defined, so TRITON_INTERPRET=1 must stand in the environment from the start.
+Triton chooses between the two when a kernel is defined, so TRITON_INTERPRET=1 must be set before the import.
 """

@@ -24,18 +24,15 @@ def launch(
     """Runs `kernel(*operands, updated, *results, **constants)` on a grid of programs.
 
     Args:
-      kernel: made by `triton.jit`.  Its parameters are pointers in that order (none for `updated` where there is none),
-        then constants.
-      operands: arrays that the kernel reads.  What may be traced comes as an array of one element.
-      results: shapes and dtypes of the arrays that it writes, all of each.
-      updated: an array that it may also write to, any part of it, in place where the array is not used afterwards.
-      grid: numbers of programs, at least 1 each, along up to three axes.
-      warps: a program.
-      stages: of loops that Triton pipelines.
-      constants: of the kernel, by name: hashable.
+      kernel: made by `triton.jit`.  Its parameters are pointers in that order (none for `updated` if that is None),
+      then constants. operands: arrays that the kernel reads.  Traced scalars are passed as arrays of one element.
+      results: shapes and dtypes of the arrays that it writes.  It must write all of them. updated: an array of which
+      the kernel writes any part.  In place, unless the array is used afterwards. grid: numbers of programs along up to
+      three axes, at least 1 each. warps: per program. stages: of the loops that Triton pipelines. constants: values of
+      the kernel's `tl.constexpr` parameters, by name; hashable.
 
     Returns:
-      `updated` with what the kernel wrote to it (if there is one), then the results.
+      `updated` after the kernel's writes (unless it is None), then the results.
     """
     if interpreting.value:
         from jaxkv_kernels.triton.runtime.interpreter import interpret
@@ -45,7 +42,7 @@ def launch(
 
 
 def capability() -> int:
-    """The GPU's compute capability times ten (90: Hopper); the interpreter passes for the oldest that is taken."""
+    """The GPU's compute capability times ten (90: Hopper).  The interpreter counts as the oldest supported GPU."""
     return 80 if interpreting.value else _capability()
 
 
@@ -57,7 +54,7 @@ def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages,
     import jax_triton
 
     options: dict[str, Any] = {"kernel": kernel, "grid": grid, "num_warps": warps, "num_stages": stages, **constants}
-    # Asked for, as Triton 3.10 will no longer fuse products and sums by itself, and 3.9 warns of that.
+    # Explicit, because Triton 3.10 will no longer fuse products and sums by default, and 3.9 warns about that.
     fused = {"enable_fp_fusion": True}
     if _takes_refs():
         options["backend_options"] = fused
@@ -71,7 +68,7 @@ def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages,
         return tuple(jax_triton.triton_call(*operands, out_shape=tuple(results), **options))
     from jaxkv_kernels.triton.runtime.result_parameter import with_result_parameter
 
-    # The updated array counts as a result, too, and every result has a parameter.
+    # The updated array is also a result there, and every result has a parameter.
     options["kernel"] = with_result_parameter(kernel)
     *found, after = jax_triton.triton_call(
         *operands, updated,
@@ -84,12 +81,12 @@ def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages,
 
 @cache
 def _takes_refs() -> bool:
-    """Whether jax-triton is of the kind that updates `jax.Ref`s: 0.4."""
+    """Whether jax-triton updates `jax.Ref`s, as 0.4 does."""
     import jax_triton
 
     return "out_type" in inspect.signature(jax_triton.triton_call).parameters
 
 
 def _settled(updated: jax.Array) -> jax.Array:
-    # As for other kernels that update operands: where a scan stacks such results, XLA must not look through them.
+    # Where a scan stacks such results, XLA must not look through the update; see other kernels that update operands.
     return jax.lax.optimization_barrier(updated)

@@ -1,4 +1,4 @@
-"""Kernels for jax-triton 0.3, where an operand that is updated in place has a second parameter: that of the result."""
+"""Kernels for jax-triton 0.3, where an operand that is updated in place has a second parameter, for the result."""
 
 import inspect
 import re
@@ -13,13 +13,13 @@ NAME = "_updated"
 
 @cache
 def with_result_parameter(kernel: Any) -> Any:
-    """`kernel` with one parameter more, which it does not use, between its pointers and its constants."""
+    """`kernel` with an additional, unused parameter between its pointers and its constants."""
     twin = triton.JITFunction(kernel.fn)
     index, first = next((i, parameter.name) for i, parameter in enumerate(twin.params) if parameter.is_constexpr)
     source, found = re.subn(rf"\b{first}\s*:", f"{NAME}, {first}:", twin.src, count=1)
     assert found, f"{kernel} has no parameter {first} with an annotation"
     twin._unsafe_update_src(source)
-    # jax-triton and Triton's compiler know the parameters by these.
+    # jax-triton and Triton's compiler read the parameters from these two lists.
     parameter = inspect.Parameter(NAME, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     twin.params.insert(index, KernelParam(index, parameter, False, False))
     twin.arg_names.insert(index, NAME)

@@ -1,4 +1,4 @@
-"""The smallest kernel that does what the others do: it updates an operand in place, and has a constant."""
+"""The smallest kernel that uses what the others use: it updates an operand in place, and has a constant."""
 
 import triton
 import triton.language as tl

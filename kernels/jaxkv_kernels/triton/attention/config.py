@@ -1,0 +1,132 @@
+"""The tunable numbers of the attention kernels: a validated `Config` per kernel, with the reasons for its defaults."""
+
+from dataclasses import dataclass, fields
+
+import jax.numpy as jnp
+
+from jaxkv_kernels.triton.runtime.launch import capability
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What one program works on at a time, and when requests are split.
+
+    Raises:
+      ValueError: a number is not one that Triton can compile a kernel for.
+    """
+
+    rows: int
+    """Rows of queries (query tokens x query heads of a KV head) per program: a power of two, at least 16."""
+    keys: int
+    """Tokens of the cache per tile of the loop: a power of two, at least 16."""
+    warps: int
+    """Warps per program: a power of two, at most 16."""
+    stages: int
+    """Stages of Triton's software pipeline over the tiles of keys; 1 is no pipeline."""
+    programs_per_sm: int
+    """Programs that fit on a multiprocessor together, which plans count on."""
+    split_multiple: int = 64
+    """Splits are a multiple of so many tokens.  64 is the largest tile of keys and the usual block, so that no tile is
+    loaded for a few keys only."""
+    split_cost: int = 64
+    """The fixed cost of a split, as the number of tokens that take as long.  On an H200, a program that starts, loads
+    its queries and stores its split takes about as long as one tile of keys."""
+    max_waves: int = 4
+    """Plans try split sizes that fill the GPU once, twice, ... up to so many times.  Beyond 4, the fixed costs of the
+    splits exceed what more even work saves."""
+
+    def __post_init__(self):
+        for name in ("rows", "keys"):
+            self._check_power_of_two(name, least=16)
+        self._check_power_of_two("warps", most=16)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{field.name}` is {value!r}: expected a positive integer")
+
+    def _check_power_of_two(self, name: str, least: int = 1, most: int = 1024):
+        value = getattr(self, name)
+        if not isinstance(value, int) or not least <= value <= most or value & (value - 1):
+            raise ValueError(f"`{name}` is {value!r}: expected a power of two from {least} to {most}")
+
+    def row_tiles(self, rows: int) -> int:
+        """How many programs share `rows` rows of queries."""
+        return -(-rows // self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(Config):
+    """Of the kernel of `decode_mla` and `decode_mla_sparse`."""
+
+    columns: int
+    """Values of a latent per product: a power of two, at least 32.  Products of parts do not wait for each other, which
+    one product with all 512 values would, and take fewer registers."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_power_of_two("columns", least=32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig(Config):
+    """Of the kernel of `decode_kv`."""
+
+
+def default_latent_config(entry, rows: int, dtype) -> LatentConfig:
+    """For latents of `entry`, `rows` rows of queries per request and queries of `dtype`.
+
+    A program may have 227 KiB of shared memory on sm_90, 163 on sm_80, 99 on sm_86 and sm_89.  The sizes for sm_90 were
+    measured on an H200; those for the others are what their shared memory and registers hold.
+
+    float32: products of float32 keep all factors of a thread in registers, which limits tiles to 16 x 16; a tile of
+    keys takes 36 KiB, so that a second stage would not fit on sm_86.
+    Up to 16 rows: memory bandwidth is the limit, so two programs share a multiprocessor, and one loads while the other
+    computes.  On sm_90, bf16 takes 91 KiB of shared memory and 168 to 189 registers per thread (Triton 3.6 to 3.9); fp8
+    takes 92 KiB and 192 to 196 registers with tiles of 64 keys, which are half as large in bytes.
+    More rows: 64 on sm_90, where the queries (72 KiB) and two tiles of 64 keys (72 KiB each) take 216 KiB, and the
+    results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of raw bytes: 226 KiB.
+    More rows on other GPUs: 32 keys fit; 64 rows fit on sm_80 only, and only for entries that need no room for decoded
+    values.
+    """
+    if jnp.dtype(dtype) == jnp.float32:
+        return LatentConfig(rows=16, keys=16, columns=128, warps=4, stages=1, programs_per_sm=1)
+    arch = capability()
+    large_shared_memory = arch in (80, 90)
+    if rows <= 16:
+        if entry.codec.scaled and arch == 90:
+            return LatentConfig(rows=16, keys=64, columns=64, warps=4, stages=3, programs_per_sm=2)
+        columns = 64 if entry.codec.scaled else 128
+        stages, programs = (3, 2) if large_shared_memory else (2, 1)
+        return LatentConfig(rows=16, keys=32, columns=columns, warps=4, stages=stages, programs_per_sm=programs)
+    quantized = entry.dtype.itemsize == 1
+    columns = 256 if entry.codec.scaled else 128
+    if arch == 90:
+        stages = 3 if quantized else 2
+        return LatentConfig(rows=_padded(rows, 64), keys=64, columns=columns, warps=8, stages=stages, programs_per_sm=1)
+    most = 64 if large_shared_memory and not quantized else 32
+    return LatentConfig(rows=_padded(rows, most), keys=32, columns=columns, warps=8, stages=2, programs_per_sm=1)
+
+
+def default_kv_config(entry, rows: int, dtype) -> KVConfig:
+    """For keys and values of `entry`, `rows` rows of queries per KV head and queries of `dtype`.
+
+    Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than a large
+    one: 16 rows, 64 keys and 4 warps take 38 KiB of shared memory and 118 registers per thread at 128 + 128 bf16
+    values with Triton 3.6, so that four programs fit on sm_90 (with Triton 3.9, 140 registers: three).  Heads wider
+    than 128 get half the keys, hence the same bytes.  float32 products keep all factors in registers, which limits
+    tiles to 16 x 16.
+    """
+    if jnp.dtype(dtype) == jnp.float32:
+        return KVConfig(rows=16, keys=16, warps=4, stages=1, programs_per_sm=2)
+    keys = 32 if max(entry.sizes) > 128 else 64
+    return KVConfig(rows=_padded(rows, 64), keys=keys, warps=8 if rows > 32 else 4, stages=2, programs_per_sm=4)
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def _padded(rows: int, most: int) -> int:
+    """Rows of a tile: a power of two, at least 16 as tensor cores need, at most `most`."""
+    return min(max(16, next_power_of_two(rows)), most)

@@ -1,0 +1,121 @@
+"""Loads tiles of keys and values from entries of any format, as operands of products."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.formats.fp8_ds_mla import TILE
+from jaxkv_kernels.triton.codecs.e4m3_pairs import halves, load_pairs
+from jaxkv_kernels.triton.codecs.widen import widened
+from jaxkv_kernels.triton.entries.tiles import load_pieces
+from jaxkv_kernels.triton.runtime.arithmetic import rounded
+
+SCALE_TILE = tl.constexpr(TILE)
+"""Values of an `fp8_ds_mla` entry that share a scale."""
+
+
+@dataclass(frozen=True)
+class EntryLoads:
+    """How a kernel loads entries: one of its constants.
+
+    An entry is a latent and a rotary key (`latents`: the keys are both, the values are the latents), or a key and a
+    value.
+    """
+
+    format: str
+    latents: bool
+    first: int
+    """Values of the latent, or of the key."""
+    second: int
+    """Values of the rotary key, or of the value."""
+    first_columns: int
+    """Columns of a load of them, a power of two.  A latent may take several loads."""
+    second_columns: int
+    stored: tl.dtype
+    """The element type in memory; "uint8" for quantized entries."""
+    dtype: tl.dtype
+    """The element type of the operands of products."""
+    native: bool
+    """Whether the GPU converts e4m3."""
+    even: bool
+    """Whether all sizes and strides are even numbers of bytes."""
+
+    @property
+    def loads(self) -> int:
+        """How many loads the first part takes."""
+        return -(-self.first // self.first_columns)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether each load gives two tiles, of its even and its odd columns (`codecs/e4m3_pairs.py`)."""
+        return self.latents and self.format == "fp8"
+
+    @property
+    def value_tiles(self) -> int:
+        """How many tiles the values are."""
+        return (2 if self.in_pairs else 1) * (self.loads if self.latents else 1)
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of each of them."""
+        return self.first_columns // (2 if self.in_pairs else 1) if self.latents else self.second_columns
+
+
+@triton.jit
+def load_keys_and_values(entry, known, LOADS: tl.constexpr):
+    """Tiles [n, columns] of the keys and of the values of the entries at byte pointers `entry` [n]; 0 if not `known`.
+
+    Values of `fp8` are as stored, those of `fp8_ds_mla` are multiplied by their scales.
+    """
+    if LOADS.latents:
+        NUM_LOADS: tl.constexpr = LOADS.loads
+        values = ()
+        for i in tl.static_range(NUM_LOADS):
+            values += _latent_tile(entry, known, i * LOADS.first_columns, LOADS)
+        # The rotary keys come first: their product is the first term of the scores.
+        keys = _rope_tile(entry, known, LOADS) + values
+    else:
+        keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
+        values = (_plain_tile(entry, known, LOADS.first, LOADS.second, LOADS.second_columns, LOADS),)
+    return keys, values
+
+
+@triton.jit
+def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
+    """Values FIRST, FIRST + 1, ... of latents: one tile, or two where they come in pairs."""
+    left: tl.constexpr = LOADS.first - FIRST
+    COLUMNS: tl.constexpr = LOADS.first_columns
+    if LOADS.format == "fp8_ds_mla":
+        scales = (entry + LOADS.first).to(tl.pointer_type(tl.float32)) + FIRST // SCALE_TILE
+        scale = load_pieces(scales, known, left // SCALE_TILE, COLUMNS // SCALE_TILE)
+        scale = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], SCALE_TILE))
+        scale = tl.reshape(scale, (scale.shape[0], COLUMNS))
+        found = (widened(load_pieces(entry + FIRST, known, left, COLUMNS), scale, LOADS.dtype, LOADS.native),)
+    elif LOADS.in_pairs:
+        found = halves(load_pairs(entry + FIRST, known, left, COLUMNS, LOADS.even), LOADS.dtype, LOADS.native)
+    else:
+        found = (_plain_tile(entry, known, FIRST, left, COLUMNS, LOADS),)
+    return found
+
+
+@triton.jit
+def _rope_tile(entry, known, LOADS: tl.constexpr):
+    """The rotary keys, likewise."""
+    COLUMNS: tl.constexpr = LOADS.second_columns
+    if LOADS.format == "fp8_ds_mla":
+        ropes = (entry + LOADS.first + 4 * (LOADS.first // SCALE_TILE)).to(tl.pointer_type(tl.bfloat16))
+        found = (rounded(load_pieces(ropes, known, LOADS.second, COLUMNS), LOADS.dtype),)
+    elif LOADS.in_pairs:
+        pairs = load_pairs(entry + LOADS.first, known, LOADS.second, COLUMNS, LOADS.even)
+        found = halves(pairs, LOADS.dtype, LOADS.native)
+    else:
+        found = (_plain_tile(entry, known, LOADS.first, LOADS.second, COLUMNS, LOADS),)
+    return found
+
+
+@triton.jit
+def _plain_tile(entry, known, FIRST: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr):
+    """SIZE values from FIRST on, of the element type `stored`."""
+    values = load_pieces(entry.to(tl.pointer_type(LOADS.stored)) + FIRST, known, SIZE, COLUMNS)
+    return widened(values, None, LOADS.dtype, LOADS.native) if LOADS.format == "fp8" else rounded(values, LOADS.dtype)
