@@ -27,6 +27,7 @@ from jaxkv.bench.programs import Program
 from jaxkv.bench.timing import Ceilings, measure_ceilings
 from jaxkv.bench.workload import Workload
 from jaxkv.bench.workloads import FAMILIES, SUITES, WORKLOADS
+from jaxkv.cli import tune
 from jaxkv.cli.options import output_file, positive
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.memory import device_memory
@@ -64,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the best that takes a call")
     parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="chains to time a shape (20)")
     parser.add_argument(
+        "--tune", action="store_true", help="search the configurations of the kernels that the shapes run, instead"
+    )
+    parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write device, versions, ceilings and rows"
     )
 
@@ -79,17 +83,20 @@ def run(args: argparse.Namespace) -> int:
         )
         notice(f"jaxkv bench: no shape is all of {asked}; there are {names}")
         return 2
-    ceilings = measure_ceilings(device, repeats=args.repeats)
-    about = {
+    about: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": shlex.join(["jaxkv", *args.argv]),
         "device": device.device_kind,
         "platform": device.client.platform_version,
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
-        "ceilings": asdict(ceilings),
         "repeats": args.repeats,
     }
     print("{device}, jax {versions[jax]}, jaxlib {versions[jaxlib]}, jaxkv {versions[jaxkv]}".format(**about))
+    if args.tune:
+        limit = int(MEMORY_FRACTION * device_memory(device))
+        return tune.run([workload.fitted(limit) for workload in workloads], args, about)
+    ceilings = measure_ceilings(device, repeats=args.repeats)
+    about["ceilings"] = asdict(ceilings)
     print(
         f"ceilings: read {ceilings.read / 1e9:.1f} GB/s, copy {ceilings.copy / 1e9:.1f} GB/s (read + written), ", end=""
     )

@@ -15,10 +15,10 @@ import jax
 
 import jaxkv
 from jaxkv.cli.options import add_entry_format, positive, seed
-from jaxkv.cli.text import IdStream, TextStream
 from jaxkv.terminal.memory import nbytes, require_memory
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
+from jaxkv.terminal.token_text import IdStream, TextStream
 
 if TYPE_CHECKING:
     from jaxkv.serving import Engine, Request

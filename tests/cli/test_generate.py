@@ -15,8 +15,8 @@ from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 import jaxkv.models
 from jaxkv.cli import generate as command
 from jaxkv.cli import main
-from jaxkv.cli.text import TextStream
 from jaxkv.serving.request import Request
+from jaxkv.terminal.token_text import TextStream
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
 TRUTH = np.load(FOLDER / "truth.npz")

@@ -8,8 +8,9 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels import mosaic_gpu, tuning
 from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv_kernels.mosaic_gpu.attention.config import KVConfig
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
 from support import suites
 from support.hopper import kernel_operands, on_hopper, read_early
@@ -90,7 +91,11 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     def test_a_window_whose_edges_lie_inside_tiles(self):
         self.case((500, 70, 30), 1, 2, 2, block_size=128, window=200)
 
-    def test_the_largest_heads_have_one_slot_a_ring(self, monkeypatch):
+    def test_another_configuration_computes_the_same(self):
+        with tuning.using(KVConfig(stages=1, query_stages=1, rescale_threshold=0)):
+            self.case((200, 0, 129), 2, 4)
+
+    def test_the_largest_heads_have_one_stage(self, monkeypatch):
         monkeypatch.setattr(self, "head_dim", 256)
         monkeypatch.setattr(self, "value_dim", 256)
         self.case((400, 200), 1, 2)

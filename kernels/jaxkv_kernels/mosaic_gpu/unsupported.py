@@ -80,7 +80,7 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
     except ValueError as error:
         yield str(error)
         return
-    steps = {} if pages.blocks_are_runs else _steps(pages, [axis for axis, _ in runs.axes])
+    steps = {} if pages.blocks_are_runs else _steps(pages, [axis for axis, *_ in runs.axes])
     yield from _unaligned({"run of a block": runs.length, **steps}, itemsize)
 
 

@@ -4,7 +4,8 @@ Defaults were measured on an H200.  What is not here follows from the hardware: 
 a warpgroup's wgmma has 64 rows and because two such tiles of keys are what shared memory holds beside the queries.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from jaxkv_kernels.tuning import require
 
@@ -43,9 +44,22 @@ class SplitCosts:
             require(getattr(self, field) >= 0, self, field, "0 or more")
 
 
+_PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)
+_TILE_COSTS = SplitCosts(least=2, overhead=0, combining=128, split=2)
+_THRESHOLDS = (0, 4, 8, 12)
+_PRODUCER_REGISTERS = (24, 40)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WideConfig:
     """`decode_mla` with more than FEW_ROWS rows per request."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "prefetch": (True, False),
+        "rescale_threshold": _THRESHOLDS,
+        "producer_registers": _PRODUCER_REGISTERS,
+        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+    }
 
     producer_registers: int = 24
     """Registers per lane of the producer warpgroup.  The consumers get the rest, 240 each: an output half takes 128."""
@@ -55,7 +69,7 @@ class WideConfig:
     prefetch: bool = True
     """Whether a cluster prefetches its next pair of tiles to the L2 cache, where a page is contiguous.  CTAs without a
     cluster never do: bound by reading, they lose 10 % to the additional requests."""
-    split_costs: SplitCosts = SplitCosts(least=1, overhead=2, combining=256, split=16)
+    split_costs: SplitCosts = _PAIR_COSTS
     """In steps of two tiles.  A request begins with 64 KiB of queries per CTA, and ends with as much of results."""
 
     def __post_init__(self):
@@ -67,13 +81,19 @@ class WideConfig:
 class FewRowsConfig:
     """`decode_mla` with up to FEW_ROWS rows per request."""
 
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "query_stages": (2, 3, 4),
+        "rescale_threshold": _THRESHOLDS,
+        "split_costs": tuple(replace(_TILE_COSTS, least=least) for least in (1, 2, 4)),
+    }
+
     stages: int = 2
     """Tiles of keys in shared memory, 72 KiB each."""
     query_stages: int = 4
     """Work tiles whose queries, or results, are in shared memory, 18 KiB each."""
     rescale_threshold: int = 8
     """As in WideConfig.  Here a rescale costs more, since all warps must agree on the maximum."""
-    split_costs: SplitCosts = SplitCosts(least=2, overhead=0, combining=128, split=2)
+    split_costs: SplitCosts = _TILE_COSTS
     """In steps of one tile.  Requests begin and end beside the walk over keys, and splits are small."""
 
     def __post_init__(self):
@@ -86,6 +106,14 @@ class FewRowsConfig:
 class KVConfig:
     """`decode_kv`."""
 
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "stages": (1, 2, 3, 4),
+        "query_stages": (1, 2, 3),
+        "rescale_threshold": _THRESHOLDS,
+        "producer_registers": _PRODUCER_REGISTERS,
+        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+    }
+
     stages: int = 4
     """The most tiles of keys and values per consumer warpgroup; large heads leave room for fewer."""
     query_stages: int = 2
@@ -94,7 +122,7 @@ class KVConfig:
     """As in WideConfig.  With pages of 16 tokens, the producer holds the blocks of 16 copies."""
     rescale_threshold: int = 8
     """As in WideConfig."""
-    split_costs: SplitCosts = SplitCosts(least=1, overhead=2, combining=256, split=16)
+    split_costs: SplitCosts = _PAIR_COSTS
     """In steps of two tiles, as in WideConfig."""
 
     def __post_init__(self):

@@ -24,7 +24,7 @@ def decode_kv(
     )
     return _decode(
         q, buffer, block_tables, layer, scale, plan, pages=pages, entry=entry, logit_cap=logit_cap, window=window,
-        config=configuration(KVConfig), interpret=bool(interpreting.value),
+        config=configuration(KVConfig()), interpret=bool(interpreting.value),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def decode_mla(
     del kv_scale
     _, tokens, heads, _ = q_latent.shape
     plan = planned(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
-    config = configuration(FewRowsConfig if tokens * heads <= FEW_ROWS else WideConfig)
+    config = configuration(FewRowsConfig() if tokens * heads <= FEW_ROWS else WideConfig())
     return _decode(
         q_latent, q_pe, buffer, block_tables, layer, scale, plan,
         pages=pages, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),

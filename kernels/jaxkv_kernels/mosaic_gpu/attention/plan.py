@@ -60,7 +60,7 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
     """The schedule for `heads` query heads and `tokens` query tokens per request, with a partition per CTA."""
     del buffer
     few_rows = entry.one_head and tokens * heads <= FEW_ROWS
-    config = configuration(FewRowsConfig if few_rows else WideConfig if entry.one_head else KVConfig)
+    config = configuration(FewRowsConfig() if few_rows else WideConfig() if entry.one_head else KVConfig())
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
     partitions = 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)
     return make_plan(

@@ -23,7 +23,7 @@ import triton.language as tl
 from jaxkv_kernels.formats.fp8_ds_mla import TILE
 from jaxkv_kernels.triton.attention.attend_tiles import attend_tiles, load_range, query_rows, store_results
 from jaxkv_kernels.triton.attention.combine import combine
-from jaxkv_kernels.triton.attention.config import default_latent_config, next_power_of_two
+from jaxkv_kernels.triton.attention.config import latent_config, next_power_of_two
 from jaxkv_kernels.triton.attention.load_keys import EntryLoads
 from jaxkv_kernels.triton.attention.plan_decode import Plan
 from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3, power_of_two_scale
@@ -48,7 +48,7 @@ def attend_latents(
     """
     batch, q_len, heads, latent = q_latent.shape
     dtype = q_latent.dtype
-    config = default_latent_config(entry, q_len * heads, dtype)
+    config = latent_config(entry, q_len * heads, dtype)
     row_tiles, work_tiles = config.row_tiles(q_len * heads), plan.work_tiles.shape[0]
     in_memory = in_bytes(pages, buffer.dtype.itemsize)
     one = (1,)

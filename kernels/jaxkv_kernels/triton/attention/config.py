@@ -1,10 +1,12 @@
 """The tunable numbers of the attention kernels: a validated `Config` per kernel, with the reasons for its defaults."""
 
 from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from jaxkv_kernels.triton.runtime.launch import capability
+from jaxkv_kernels.tuning import configuration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +16,14 @@ class Config:
     Raises:
       ValueError: a number is not one that Triton can compile a kernel for.
     """
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "rows": (16, 32, 64),
+        "keys": (16, 32, 64, 128),
+        "warps": (4, 8),
+        "stages": (1, 2, 3, 4),
+        "programs_per_sm": (1, 2, 3, 4),
+    }
 
     rows: int
     """Rows of queries (query tokens x query heads of a KV head) per program: a power of two, at least 16."""
@@ -58,6 +68,8 @@ class Config:
 class LatentConfig(Config):
     """Of the kernel of `decode_mla` and `decode_mla_sparse`."""
 
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {**Config.SEARCH, "columns": (64, 128, 256)}
+
     columns: int
     """Values of a latent per product: a power of two, at least 32.  Products of parts do not wait for each other, which
     one product with all 512 values would, and take fewer registers."""
@@ -72,7 +84,17 @@ class KVConfig(Config):
     """Of the kernel of `decode_kv`."""
 
 
-def default_latent_config(entry, rows: int, dtype) -> LatentConfig:
+def latent_config(entry, rows: int, dtype) -> LatentConfig:
+    """The configuration in use, for latents of `entry`, `rows` rows of queries per request, queries of `dtype`."""
+    return configuration(_default_latent_config(entry, rows, dtype))
+
+
+def kv_config(entry, rows: int, dtype) -> KVConfig:
+    """The configuration in use, for keys and values of `entry`, `rows` rows of queries per KV head."""
+    return configuration(_default_kv_config(entry, rows, dtype))
+
+
+def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
     """For latents of `entry`, `rows` rows of queries per request and queries of `dtype`.
 
     A program may have 227 KiB of shared memory on sm_90, 163 on sm_80, 99 on sm_86 and sm_89.  The sizes for sm_90 were
@@ -107,7 +129,7 @@ def default_latent_config(entry, rows: int, dtype) -> LatentConfig:
     return LatentConfig(rows=_padded(rows, most), keys=32, columns=columns, warps=8, stages=2, programs_per_sm=1)
 
 
-def default_kv_config(entry, rows: int, dtype) -> KVConfig:
+def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
     """For keys and values of `entry`, `rows` rows of queries per KV head and queries of `dtype`.
 
     Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than a large

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from jaxkv_kernels.triton.attention.attend_tiles import attend_tiles, load_range, query_rows, store_results
 from jaxkv_kernels.triton.attention.combine import combine
-from jaxkv_kernels.triton.attention.config import default_kv_config, next_power_of_two
+from jaxkv_kernels.triton.attention.config import kv_config, next_power_of_two
 from jaxkv_kernels.triton.attention.load_keys import EntryLoads
 from jaxkv_kernels.triton.attention.plan_decode import plan_or_default
 from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3
@@ -36,7 +36,7 @@ def decode_kv(
     plan = plan_or_default(plan, q, block_tables, seq_lens, pages=pages, entry=entry, window=window)
     batch, q_len, heads, _ = q.shape
     rows = q_len * (heads // pages.num_heads)
-    config = default_kv_config(entry, rows, q.dtype)
+    config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
     columns = [max(16, next_power_of_two(n)) for n in entry.sizes]
     loads = EntryLoads(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.triton.attention.attend_latents import attend_latents
-from jaxkv_kernels.triton.attention.config import default_latent_config
+from jaxkv_kernels.triton.attention.config import latent_config
 from jaxkv_kernels.triton.attention.plan_decode import make_plan, multiprocessors
 
 
@@ -19,7 +19,7 @@ def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P], slots [B, Q, K] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     batch, q_len, heads, _ = q_latent.shape
     requests, size = batch * q_len, slots.shape[-1]
-    config = default_latent_config(entry, heads, entry.dtype)
+    config = latent_config(entry, heads, entry.dtype)
     options = dict(
         config=config, row_tiles=config.row_tiles(heads), q_len=1, window=None, longest=size, sms=multiprocessors()
     )

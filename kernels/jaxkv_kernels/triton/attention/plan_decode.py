@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import table_tokens
-from jaxkv_kernels.triton.attention.config import Config, default_kv_config, default_latent_config
+from jaxkv_kernels.triton.attention.config import Config, kv_config, latent_config
 from jaxkv_kernels.triton.runtime.interpreting import interpreting
 
 
@@ -42,7 +42,7 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
     """The schedule for `heads` query heads and `tokens` query tokens per request."""
     del buffer, batch_invariant
     rows = tokens * (heads // pages.num_heads)
-    config = (default_latent_config if entry.one_head else default_kv_config)(entry, rows, entry.dtype)
+    config = (latent_config if entry.one_head else kv_config)(entry, rows, entry.dtype)
     return make_plan(
         seq_lens, config=config, row_tiles=pages.num_heads * config.row_tiles(rows), q_len=tokens, window=window,
         longest=table_tokens(block_tables, pages.block_size), sms=multiprocessors(),

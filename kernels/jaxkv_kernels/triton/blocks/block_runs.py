@@ -12,6 +12,7 @@ from math import gcd, prod
 import triton
 import triton.language as tl
 
+from jaxkv_kernels.addressing.block_runs import runs_of
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.triton.entries.addresses import in_bytes
 
@@ -54,17 +55,11 @@ class BlockRuns:
 def block_runs(pages: Pages, itemsize: int) -> BlockRuns:
     """As few runs as the strides allow, in a buffer whose elements have `itemsize` bytes."""
     pages = in_bytes(pages, itemsize)
-    axes, length, offset = [], pages.block_stride, 0
-    if not pages.blocks_are_runs:
-        length, offset = pages.width, pages.offset
-        for _, count, stride in reversed(pages.inner_axes):
-            if not axes and stride == length:
-                length *= count
-            elif count > 1:
-                axes.insert(0, (count, stride))
-    axes = [(1, 0)] * (3 - len(axes)) + axes
-    word = gcd(8, length, offset, pages.block_stride, *(stride for _, stride in axes))
-    return BlockRuns(pages.num_blocks, pages.block_stride, offset, tuple(axes), length // word, WORDS[word], word)
+    runs = runs_of(pages)
+    axes = [(1, 0)] * (3 - len(runs.axes)) + [(count, stride) for _, count, stride in runs.axes]
+    word = gcd(8, runs.length, runs.offset, pages.block_stride, *(stride for _, stride in axes))
+    length = runs.length // word
+    return BlockRuns(pages.num_blocks, pages.block_stride, runs.offset, tuple(axes), length, WORDS[word], word)
 
 
 @triton.jit

@@ -1,0 +1,55 @@
+"""The search of a kernel's configuration for one workload: one field at a time, from the default."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxkv_kernels import tuning
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration that was tried."""
+
+    config: Any
+    seconds: float | None
+    """Median time of a call; None if it could not run."""
+    reason: str = ""
+    """Why it could not."""
+
+
+def search(default: Any, measure: Callable[[Any], float]) -> Iterator[Trial]:
+    """Trials from `default` on: for each field of its `SEARCH`, every value, the best of the fields before kept.
+
+    `measure` returns the seconds of a call with a configuration; it raises where the configuration cannot run.
+    """
+    best = _trial(default, measure)
+    yield best
+    for field, values in type(default).SEARCH.items():
+        start = best.config
+        for value in values:
+            if value == getattr(start, field):
+                continue
+            try:
+                config = replace(start, **{field: value})
+            except ValueError:  # not with the other fields' values
+                continue
+            trial = _trial(config, measure)
+            yield trial
+            if trial.seconds is not None and (best.seconds is None or trial.seconds < best.seconds):
+                best = trial
+
+
+def configurations(trace: Callable[[], Any]) -> list[Any]:
+    """The configurations of the kernels that `trace` traces, in the order of first use."""
+    with tuning.recording() as found:
+        trace()
+    return found
+
+
+def _trial(config: Any, measure: Callable[[Any], float]) -> Trial:
+    try:
+        with tuning.using(config):
+            return Trial(config, measure(config))
+    except Exception as error:  # whatever a compiler may raise: the search goes on with the next
+        return Trial(config, None, str(error).splitlines()[0] if str(error) else type(error).__name__)
