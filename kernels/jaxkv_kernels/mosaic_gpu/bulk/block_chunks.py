@@ -1,11 +1,16 @@
-"""Moving runs of blocks through shared memory in chunks, each a bulk copy in and a bulk copy out.
+"""Whole blocks moved through shared memory in chunks of their runs, one bulk copy in and one out per chunk.
 
-Who does what.  A grid of CTAs of one warpgroup each, as many as the GPU holds at once, takes the chunks of all blocks
-in turn.  A CTA fetches a chunk, waits for it, sends it on, and waits until shared memory has been read before it
-fetches the next: six of them on a multiprocessor keep loads and stores going at the same time.
+Work.  The chunks of all runs of all blocks are dealt to as many CTAs, of one warpgroup each, as the GPU holds at once.
+
+Timeline of a CTA, for each of its chunks:
+
+    fetch    bulk copy from device memory to the stage; wait for `full`
+    send     bulk copy from the stage to device memory; wait until the stage has been read
+
+Nothing overlaps within a CTA.  Six CTAs per multiprocessor keep loads and stores in flight at the same time.
 
 Barriers.  full: the chunk has landed.
-Budget.  Shared memory: 32 KiB, so that six CTAs fit.
+Budget.  Shared memory: 32 KiB per CTA, so that six fit.
 """
 
 from collections.abc import Callable
@@ -24,32 +29,32 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 CHUNK_BYTES = 32 * 1024
 CTAS = 6 * 132
-"""Twelve CTAs a multiprocessor with half the chunk, or three with twice, are within 2 % (H200)."""
+"""Six per multiprocessor.  Twelve with half the chunk, or three with twice, are within 2 % (H200)."""
 LINE = 128
-"""Bytes: chunks begin at multiples of it within a run."""
-PIECE = 1024
-"""Elements that are cleared at once."""
+"""Bytes.  Within a run, chunks begin at multiples of it."""
+CLEARED = 1024
+"""Elements that `clear` stores at once."""
 
 
 def fetch(source, stage, full):
-    """Brings a chunk to shared memory."""
+    """Copies a chunk to shared memory; it has landed on return."""
     plgpu.copy_gmem_to_smem(source, stage.at[pl.ds(0, source.shape[0])], full, oob_mode=IN_BOUNDS)
     plgpu.barrier_wait(full)
 
 
 def clear(stage):
-    """Zeros for a chunk."""
+    """Zeros instead of a chunk."""
 
     def one(i, _):
-        stage[pl.ds(i * PIECE, PIECE)] = jnp.zeros((PIECE,), stage.dtype)
+        stage[pl.ds(i * CLEARED, CLEARED)] = jnp.zeros((CLEARED,), stage.dtype)
         return ()
 
-    lax.fori_loop(0, stage.shape[0] // PIECE, one, ())
+    lax.fori_loop(0, stage.shape[0] // CLEARED, one, ())
     plgpu.commit_smem()
 
 
 def send(stage, target):
-    """Sends a chunk on; shared memory may be filled anew on return."""
+    """Copies a chunk from shared memory to `target`; shared memory may be overwritten on return."""
     plgpu.copy_smem_to_gmem(stage.at[pl.ds(0, target.shape[0])], target)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -57,8 +62,8 @@ def send(stage, target):
 def chunked(body, runs: BlockRuns, blocks: int, dtype, *, interpret: bool, out_type: Any = ()):
     """A kernel in which `body(each_chunk, *refs, stage, full)` moves the chunks of `blocks` blocks.
 
-    `each_chunk(move)` calls `move(i, run, start, size)` for those of a CTA: `size` elements, a Python int, from `start`
-    on of a run of the i-th block.
+    `each_chunk(move)` calls `move(i, run, start, size)` for each chunk of a CTA: `size` elements (a Python int) from
+    element `start` of run `run` of the i-th block.
     """
     chunks = -(-runs.length * dtype.itemsize // CHUNK_BYTES)
     line = LINE // dtype.itemsize
@@ -70,15 +75,15 @@ def chunked(body, runs: BlockRuns, blocks: int, dtype, *, interpret: bool, out_t
 
     def each_chunk(move: Callable[..., None]):
         def one(i, _):
-            item = i * ctas + lax.axis_index("cta")
+            number = i * ctas + lax.axis_index("cta")
 
-            @pl.when(item < total)
+            @pl.when(number < total)
             def _():
-                run = floordiv(item, chunks)
-                number = item - run * chunks
+                run = floordiv(number, chunks)
+                in_run = number - run * chunks
                 block = floordiv(run, runs.count)
-                place = block, run - block * runs.count, number * chunk
-                lax.cond(number < chunks - 1, lambda: move(*place, chunk), lambda: move(*place, last))
+                place = block, run - block * runs.count, in_run * chunk
+                lax.cond(in_run < chunks - 1, lambda: move(*place, chunk), lambda: move(*place, last))
 
             return ()
 
@@ -96,5 +101,5 @@ def chunked(body, runs: BlockRuns, blocks: int, dtype, *, interpret: bool, out_t
         grid_names=("cta",),
         num_threads=1,
         thread_name="wg",
-        scratch_types=(plgpu.SMEM((-(-chunk // PIECE) * PIECE,), dtype), plgpu.Barrier()),
+        scratch_types=(plgpu.SMEM((-(-chunk // CLEARED) * CLEARED,), dtype), plgpu.Barrier()),
     )

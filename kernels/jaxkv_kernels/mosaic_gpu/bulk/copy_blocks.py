@@ -1,8 +1,8 @@
 """Copies whole blocks within a cache, all read before any is written.
 
-A pair whose destination is nobody's source is copied at once.  The blocks of the others are held in an array beside
-the cache, which a second kernel writes to their destinations: between the two, every source has been read.  That array
-has room for all pairs, as which of them wait is known on the device only.
+Pairs whose destination is no other pair's source are copied directly.  The other blocks are first copied to an array
+beside the cache.  A second kernel, which starts when every source has been read, writes them to their destinations.
+The array has room for all pairs, because only the device knows which of them have to wait.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
 
 def copy_blocks(buffer, src, dst, *, pages):
-    """Blocks `src` [n] over blocks `dst` [n], all read before any is written; a pair with a bad id is skipped."""
+    """Copies blocks `src` [n] to blocks `dst` [n], all read before any is written; pairs with an id outside the cache are skipped."""
     return _copy(buffer, src, dst, pages=pages, interpret=bool(interpreting.value))
 
 

@@ -1,13 +1,20 @@
 """Loads the entries of ragged runs of tokens into arrays of their parts: bulk copies only, of any row width.
 
-Who does what.  A CTA of one warpgroup has up to four consecutive rows of the result.  Each warp finds where the tokens
-of its share (`warp_share`) lie, and fetches their entries, heads that touch by one copy.  Meanwhile the warpgroup
-clears a part's worth of shared memory, and each warp finds its tokens once more, which is cheaper than to hand them
-over.  As an entry lands, the warp sends its parts to their rows of the result, or zeros where there is no token; it
-stays until shared memory has been read.  Rows without a token, and past the last, fetch somebody's entry and drop it,
-so that the barriers always await the same number of copies.
+Work.  A CTA of one warpgroup has up to four consecutive rows of the result; each of its warps has a share of them
+(`warp_share`).
 
-Barriers.  full, one a token of a warp: the warp's heads of it have landed.  Shared memory is filled once and never
+Timeline of a warp:
+
+    find the places of its tokens; start the copies of their entries, one per run of heads that touch
+    with the other warps: zeros to shared memory
+    find the places again, which is cheaper than keeping them
+    per token -> full: start the copies of the entry's parts, or of zeros, to their rows of the result
+    wait until shared memory has been read
+
+Rows without a token, and rows beyond the last, fetch some entry and drop it, so that every barrier completes after the
+same number of copies.
+
+Barriers.  full, one per token of a warp: the warp's heads of it have landed.  Shared memory is filled once and never
 reused.
 Budget.  Shared memory: 32 KiB, or four entries (one token) where that is more, and the zeros.  Registers: scalars only.
 """

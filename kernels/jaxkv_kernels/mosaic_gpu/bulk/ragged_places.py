@@ -1,4 +1,4 @@
-"""Where the tokens of ragged runs lie: what `jaxkv_kernels.slots.ragged_slots` computes, by a warp for itself."""
+"""Device-side: where the tokens of ragged runs lie, as `ragged_slots` of `addressing/slots.py`, computed per warp."""
 
 from typing import Any, NamedTuple
 
@@ -9,21 +9,21 @@ from jaxkv_kernels.addressing.slots import table_tokens
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 
 PROBES = 15
-"""Of a round of the search: loads that do not wait for each other, so that 15 requests take one round, 255 two."""
+"""Independent loads per round of the search for a row's request: 15 requests take one round, 255 take two."""
 
 
 class Place(NamedTuple):
-    """Where a token lies; somewhere in the cache where there is none."""
+    """Where a token lies; for a row without a token, somewhere in the cache."""
 
     live: Any
-    """Whether there is a token."""
+    """Whether the row has a token."""
     block: Any
     token: Any
-    """In the block."""
+    """Position in the block."""
 
 
 def places_of(first, count, table_ref, cu_ref, start_ref, *, pages) -> list[Place]:
-    """Where the tokens in `count` rows from `first` on lie, by tables [B, M], running sums [B + 1] and starts [B]."""
+    """Places of the tokens of `count` rows from row `first`, by tables [B, M], running sums [B + 1] and starts [B]."""
     requests, rows = table_ref.shape[0], [first + i for i in range(count)]
     request = _passed(first, cu_ref, requests)
     several = (request < requests) & (cu_ref[jnp.minimum(request + 1, requests)] <= rows[-1])
@@ -49,7 +49,8 @@ def _place(row, request, table_ref, cu_ref, start_ref, pages):
 
 
 def _passed(row, cu_ref, requests):
-    """How many requests end at or before `row`: `passed` of them for certain, and up to `left` more."""
+    """How many requests end at or before `row`."""
+    # At least `passed`, at most `left` more.
     passed, left = jnp.int32(0), requests
     while left:
         step = -(-(left + 1) // (PROBES + 1))

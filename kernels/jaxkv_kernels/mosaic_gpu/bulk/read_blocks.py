@@ -13,7 +13,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 
 
 def read_blocks(buffer, blocks, *, pages):
-    """Blocks [n] as rows [n, block_elements]; 0 where the id is bad."""
+    """Blocks [n] as rows [n, block_elements]; rows of zeros for ids outside the cache."""
     return _read(buffer, blocks, pages=pages, interpret=bool(interpreting.value))
 
 

@@ -1,8 +1,13 @@
 """Stores entries at slots of a layer, in place, from arrays of their parts: bulk copies only, of any row width.
 
-Who does what.  A CTA of one warpgroup has up to four consecutive tokens.  One copy a part brings them to shared memory;
-meanwhile each warp reads the slots of its share (`warp_share`).  When all has landed, the warp sends each part of each
-of its entries where it belongs, and stays until shared memory has been read.
+Work.  A CTA of one warpgroup has up to four consecutive tokens; each of its warps has a share of them (`warp_share`).
+
+Timeline of a warp:
+
+    with the other warps: start the copies of the tokens' parts, one per part
+    load the slots of its tokens
+    -> full: per entry, start the copies of its parts to the cache
+    wait until shared memory has been read
 
 Barriers.  full: all parts have landed.  Shared memory is filled once and never reused.
 Budget.  Shared memory: 32 KiB, or one token where that is more.  Registers: scalars only.

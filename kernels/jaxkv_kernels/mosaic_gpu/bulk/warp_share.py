@@ -1,4 +1,4 @@
-"""Dealing out new or gathered tokens: to CTAs by tokens, within a CTA to warps by heads, then by tokens."""
+"""How tokens are divided: among CTAs by tokens, within a CTA among warps by heads, then by tokens."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -7,21 +7,21 @@ import jax.numpy as jnp
 from jax import lax
 
 WARPS = 4
-"""Of a CTA: one warpgroup."""
+"""Warps per CTA: one warpgroup."""
 CTAS = 4 * 132
-"""Keep all multiprocessors busy: a CTA has more tokens than it must only where there are as many CTAs."""
+"""CTAs that keep all multiprocessors busy: only beyond so many does a CTA get more than the fewest tokens."""
 MOST_TOKENS, SOFT_BYTES = 4, 32 * 1024
-"""Tokens per CTA: no more than that, and no more bytes if it can be helped, so that several share a multiprocessor.
+"""The most tokens per CTA, and the bytes that they should not exceed, so that several CTAs share a multiprocessor.
 
-Gathers of 8,192 latents took 7.3, 7.4 and 7.5 us with 4, 8 and 16 tokens (H200); writes do not care.
+Gathers of 8,192 latents took 7.3, 7.4 and 7.5 us with 4, 8 and 16 tokens (H200).  Writes took the same time with each.
 """
 MOST_BYTES = 160 * 1024
-"""Shared memory that the tokens of a CTA may take."""
+"""Bytes of shared memory that the tokens of a CTA may take."""
 
 
 @dataclass(frozen=True)
 class WarpShare:
-    """What a warp has: `rounds` tokens in a row, of each `heads` heads in a row."""
+    """A warp's share: `rounds` consecutive tokens, of each `heads` consecutive heads."""
 
     tokens: int
     """Tokens per CTA: a power of two."""
@@ -31,7 +31,7 @@ class WarpShare:
 
     @property
     def token_ways(self) -> int:
-        """Tokens that are taken side by side."""
+        """Tokens that the warps of a CTA process at the same time."""
         return WARPS // self.head_ways
 
     @property
@@ -40,7 +40,7 @@ class WarpShare:
         return -(-self.tokens // self.token_ways)
 
     def token(self, warp, i: int):
-        """The i-th token of a warp, counted within the CTA; past `tokens` where there are fewer than warps."""
+        """The i-th token of a warp, counted within the CTA; beyond `tokens` if there are fewer than warps."""
         return lax.div(warp, jnp.int32(self.head_ways)) * self.rounds + i
 
     def first_head(self, warp):
@@ -49,7 +49,7 @@ class WarpShare:
 
 
 def token_ways(heads: int) -> int:
-    """Tokens that the warps of a CTA take side by side."""
+    """Tokens that the warps of a CTA process at the same time."""
     return WARPS // gcd(heads, WARPS)
 
 

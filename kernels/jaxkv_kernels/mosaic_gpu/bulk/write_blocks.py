@@ -12,7 +12,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
 
 def write_blocks(buffer, blocks, data, *, pages):
-    """Rows [n, block_elements] over blocks [n]; a bad id is skipped."""
+    """Writes rows [n, block_elements] to blocks [n]; ids outside the cache are skipped."""
     return _write(buffer, blocks, data, pages=pages, interpret=bool(interpreting.value))
 
 
@@ -27,7 +27,7 @@ def _write(buffer, blocks, data, *, pages, interpret):
 
 
 def write_into(ref, blocks, data, runs, *, pages, interpret):
-    """Rows over blocks of `ref`, the buffer as `runs` view it."""
+    """Writes rows to blocks of `ref`, the buffer in the view of `runs`."""
 
     def write_blocks(each_chunk, data_ref, block_ref, cache_ref, stage, full):
         def move(i, run, start, size):
