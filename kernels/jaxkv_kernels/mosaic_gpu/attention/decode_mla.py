@@ -40,9 +40,9 @@ def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, plan, *, pages, 
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
     attend = attend_few_rows if isinstance(config, FewRowsConfig) else attend_wide
-    found = attend(
+    out, lse, split_out, split_lse, split_scale = attend(
         q_latent, q_pe, buffer, block_tables, layer, scale, plan,
         tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, config=config, interpret=interpret,
     )  # fmt: skip
-    out, lse = combine(*found, plan, rows=rows, interpret=interpret)
+    out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=rows, interpret=interpret)
     return out[:, :rows].reshape(batch, tokens, heads, LATENT), lse[:, :rows].reshape(batch, tokens, heads)

@@ -20,7 +20,10 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
 
 def copy_blocks(buffer, src, dst, *, pages):
-    """Copies blocks `src` [n] to blocks `dst` [n], all read before any is written; pairs with an id outside the cache are skipped."""
+    """Copies blocks `src` [n] to blocks `dst` [n], all read before any is written.
+
+    Pairs with an id outside the cache are skipped.
+    """
     return _copy(buffer, src, dst, pages=pages, interpret=bool(interpreting.value))
 
 
