@@ -92,20 +92,31 @@ def mla_dims(cache: KVCache) -> Dims:
     return Dims(R=(latent, "the entry's latent"), P=(rope, "the entry's rope"))
 
 
-def layer_index(layer: Any, cache: KVCache):
-    """`layer` as an int32 array; ValueError if it is not an integer (a bool is not), or a Python int out of range."""
-    layers = cache.layout.num_layers
-    known = not hasattr(layer, "dtype") or isinstance(layer, np.generic | np.ndarray)
-    if not known:
-        if not _is_integer(layer) or layer.shape != ():
-            raise ValueError(f"`layer` is {describe(layer)}: expected an int, or an int32 scalar")
-        return int32(layer)
-    value = as_int(layer)
-    if value is None:
-        raise ValueError(f"`layer` is {layer!r}: expected an int, or an int32 scalar")
-    if not 0 <= value < layers:
-        raise ValueError(f"`layer` is {value}: the cache has {layers} layers, 0 to {layers - 1}")
-    return jnp.int32(value)
+def layer_index(layer: Any, cache: KVCache) -> jax.Array:
+    """`layer` as an int32 scalar array, checked by `index_below` the number of layers."""
+    return index_below("layer", layer, cache.layout.num_layers, "layers of the cache")
+
+
+def index_below(name: str, value: Any, count: int, what: str) -> jax.Array:
+    """`value` as an int32 scalar array.
+
+    A value on the host must be an integer (not a bool) from 0 to `count` - 1.  Of a JAX array, only shape and dtype are
+    checked: it may be traced.
+
+    Raises:
+      ValueError: `value` is not an integer, or out of range; the message names `what` is counted.
+    """
+    expected = f"expected an int from 0 to {count - 1} ({count} {what}), or an int32 scalar"
+    if hasattr(value, "dtype") and not isinstance(value, np.generic | np.ndarray):
+        if not _is_integer(value) or value.shape != ():
+            raise ValueError(f"`{name}` is {describe(value)}: {expected}")
+        return int32(value)
+    number = as_int(value)
+    if number is None:
+        raise ValueError(f"`{name}` is {value!r}: {expected}")
+    if not 0 <= number < count:
+        raise ValueError(f"`{name}` is {number}: {expected}")
+    return jnp.int32(number)
 
 
 def softmax_scale(scale):

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import Dims, check_cache, describe, int32, positive_int
+from jaxkv.dispatch.validate import Dims, check_cache, index_below, int32, positive_int
 from jaxkv.ops.slots import slots_for
-from jaxkv_kernels.addressing.integers import as_int
 from jaxkv_kernels.addressing.slots import MAX_SLOTS, table_tokens
 from jaxkv_kernels.formats.entries import Entry
 
@@ -30,7 +29,7 @@ def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> j
       ValueError: a dtype is wrong, a static number is not positive, or a static shard is out of range.
     """
     num_shards, interleave = positive_int("num_shards", num_shards), positive_int("interleave", interleave)
-    shard = _shard_index(shard, num_shards)
+    shard = index_below("shard", shard, num_shards, "shards")
     seq_lens = jnp.maximum(_ints("seq_lens", seq_lens), 0)
     rounds, rest = jnp.divmod(seq_lens, num_shards * interleave)
     return rounds * interleave + jnp.clip(rest - shard * interleave, 0, interleave)
@@ -56,9 +55,10 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
       ValueError: a shape or dtype is wrong, a static number is not positive, or a static shard is out of range.
     """
     positions = _ints("positions", positions)
+    shard = index_below("shard", shard, positive_int("num_shards", num_shards), "shards")
     # As many of the shard's tokens come before one of its own as it owns of those before.
     before = local_lengths(positions, shard=shard, num_shards=num_shards, interleave=interleave)
-    mine = (positions >= 0) & (positions // interleave % num_shards == _shard_index(shard, num_shards))
+    mine = (positions >= 0) & (positions // interleave % num_shards == shard)
     return slots_for(block_tables, jnp.where(mine, before, -1), block_size=block_size)
 
 
@@ -94,18 +94,3 @@ def here(axis) -> dict[str, Any]:
 def _ints(name, values) -> jax.Array:
     Dims().check_ints(name, values, " ".join(f"n{i}" for i in range(len(getattr(values, "shape", ())))))
     return int32(values)
-
-
-def _shard_index(shard: Any, num_shards: int) -> jax.Array:
-    """`shard` as an int32 scalar; ValueError where it is a Python int out of range, or no integer."""
-    expected = f"expected an int of 0 to {num_shards - 1}, or an int32 scalar"
-    if isinstance(shard, jax.Array):
-        if not jnp.issubdtype(shard.dtype, jnp.integer) or shard.shape != ():
-            raise ValueError(f"`shard` is {describe(shard)}: {expected}")
-        return int32(shard)
-    value = as_int(shard)
-    if value is None:
-        raise ValueError(f"`shard` is {describe(shard)}: {expected}")
-    if not 0 <= value < num_shards:
-        raise ValueError(f"`shard` is {value}: {expected}")
-    return jnp.int32(value)

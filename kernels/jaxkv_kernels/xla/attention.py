@@ -5,8 +5,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import lengths_in_table
-from jaxkv_kernels.xla.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends
 from jaxkv_kernels.xla.softmax import attend
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.xla.rows import read_entries, write_entries
+from jaxkv_kernels.addressing.rows import read_entries, write_entries
 
 
 def _moved(pages: Pages) -> Pages:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.formats.bits import FP8
-from jaxkv_kernels.xla.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends, walk
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.xla.entry_rows import load_entries
+from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import CHUNK_TOKENS
 from jaxkv_kernels.xla.softmax import attend
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 
-from jaxkv_kernels.xla.entry_rows import store_entries
+from jaxkv_kernels.addressing.entry_rows import store_entries
 
 
 @partial(jax.jit, static_argnames=("pages", "entry"))

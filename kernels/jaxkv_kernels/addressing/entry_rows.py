@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing.rows import read_slots, write_slots
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Part
-from jaxkv_kernels.xla.rows import read_slots, write_slots
 
 
 def load_entries(buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array, layer) -> tuple[jax.Array, jax.Array]:
