@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cli.options import positive, seed
-from jaxkv.fuzz.soak import soak
+from jaxkv.fuzz.fuzz import fuzz
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.progress import progress
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a line per operation and format; 1 if any result differs, ValueError if there is none to check."""
     if args.calls is not None:
-        return 1 if soak(calls=args.calls, seed=args.seed, implementation=args.implementation) else 0
+        return 1 if fuzz(calls=args.calls, seed=args.seed, implementation=args.implementation) else 0
     start, every = time.perf_counter(), []
     for entry in progress(ENTRIES, "verifying"):
         cases = list(_verify(entry, args.implementation))

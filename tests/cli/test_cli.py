@@ -127,13 +127,13 @@ class TestNothing:
 
     def test_no_operation_was_checked(self, monkeypatch, capsys):
         monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
-        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked, triton takes no call here: "):
+        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call: "):
             main(["verify", "--implementation", "triton"])
         assert "decode_mla         bf16         refused on 6 orders: decode_mla: " in capsys.readouterr().out
 
     def test_no_random_call_was_made(self, monkeypatch):
-        monkeypatch.setattr("jaxkv.fuzz.cases.TRIES", 3)
-        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked, triton takes no call here"):
+        monkeypatch.setattr("jaxkv.fuzz.families.TRIES", 3)
+        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call"):
             main(["verify", "--implementation", "triton", "--calls", "3"])
 
     def test_no_shape_was_timed(self, monkeypatch, tmp_path):
