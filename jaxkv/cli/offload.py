@@ -195,7 +195,7 @@ def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]
     sizes = zip(keys, cache.layout.entry.sizes, strict=True)
     queries = [jax.random.normal(key, (args.requests, args.heads, n), jnp.bfloat16) for key, n in sizes]
     step = jax.jit(_step, donate_argnums=0)
-    stored = blocks[: pool.blocks_under_way].tolist()
+    stored = blocks[: pool.blocks_in_flight].tolist()
 
     def steps(store: bool) -> float:
         nonlocal cache

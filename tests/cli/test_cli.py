@@ -127,9 +127,7 @@ class TestNothing:
 
     def test_no_operation_was_checked(self, monkeypatch, capsys):
         monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
-        with pytest.raises(
-            SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call on this"
-        ):
+        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call on this"):
             main(["verify", "--implementation", "triton"])
         assert "decode_mla         bf16         rejected on 6 orders: decode_mla: " in capsys.readouterr().out
 

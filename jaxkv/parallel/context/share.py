@@ -14,13 +14,13 @@ from jaxkv_kernels.formats.entries import Entry
 
 
 def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> jax.Array:
-    """How many of the first `seq_lens` tokens of each request a shard owns.
+    """The number of the first `seq_lens` tokens of each request that a shard owns.
 
     Args:
       seq_lens: int32 [...], tokens of each request; negative ones count as 0.
       shard: int, or traced int32 scalar such as `lax.axis_index`.
       num_shards: static int, devices that share a request.
-      interleave: static int, tokens in a row that one shard owns.
+      interleave: static int, consecutive tokens that one shard owns.
 
     Returns:
       int32 of the shape of `seq_lens`: the shard's own `seq_lens`, 0 where it owns nothing.
@@ -36,7 +36,7 @@ def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> j
 
 
 def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: int, interleave: int = 1) -> jax.Array:
-    """Slots, in a shard's cache, of token positions: every shard writes all new tokens, and skips what others own.
+    """Slots of token positions in a shard's cache.  Every shard passes all new tokens, and writes skip those of others.
 
     For ragged tokens [T], give the table of each one's request, `block_tables[request]` [T, M].
 
@@ -46,7 +46,7 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
       block_size: tokens per block.
       shard: int, or traced int32 scalar such as `lax.axis_index`.
       num_shards: static int, devices that share a request.
-      interleave: static int, tokens in a row that one shard owns.
+      interleave: static int, consecutive tokens that one shard owns.
 
     Returns:
       int32, the shape of `positions`; -1 for tokens that other shards own, and where `slots_for` has -1.
@@ -56,7 +56,7 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
     """
     positions = _ints("positions", positions)
     shard = index_below("shard", shard, positive_int("num_shards", num_shards), "shards")
-    # As many of the shard's tokens come before one of its own as it owns of those before.
+    # The index of an owned token in the shard is the number of earlier tokens that the shard owns.
     before = local_lengths(positions, shard=shard, num_shards=num_shards, interleave=interleave)
     mine = (positions >= 0) & (positions // interleave % num_shards == shard)
     return slots_for(block_tables, jnp.where(mine, before, -1), block_size=block_size)
@@ -65,13 +65,13 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
 def requests_of_tokens(cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, interleave: int):
     """Tables [B * Q, M] and lengths [B * Q] on this shard, with a request for each of Q = `tokens` query tokens.
 
-    As on one device, lengths are clamped to what the tables have room for: those of all shards together.
+    As on one device, lengths are clamped to the capacity of the tables: that of all shards together.
     """
     check_cache(cache, Entry)
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     block_tables, seq_lens, me = int32(block_tables), int32(seq_lens), here(axis)
-    # The table of shard 0 is full first, and its share is the largest.
+    # Shard 0 has the largest share, so its table is full first.
     rounds, rest = divmod(table_tokens(block_tables, cache.layout.block_size), positive_int("interleave", interleave))
     room = min(rounds * interleave * me["num_shards"] + rest, MAX_SLOTS)
     if checks.checking():

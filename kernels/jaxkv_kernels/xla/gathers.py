@@ -1,4 +1,4 @@
-"""Reads entries of ragged runs of tokens."""
+"""Reading the entries of ragged runs of tokens."""
 
 from functools import partial
 
