@@ -107,9 +107,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
 
         def only_ids(prompt: str | list[int]) -> list[int]:
             if isinstance(prompt, str):
-                raise ValueError(
-                    f"--prompt {prompt!r}: {folder} has no tokenizer.json, pass token ids with --ids instead"
-                )
+                raise ValueError(f"--prompt {prompt!r}: {folder} has no tokenizer.json; give the prompt as --ids")
             return prompt
 
         return only_ids, IdStream
