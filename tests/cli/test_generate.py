@@ -82,9 +82,7 @@ def refusal(*arguments, model):
 def test_a_tokenizer_that_cannot_be_read_is_told(with_tokenizer, text):
     folder, _ = with_tokenizer
     (folder / "tokenizer.json").write_bytes(text)
-    assert f"{folder / 'tokenizer.json'} cannot be read by" in refusal(
-        "--ids", "1", model=folder
-    )
+    assert f"{folder / 'tokenizer.json'} cannot be read by" in refusal("--ids", "1", model=folder)
 
 
 def test_a_prompt_that_the_tokenizer_cannot_encode_is_told(with_tokenizer):
