@@ -1,44 +1,82 @@
-"""jaxkv: stride-aware paged KV caches for JAX.
+"""Paged KV caches for JAX, with explicit strides.
 
-A cache is one flat buffer (`KVCache`) and its static layout (`CacheLayout`); operations are pure functions that take
-the layer as an argument.  Conventions are in jaxkv/ops/README.md, layouts in jaxkv/layout/README.md.
+A cache (`KVCache`) is one flat buffer and a static layout (`CacheLayout`) that says where each entry lies in it.
+Operations are pure functions: they take the cache and the layer as arguments, and those that write return a new cache.
+
+    layout = CacheLayout(num_layers=27, num_blocks=64, block_size=64, entry=MLAEntry("bf16"))
+    cache = KVCache.zeros(layout)
+    slots = slots_for(block_tables, positions, block_size=64)
+    cache = write_mla(cache, kv_c, k_pe, slots, layer=5)
+    out = decode_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer=5, scale=192**-0.5)
+
+- **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`.
+- **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
+- **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
+  read them back.
+- **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
+  `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`); `merge_states`.
+- **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
+- **Diagnosis**: `explain` lists the reasons against each implementation of a call; `checked` checks data at run time.
+
+`jaxkv.models` has language models on these operations, `jaxkv.serving` the engine that serves them, `jaxkv.offload`
+blocks in host memory and on disk, and `jaxkv.parallel` recipes for several devices.
 """
 
 from importlib.metadata import version
 
-from jaxkv.cache import KVCache as KVCache
-from jaxkv.dispatch.backends import implementations as implementations
-from jaxkv.dispatch.checked import checked as checked
-from jaxkv.layout.layout import ORDERS as ORDERS
-from jaxkv.layout.layout import CacheLayout as CacheLayout
-from jaxkv.layout.layout import Strides as Strides
-from jaxkv.layout.packed import Group as Group
-from jaxkv.layout.packed import PackedLayout as PackedLayout
-from jaxkv.ops.attention import decode_kv as decode_kv
-from jaxkv.ops.attention import decode_mla as decode_mla
-from jaxkv.ops.blocks import copy_blocks as copy_blocks
-from jaxkv.ops.blocks import read_blocks as read_blocks
-from jaxkv.ops.blocks import write_blocks as write_blocks
-from jaxkv.ops.conversion import convert_blocks as convert_blocks
-from jaxkv.ops.gathers import gather_indexer_k as gather_indexer_k
-from jaxkv.ops.gathers import gather_kv as gather_kv
-from jaxkv.ops.gathers import gather_mla as gather_mla
-from jaxkv.ops.indexer import indexer_logits as indexer_logits
-from jaxkv.ops.indexer import positions_to_slots as positions_to_slots
-from jaxkv.ops.indexer import select_topk as select_topk
-from jaxkv.ops.merge import merge_states as merge_states
-from jaxkv.ops.plan import DecodePlan as DecodePlan
-from jaxkv.ops.plan import plan_decode as plan_decode
-from jaxkv.ops.slots import ragged_slots as ragged_slots
-from jaxkv.ops.slots import slots_for as slots_for
-from jaxkv.ops.sparse import decode_mla_sparse as decode_mla_sparse
-from jaxkv.ops.writes import write_indexer_k as write_indexer_k
-from jaxkv.ops.writes import write_kv as write_kv
-from jaxkv.ops.writes import write_mla as write_mla
-from jaxkv.support import Explanation as Explanation
-from jaxkv.support import explain as explain
-from jaxkv_kernels.formats.entries import IndexerEntry as IndexerEntry
-from jaxkv_kernels.formats.entries import KVEntry as KVEntry
-from jaxkv_kernels.formats.entries import MLAEntry as MLAEntry
+from jaxkv.cache import KVCache
+from jaxkv.dispatch.backends import implementations
+from jaxkv.dispatch.checked import checked
+from jaxkv.layout.layout import ORDERS, CacheLayout, Strides
+from jaxkv.layout.packed import Group, PackedLayout
+from jaxkv.ops.attention import decode_kv, decode_mla
+from jaxkv.ops.blocks import copy_blocks, read_blocks, write_blocks
+from jaxkv.ops.conversion import convert_blocks
+from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
+from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_topk
+from jaxkv.ops.merge import merge_states
+from jaxkv.ops.plan import DecodePlan, plan_decode
+from jaxkv.ops.slots import ragged_slots, slots_for
+from jaxkv.ops.sparse import decode_mla_sparse
+from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
+from jaxkv.support import Explanation, explain
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+
+__all__ = [
+    "ORDERS",
+    "CacheLayout",
+    "DecodePlan",
+    "Explanation",
+    "Group",
+    "IndexerEntry",
+    "KVCache",
+    "KVEntry",
+    "MLAEntry",
+    "PackedLayout",
+    "Strides",
+    "checked",
+    "convert_blocks",
+    "copy_blocks",
+    "decode_kv",
+    "decode_mla",
+    "decode_mla_sparse",
+    "explain",
+    "gather_indexer_k",
+    "gather_kv",
+    "gather_mla",
+    "implementations",
+    "indexer_logits",
+    "merge_states",
+    "plan_decode",
+    "positions_to_slots",
+    "ragged_slots",
+    "read_blocks",
+    "select_topk",
+    "slots_for",
+    "write_blocks",
+    "write_indexer_k",
+    "write_kv",
+    "write_mla",
+]
 
 __version__ = version("jaxkv")

@@ -11,9 +11,9 @@ from jaxkv.layout.layout import CacheLayout
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
-    """A pytree of one flat array and its static layout; goes through `jit`, `scan` and `shard_map`.
+    """A pytree of one flat array and its static layout; it can be passed through `jit`, `scan` and `shard_map`.
 
-    Operations return a new cache.  Donated to the outermost `jit`, the buffer is updated in place.
+    Operations return a new cache.  If the cache is donated to the outermost `jit`, the buffer is updated in place.
     """
 
     buffer: jax.Array
@@ -29,7 +29,7 @@ class KVCache:
         return f"KVCache({self.layout!r})"  # without the buffer's values
 
     def view(self, layout: CacheLayout) -> "KVCache":
-        """The same buffer read through another layout: another group of a packed block, say."""
+        """The same buffer with another layout, such as that of another group of a packed block."""
         if not isinstance(layout, CacheLayout):
             raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout")
         if (layout.size, layout.dtype) != (self.layout.size, self.layout.dtype):

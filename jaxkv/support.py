@@ -61,7 +61,7 @@ def call_of(operation: Callable[..., Any], *args, **kwargs) -> Call:
 
 
 def sample_calls() -> Iterator[tuple[Operation, Sample]]:
-    """The samples of every operation: one for each entry format that it may have to deal with."""
+    """The samples of every operation: one for each format of each of its entry kinds."""
     for operation in OPERATIONS:
         for sample in operation.samples():
             yield operation, sample

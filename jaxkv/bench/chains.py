@@ -1,7 +1,7 @@
-"""Calls in a row, in one program, timed on the host's clock or on the device's.
+"""Chains of consecutive calls in one program, timed on the clock of the host or of the device.
 
-A chain is `turns` turns of `ahead + calls` calls, of which a time is that of `calls`: while the others run, the host
-gets ahead of the device.
+A chain is `turns` rounds of `ahead + calls` calls, of which only `calls` are timed: while the others run, the host gets
+ahead of the device.
 """
 
 import time
@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 
 Step = Callable[[jax.Array, Any, Any], Any]
-"""f(i, carry, fixed) to carry: the i-th call."""
+"""f(i, carry, fixed) -> carry: the i-th call."""
 
 TURNS = jax.ShapeDtypeStruct((), jnp.int32)
 STAMPS = 2**32
-"""The nanoseconds after which stamps begin anew."""
+"""The number of nanoseconds after which stamps wrap around."""
 
 
 class ByHost:
-    """Timed on the host's clock: what a long chain takes longer than a short one.
+    """Timed on the host's clock: the difference between a long chain and a short one.
 
-    So a call's time is without what it takes to launch a program and to learn that it has ended.
+    The time of a call therefore excludes launching the program and waiting for the notification of its end.
     """
 
     def __init__(self, step: Step, carry, fixed, *, ahead: int, calls: int):
@@ -39,11 +39,11 @@ class ByHost:
         self._lowered = [chain.lower(carry, fixed, TURNS, calls) for calls in (ahead, ahead + calls)]
 
     def compile(self) -> None:
-        """Makes it ready to run."""
+        """Compiles the programs."""
         self.short, self.long = (lowered.compile() for lowered in self._lowered)
 
     def run(self, carry, fixed, turns: int) -> tuple[Any, float]:
-        """The carry after chains of so many turns, and the seconds of the timed calls."""
+        """The carry after chains of `turns` rounds, and the seconds of the timed calls."""
 
         def elapsed(chain) -> float:
             nonlocal carry
@@ -58,10 +58,10 @@ class ByHost:
 
 
 class ByDevice:
-    """Timed on a Hopper GPU's clock, which the program itself reads before and after the timed calls of a turn.
+    """Timed on a Hopper GPU's clock, which the program reads before and after the timed calls of each round.
 
-    When the host is notified of the end, which varies, is not part of it.  How fast the host launches kernels is, where
-    that is slower than the GPU runs them.
+    The delay until the host is notified, which varies, is not included.  The time to launch kernels is included if the
+    host launches them more slowly than the GPU runs them.
     """
 
     def __init__(self, step: Step, carry, fixed, *, ahead: int, calls: int):
@@ -69,8 +69,8 @@ class ByDevice:
 
         @partial(jax.jit, donate_argnums=0)
         def chain(carry, fixed, turns):
-            def in_a_row(calls: int, first, carry, now):
-                """The carry after so many calls, made after the stamp `now`, and what a stamp after them is made of."""
+            def consecutive(calls: int, first, carry, now):
+                """The carry after `calls` calls after the stamp `now`, and what a stamp after them must depend on."""
 
                 def call(j, state):
                     carry, now = state
@@ -81,9 +81,9 @@ class ByDevice:
             def turn(i, state):
                 carry, now, spent = state
                 first = i * (ahead + calls)
-                carry, now = in_a_row(ahead, first, carry, now)
+                carry, now = consecutive(ahead, first, carry, now)
                 begin = stamp(now)
-                carry, now = in_a_row(calls, first + ahead, carry, begin)
+                carry, now = consecutive(calls, first + ahead, carry, begin)
                 end = stamp(now)
                 return carry, end, spent + (end - begin)
 
@@ -95,14 +95,14 @@ class ByDevice:
         self._timed = calls / (ahead + calls)
 
     def compile(self) -> None:
-        """Makes it ready to run."""
+        """Compiles the programs."""
         self.long = self._lowered.compile()
 
     def run(self, carry, fixed, turns: int) -> tuple[Any, float]:
-        """The carry after a chain of so many turns, and the seconds of the timed calls."""
+        """The carry after a chain of `turns` rounds, and the seconds of the timed calls."""
         start = time.perf_counter()
         carry, spent = self.long(carry, fixed, jnp.int32(turns))
         seconds = int(spent[0]) % STAMPS / 1e9
         by_host = time.perf_counter() - start
-        # Stamps cannot tell longer times; for such, the host's clock is as good.
+        # Stamps wrap around after longer times, for which the host's clock is accurate enough.
         return carry, seconds if by_host < STAMPS / 1e9 else by_host * self._timed

@@ -1,4 +1,4 @@
-"""Attention that devices divide, as programs to time: a scan over the layers of a cache, planned once."""
+"""Programs to time attention that is divided over devices: a scan over the layers of a cache, planned once."""
 
 import time
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from jaxkv.terminal.memory import require_memory
 
 AXIS, BLOCK_SIZE, SCALE = "x", 64, 192**-0.5
 HIDDEN = 7168
-"""Width of what a layer's output projection gives, which tensor parallelism sums: DeepSeek V3's."""
+"""Width of the output projection, whose results tensor parallelism sums: that of DeepSeek V3."""
 CHUNK = 2**14
 """Tokens of a request that are written at once when a cache is filled."""
 LEAST_SECONDS = 0.2
-"""Steps are timed in a row for at least this long."""
+"""Consecutive steps are timed for at least this long."""
 
 Parts = tuple[jax.Array, jax.Array]
 """Results bf16 [requests, heads, latent] and their log-sum-exps float32 [requests, heads], of one device."""
@@ -32,7 +32,7 @@ Parts = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is divided; its first device has the most of it."""
+    """The whole problem, which is divided; the first device has the largest part."""
 
     divided: str
     """`context`: the tokens of each request; `tensor`: the heads."""
@@ -49,21 +49,21 @@ class Sizes:
 
     @property
     def scales(self) -> dict[str, Any]:
-        """Of the entries, as keyword arguments."""
+        """Scales of the entries, as keyword arguments."""
         return {"kv_scale": 1.0} if self.entry.codec.scaled else {}
 
     def blocks(self, devices: int) -> int:
-        """Blocks of a request on each of so many devices."""
+        """Blocks of a request on each of `devices` devices."""
         shards = devices if self.divided == "context" else 1
         return -(-self.tokens // (shards * BLOCK_SIZE))
 
     def bytes_read(self, devices: int) -> int:
-        """Of a layer of the cache, by one of so many devices."""
+        """Bytes of one layer of the cache that one of `devices` devices reads."""
         shards = devices if self.divided == "context" else 1
         return self.requests * self.tokens * self.entry.nbytes // shards
 
     def flops(self, devices: int) -> int:
-        """Of a layer, by one of so many devices: products of queries with entries, and of weights with latents."""
+        """Flops of one layer on one of `devices` devices, for both products of attention."""
         return 2 * self.requests * self.heads * self.tokens * (2 * self.entry.latent + self.entry.rope) // devices
 
 
@@ -71,9 +71,9 @@ class Division:
     """The cache, filled with the same tokens on any number of devices, the queries, and the programs.
 
     Args:
-      sizes: of all devices together.
-      devices: how many.
-      implementation: of the attention; None takes the best.
+      sizes: the whole problem.
+      devices: the number of devices.
+      implementation: that of the attention; None selects the first that supports it.
     """
 
     def __init__(self, sizes: Sizes, devices: int, implementation: str | None):
@@ -97,23 +97,23 @@ class Division:
         self._q = self._placed(q, self._heads)
 
     def attention(self, repeats: int) -> tuple[float, np.ndarray]:
-        """Seconds of a layer of each device's part, and what the last layer of a step gave."""
+        """Seconds per layer of each device's part, and the result of the last layer of a step."""
         return self._timed(self._attend, repeats)
 
     def collective(self, repeats: int) -> float:
-        """Seconds of uniting the parts, alone."""
+        """Seconds per layer of combining the parts, alone."""
         return self._timed(lambda q, cache, index, plan, layer, parts: self._unite(*parts), repeats)[0]
 
     def both(self, repeats: int) -> tuple[float, np.ndarray]:
-        """The same as `attention`, the parts united."""
+        """Like `attention`, with the parts combined."""
         return self._timed(lambda *args: self._unite(*self._attend(*args)), repeats)
 
     def free(self) -> None:
-        """Gives back the memory of the cache, whoever still refers to it."""
+        """Frees the memory of the cache, even if there are references to it."""
         self._cache.buffer.delete()
 
     def _timed(self, step: Callable[..., Parts], repeats: int) -> tuple[float, np.ndarray]:
-        """Steps of all layers in a row, each layer with what the one before it gave."""
+        """Times consecutive steps through all layers; each layer depends on the result of the one before."""
 
         def layers(parts, q, cache, tables):
             index = tables, self._lengths()
@@ -134,7 +134,7 @@ class Division:
             for _ in range(count):
                 parts = program(parts, self._q, self._cache, self._tables)
                 if jax.default_backend() == "cpu":
-                    # Simulated devices share threads: several steps under way could wait for each other for ever.
+                    # Simulated devices share threads: several steps in flight could deadlock.
                     jax.block_until_ready(parts)
             jax.block_until_ready(parts)
             return time.perf_counter() - start
@@ -154,23 +154,23 @@ class Division:
     def _unite(self, out, lse) -> Parts:
         if self._sizes.divided == "context":
             return context.merge_states(out, lse, axis=AXIS)
-        # As after the output projection, which is not here.
+        # Like the sum after the output projection, which is not computed here.
         x = lax.psum(jnp.broadcast_to(out[:, :1, 0], (len(out), HIDDEN)), AXIS)
         return out + x[:, None, : out.shape[-1]], lse
 
     def _lengths(self) -> jax.Array:
-        """Tokens of each request, int32 [requests], of this device."""
+        """Tokens of each request on this device, int32 [requests]."""
         lengths = jnp.full(self._sizes.requests, self._sizes.tokens, jnp.int32)
         return context.local_lengths(lengths, **self._share())
 
     def _share(self) -> dict[str, Any]:
-        """Of the tokens, that this device has: of divided heads, all."""
+        """This device's share of the tokens, as keyword arguments; all tokens if heads are divided."""
         if self._sizes.divided == "tensor":
             return {"shard": 0, "num_shards": 1}
         return {"shard": lax.axis_index(AXIS), "num_shards": self._mesh.size, "interleave": BLOCK_SIZE}
 
     def _fill(self, cache, tables):
-        """Random entries of all tokens in all layers; the devices draw the same, and each keeps its share."""
+        """Random entries of all tokens in all layers.  All devices draw the same, and each keeps its share."""
         sizes = self._sizes
         chunks = -(-sizes.tokens // CHUNK)
 

@@ -12,22 +12,22 @@ import jaxkv
 from jaxkv.bench.workload import Requests, Workload
 
 PATTERN_BLOCKS = 64
-"""Blocks with entries of their own; a longer cache repeats them."""
+"""Blocks with distinct entries; a longer cache repeats them."""
 
 
 class Varying(NamedTuple):
-    """What differs from layer to layer in a model, and so from call to call."""
+    """The inputs that differ from layer to layer in a model, and so from call to call."""
 
     values: tuple[jax.Array, ...]
     """Queries, or new values."""
     chosen: tuple[jax.Array, ...]
     """Slots or blocks."""
     layers: jax.Array
-    """int32 [n]; calls work on these in turn."""
+    """int32 [n], the layers of successive calls, in rotation."""
 
 
 class Shared(NamedTuple):
-    """What all layers of a step share."""
+    """The inputs that all layers of a step share."""
 
     index: tuple[jax.Array, ...]
     """Tables and lengths, or slots of new tokens."""

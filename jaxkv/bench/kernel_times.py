@@ -14,7 +14,7 @@ from jax.profiler import ProfileData, ProfileOptions
 from jaxkv.terminal.streams import notice
 
 COPIES = "Memcpy", "Memset"
-"""How the names of what is no kernel begin."""
+"""Prefixes of the names of events that are not kernels."""
 
 Span = tuple[str, float, float]
 """A kernel's name, begin and end; nanoseconds."""
@@ -25,16 +25,15 @@ class KernelTimes:
     """Seconds in which a call's kernels run."""
 
     median: float
-    """Of all of a call together."""
+    """Of all kernels of a call together."""
     kernels: tuple[tuple[str, float], ...]
-    """(name, median) in the order of their begins: of one that begins before the last has ended, what comes after, also
-    where it then still waits for that."""
+    """(name, median) in order of their begins.  Time in which kernels overlap counts for the earlier one only."""
 
 
 def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes | None:
-    """What the timeline of NVIDIA's profiling interface, CUPTI, says of `repeats` runs of `jit(call)`.
+    """Kernel times of `repeats` runs of `jit(call)`, from the timeline of CUPTI, NVIDIA's profiling interface.
 
-    None, and why on stderr, where there is no such timeline: without CUPTI, or while another profiler has it.
+    None if there is no timeline (no CUPTI, or another profiler uses it); the reason goes to standard error.
     """
     if "cuda" not in jax.devices()[0].client.platform_version.lower():
         return None
@@ -46,7 +45,7 @@ def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes |
 
 
 def _timeline(run: Callable[..., Any], args: tuple[Any, ...], repeats: int) -> list[Span]:
-    """What ran on the first GPU, in the order of the begins."""
+    """The kernels that ran on the first GPU, in order of their begins."""
     jax.block_until_ready(run(*args))  # compiles, and touches all memory
     options = ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
@@ -63,14 +62,14 @@ def _spans(profile: ProfileData) -> Iterator[Span]:
     """The kernels of the first GPU."""
     plane = profile.find_plane_with_name("/device:GPU:0")
     for line in plane.lines if plane else ():
-        if line.name.startswith("Stream"):  # others tell the same once more, by operation or by module
+        if line.name.startswith("Stream"):  # other lines repeat the same by operation or module
             for event in line.events:
                 if not event.name.startswith(COPIES):
                     yield event.name, event.start_ns, event.end_ns
 
 
 def _medians(spans: list[Span], repeats: int) -> KernelTimes:
-    """Of the kernels of so many calls; RuntimeError where the calls do not have the same ones."""
+    """Medians over `repeats` calls; RuntimeError if the calls did not run the same kernels."""
     each, rest = divmod(len(spans), repeats)
     names = [name for name, *_ in spans]
     if not each or rest or names != names[:each] * repeats:
@@ -81,7 +80,7 @@ def _medians(spans: list[Span], repeats: int) -> KernelTimes:
 
 
 def _added(spans: Iterable[Span]) -> Iterator[float]:
-    """The nanoseconds in which a span runs after all before it have ended."""
+    """The nanoseconds that each span adds after all earlier spans have ended."""
     ended = -math.inf
     for _, begin, end in spans:
         yield max(end - max(begin, ended), 0.0)

@@ -20,10 +20,10 @@ UNCHECKED = [export.DisabledSafetyCheck.custom_call(name) for name in ("triton_k
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a workload that has run."""
+    """The measurements of a workload."""
 
     implementation: str
-    """Who took the call."""
+    """The implementation that ran the call."""
     timing: Timing
     kernels: KernelTimes | None
     compile: float
@@ -31,7 +31,7 @@ class Measured:
 
 
 class Program:
-    """The calls of a workload, lowered; NotImplementedError where the named implementation does not take them."""
+    """The calls of a workload, lowered.  NotImplementedError if the named implementation does not support them."""
 
     def __init__(self, workload: Workload, *, implementation: str | None):
         start = time.perf_counter()
@@ -73,14 +73,14 @@ class Program:
         self._seconds = time.perf_counter() - start
 
     def compile(self) -> "Program":
-        """This, ready to run."""
+        """Compiles the program; returns it."""
         start = time.perf_counter()
         self._chain.compile()
         self._seconds += time.perf_counter() - start
         return self
 
     def measure(self, *, repeats: int) -> Measured:
-        """Fills a cache and times the calls; once, as that takes the inputs."""
+        """Fills a cache and times the calls.  Can be called once, because it donates the inputs."""
         cache, layer = filled(self._workload), jnp.int32(self._workload.visited[0])
         once, state = (self._write_once, jax.new_ref(cache.buffer)) if self._writes else (self._call, cache)
         kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=repeats)
@@ -101,7 +101,7 @@ class Program:
         return lax.optimization_barrier((varying, self._call(fixed[0], varying, fixed[1], _layer(i, varying))))
 
     def _write_once(self, ref, varying, shared, layer):
-        """In place in a Ref, which outlives the call where a donated cache does not; gives something to wait for."""
+        """Writes in place to a Ref, which outlives the call, unlike a donated cache; returns a value to wait for."""
         ref[...] = self._call(jaxkv.KVCache(ref[...], self._layout), varying, shared, layer).buffer
         return lax.optimization_barrier(layer)
 

@@ -14,18 +14,19 @@ from jaxkv.terminal.memory import device_memory
 from jaxkv_kernels.mosaic_gpu.runtime import available
 
 CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
-"""What is timed of a chain lasts at least this long."""
+"""The timed part of a chain lasts at least this long."""
 
 LEAST_CALLS, MOST_CALLS = 32, 1024
-"""Calls of a turn that are timed, on GPUs.  Others' times are medians of about so few in a row, and more are nearer to
-the power limit; the host checks before each turn whether there is another."""
+"""Timed calls per round, on GPUs.  Published times are medians of about so few consecutive calls, and more would come
+closer to the power limit.  The host checks before each round whether there is another."""
 
 LEAST_SECONDS = 2e-7
-"""A call that takes less is none, as no kernel starts so soon: XLA has removed it."""
+"""No kernel launches faster: if a call takes less, XLA has removed it."""
 
 REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
-"""What GPUs rest before each chain, so that all begin at the full clock; and how long one runs without rest, after
-which an H200 whose tensor cores are busy is at its power limit, and its clock a fifth lower."""
+"""The rest of a GPU before each chain, so that all start at the full clock, and the length of the sustained chain.
+
+After that time, an H200 with busy tensor cores is at its power limit, and its clock a fifth lower."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Timing:
     least: float
     most: float
     calls: int
-    """Calls that a chain's time is of."""
+    """Timed calls per chain."""
     sustained: float | None = None
-    """Of one that goes on for a second; None on CPUs, and where it was not requested."""
+    """Of a chain that runs for a second; None on CPUs or if it was not requested."""
 
     @property
     def spread(self) -> float:
@@ -51,19 +52,19 @@ class Pace:
     """How chains are run."""
 
     ahead: int
-    """Calls of a turn that are not timed: while they run, the host gets ahead."""
+    """Untimed calls at the start of a round: while they run, the host gets ahead."""
     calls: int
-    """Those that are, after them."""
+    """Timed calls per round, after the untimed ones."""
     least: float
-    """Seconds that the timed calls must take: turns are added until they do."""
+    """Seconds that the timed calls must take; rounds are added until they do."""
     rest: float
     """Seconds before each chain."""
     sustained: float
-    """Seconds of the one that runs without rest; 0: none does."""
+    """Seconds of the sustained chain; 0 for none."""
 
 
 def pace(backend: str, least: float) -> Pace:
-    """Of calls that take at least so many seconds."""
+    """The pace for calls that take at least `least` seconds."""
     if backend == "cpu":
         return Pace(0, 1, CPU_SECONDS, 0, 0)
     calls = min(max(round(GPU_SECONDS / least), LEAST_CALLS), MOST_CALLS)
@@ -76,15 +77,15 @@ def has_clock() -> bool:
 
 
 class Chain:
-    """Calls `carry = step(i, carry, fixed)` in a row, in one program.
+    """Consecutive calls `carry = step(i, carry, fixed)` in one program.
 
-    A step must depend on its carry: what does not change from call to call, XLA computes once for all of them.
+    A step must depend on its carry, because XLA computes what does not change from call to call only once.
 
     Args:
       step: one call; `i` counts the calls of a chain.
       carry: arrays, donated; caches in it are updated in place.
-      fixed: arrays that no call changes.  Shapes are enough for both.
-      least: a guess, in seconds, of how long a call takes at the least.
+      fixed: arrays that no call changes.  `carry` and `fixed` may be shapes here.
+      least: a lower bound of the seconds per call; a guess is enough.
     """
 
     def __init__(self, step: Step, carry, fixed, *, least: float):
@@ -93,12 +94,12 @@ class Chain:
         self._clocked = timed(step, carry, fixed, ahead=self._pace.ahead, calls=self._pace.calls)
 
     def compile(self) -> "Chain":
-        """This, ready to be timed."""
+        """Compiles the program; returns the chain."""
         self._clocked.compile()
         return self
 
     def time(self, carry, fixed, *, repeats: int, sustain: bool = False) -> Timing:
-        """The statistics of `repeats` chains, and with `sustain` of one that goes on."""
+        """The statistics of `repeats` chains and, with `sustain`, of one that runs without rest."""
         calls, least = self._pace.calls, self._pace.least
 
         def seconds(turns: int) -> float:
@@ -128,7 +129,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches at best: bytes/s of reading, bytes/s read and written of copying, bf16 flops/s."""
+    """The best rates of the device: bytes/s of reading, bytes/s read and written by copying, bf16 flops/s."""
 
     read: float
     copy: float
@@ -136,7 +137,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: jax.Device, *, repeats: int) -> Ceilings:
-    """Measured now: a reduction over, and an update in place of, a large array; a large square matrix product."""
+    """Measures the ceilings: a reduction of a large array, an update of it in place, a large square matrix product."""
     cpu = device.platform == "cpu"
     size, side = (2**28, 1024) if cpu else (min(2**32, device_memory(device) // 16), 8192)
     tile = jax.random.normal(jax.random.key(0), (2**20,))

@@ -1,4 +1,4 @@
-"""A workload: one call that is benchmarked, with what it moves and computes."""
+"""`Workload`: one benchmarked call, with the bytes that it moves and the flops that it computes."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -27,7 +27,7 @@ class Requests(NamedTuple):
 
     @property
     def running_sum(self) -> np.ndarray:
-        """Of the lengths, from 0."""
+        """The running sum of the lengths, from 0."""
         return np.cumsum([0, *self.lengths], dtype=np.int32)
 
     def slots(self, requests, positions) -> np.ndarray:
@@ -62,11 +62,11 @@ class Workload:
     block_size: int = 64
 
     has_queries: ClassVar[bool] = False
-    """Whether the call is for queries, which read the cache; others move entries or blocks."""
+    """Whether the call has queries, which read the cache; other calls move entries or blocks."""
     planned: ClassVar[bool] = False
-    """Whether the call is given a plan."""
+    """Whether the call is passed a plan."""
     cached: ClassVar[bool] = True
-    """Whether the call takes a cache."""
+    """Whether the call has a cache argument."""
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ class Workload:
 
     @property
     def scales(self) -> dict[str, float]:
-        """Of the entries, as keyword arguments."""
+        """Scales of the entries, as keyword arguments."""
         names = ("k_scale", "v_scale") if isinstance(self.entry, jaxkv.KVEntry) else ("kv_scale",)
         return dict.fromkeys(names, 1.0) if self.entry.codec.scaled else {}
 
@@ -119,7 +119,7 @@ class Workload:
 
     @property
     def value_shapes(self) -> Shapes:
-        """The random values that the call takes: queries, new values, payloads."""
+        """Shapes and dtypes of the random arguments of the call: queries, new values, payloads."""
         return []
 
     @property
@@ -128,7 +128,7 @@ class Workload:
         return {}
 
     def index(self, requests: Requests, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The integers that the call takes: slots or blocks of its layer, and what all layers share."""
+        """The integer arguments of the call: slots or blocks of its layer, and those that all layers share."""
         return [], [requests.tables, requests.lengths]
 
     def arguments(self, cache, values, index, layer) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -148,7 +148,7 @@ class Workload:
 
     @property
     def least_seconds(self) -> float:
-        """How long a call takes at the least, on devices of 5 TB/s and 1 Pflop/s."""
+        """A lower bound of the time of a call, on a device of 5 TB/s and 1 Pflop/s."""
         return max(self.traffic / 5e12, self.flops / 1e15)
 
     @property
@@ -167,7 +167,7 @@ class Workload:
 
     @property
     def layout(self) -> jaxkv.CacheLayout:
-        """Of the cache; a single block if the operation takes none."""
+        """The layout of the cache; a single block if the operation has no cache argument."""
         return jaxkv.CacheLayout(
             num_layers=self.layers,
             num_blocks=self.num_blocks if self.cached else 1,
@@ -177,11 +177,11 @@ class Workload:
         )
 
     def fitted(self, limit: int) -> "Workload":
-        """The same with the most layers, at least one, of which the cache takes at most `limit` bytes."""
+        """The same workload with as many layers as fit in `limit` bytes, at least one."""
         layer_nbytes = replace(self, layers=1).layout.nbytes
         return replace(self, layers=max(1, min(self.layers, limit // layer_nbytes)))
 
     def entry_shapes(self, count: int) -> Shapes:
-        """The parts of that many entries."""
+        """Shapes and dtypes of the parts of `count` entries."""
         heads = () if self.entry.one_head else (self.kv_heads,)
         return [((count, *heads, n), "bfloat16") for n in self.entry.sizes]

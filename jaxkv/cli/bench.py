@@ -1,12 +1,14 @@
 """Time operations on this device, beside the ceilings of memory and arithmetic measured in the same run.
 
-A row is one call on random data with shuffled blocks.  `ms` is device time: many dependent calls in one program, their
-time over their number, the median of several such chains, before each of which a GPU rests; on a Hopper GPU by its own
-clock, else by the host's, without what launching the program takes.  `sustained` is the same of one chain that goes on
-for a second, as long as it takes a GPU to reach its power limit.  `kernel ms` is what the kernels of one call run, by
-CUPTI, on NVIDIA GPUs: without the gaps between them, and with what overlaps counted once.  `MB` and `GFLOP` count what
-the call must move (cache entries, queries, new values, results, each once) and multiply; `/max` is the fraction of the
-measured ceiling.
+Each row is one call on random data with shuffled blocks.
+
+- `ms` is device time: a program runs a chain of many dependent calls, whose time is divided by their number.  It is the
+  median of several chains, and a GPU rests before each.  Time is read from the GPU's clock on Hopper; elsewhere from
+  the host's, less the time to launch the program.
+- `sustained` is the same for one chain that runs for a second, long enough for a GPU to reach its power limit.
+- `kernel ms` is the time in which kernels of one call run, by CUPTI on NVIDIA GPUs, without the gaps between them.
+- `MB` is what the call must move (cache entries, queries, new values and results, each once) and `GFLOP` what it must
+  multiply; `/max` is the fraction of the measured ceiling.
 """
 
 import argparse
@@ -35,10 +37,10 @@ from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
 
 MEMORY_FRACTION = 0.6
-"""The part of the device's memory that a cache may take; where all layers do not fit, fewer are timed."""
+"""The part of the device's memory that a cache may use.  If all layers do not fit, fewer are timed."""
 
 BATCH = 8
-"""Shapes that are made ready before they are timed: one is lowered while another compiles, none while one is timed."""
+"""Shapes that are compiled before any of them is timed: lowering and compiling overlap, timing runs alone."""
 
 COLUMNS = (
     ("layers", "layers", 6, "d"),
@@ -54,16 +56,16 @@ COLUMNS = (
     ("/max", "matmul_fraction", 4, ".2f"),
     ("compile s", "compile_s", 9, ".1f"),
 )
-"""Heading, key of the row, width and format of what the table shows after the shape's name; `-` for what is None."""
+"""Heading, key of the row, width and format of each column after the shape's name; None is shown as `-`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which shapes to time, how, and where to put the numbers."""
+    """Which shapes to time, how, and where to write the results."""
     parser.add_argument("operations", nargs="*", choices=FAMILIES, metavar="OPERATION", help=", ".join(FAMILIES))
     parser.add_argument("--suite", choices=SUITES, help="default: cpu on CPUs, else peers and copies")
     parser.add_argument("--shape", nargs="+", choices=WORKLOADS, metavar="NAME", help="names as the table shows them")
-    parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the best that takes a call")
-    parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="chains to time a shape (20)")
+    parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
+    parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="chains timed per shape (20)")
     parser.add_argument(
         "--tune", action="store_true", help="search the configurations of the kernels that the shapes run, instead"
     )
@@ -73,15 +75,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 2 if no shape is selected, ValueError where none could be timed."""
+    """Prints the table; returns 2 if no shape is selected.  ValueError if none could be timed."""
     device = jax.devices()[0]
     workloads = _selected(args, device)
     if not workloads:
-        asked = " ".join([*args.operations, *([f"--suite {args.suite}"] if args.suite else []), *(args.shape or [])])
+        selection = " ".join(
+            [*args.operations, *([f"--suite {args.suite}"] if args.suite else []), *(args.shape or [])]
+        )
         names = ", ".join(
             name for name, w in WORKLOADS.items() if not args.operations or w.operation in args.operations
         )
-        notice(f"jaxkv bench: no shape is all of {asked}; there are {names}")
+        notice(f"jaxkv bench: no shape matches {selection}: expected some of {names}")
         return 2
     about: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for row in _rows(workloads, args, device, ceilings):
         rows.append(row)
-        print(_told(row, width), flush=True)
+        print(_table_line(row, width), flush=True)
         if args.json:  # after every row: a run may be cut short
             write_json(args.json, {**about, "rows": rows})
     if all("reason" in row for row in rows):
@@ -119,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _selected(args: argparse.Namespace, device: jax.Device) -> list[Workload]:
-    """The selected workloads; a suite is assumed where no shapes are named."""
+    """The selected workloads, of a default suite unless shapes are named."""
     suites = ("cpu",) if device.platform == "cpu" else ("peers", "copies", *(("models",) if args.operations else ()))
     suites = SUITES if args.shape else suites
     return [
@@ -132,10 +136,11 @@ def _selected(args: argparse.Namespace, device: jax.Device) -> list[Workload]:
 
 
 def _rows(workloads: list[Workload], args, device: jax.Device, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """A row a workload, as they are done."""
+    """One row per workload, each as soon as it is measured."""
     limit = int(MEMORY_FRACTION * device_memory(device))
     if device.platform != "cpu":
-        # An allocator that grows by need keeps a region for each size: first, one that holds any of the caches.
+        # An allocator that grows on demand keeps a region for each size, so the first region must hold any of the
+        # caches.
         jnp.zeros(max(workload.fitted(limit).layout.nbytes for workload in workloads), jnp.uint8).delete()
     compiler = ThreadPoolExecutor(max_workers=1)
     try:
@@ -152,17 +157,17 @@ def _rows(workloads: list[Workload], args, device: jax.Device, ceilings: Ceiling
 
 
 def _compiling(compiler: ThreadPoolExecutor, workload: Workload, implementation: str | None) -> Future[Program]:
-    """The workload's program, lowered now and compiled in turn."""
+    """The workload's program: lowered now, compiled in the background."""
     try:
         return compiler.submit(Program(workload, implementation=implementation).compile)
     except NotImplementedError as error:
-        refused: Future[Program] = Future()
-        refused.set_exception(error)
-        return refused
+        unsupported: Future[Program] = Future()
+        unsupported.set_exception(error)
+        return unsupported
 
 
 def _figures(workload: Workload, program: Future[Program], repeats: int, ceilings: Ceilings) -> dict[str, Any]:
-    """What the table and the JSON say beside the shape; `reason` where it could not run."""
+    """What the table and the JSON show besides the shape; only `reason` if it could not run."""
     try:
         found = program.result().measure(repeats=repeats)
     except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -188,7 +193,7 @@ def _figures(workload: Workload, program: Future[Program], repeats: int, ceiling
     }
 
 
-def _told(row: dict[str, Any], width: int) -> str:
+def _table_line(row: dict[str, Any], width: int) -> str:
     """The row's line of the table."""
     if "reason" in row:
         return f"{row['shape'].ljust(width)} not run: {row['reason']}"
@@ -203,7 +208,7 @@ def _line(shape: str, width: int, cells: Iterable[str]) -> str:
 
 
 def _ratios(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None]]:
-    """(shape, ratio of ms, ratio of kernel ms) where both many layers and one packed layer have run."""
+    """(shape, ratio of ms, ratio of kernel ms) of each shape that ran with many layers and with one packed layer."""
     packed = {row["shape"].rpartition("-")[0]: row for row in rows if row["layers"] == 1 and "ms" in row}
     found = []
     for row in rows:

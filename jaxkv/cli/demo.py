@@ -1,4 +1,4 @@
-"""Serve a DeepSeek-V2-Lite-shaped cache: write prompts, decode token by token, check every bit.
+"""Decode token by token on a DeepSeek-V2-Lite-shaped cache, and check every bit.
 
 A toy model of 27 layers (random projections, a hidden state of 64 values) with the attention of DeepSeek-V2-Lite: 16
 heads, latents of 512 values, rotary parts of 64, bf16.  All layers live in one block-major buffer and run under
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo; 0 if every check held."""
+    """Runs the demo; returns 0 if every check held."""
     layout = _layout("BLNHC", args.blocks)
     require_memory(f"two caches of {args.blocks} blocks", 2 * layout.nbytes)
     tables, prompts = _tables(args), jnp.asarray(args.prompts, jnp.int32)
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     requests = Requests(jax.random.normal(jax.random.key(1), (len(args.prompts), HIDDEN)), prompts)
     compiled = step.lower(cross, requests).compile()
     memory = compiled.memory_analysis()
-    assert memory is not None  # CPUs and GPUs answer
-    # Kernels have working memory of a fixed size; what is copied of a cache grows with the cache.
+    assert memory is not None  # CPUs and GPUs support the analysis
+    # The working memory of kernels has a fixed size, but copies of a cache would grow with the cache.
     larger = _layout("BLNHC", 2 * args.blocks)
     buffer: Any = jax.ShapeDtypeStruct((larger.size,), larger.dtype)
     doubled = step.lower(jaxkv.KVCache(buffer, larger), requests).compile().memory_analysis()
@@ -81,14 +81,14 @@ def run(args: argparse.Namespace) -> int:
     same = all(np.array_equal(_bits(a), _bits(b)) for a, b in zip(cross_trace, packed_trace, strict=True))
     same &= all(np.array_equal(_bits(a), _bits(b)) for a, b in zip(_pages(cross), _pages(packed), strict=True))
     error = _error(cross, tables, np.asarray(args.prompts) + args.tokens, cross_trace)
-    print(f"{args.tokens} steps of {len(args.prompts)} requests: median {np.median(seconds) * 1e3:.2f} ms a step")
+    print(f"{args.tokens} steps of {len(args.prompts)} requests: median {np.median(seconds) * 1e3:.2f} ms per step")
     checks = {
         "the cache was updated in place, and temporaries do not grow with it": in_place,
         "every output and every entry equals the packed layer-major cache's, bit for bit": same,
         f"attention of the last step is right in float64 (relative error {error:.1e}, bf16 allows 8e-3)": error < 8e-3,
     }
-    for told, held in checks.items():
-        print(f"  {'ok  ' if held else 'FAIL'} {told}")
+    for check, held in checks.items():
+        print(f"  {'ok  ' if held else 'FAIL'} {check}")
     return 0 if all(checks.values()) else 1
 
 
@@ -136,7 +136,7 @@ def _prefill(weights: Weights, tables, lengths, total: int, cache: jaxkv.KVCache
 
 
 def _step(weights: Weights, tables, cache: jaxkv.KVCache, requests: Requests):
-    """One token a request through all layers: the cache, the requests, and each layer's queries and outputs."""
+    """One token per request through all layers: the cache, the requests, and each layer's queries and outputs."""
     slots = jaxkv.slots_for(tables, requests.seq_lens, block_size=64)
     seq_lens = requests.seq_lens + 1
     plan = jaxkv.plan_decode(cache, tables, seq_lens, num_heads=HEADS)
@@ -155,7 +155,7 @@ def _step(weights: Weights, tables, cache: jaxkv.KVCache, requests: Requests):
 
 
 def _serve(step, weights, cache, tables, requests, args) -> tuple[jaxkv.KVCache, list[float], Any]:
-    """Prefill and decode; the cache, seconds a step, and the last step's queries and outputs."""
+    """Prefill and decode; returns the cache, the seconds of each step, and the last step's queries and outputs."""
     total = sum(args.prompts)
     prompt = jax.random.normal(jax.random.key(2), (total, HIDDEN))
     prefill = jax.jit(_prefill, static_argnums=3, donate_argnums=4)
@@ -181,7 +181,7 @@ def _bits(array: jax.Array) -> np.ndarray:
 
 
 def _error(cache, tables, lengths, trace) -> float:
-    """Relative error of the last step's attention against float64 on the entries as stored, the worst layer's."""
+    """The largest relative error of any layer's attention in the last step, against float64 on the stored entries."""
     queries, outs = (np.asarray(x.astype(jnp.float32), np.float64) for x in trace)
     worst = 0.0
     cu_seq_lens = jnp.asarray([0, *np.cumsum(lengths)], jnp.int32)

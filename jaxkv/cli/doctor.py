@@ -1,4 +1,4 @@
-"""Report versions, devices, and which implementations are usable here, and why not: please attach it to bug reports."""
+"""Report versions, devices, and which implementations can run here: please attach it to bug reports."""
 
 import argparse
 import os
@@ -27,7 +27,7 @@ PACKAGES = (
     "jax-cuda13-plugin",
 )
 VARIABLES = ("JAX_", "XLA_", "CUDA_", "NVIDIA_", "TRITON_", "MOSAIC_", "LD_LIBRARY_PATH")
-"""Environment variables that begin like this change what JAX and its compilers do."""
+"""Prefixes of the environment variables that change what JAX and its compilers do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> str:
-    """What a maintainer needs first.  A probe that fails says so in its place; none fails the report."""
+    """What a maintainer needs first.  A probe that fails is reported in its place, and the others still run."""
     sections = {
         "versions": _versions,
         "conflicts": lambda: conflicts({name: _version(name) for name in PACKAGES}) or ["none known"],
@@ -56,7 +56,7 @@ def report() -> str:
 
 
 def conflicts(versions: Mapping[str, str | None]) -> list[str]:
-    """Installed packages that are known not to work together; None is a package that is not installed."""
+    """Messages about installed packages that are known not to work together; version None is not installed."""
     found = []
     jax_, jax_triton, triton = (_release(versions.get(name)) for name in ("jax", "jax-triton", "triton"))
     if jax_ and jax_triton and jax_ >= (0, 12) and jax_triton <= (0, 4):
@@ -68,12 +68,12 @@ def conflicts(versions: Mapping[str, str | None]) -> list[str]:
             f"jax-triton {versions['jax-triton']} does not compile with triton {versions['triton']}: "
             "install 'triton>=3.7', or 'jax-triton<0.4'"
         )
-    plugins = {name: told for name, told in versions.items() if name.endswith("plugin") and told}
+    plugins = {name: found for name, found in versions.items() if name.endswith("plugin") and found}
     if len(plugins) > 1:
         found.append(f"{' and '.join(plugins)} are both installed: keep the one of your CUDA version")
     for name, plugin in plugins.items():
         if _release(plugin) != _release(versions.get("jaxlib")):
-            found.append(f"{name} {plugin} is not of jaxlib's version, {versions.get('jaxlib')}: install both together")
+            found.append(f"{name} {plugin} does not match jaxlib {versions.get('jaxlib')}: install both together")
     return found
 
 
@@ -99,7 +99,7 @@ def _guarded(probe: Callable[[], list[str]]) -> list[str]:
 def _versions() -> list[str]:
     found = {"python": platform.python_version(), "platform": platform.platform()}
     found |= {name: _version(name) or "not installed" for name in PACKAGES}
-    return [f"{name:18} {told}" for name, told in found.items()]
+    return [f"{name:18} {value}" for name, value in found.items()]
 
 
 def _environment() -> list[str]:
@@ -112,10 +112,10 @@ def _devices() -> list[str]:
     driver = Path("/proc/driver/nvidia/version")
     if driver.exists():
         lines += _guarded(lambda: [" ".join(driver.read_text().splitlines()[0].split())])
-    return lines + [_told(device) for device in jax.local_devices()]
+    return lines + [_device_line(device) for device in jax.local_devices()]
 
 
-def _told(device: jax.Device) -> str:
+def _device_line(device: jax.Device) -> str:
     memory = _guarded(lambda: [f"{device_memory(device) / 1e9:.1f} GB for arrays"])
     capability = getattr(device, "compute_capability", None)
     known = [device.device_kind, *memory, *([f"compute capability {capability}"] if capability else [])]
@@ -123,25 +123,25 @@ def _told(device: jax.Device) -> str:
 
 
 def _implementations() -> list[str]:
-    """For each implementation, which sample calls it takes, and its reasons against the others."""
+    """For each implementation, which sample calls it supports, and its reasons against the others."""
     samples = list(sample_calls())
     kernels = {backend.name: backend.kernels for backend in BACKENDS}
     lines = []
     for name, devices in jaxkv.implementations().items():
-        taken, refused = [], {}
+        supported, rejected = [], {}
         own = [(operation, sample) for operation, sample in samples if operation.name in kernels[name]]
         for operation, sample in own:
             reasons = _guarded(partial(_reasons_against, operation, sample, name))
-            told = f"{operation.name} {sample.format}".rstrip()
-            taken += [] if reasons else [told]
+            call = f"{operation.name} {sample.format}".rstrip()
+            supported += [] if reasons else [call]
             for reason in reasons:
-                refused.setdefault(reason, []).append(told)
-        usable = f"usable, takes {len(taken)}" if taken else "not usable, takes none"
+                rejected.setdefault(reason, []).append(call)
+        usable = f"usable, supports {len(supported)}" if supported else "not usable, supports none"
         lines.append(f"{name} ({devices}): {usable} of {len(samples)} sample calls")
-        lines += [f"  takes {', '.join(taken)}"] if taken and refused else []
-        for reason, told in refused.items():
-            which = ", ".join(told) if len(told) < len(own) else "all"
-            lines.append(f"  refuses {which}: {reason}")
+        lines += [f"  supports {', '.join(supported)}"] if supported and rejected else []
+        for reason, calls in rejected.items():
+            which = ", ".join(calls) if len(calls) < len(own) else "all"
+            lines.append(f"  rejects {which}: {reason}")
         without = dict.fromkeys(operation.name for operation, _ in samples if operation.name not in kernels[name])
         lines += [f"  has no kernel for {', '.join(without)}"] if without else []
     return lines

@@ -1,6 +1,6 @@
 """Generate text with a checkpoint on this machine: several prompts at once, from one cache.
 
-The continuations go to standard output, as they come; the layout, the progress and the rates to standard error.
+Continuations are streamed to standard output; the layout, progress and rates go to standard error.
 Nothing is downloaded.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxkv.serving import Engine, Request
 
 MOST_ROWS = 32
-"""Requests that run at once; further prompts wait."""
+"""Requests that run at once; further prompts are queued."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,18 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", dest="prompts", action="append", type=_ids, metavar="IDS", help=ids)
     parser.add_argument("--max-tokens", type=positive, default=64, help="tokens to generate for each prompt (64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens up to this sum (1)")
-    seeds = "of the first prompt (0); the next has the next seed"
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this total probability (1)"
+    )
+    seeds = "seed of the first prompt (0); each further prompt has the next seed"
     parser.add_argument("--seed", type=seed, default=0, help=seeds)
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the checkpoint's end-of-text tokens")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after the checkpoint's end-of-text tokens")
     parser.add_argument("--blocks", type=positive, default=256, help="blocks of 64 tokens in the cache (256)")
     add_entry_format(parser)
-    best_first = "names, the best first; default the best that takes a call"
-    parser.add_argument("--implementation", nargs="+", choices=jaxkv.implementations(), help=best_first)
+    names = "names in order of preference; default: the first that supports a call"
+    parser.add_argument("--implementation", nargs="+", choices=jaxkv.implementations(), help=names)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Streams the continuations; 1 if one of them ended in NaN."""
+    """Streams the continuations; returns 1 if one of them ended because its logits are NaN."""
     # Other commands need neither the models nor safetensors.
     from jaxkv import models, serving
 
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     notice(f"{read} prompt tokens and {new} new ones in {seconds:.2f} s: {new / seconds:.1f} new tokens/s")
     lost = [number for number, request in enumerate(requests, 1) if request.finish_reason == "nan"]
     for number in lost:
-        notice(f"jaxkv generate: the logits of prompt {number} are NaN: its text ends before its time")
+        notice(f"jaxkv generate: the logits of prompt {number} are NaN, so its text ends early")
     return 1 if lost else 0
 
 
@@ -99,16 +101,16 @@ def _ids(text: str) -> list[int]:
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Callable[[], IdStream | TextStream]]:
-    """From prompts to token ids, and back to a stream of text; of the ids where there is no tokenizer.json."""
+    """A function from prompts to token ids, and a stream of text; without a tokenizer.json, a stream of ids."""
     file = folder / "tokenizer.json"
     if not file.is_file():
 
-        def refuse(prompt: str | list[int]) -> list[int]:
+        def only_ids(prompt: str | list[int]) -> list[int]:
             if isinstance(prompt, str):
                 raise ValueError(f"--prompt {prompt!r}: {folder} has no tokenizer.json; give the prompt as --ids")
             return prompt
 
-        return refuse, IdStream
+        return only_ids, IdStream
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -116,7 +118,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers has no narrower type
-        raise ValueError(f"{file} is not a tokenizer that the installed tokenizers library reads: {error}") from None
+        raise ValueError(f"{file} cannot be read by the installed tokenizers library: {error}") from None
 
     def encode(prompt: str | list[int]) -> list[int]:
         try:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; saves the picture if requested."""
+    """Prints the table, and saves the picture if requested."""
     entry = jaxkv.MLAEntry(args.format)
     sizes = {"num_blocks": args.blocks, "block_size": args.block_size, "order": args.order}
     if args.indexer:

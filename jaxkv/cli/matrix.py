@@ -1,4 +1,4 @@
-"""Print the support matrix (Markdown): which implementation takes which operation and entry format."""
+"""Print the support matrix (Markdown): which implementation supports which operation and entry format."""
 
 import argparse
 

@@ -1,8 +1,8 @@
-"""Time blocks on their way between the device and host memory, and decode steps beside them.
+"""Time stores and loads of blocks between the device and host memory, and decode steps beside them.
 
-The ceiling is the rate of one large array in the same run.  Stores and loads are timed from the call until all has
-arrived, the median of several.  `a copy a layer` is what a cache costs where nothing gathers its blocks: a transfer for
-each layer of each block.
+The ceiling is the rate of one large array in the same run.  Stores and loads are timed from the call until everything
+has arrived; rates are medians.  `one copy per layer` is a cache whose blocks are not gathered: one transfer for each
+layer of each block.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from jaxkv.terminal.memory import require_memory
 
 BLOCK_SIZE = 64
 LARGE_BYTES = 2**31
-"""Of the array that shows the ceiling; as many as the blocks have where that is less."""
+"""Size of the array that shows the ceiling, unless the blocks together are smaller."""
 CPU_LARGE_BYTES = 2**24
-"""The same on CPUs: memory of larger arrays goes back to the operating system, and its pages would be timed."""
+"""The same on CPUs, where larger arrays return their memory to the operating system: page faults would be timed."""
 WARM_UP = 5
-"""Of the large array, untimed: until its memory is pinned, or on CPUs touched."""
+"""Untimed transfers of the large array, until its memory is pinned (on CPUs: touched)."""
 PATTERN_BLOCKS = 16
 """Blocks with entries of their own; a longer cache repeats them."""
 LAYERWISE_BLOCKS = 2
-"""Blocks that are moved layer by layer, which is slow."""
+"""Blocks that are moved with one copy per layer, which is slow."""
 STEPS = 20
-"""Decode steps in a row."""
+"""Consecutive decode steps."""
 
 
 SIZES = {
@@ -45,20 +45,20 @@ SIZES = {
     "requests": ("requests to decode (64; 2 on CPUs)", 64, 2),
     "tokens": ("cached tokens of each (4096; 256 on CPUs)", 4096, 256),
     "heads": ("query heads (128; 4 on CPUs)", 128, 4),
-    "repeats": ("times that everything is timed (5; 3 on CPUs)", 5, 3),
+    "repeats": ("repetitions of each measurement (5; 3 on CPUs)", 5, 3),
 }
-"""Options: what they are, and their defaults on GPUs and on CPUs."""
+"""Options: help text, default on GPUs, default on CPUs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The blocks, and the batch that is decoded beside them; what is not given depends on the device."""
-    for name, (told, *_) in SIZES.items():
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help=told)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the numbers")
+    """The blocks, and the batch that is decoded beside them; defaults depend on the device."""
+    for name, (description, *_) in SIZES.items():
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help=description)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the results")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the rates, as parts of the ceiling, and the times of steps."""
+    """Prints the rates, as fractions of the ceiling, and the times of decode steps."""
     device = jax.devices()[0]
     cpu = device.platform == "cpu"
     for name, (_, gpu_default, cpu_default) in SIZES.items():
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     rows = {}
     for order in ("BLNHC", "LBNHC"):
         rows[order] = _whole(_filled(_layout(args, order, args.blocks)), pool, args.repeats)
-    rows["LBNHC, a copy a layer"] = _layerwise(_filled(_layout(args, "LBNHC", LAYERWISE_BLOCKS)), args.repeats)
+    rows["LBNHC, one copy per layer"] = _layerwise(_filled(_layout(args, "LBNHC", LAYERWISE_BLOCKS)), args.repeats)
     for name, row in rows.items():
         parts = {way: f"({row[way] / large[way]:.2f} of one large array)" for way in row}
         print(f"{name}: " + ", ".join(f"{way} {rate:.1f} GB/s {parts[way]}" for way, rate in row.items()))
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     names = "requests", "tokens", "heads", "layers"
     requests, tokens, heads, layers = (counted(getattr(args, name), name) for name in names)
     print(
-        f"decode of {requests} x {tokens}, {heads}, {layers}: {steps['alone_ms']:.2f} ms a step; "
+        f"decode of {requests} x {tokens}, {heads}, {layers}: {steps['alone_ms']:.2f} ms per step; "
         f"{steps['beside_ms']:.2f} ms with {steps['blocks']} blocks stored after each, "
         f"{steps['store']:.1f} GB/s beside it"
     )
@@ -103,7 +103,7 @@ def _layout(args: argparse.Namespace, order: str, num_blocks: int) -> jaxkv.Cach
 
 
 def _per_request(args: argparse.Namespace) -> int:
-    """Blocks."""
+    """Blocks per request."""
     return -(-args.tokens // BLOCK_SIZE)
 
 
@@ -121,24 +121,24 @@ def _filled(layout: jaxkv.CacheLayout) -> jaxkv.KVCache:
 
         return lax.fori_loop(0, -(-layout.num_blocks // PATTERN_BLOCKS), some, jaxkv.KVCache.zeros(layout))
 
-    # Committed to its device, as the caches that loads return.
+    # Committed to its device, like the caches that `load` returns.
     return jax.block_until_ready(jax.device_put(fill(), jax.devices()[0]))
 
 
 def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Until what `call` gives has arrived; and that."""
+    """Seconds until the result of `call` has arrived, and the result."""
     start = time.perf_counter()
     result = jax.block_until_ready(call())
     return time.perf_counter() - start, result
 
 
 def _rates(nbytes: int, stores: list[float], loads: list[float], *, warm_up: int = 1) -> dict[str, float]:
-    """GB/s, each way: of all but the first `warm_up`, of which one compiles."""
+    """Median GB/s each way, without the first `warm_up` transfers, one of which compiles."""
     return {way: nbytes / float(np.median(s[warm_up:])) / 1e9 for way, s in (("store", stores), ("load", loads))}
 
 
 def _large(nbytes: int, repeats: int) -> dict[str, float]:
-    """The ceiling: one array, whose memory the first transfers have made ready."""
+    """The ceiling: one large array, timed once its memory has been used."""
     stores, loads = [], []
     array = jax.device_put(jax.random.bits(jax.random.key(0), (nbytes // 4,)), jax.devices()[0])
     for _ in range(WARM_UP + repeats):
@@ -149,12 +149,12 @@ def _large(nbytes: int, repeats: int) -> dict[str, float]:
 
 
 def _keys(*about: Any, count: int) -> list[bytes]:
-    """Keys of blocks that were never stored."""
+    """Keys of `count` blocks that were never stored."""
     return [repr((*about, i)).encode() for i in range(count)]
 
 
 def _whole(cache: jaxkv.KVCache, pool: offload.HostPool, repeats: int) -> dict[str, float]:
-    """All blocks of a cache, shuffled, into the pool and back."""
+    """All blocks of a cache, in random order, to the pool and back."""
     stores, loads = [], []
     count, order = cache.layout.num_blocks, cache.layout.order
     blocks = np.random.default_rng(0).permutation(count).tolist()
@@ -172,7 +172,7 @@ def _whole(cache: jaxkv.KVCache, pool: offload.HostPool, repeats: int) -> dict[s
 
 
 def _layerwise(cache: jaxkv.KVCache, repeats: int) -> dict[str, float]:
-    """The pages of all layers, each as a transfer of its own."""
+    """The pages of all layers, one transfer each."""
     pages = jax.jit(lambda x: list(x.reshape(-1, x.size // (cache.layout.num_layers * cache.layout.num_blocks))))
     stores, loads = [], []
     for _ in range(1 + repeats):
@@ -185,7 +185,7 @@ def _layerwise(cache: jaxkv.KVCache, repeats: int) -> dict[str, float]:
 
 
 def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]:
-    """Milliseconds of a decode step alone, and with as many blocks stored after each as are let under way at a time."""
+    """Milliseconds per decode step, alone and with as many blocks stored after each as may be in flight at a time."""
     per_request = _per_request(args)
     blocks = np.random.default_rng(1).permutation(args.requests * per_request)
     cache = _filled(_layout(args, "BLNHC", blocks.size))
@@ -195,7 +195,7 @@ def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]
     sizes = zip(keys, cache.layout.entry.sizes, strict=True)
     queries = [jax.random.normal(key, (args.requests, args.heads, n), jnp.bfloat16) for key, n in sizes]
     step = jax.jit(_step, donate_argnums=0)
-    piece = blocks[: pool.blocks_under_way].tolist()
+    stored = blocks[: pool.blocks_in_flight].tolist()
 
     def steps(store: bool) -> float:
         nonlocal cache
@@ -203,13 +203,13 @@ def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]
         for i in range(STEPS):
             cache, _ = step(cache, *queries, tables, lengths)
             if store:
-                pool.store(cache, piece, _keys(args.requests, start, i, count=len(piece)))
+                pool.store(cache, stored, _keys(args.requests, start, i, count=len(stored)))
         jax.block_until_ready(cache.buffer)
         return (time.perf_counter() - start) / STEPS
 
     alone, beside = (np.median([steps(store) for _ in range(1 + args.repeats)][1:]) for store in (False, True))
-    moved = len(piece) * pool.block_nbytes / beside / 1e9
-    return {"alone_ms": 1e3 * alone, "beside_ms": 1e3 * beside, "blocks": len(piece), "store": moved}
+    moved = len(stored) * pool.block_nbytes / beside / 1e9
+    return {"alone_ms": 1e3 * alone, "beside_ms": 1e3 * beside, "blocks": len(stored), "store": moved}
 
 
 def _step(cache: jaxkv.KVCache, q_latent, q_pe, block_tables, seq_lens):

@@ -1,4 +1,4 @@
-"""Values of options, as the commands' parsers read them."""
+"""Types of options that several commands share."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ MOST = 2**31 - 1
 
 
 def integer(least: int, most: int = MOST) -> Callable[[str], int]:
-    """The reader of integers from `least` to `most`."""
+    """A parser of integers from `least` to `most`."""
 
     def read(text: str) -> int:
         try:
@@ -27,20 +27,20 @@ def integer(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 positive = integer(1)
-"""A size, or how often."""
+"""Parses a size or a count."""
 
 seed = integer(0, 2**32 - 1)
-"""Of random numbers."""
+"""Parses the seed of random numbers."""
 
 
 def add_entry_format(parser: argparse.ArgumentParser) -> None:
-    """`--entry-format`, of a model's cache."""
-    told = "format of the cached entries; default the weights'"
-    parser.add_argument("--entry-format", choices=jaxkv.MLAEntry.formats, help=told)
+    """Adds `--entry-format`, the format of a model's cache."""
+    entry_format = "format of the cached entries; default: the dtype of the weights"
+    parser.add_argument("--entry-format", choices=jaxkv.MLAEntry.formats, help=entry_format)
 
 
 def output_folder(text: str) -> Path:
-    """A folder, which need not be there yet."""
+    """Parses the path of a folder, which need not exist yet."""
     path = Path(text)
     try:
         if not text or (path.exists() and not path.is_dir()):
@@ -51,7 +51,7 @@ def output_folder(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written: there already, or to be made in a folder that is there."""
+    """Parses the path of a file that can be written, in an existing folder."""
     path = Path(text)
     try:
         if path.is_dir() or not path.parent.is_dir():

@@ -1,9 +1,9 @@
-"""Time attention that several devices divide: the tokens of a long request, or the heads of a batch.
+"""Time attention on several devices, which divide the tokens of a long request or the heads of a batch.
 
-A row is a layer of `decode_mla` on that many devices, from steps over all layers of a cache.  `attention` is each
-device's part, `collective` what unites the parts: the merge (context), or the sum of [requests, 7168] bf16 that follows
-a layer's output projection (tensor).  Each is timed alone, then `both` in turn; `share` is what the collective adds to
-the attention.  GB/s and TFLOP/s are of one device's attention.
+Each row is one layer of `decode_mla` on that many devices, measured over steps through all layers of a cache.
+`attention` is one device's part.  `collective` combines the parts: the merge (context), or the sum of [requests, 7168]
+bf16 values that follows a layer's output projection (tensor).  Each is timed alone, then `both` together; `share` is
+the part of `both` that the collective adds.  GB/s and TFLOP/s are those of one device's attention.
 """
 
 import argparse
@@ -31,12 +31,12 @@ COLUMNS = (
     ("TFLOP/s", "tflop_per_s", 7, ".1f"),
     ("peak GB", "peak_gigabytes", 7, ".2f"),
 )
-"""Heading, key of the row, width and format; `-` for what is None."""
+"""Heading, key of the row, width and format; None is shown as `-`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured on so many devices."""
+    """The measurements on `devices` devices."""
 
     devices: int
     both_ms: float
@@ -47,21 +47,21 @@ class Row:
     gigabytes_per_s: float
     tflop_per_s: float
     peak_gigabytes: float | None
-    """Of the first device; None where JAX does not tell."""
+    """Of the first device; None if JAX does not report it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is divided, the batch, and the numbers of devices."""
     parser.add_argument("divided", choices=("context", "tensor"), help="the tokens of each request, or the heads")
-    parser.add_argument("--devices", type=positive, nargs="+", metavar="N", help="default 1, 2, 4, ... of those here")
+    parser.add_argument("--devices", type=positive, nargs="+", metavar="N", help="default: 1, 2, 4, ... up to all")
     requests, tokens = "rows of the batch: 1 (context), 128 (tensor)", "cached tokens of each: 1,000,000 or 4,096"
     parser.add_argument("--requests", type=positive, metavar="N", help=requests)
     parser.add_argument("--tokens", type=positive, metavar="N", help=f"{tokens}; on CPUs 2,000 or 100")
     parser.add_argument("--heads", type=positive, default=128, metavar="N", help="query heads (128)")
     parser.add_argument("--layers", type=positive, metavar="N", help="layers of the cache: 61, on CPUs 2")
-    form = "of the cached latents (bf16)"
+    form = "format of the cached latents (bf16)"
     parser.add_argument("--format", choices=jaxkv.MLAEntry.formats, default="bf16", help=form)
-    best = "default the best that takes a call"
+    best = "default: the first that supports a call"
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help=best)
     repeats = "runs of several steps each, for the median (5)"
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help=repeats)
@@ -69,16 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, and how the results of several devices differ from those of the fewest."""
+    """Prints the table, and how much results differ from those of the fewest devices."""
     sizes, device = _sizes(args), jax.devices()[0]
     counts = args.devices or [2**i for i in range(jax.device_count().bit_length())]
     for count in counts:
         if count > jax.device_count():
-            raise ValueError(f"--devices has {count}: expected 1 to {jax.device_count()}, which are here")
+            raise ValueError(f"--devices has {count}: expected 1 to {jax.device_count()}, the devices of this machine")
         if sizes.divided == "tensor" and sizes.heads % count:
             raise ValueError(f"--devices has {count}: expected divisors of the {sizes.heads} heads")
     measured: list[tuple[Row, np.ndarray]] = []
-    # The peak of memory only grows: it is a row's own where every row takes more than those before it.
+    # The peak of memory never falls, so measure in the order in which it rises: the most devices first.
     for count in progress(sorted(counts, reverse=True), "measuring"):
         division = Division(sizes, count, args.implementation)
         measured.append(_measured(division, sizes, count, args.repeats))
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{requests} x {tokens} in {sizes.format}, {heads}, {layers}\n")
     print(" ".join(heading.rjust(width) for heading, _, width, _ in COLUMNS))
     for row in rows:
-        print(" ".join(_told(asdict(row)[key], width, form) for _, key, width, form in COLUMNS))
+        print(" ".join(_cell(asdict(row)[key], width, form) for _, key, width, form in COLUMNS))
     print(f"\nceilings: read {ceilings.read / 1e9:.1f} GB/s, bf16 products {ceilings.matmul / 1e12:.2f} TFLOP/s")
     for row, result in zip(rows[1:], results[1:], strict=True):
         error = np.linalg.norm(result - results[0]) / np.linalg.norm(results[0])
@@ -114,12 +114,12 @@ def _sizes(args: argparse.Namespace) -> Sizes:
         "layers": 2 if on_cpu else 61,
         "heads": args.heads,
     }
-    asked = {name: getattr(args, name) or value for name, value in usual.items()}
-    return Sizes(divided=args.divided, format=args.format, **asked)
+    sizes = {name: getattr(args, name) or value for name, value in usual.items()}
+    return Sizes(divided=args.divided, format=args.format, **sizes)
 
 
 def _measured(division: Division, sizes: Sizes, count: int, repeats: int) -> tuple[Row, np.ndarray]:
-    """The row, and the results of a step: united where it is the results that are divided by tokens."""
+    """The row, and the results of a step: merged under context parallelism, each device's heads otherwise."""
     attention, parts = division.attention(repeats)
     collective = division.collective(repeats) if count > 1 else None
     both, united = division.both(repeats) if count > 1 else (attention, parts)
@@ -137,5 +137,5 @@ def _measured(division: Division, sizes: Sizes, count: int, repeats: int) -> tup
     return row, united if sizes.divided == "context" else parts
 
 
-def _told(value: Any, width: int, form: str) -> str:
+def _cell(value: Any, width: int, form: str) -> str:
     return ("-" if value is None else format(value, form)).rjust(width)

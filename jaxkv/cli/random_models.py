@@ -1,4 +1,4 @@
-"""Models of random weights, as commands that time them take them: by config.json and options."""
+"""Models with random weights, for commands that time them: from a config.json and options."""
 
 import argparse
 from functools import partial
@@ -19,13 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and how it is cached."""
     parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
     add_entry_format(parser)
-    parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default the best that takes a call")
+    parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
 
 
 def random_model(args: argparse.Namespace, num_blocks: int, block_size: int, order: str = "BLNHC") -> "Model":
-    """The model, for a cache of that many blocks.
+    """The model, for a cache of `num_blocks` blocks.
 
-    ValueError before its weights are drawn: no such model or cache can be, or together they exceed the memory.
+    ValueError, before any weights are drawn, if the configuration is invalid or model and cache exceed the memory.
     """
     from jaxkv import models
 

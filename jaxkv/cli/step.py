@@ -1,6 +1,6 @@
-"""Time a decode step of a whole model: what a request batch of that size costs on this machine, by config.json alone.
+"""Time a decode step of a whole model on this machine, given its config.json.
 
-The weights are random: their values change no time.  Every request has the same number of cached tokens.
+The weights are random, which does not change the time.  Every request has the same number of cached tokens.
 """
 
 import argparse
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 64
 LEAST_SECONDS = 1.0
-"""Steps are timed in a row for at least this long."""
+"""Consecutive steps are timed for at least this long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,11 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the sizes, the time of a step, and on NVIDIA GPUs what its kernels take."""
+    """Prints the sizes, the time of a step, and on NVIDIA GPUs the time of its kernels."""
     model = random_models.random_model(args, args.requests * _per_request(args.tokens), BLOCK_SIZE)
     config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
     tables = _tables(args.requests, args.tokens)
-    cache = jax.block_until_ready(_filled(model, tables.size))  # or it is told as if it were there
+    cache = jax.block_until_ready(
+        _filled(model, tables.size)
+    )  # fail here, if it does not fit, before anything is printed
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
     print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
     lengths = jnp.full(args.requests, args.tokens, jnp.int32)
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _per_request(tokens: int) -> int:
-    """Blocks."""
+    """Blocks per request."""
     return -(-tokens // BLOCK_SIZE)
 
 
@@ -101,7 +103,7 @@ def _step(model: "Model", cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KV
 
 
 def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
-    """Of a step, several in a row, each with the tokens of the one before; and the cache."""
+    """Seconds per step, over steps that each continue the one before, and the cache."""
     step: Any = jax.jit(_step, donate_argnums=1)
     for _ in range(2):  # the first compiles
         cache, tokens = jax.block_until_ready(step(model, cache, tokens, index))
@@ -115,9 +117,9 @@ def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
 
 
 def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
-    """The share of a step in which the GPU runs, and in which it runs kernels of this library."""
+    """Prints which part of a step the GPU runs kernels, and which part kernels of this library."""
     buffer, layout = jax.new_ref(cache.buffer), cache.layout
-    del cache  # now a copy
+    del cache  # from here on it would be a copy
 
     def once(buffer, model, tokens, index):
         cache, tokens = _step(model, jaxkv.KVCache(buffer[...], layout), tokens, index)
@@ -130,12 +132,12 @@ def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
     own = [(name, took) for name, took in found.kernels if _is_own(name)]
     busy, ours = sum(took for _, took in found.kernels), sum(took for _, took in own)
     print(
-        f"kernels: {len(found.kernels)} a step, {1e3 * busy:.3f} ms ({busy / seconds:.0%} of the step); "
+        f"kernels: {len(found.kernels)} per step, {1e3 * busy:.3f} ms ({busy / seconds:.0%} of the step); "
         f"those of jaxkv: {len(own)}, {1e3 * ours:.3f} ms ({ours / seconds:.0%})"
     )
 
 
 def _is_own(kernel: str) -> bool:
-    """Whether a kernel of that name is of this library; XLA's own, of `implementation="xla"`, are not distinguished."""
-    # Functions in Triton begin with an underscore here.
+    """Whether a kernel of that name is one of this library's; those of `implementation="xla"` cannot be recognised."""
+    # The names of this library's Triton kernels begin with an underscore.
     return kernel.endswith("mosaic_gpu_kernel") or re.match("_[a-z]", kernel) is not None

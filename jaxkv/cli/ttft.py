@@ -1,8 +1,8 @@
 """Time to first token of a prompt whose prefix is computed, or found on the device, on the host or on disk.
 
-The weights are random: their values change no time.  The prompt is a prefix that fills blocks and chunks, and one token
-more, so that all cases compute their first token by the same program from the same entries: the tokens must be equal.
-A round of all cases goes before those that are timed.  The files on disk were written a moment before: the operating
+The weights are random, which does not change the time.  The prompt is a prefix that fills whole blocks and chunks, plus
+one token.  All cases therefore compute their first token with the same program from the same entries, and their tokens
+must be equal.  One round of all cases runs untimed first.  The files on disk have just been written, so the operating
 system may still have them in memory.
 """
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 64
 NEW_TOKENS = 16
-"""Drawn in each case, and compared."""
+"""Tokens generated in each case, and compared."""
 
 
 class Case(NamedTuple):
     """How a prompt was served."""
 
     seconds: float
-    """To its first token."""
+    """Time to its first token."""
     found: int
-    """Tokens of it that were not computed."""
+    """Tokens of the prompt that were found, not computed."""
     tokens: list[int]
 
 
@@ -50,15 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prefix = f"tokens that are found again, a multiple of --chunk and of {BLOCK_SIZE} (1024)"
     parser.add_argument("--prefix", type=positive, default=1024, help=prefix)
     parser.add_argument("--chunk", type=positive, default=512, help="tokens of a prefill step (512)")
-    parser.add_argument("--rounds", type=positive, default=3, help="their median is told (3)")
-    parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help="of the cache's axes (BLNHC)")
+    parser.add_argument("--rounds", type=positive, default=3, help="timed rounds, whose median is printed (3)")
+    parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help="order of the cache's axes (BLNHC)")
     disk = "where blocks go on disk; default a temporary folder"
     parser.add_argument("--disk", type=output_folder, metavar="DIR", help=disk)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line a case; 1 where their tokens differ, or the prefix was not found."""
+    """Prints one line per case; returns 1 if their tokens differ or the prefix was not found."""
     _check(args)
     model = random_models.random_model(args, _num_blocks(args.prefix), BLOCK_SIZE, args.order)
     with tempfile.TemporaryDirectory() as scratch:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         for name, case in cases.items()
         if case.tokens != cases["cold"].tokens or case.found != (0 if name == "cold" else args.prefix)
     ]
-    print("\n".join(wrong) or f"all found what they should, and drew the same {NEW_TOKENS} tokens")
+    print("\n".join(wrong) or f"every case found the expected prefix and generated the same {NEW_TOKENS} tokens")
     if args.json:
         about = {
             "device": jax.devices()[0].device_kind,
@@ -96,23 +96,25 @@ def _check(args: argparse.Namespace) -> None:
     unit = math.lcm(BLOCK_SIZE, args.chunk)
     if args.prefix % unit:
         raise ValueError(
-            f"--prefix is {args.prefix}: expected a multiple of {unit}, of the chunk and of blocks of {BLOCK_SIZE} "
-            "(or a smaller --chunk)"
+            f"--prefix is {args.prefix}: expected a multiple of {unit}, the least common multiple of --chunk and "
+            f"blocks of {BLOCK_SIZE} (or choose a smaller --chunk)"
         )
     if args.disk:
         try:
             args.disk.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--disk is {str(args.disk)!r}: expected a folder, or a place for one ({error})") from None
+            raise ValueError(
+                f"--disk is {str(args.disk)!r}: expected a folder that exists or can be made ({error})"
+            ) from None
 
 
 def _num_blocks(prefix: int) -> int:
-    """Of a request."""
+    """Blocks of a request."""
     return -(-(prefix + NEW_TOKENS) // BLOCK_SIZE)
 
 
 class Bench:
-    """A model, and pools that outlive its engines."""
+    """A model, and block pools that outlive its engines."""
 
     def __init__(self, model: "Model", prefix: int, chunk: int, order: str, folder: Path):
         from jaxkv.models import fingerprint
@@ -123,7 +125,7 @@ class Bench:
         self._disk = DiskPool(folder, self._layout, model=fingerprint(model))
         self._host = self._pool()
         self.nbytes = prefix // BLOCK_SIZE * self._host.block_nbytes
-        """Of the prefix."""
+        """Bytes of the prefix."""
 
     def __str__(self):
         config = self._model.config
@@ -134,8 +136,8 @@ class Bench:
         )
 
     def round(self) -> dict[str, Case]:
-        """A new prompt, served in all cases."""
-        # Without a seed: the folder may hold the blocks of an earlier run.
+        """Serves one new prompt in all cases."""
+        # No seed: the folder may hold the blocks of an earlier run.
         prompt = np.random.default_rng().integers(0, self._model.config.vocab_size, self._prefix + 1).tolist()
         engine = self._engine(self._host)
         cases = {"cold": _served(engine, prompt), "device": _served(engine, prompt)}
@@ -148,7 +150,7 @@ class Bench:
         return HostPool(self._layout, 2 * self._num_blocks, disk=self._disk)
 
     def _engine(self, host: HostPool) -> "Engine":
-        """One that knows no prompt."""
+        """A new engine, which has cached no prompt."""
         from jaxkv.serving import Engine
 
         sizes = {"num_blocks": self._num_blocks, "block_size": BLOCK_SIZE, "chunk": self._chunk, "max_requests": 1}

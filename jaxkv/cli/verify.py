@@ -1,8 +1,8 @@
-"""Check on this machine that every operation gives the same bits on every layout.
+"""Check on this machine that every operation returns the same bits on every layout.
 
-Each operation runs on a cache of every order, with the neighbours full of random bytes, and on a packed cache of one
-layer: results must be equal bit for bit, and a write must leave every other byte as it was.  With `--calls`, it makes
-random calls on random layouts instead, as many as you like.
+Each operation runs on a cache of every order, whose neighbouring memory is full of random bytes, and on a packed cache
+of one layer.  Results must be equal bit for bit, and a write must leave every other byte as it was.  With `--calls`,
+the fuzzer makes that many random calls on random layouts instead.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cli.options import positive, seed
-from jaxkv.fuzz.soak import soak
+from jaxkv.fuzz.fuzz import fuzz
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.progress import progress
 
@@ -36,47 +36,49 @@ class Case(NamedTuple):
     operation: str
     order: str
     wrong: str = ""
-    """What is wrong with its result."""
-    refused: str = ""
-    """Why the implementation does not take the call."""
+    """What is wrong with its result; empty if nothing."""
+    rejected: str = ""
+    """The reasons why the implementation does not support the call."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which implementation to check, and how."""
     parser.add_argument("--implementation", choices=jaxkv.implementations(), default="xla")
     parser.add_argument("--calls", type=positive, metavar="N", help="make N random calls of random layouts and shapes")
-    parser.add_argument("--seed", type=seed, default=0, metavar="S", help="where --calls begins (0)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="S", help="first seed of --calls (0)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line per operation and format; 1 if any result differs, ValueError if there is none to check."""
+    """Prints one line per operation and format; returns 1 if any result differs.  ValueError if nothing was checked."""
     if args.calls is not None:
-        return 1 if soak(calls=args.calls, seed=args.seed, implementation=args.implementation) else 0
+        return 1 if fuzz(calls=args.calls, seed=args.seed, implementation=args.implementation) else 0
     start, every = time.perf_counter(), []
     for entry in progress(ENTRIES, "verifying"):
         cases = list(_verify(entry, args.implementation))
         for operation in dict.fromkeys(case.operation for case in cases):
-            told = _told([case for case in cases if case.operation == operation])
-            print(f"{operation:18} {entry.format:12} {told}")
+            outcome = _outcome([case for case in cases if case.operation == operation])
+            print(f"{operation:18} {entry.format:12} {outcome}")
         every += cases
-    checked = [case for case in every if not case.refused]
+    checked = [case for case in every if not case.rejected]
     if not checked:
-        raise ValueError(f"nothing was checked, {args.implementation} takes no call here: {every[0].refused}")
+        raise ValueError(
+            f"nothing was checked: {args.implementation} supports no call on this machine ({every[0].rejected})"
+        )
     wrong = sum(bool(case.wrong) for case in checked)
-    told = f"{len(checked)} cases on {jax.devices()[0].device_kind} in {time.perf_counter() - start:.0f} s"
-    print(f"{wrong} of {told} differ" if wrong else f"all of {told}: equal bit for bit")
+    total = f"{len(checked)} cases on {jax.devices()[0].device_kind} in {time.perf_counter() - start:.0f} s"
+    print(f"{wrong} of {total} differ" if wrong else f"all of {total}: equal bit for bit")
     return 1 if wrong else 0
 
 
-def _told(cases: list[Case]) -> str:
-    """What became of an operation."""
-    right = [case for case in cases if not (case.wrong or case.refused)]
-    told = [f"ok on {counted(len(right), 'orders')}"] if right else []
-    told += [f"{case.order}: {case.wrong}" for case in cases if case.wrong]
-    for reason in dict.fromkeys(case.refused for case in cases if case.refused):
-        orders = sum(case.refused == reason for case in cases)
-        told.append(f"refused on {counted(orders, 'orders')}: {reason}")
-    return "; ".join(told)
+def _outcome(cases: list[Case]) -> str:
+    """The outcomes of one operation in one line."""
+    right = [case for case in cases if not (case.wrong or case.rejected)]
+    outcomes = [f"ok on {counted(len(right), 'orders')}"] if right else []
+    outcomes += [f"{case.order}: {case.wrong}" for case in cases if case.wrong]
+    for reason in dict.fromkeys(case.rejected for case in cases if case.rejected):
+        orders = sum(case.rejected == reason for case in cases)
+        outcomes.append(f"rejected on {counted(orders, 'orders')}: {reason}")
+    return "; ".join(outcomes)
 
 
 def _verify(entry, implementation: str) -> Iterator[Case]:
@@ -105,12 +107,12 @@ def _verify(entry, implementation: str) -> Iterator[Case]:
                     differs = not all(jax.tree.leaves(equal))
                     yield Case(operation, order, wrong="differs from the packed cache" if differs else "")
             except NotImplementedError as error:
-                yield Case(operation, order, refused=str(error))
+                yield Case(operation, order, rejected=str(error))
         yield from _verify_blocks(layout, noise, implementation)
 
 
 def _verify_blocks(layout: jaxkv.CacheLayout, noise: np.ndarray, implementation: str) -> Iterator[Case]:
-    """A block moved within the cache, and one sent to an empty cache."""
+    """A block copied within the cache, and one moved to an empty cache."""
     one: dict[str, Any] = {"implementation": implementation}
     source, target = 5, 2
     cache, ids = _cache(layout, noise), (jnp.asarray([source], jnp.int32), jnp.asarray([target], jnp.int32))
@@ -129,13 +131,13 @@ def _verify_blocks(layout: jaxkv.CacheLayout, noise: np.ndarray, implementation:
             _entries(layout, expected, layer)[target] = _entries(layout, noise, layer)[source]
         try:
             equal = np.array_equal(_bytes(call().buffer), expected)
-            yield Case(operation, layout.order, wrong="" if equal else "moved other bytes")
+            yield Case(operation, layout.order, wrong="" if equal else "copied the wrong bytes")
         except NotImplementedError as error:
-            yield Case(operation, layout.order, refused=str(error))
+            yield Case(operation, layout.order, rejected=str(error))
 
 
 def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.KVCache, int], Any]]:
-    """operation name -> f(cache, layer): the write first, then what reads it."""
+    """A function of a cache and a layer per operation: the write first, then the reads of what it stored."""
     rng = np.random.default_rng(1)
 
     def normal(*shape):
@@ -185,13 +187,13 @@ def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.
 
 
 def _bleed(noise: np.ndarray, cache: jaxkv.KVCache, twin: jaxkv.KVCache) -> str:
-    """What is wrong with a written cache: its layer must hold the twin's entries, all else the old noise."""
+    """What is wrong with a written cache: its layer must hold the twin's entries, everything else the old noise."""
     after = _bytes(cache.buffer)
     if not np.array_equal(_entries(cache.layout, after, LAYER), _entries(twin.layout, _bytes(twin.buffer), 0)):
-        return "stored other bytes than the packed cache"
+        return "stored different bytes from the packed cache"
     restored = after.copy()
     _entries(cache.layout, restored, LAYER)[...] = _entries(cache.layout, noise, LAYER)
-    return "" if np.array_equal(restored, noise) else "touched bytes that are not its own"
+    return "" if np.array_equal(restored, noise) else "changed bytes of other entries"
 
 
 def _entries(layout: jaxkv.CacheLayout, buffer: np.ndarray, layer: int) -> np.ndarray:

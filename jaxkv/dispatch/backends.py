@@ -16,11 +16,11 @@ _log = logging.getLogger("jaxkv")
 
 @dataclass(frozen=True)
 class Call:
-    """A call whose arguments have been checked: what a kernel gets."""
+    """A call with checked arguments, as kernels receive it."""
 
     operation: str
     arrays: Mapping[str, Any]
-    """By name; None for optional ones that are not given."""
+    """Arrays by name; None for optional ones that are not passed."""
     options: Mapping[str, Any]
     """Static arguments by name."""
 
@@ -49,7 +49,7 @@ class Backend:
     def run(self, call: Call):
         """The kernel's result; logs the first run of each operation."""
         _log_once(call.operation, self.name)
-        # Kernels are written for JAX's defaults, also where a program is stricter about its own arrays.
+        # Kernels are written for JAX's defaults, even if a program is stricter about its own arrays.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return self.kernels[call.operation].run(**call.arrays, **call.options)
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
+from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import table_tokens
-from jaxkv_kernels.xla.entry_rows import load_entries
 
 # Part of the keys of jit's caches: a function that was traced without checks is traced again with them.
 _checking = jax.make_user_context(default_value=False)
@@ -22,11 +22,11 @@ def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     skipped and invalid blocks masked.  With checks, the first error raises ValueError with the argument's name, the
     position and the value: slots and block ids out of range, a slot written twice in one call, lengths beyond the
     table, lengths other than those that a plan was made for, traced layers out of range, NaN in entries that a decode
-    reads.  Works through `jit` and `scan`, not `vmap`; costs time and memory.
+    reads.
 
-
-    All arguments of `function` are traced, and none is donated; static arguments go into a closure:
-    `jaxkv.checked(lambda cache: jaxkv.decode_mla(q_latent, q_pe, cache, ..., return_lse=True))(cache)`.
+    It works through `jit` and `scan`, but not `vmap`, and costs time and memory.  All arguments of `function` are
+    traced and none is donated; put static arguments into a closure: `jaxkv.checked(lambda cache:
+    jaxkv.decode_mla(q_latent, q_pe, cache, ..., return_lse=True))(cache)`.
     """
 
     compiled = jax.jit(checkify.checkify(function, errors=checkify.user_checks))
@@ -47,9 +47,9 @@ def checking() -> bool:
 
 
 def require(ok: jax.Array, name: str, values: jax.Array, problem: str, **others: jax.Array):
-    """Reports the first element of `values` where `ok` (of the same shape) does not hold.
+    """Checks that `ok` holds everywhere; the error names the first element of `values` where it does not.
 
-    `problem` may name `others`, arrays of the same shape, in braces.
+    `ok` and `others` have the shape of `values`; `problem` may refer to `others` by name, in braces.
     """
     if not ok.size:
         return
@@ -72,7 +72,7 @@ def check_slots(name, slots, pages):
 
 
 def check_written_once(name, slots, what):
-    """Checks that no element is written twice; negative ones are not written."""
+    """Checks that no slot or block is written twice; negative ones are not written."""
     order = jnp.argsort(slots, stable=True)
     ordered = slots[order]
     again = jnp.concatenate([jnp.zeros(1, bool), (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)])
@@ -82,7 +82,7 @@ def check_written_once(name, slots, what):
 
 
 def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None):
-    """Checks that positions first <= p < lengths are in the table, those below `most` in blocks of the cache."""
+    """Checks that positions first <= p < lengths lie in the table, and those below `most` in blocks of the cache."""
     capacity = table_tokens(block_tables, pages.block_size)
     fits = (lengths >= 0) & (lengths <= capacity)
     require(fits, name, lengths, f"the table holds {block_tables.shape[1]} blocks, {capacity} tokens")

@@ -1,4 +1,4 @@
-"""Static checks of arguments.  They are made once, before dispatch; kernels assume valid arguments."""
+"""Static checks of arguments, made once before dispatch.  Kernels assume valid arguments."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def check_cache(cache: KVCache, *kinds: type[Entry]):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"`cache` stores {layout.entry}: this operation takes a cache of {wanted}")
     if getattr(buffer, "shape", None) != (layout.size,) or buffer.dtype != layout.dtype:
-        raise ValueError(f"`cache.buffer` is {describe(buffer)}: its layout says {layout.dtype}[{layout.size}]")
+        raise ValueError(f"`cache.buffer` is {describe(buffer)}: expected its layout's {layout.dtype}[{layout.size}]")
 
 
 def mla_dims(cache: KVCache) -> Dims:
@@ -92,20 +92,31 @@ def mla_dims(cache: KVCache) -> Dims:
     return Dims(R=(latent, "the entry's latent"), P=(rope, "the entry's rope"))
 
 
-def layer_index(layer: Any, cache: KVCache):
-    """`layer` as an int32 array; ValueError if it is not an integer (a bool is not), or a Python int out of range."""
-    layers = cache.layout.num_layers
-    known = not hasattr(layer, "dtype") or isinstance(layer, np.generic | np.ndarray)
-    if not known:
-        if not _is_integer(layer) or layer.shape != ():
-            raise ValueError(f"`layer` is {describe(layer)}: expected an int, or an int32 scalar")
-        return int32(layer)
-    value = as_int(layer)
-    if value is None:
-        raise ValueError(f"`layer` is {layer!r}: expected an int, or an int32 scalar")
-    if not 0 <= value < layers:
-        raise ValueError(f"`layer` is {value}: the cache has {layers} layers, 0 to {layers - 1}")
-    return jnp.int32(value)
+def layer_index(layer: Any, cache: KVCache) -> jax.Array:
+    """`layer` as an int32 scalar array, checked by `index_below` the number of layers."""
+    return index_below("layer", layer, cache.layout.num_layers, "layers of the cache")
+
+
+def index_below(name: str, value: Any, count: int, what: str) -> jax.Array:
+    """`value` as an int32 scalar array.
+
+    A value on the host must be an integer (not a bool) from 0 to `count` - 1.  Of a JAX array, only shape and dtype are
+    checked: it may be traced.
+
+    Raises:
+      ValueError: `value` is not an integer, or out of range; the message names `what` is counted.
+    """
+    expected = f"expected an int from 0 to {count - 1} ({count} {what}), or an int32 scalar"
+    if hasattr(value, "dtype") and not isinstance(value, np.generic | np.ndarray):
+        if not _is_integer(value) or value.shape != ():
+            raise ValueError(f"`{name}` is {describe(value)}: {expected}")
+        return int32(value)
+    number = as_int(value)
+    if number is None:
+        raise ValueError(f"`{name}` is {value!r}: {expected}")
+    if not 0 <= number < count:
+        raise ValueError(f"`{name}` is {number}: {expected}")
+    return jnp.int32(number)
 
 
 def softmax_scale(scale):
@@ -114,7 +125,7 @@ def softmax_scale(scale):
 
 
 def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
-    """The scale of quantised entries as float32, scalar or [H]; ValueError if it is missing, or given but not used."""
+    """The scale of quantised entries as float32, scalar or [H]; ValueError if it is missing, or passed but not used."""
     entry, count = cache.layout.entry, cache.layout.num_heads
     if not entry.codec.scaled:
         if scale is not None:
@@ -134,7 +145,10 @@ def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
 
 
 def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False):
-    """`value` as float32 of `shape`; ValueError unless it holds real numbers, and positive ones if they are known."""
+    """`value` as float32 of `shape`; ValueError unless it holds real numbers, positive ones if so requested.
+
+    Signs are checked only if the values are known while tracing.
+    """
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         real = isinstance(value, int | float) and not isinstance(value, bool)
@@ -152,9 +166,9 @@ def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool =
 
 
 def in_float32(value) -> np.ndarray:
-    """A number rounded to float32 as devices do: inf if it is too large, 0 if it is too small.
+    """A number rounded to float32 as on devices: inf if it is too large, 0 if it is too small.
 
-    Devices take numbers below 2**-126, which float32 has, for 0 as well: a quotient by one is NaN.
+    Devices also flush subnormal numbers, below 2**-126, to 0, and a division by one of them returns NaN.
     """
     with np.errstate(over="ignore", under="ignore"):
         found = np.asarray(value).astype(np.float32)
@@ -182,9 +196,10 @@ def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
 
 
 def window_within(window, capacity: int) -> int | None:
-    """`window` as kernels take it; ValueError unless it is None or a positive int, of any size.
+    """`window` as kernels expect it; ValueError unless it is None or a positive int, of any size.
 
-    None where it is at least the `capacity` of the block tables, in tokens, or what int32 holds: then it hides nothing.
+    The result is None if no token is outside the window: if it is at least `capacity`, the tokens of a block table, or
+    does not fit int32.
     """
     if window is None:
         return None
@@ -193,7 +208,7 @@ def window_within(window, capacity: int) -> int | None:
 
 
 def logit_cap_of(value) -> float | None:
-    """`value`; ValueError unless it is None, or a Python number that float32 holds together with its inverse."""
+    """`value`; ValueError unless it is None, or a Python number that float32 represents together with its inverse."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 2.0**-126 <= in_float32(value) <= 2.0**126):
         raise ValueError(
@@ -213,7 +228,7 @@ def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.
         raise ValueError(f"`{name}` has {outside[0]}: expected ids from 0 to {num_blocks - 1}, those of the cache")
     some, counts = np.unique(found, return_counts=True)
     if distinct and (counts > 1).any():
-        raise ValueError(f"`{name}` has {some[counts > 1][0]} more than once: expected another block each time")
+        raise ValueError(f"`{name}` has {some[counts > 1][0]} more than once: expected distinct blocks")
     return found.astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""A case fixes what is static in random calls of an operation (layout, shapes, options), a draw the contents of one."""
+"""`Case` holds what is static in random calls of an operation (layout, shapes, options), `Draw` one call's contents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,50 +17,50 @@ Shapes = list[tuple[tuple[int, ...], Any]]
 """Shapes and dtypes."""
 
 Index = tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]
-"""Positional arguments of integers, and arrays that are passed by keyword."""
+"""Integer arrays passed by position, and arrays passed by keyword."""
 
 
 class Draw(NamedTuple):
-    """The contents of one call, on the host; the random values are made from `key` on the device."""
+    """The contents of one call, on the host.  Random values are made on the device, from `key`."""
 
     key: np.ndarray
     """uint32, a seed."""
     layer: np.ndarray
     live: np.ndarray
-    """bool [slots]: those that the call may read; the others hold NaN."""
+    """bool [slots]: slots that the call may read; the others hold NaN."""
     scales: Mapping[str, np.ndarray]
-    """Keyword arguments of a quantised entry, for writing and reading."""
+    """Scales of a quantised entry, as keyword arguments of writes and reads."""
     index: tuple[np.ndarray, ...]
-    """Positional arguments of integers: tables and lengths, slots, or blocks."""
+    """Integer arrays passed by position: tables and lengths, slots, or blocks."""
     keywords: Mapping[str, np.ndarray]
-    """Arrays that are passed by keyword."""
+    """Arrays passed by keyword."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a compiled program is made for; there is a subclass for each family of operations."""
+    """What one compiled program is made for.  Each family of operations has a subclass."""
 
     operation: str
     layout: jaxkv.CacheLayout
     requests: int
     columns: int
-    """Of the block tables."""
+    """Columns of the block tables."""
     q_len: int
     heads: int
     """Query heads."""
     count: int
-    """Tokens to write, rows to gather, slots per query token, positions of logits, parts to merge, or blocks."""
+    """Tokens to write, rows to gather, slots per query token, positions of logits, partial results, or blocks."""
     dtype: Any
-    """Of queries, new values or results."""
+    """Dtype of queries, new values or results."""
     options: tuple[tuple[str, Any], ...]
     """Static keyword arguments."""
     extras: tuple[str, ...]
-    """Optional arrays and options that are given, and whether scales are per head."""
+    """Names of the optional arguments that are passed; `PER_HEAD` if scales are per head."""
 
     effect: ClassVar[Literal["reads", "writes", "moves blocks"]] = "reads"
-    """What the call does with the cache, which decides how its result is checked."""
+    """What the call does to the cache.  It decides how the result is checked."""
     result: ClassVar[Literal["bits", "attention", "logits"]] = "bits"
-    """How the result of a call that reads is compared: bit for bit, or within roundings."""
+    """How the result of a read is compared: bit for bit, or within roundings."""
 
     @classmethod
     def drawn(cls, rng: np.random.Generator, operation: Operation) -> Self:
@@ -82,12 +82,12 @@ class Case:
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """What `extras` may have."""
+        """What `extras` may contain."""
         return (PER_HEAD,)
 
     @classmethod
     def sizes(cls, rng: np.random.Generator, layout: jaxkv.CacheLayout, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields that are drawn otherwise than for most operations."""
+        """Fields that this family draws differently, by name."""
         return {}
 
     @property
@@ -97,27 +97,27 @@ class Case:
 
     @property
     def writer(self) -> Any:
-        """The operation that stores entries of the cache."""
+        """The operation that writes entries of the cache."""
         if isinstance(self.layout.entry, jaxkv.KVEntry):
             return jaxkv.write_kv
         return jaxkv.write_indexer_k if isinstance(self.layout.entry, jaxkv.IndexerEntry) else jaxkv.write_mla
 
     @property
     def value_shapes(self) -> Shapes:
-        """Shapes and dtypes of the random values that the call takes: queries, new values, blocks."""
+        """Shapes and dtypes of the random arguments of the call: queries, new values, blocks."""
         return []
 
     def entry_shapes(self, count: int) -> list[tuple[int, ...]]:
-        """Shapes of the parts of that many entries."""
+        """Shapes of the parts of `count` entries."""
         heads = () if self.layout.entry.one_head else (self.layout.num_heads,)
         return [(count, *heads, n) for n in self.layout.entry.sizes]
 
     def index(self, rng: np.random.Generator, live: np.ndarray) -> Index:
-        """The integers of a call; marks in `live` the slots that it may read."""
+        """The integer arguments of a call; marks the slots that it may read in `live`."""
         raise NotImplementedError
 
     def draw(self, rng: np.random.Generator) -> Draw:
-        """A call."""
+        """Draws the contents of one call."""
         layers, live = self.layout.num_layers, np.zeros(self.layout.num_slots, bool)
         outside = rng.random() < 0.05
         layer = rng.choice([-1, layers, 2**31 - 1]) if outside else rng.integers(layers)
@@ -136,7 +136,7 @@ class Case:
         return self.function(*args, **keywords, implementation=implementation)
 
     def expected(self, cache, values, draw: Draw, layer):
-        """The result of a call on a packed cache, from `xla`."""
+        """The expected result: the same call on a packed cache, by `xla`."""
         return self.run(cache, values, draw, layer, "xla")
 
     def _scales(self, rng: np.random.Generator) -> dict[str, np.ndarray]:

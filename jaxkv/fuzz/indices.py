@@ -1,4 +1,4 @@
-"""Block tables, lengths, slots and block ids drawn at random, invalid ones among them."""
+"""Random block tables, lengths, slots and block ids, some of them invalid."""
 
 import numpy as np
 
@@ -17,7 +17,11 @@ def draw_lengths(rng: np.random.Generator, requests: int, most: int, block_size:
 
 
 def draw_tables(rng: np.random.Generator, layout: CacheLayout, columns: int, lengths: np.ndarray) -> np.ndarray:
-    """Tables [B, M]: blocks of one request alone or shared, anything past the lengths, seldom an unknown block."""
+    """Tables [B, M].
+
+    Requests have blocks of their own or share them; entries past the lengths hold anything, and a few before them are
+    not blocks of the cache.
+    """
     blocks, shape = layout.num_blocks, (lengths.size, columns)
     if lengths.size * columns <= blocks and rng.random() < 0.7:
         tables = rng.permutation(blocks)[: lengths.size * columns].reshape(shape)
@@ -30,7 +34,7 @@ def draw_tables(rng: np.random.Generator, layout: CacheLayout, columns: int, len
 
 
 def reveal(live: np.ndarray, layout: CacheLayout, tables: np.ndarray, first, last) -> None:
-    """Marks in `live` the slots of the tokens [first, last) of each request."""
+    """Marks the slots of the tokens [first, last) of each request in `live`."""
     size = layout.block_size
     for row, begin, end in zip(tables, np.broadcast_to(first, last.shape), last, strict=True):
         positions = np.arange(max(begin, 0), end)
@@ -40,7 +44,7 @@ def reveal(live: np.ndarray, layout: CacheLayout, tables: np.ndarray, first, las
 
 
 def draw_distinct(rng: np.random.Generator, size: int, count: int) -> np.ndarray:
-    """`count` integers: of range(size) none twice, and some that are outside."""
+    """`count` integers: distinct ones of range(size), and some outside of it."""
     found = rng.choice([*FAR, size], count)
     inside = rng.permutation(size)[:count]
     inside = np.where(rng.random(inside.size) < 0.1, found[: inside.size], inside)

@@ -1,4 +1,4 @@
-"""Entries and layouts drawn at random."""
+"""Random entries and layouts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import jaxkv
 from jaxkv_kernels.formats.entries import Entry
 
 MOST_BYTES = 2**25
-"""Of a cache, which every call fills again."""
+"""Largest cache, in bytes.  Every call fills the cache again, so small ones make fast calls."""
 
 
 def pick(rng: np.random.Generator, *choices) -> Any:
@@ -18,11 +18,11 @@ def pick(rng: np.random.Generator, *choices) -> Any:
 
 
 def draw_entry(rng: np.random.Generator, kinds: Sequence[type[Entry]]) -> Entry:
-    """An entry of one of `kinds`, with the sizes of a real model or small ones."""
+    """An entry of one of `kinds` in any of its formats, with the sizes of a real model or small ones."""
     kind = pick(rng, *kinds)
-    if kind is jaxkv.IndexerEntry:
-        return jaxkv.IndexerEntry(head_dim=pick(rng, 128, 128, 32))
     form = pick(rng, *kind.formats)
+    if kind is jaxkv.IndexerEntry:
+        return jaxkv.IndexerEntry(form, head_dim=pick(rng, 128, 128, 32))
     if kind is jaxkv.KVEntry:
         head_dim, value_dim = pick(rng, (128, 128), (64, 64), (128, 128), (192, 128), (10, 4))
         return jaxkv.KVEntry(form, head_dim=head_dim, value_dim=value_dim)
@@ -58,7 +58,7 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
     sizes |= {"entry": entry, "num_heads": heads}
     dtype = pick(rng, None, None, "uint8")
     itemsize = entry.dtype.itemsize if dtype is None else 1
-    if kind == "order" or isinstance(entry, jaxkv.IndexerEntry):  # whose tokens cannot lie apart
+    if kind == "order" or entry.split:  # the tokens of a split page cannot lie apart
         padding = pick(rng, 0, 0, 16, 48) // itemsize
         if rng.random() < 0.2:
             padding = 3 * entry.nbytes // itemsize

@@ -8,7 +8,7 @@ from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Part
 
 SHOWN = 8
-"""Axes of up to this many steps are mapped in full; of longer ones the first three and the last."""
+"""Axes of up to this many steps are shown in full; of longer ones the first three and the last."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Description:
-    """What there is to show of a layout; in bytes where nothing else is said."""
+    """The numbers to show of a layout, in bytes unless stated otherwise."""
 
     entry: Entry
     block_size: int
@@ -70,7 +70,7 @@ def headline(groups: Descriptions) -> str:
 
 
 def human(nbytes: int) -> str:
-    """Bytes for people: `640 B`, `72.0 KiB`, `3.9 GiB`."""
+    """Human-readable bytes: `640 B`, `72.0 KiB`, `3.9 GiB`."""
     if nbytes < 1024:
         return f"{nbytes} B"
     size, units = float(nbytes), iter(("KiB", "MiB", "GiB", "TiB"))
@@ -120,20 +120,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Band:
-    """A row of the memory map: pieces one after the other, without a gap, that enlarge a part of the row above."""
+    """A row of the memory map: pieces without gaps between them, which enlarge a part of the row above."""
 
     title: str
     note: str
     pieces: tuple[Piece, ...]
     row: int
     group: str | None
-    """The group that alone is shown; None: all of them."""
+    """The only group that is shown, or None for all."""
 
 
 def bands(groups: Descriptions) -> list[Band]:
-    """The memory map: the whole buffer, then what its first step is made of, and so on down to an entry.
+    """The memory map: the whole buffer, then the contents of its first step, and so on down to an entry.
 
-    Groups part below the second row.  ValueError if the steps of an axis do not lie one after the other.
+    Below the second row, each group has its own rows.  ValueError if the steps of an axis interleave.
     """
     views = [_View(name, about) for name, about in groups.items()]
     for view in views:
@@ -142,7 +142,7 @@ def bands(groups: Descriptions) -> list[Band]:
     start = min(view.about.offset for view in views)
     span = max(view.about.offset + view.span(1) for view in views) - start
     items = _items(outer, start, span)
-    # Where blocks are runs, what lies in a run before the first entry belongs to the block.
+    # If blocks are runs, bytes of a run before its first entry belong to the block.
     low = 0 if about.blocks_are_runs else start
     high = min(low + outer.stride, about.nbytes)
     inside = sorted((piece for view in views for piece in view.pieces(1, view.about.offset)), key=lambda x: x.start)
@@ -156,14 +156,14 @@ def bands(groups: Descriptions) -> list[Band]:
 
 @dataclass(frozen=True)
 class _View:
-    """A group; at depth d the d outermost axes are fixed."""
+    """A group.  At depth d, the d outermost axes are fixed."""
 
     name: str
     about: Description
 
     @cached_property
     def axes(self) -> list[Axis]:
-        """Outermost first, without heads or tokens that there is only one of."""
+        """Outermost first, without axes of heads or tokens of length 1."""
         return [axis for axis in self.about.axes if axis.count > 1 or axis.name in ("block", "layer")]
 
     @cached_property
@@ -189,7 +189,7 @@ class _View:
                 )
 
     def pieces(self, depth: int, start: int) -> list[Piece]:
-        """What begins at `start`: the steps of an axis, the parts of an entry, or the contents of a split page."""
+        """The pieces from `start` on: the steps of an axis, the parts of an entry, or the contents of a split page."""
         if depth == len(self.axes):
             return _parts(self.parts, 1, start, self.name)
         axis = self.axes[depth]
@@ -199,7 +199,7 @@ class _View:
         return [*_tokens(first, axis.count, start, self.name), *_parts(rest, axis.count, start, self.name)]
 
     def note(self, depth: int) -> str:
-        """What the pieces are."""
+        """A description of the pieces."""
         entry = self.about.entry
         if depth == len(self.axes):
             return f"one entry, {type(entry).__name__} {entry.format}, {entry.nbytes:,} B"
@@ -214,7 +214,7 @@ class _View:
         pieces, result = self.pieces(1, start), []
         for depth, axis in enumerate(self.axes[1:], 2):
             if self.is_split_page(depth - 1):
-                # The row above shows the first part token by token; this one the others.
+                # The row above shows the first part token by token, this row the other parts.
                 _, *rest = self.parts
                 page, start, high = start, pieces[-len(rest)].start, pieces[-1].stop
                 pieces = [piece for part in rest for piece in _tokens(part, axis.count, page, self.name)]
@@ -266,7 +266,7 @@ def _parts(parts: Sequence[Part], count: int, start: int, group: str) -> list[Pi
 
 
 def _fill(pieces: Sequence[Piece], low: int, high: int) -> tuple[Piece, ...]:
-    """The pieces and, as padding, every byte of [low, high) that they leave."""
+    """The pieces, and padding for every byte of [low, high) between them."""
     ends = [low, *(piece.stop for piece in pieces)]
     starts = [*(piece.start for piece in pieces), high]
     filled = []

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 # Inches.
 WIDTH, COLUMN, MARGIN = 12.0, 6.6, 0.3  # the least width of a picture, and of a group's column in it
-TOP, ROW, HEIGHT = 0.92, 1.36, 0.52  # the first row, from row to row, the coloured part of a row
+TOP, ROW, HEIGHT = 0.92, 1.36, 0.52  # the first row, row to row, the coloured part of each
 TITLE, ADDRESSES = 0.28, 0.24  # above and below the coloured part
-ELIDED, SLIVER = 0.74, 0.06  # what is left out, and the least of anything else: padding is seen however little it is
+ELIDED, SLIVER = (
+    0.74,
+    0.06,
+)  # an elided piece, and the least width of others: padding stays visible
 
 INK, FAINT, LINE, SHADOW = "#1f2937", "#6b7280", "#9ca3af", "#eef0f3"
 HUES = {"block": "#475569", "layer": "#1d4ed8", "head": "#7c3aed", "token": "#0f766e", "part": "#b45309"}
@@ -93,7 +96,7 @@ def _save(figure: "Figure", file: str | os.PathLike[str] | io.StringIO, suffix: 
 
 
 def _edges(pieces: Sequence[Piece], left: float, right: float) -> list[float]:
-    """Where the pieces begin and end: to scale, save that none is too small to be seen."""
+    """Where the pieces begin and end: to scale, except that small pieces are widened until they are visible."""
     fixed = {i: ELIDED for i, piece in enumerate(pieces) if piece.kind == "elided"}
     while True:
         free = {i: piece.stop - piece.start for i, piece in enumerate(pieces) if i not in fixed}
@@ -107,7 +110,7 @@ def _edges(pieces: Sequence[Piece], left: float, right: float) -> list[float]:
 
 
 def _draw_zoom(axes: "Axes", row: int, above: Sequence[float], here: Sequence[float]) -> None:
-    """The shadow from what a row enlarges, in the row above, to the row."""
+    """Draws the shadow from the enlarged part of the row above to this row."""
     top = TOP + ROW * row
     y = [top - ROW + HEIGHT, top - ROW + HEIGHT + ADDRESSES, top - TITLE, top]
     left, right = ((above[side], above[side], here[side], here[side]) for side in (0, 1))
@@ -136,7 +139,7 @@ def _draw_band(axes: "Axes", band: Band, edges: Sequence[float], hues: Mapping[s
 
 
 def _draw_label(axes: "Axes", piece: Piece, x: float, y: float, room: float, color: str) -> None:
-    """As much of its label as fits a piece."""
+    """Draws as much of the label of a piece as fits."""
     style: dict[str, Any] = {"color": color, "ha": "center"}
     if piece.kind == "padding":
         style["bbox"] = {"facecolor": "white", "linewidth": 0, "pad": 1}
@@ -153,7 +156,7 @@ def _draw_label(axes: "Axes", piece: Piece, x: float, y: float, room: float, col
 
 
 def _draw_addresses(axes: "Axes", pieces: Sequence[Piece], edges: Sequence[float], bottom: float) -> None:
-    """Those addresses that have room: where the row ends, then where pieces begin, then where padding does."""
+    """Draws the addresses that fit: first the end of the row, then starts of pieces, then starts of padding."""
     last = f"{pieces[-1].stop:,}"
     _text(axes, edges[-1], bottom + 0.1, last, 7, color=FAINT, ha="right")
     taken = [(edges[-1] - _text_width(last, 7), edges[-1])]
@@ -168,7 +171,7 @@ def _draw_addresses(axes: "Axes", pieces: Sequence[Piece], edges: Sequence[float
 
 
 def _text(axes: "Axes", x: float, y: float, text: str, size: float, color: str = INK, **style: Any) -> float:
-    """Writes at (x, y); returns where text that begins there ends."""
+    """Draws text at (x, y), and returns the x at which left-aligned text ends."""
     align = "center" if "rotation" in style else "center_baseline"
     axes.text(x, y, text, fontsize=size, color=color, va=align, family="DejaVu Sans", parse_math=False, **style)
     return x + _text_width(text, size, style.get("weight", "normal"))

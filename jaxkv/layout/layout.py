@@ -22,7 +22,7 @@ ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 """Physical orders of the axes, outermost first."""
 
 BUFFER_DTYPES = ("bfloat16", "float16", "float32", "uint8", "int8", "uint16", "int16", "uint32", "int32")
-"""Dtypes of a buffer.  No float8: XLA widens such a buffer as a whole where a device lacks an operation on it."""
+"""Dtypes of a buffer.  Not float8: if a device lacks an operation on it, XLA would convert the whole buffer."""
 
 AXES = {"L": "layer", "B": "block", "H": "head", "N": "token"}
 
@@ -44,12 +44,12 @@ class CacheLayout:
 
     Entry (layer, block, head, token) begins at element
     `offset + layer * strides.layer + block * strides.block + head * strides.head + token * strides.token`.
-    Two layouts that address the same bytes are equal, however they were described.  Where a `PackedLayout` has several
-    groups, each is equal to groups of equal blocks only.
+    Two layouts that address the same bytes are equal, however they were described.  A group of a `PackedLayout` with
+    several groups is equal only to groups of equal blocks.
 
-    Sizes are ints of any kind, NumPy's included; arithmetic with them is exact.  `dataclasses.replace` keeps strides,
-    offset and size where they are not replaced, and checks the result like any other layout.  Applied to a group of a
-    `PackedLayout`, it returns a layout of its own, no longer part of the packed block.
+    Sizes may be ints of any kind, including NumPy's; arithmetic with them is exact.  `dataclasses.replace` keeps
+    strides, offset and size unless they are replaced, and checks the result like any other layout.  For a group of a
+    `PackedLayout`, it returns an independent layout, no longer part of the packed block.
 
     Args:
       num_layers: layers (L).
@@ -60,8 +60,8 @@ class CacheLayout:
       order: physical order of the axes, outermost first, one of `ORDERS`.  `BLNHC` (cross-layer), the default, keeps
         everything that a block needs, in every layer, in one run of memory.
       block_padding: unused elements after each step of the block axis.
-      dtype: dtype of the buffer; default the entry's own.  Any other whose itemsize divides the entry's bytes will do
-        (uint8 for a buffer shared by groups of several dtypes): entries are stored bit for bit.
+      dtype: dtype of the buffer; default the entry's own.  Any dtype whose itemsize divides the entry's bytes is
+        allowed (uint8 for a buffer that groups of several dtypes share): entries are stored bit for bit.
       strides: instead of `order` and `block_padding`, as in `from_strides`; `offset` and `size` go with it.
       offset: element of the buffer where entry (0, 0, 0, 0) begins.
       size: elements of the buffer.
@@ -83,7 +83,7 @@ class CacheLayout:
     size: int
     """Elements of the whole buffer."""
     packed: str | None = field(default=None, init=False)
-    """The fingerprint of the `PackedLayout` that it is a group of, where that has others."""
+    """The fingerprint of the `PackedLayout` of which this is one of several groups; None otherwise."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class CacheLayout:
         offset: int = 0,
         dtype=None,
     ) -> "CacheLayout":
-        """A view into a buffer of `size` elements that someone else laid out; strides and offset in its elements."""
+        """A layout of a buffer of `size` elements that another library laid out; strides and offset in its elements."""
         return cls(
             num_layers=num_layers,
             num_blocks=num_blocks,
@@ -166,7 +166,7 @@ class CacheLayout:
             )
 
     def _packed(self, order: str, block_padding: int) -> tuple[Strides, int, int]:
-        """Strides, offset and size of a buffer without gaps, but for the padding of blocks."""
+        """Strides, offset and size of a buffer without gaps, except for the padding of blocks."""
         if order not in ORDERS:
             raise ValueError(f"`order` is {order!r}: expected one of {', '.join(ORDERS)}")
         counts, strides, extent = self._counts(), {}, self.width
@@ -182,10 +182,13 @@ class CacheLayout:
         object.__setattr__(self, "offset", offset)
         object.__setattr__(self, "strides", self._canonical(strides, size))
         self._check_addresses()
-        entry_view(self.pages)  # ValueError where int32 indices reach no entry of so large a buffer
+        entry_view(self.pages)  # ValueError if int32 indices cannot address so large a buffer
 
     def _canonical(self, given: Strides, size: int) -> Strides:
-        """Strides whose axes of length 1 hold what a packed cache would: callers put anything there, kernels divide."""
+        """Strides in which axes of length 1 have the strides of a packed cache.
+
+        Callers may pass any stride there, and kernels divide by strides.
+        """
         counts = self._counts()
         strides = {axis: getattr(given, axis) for axis in counts if counts[axis] > 1}
         strides.setdefault("head", self.width)
@@ -268,7 +271,7 @@ class CacheLayout:
 
     @property
     def blocks_are_runs(self) -> bool:
-        """Whether a block, its padding and whatever is packed beside it included, is one run of memory."""
+        """Whether a block, including its padding and other groups packed in it, is one run of memory."""
         return self.pages.blocks_are_runs
 
     @property
@@ -292,12 +295,12 @@ class CacheLayout:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a block that travels (`read_blocks`): its run, or else its entries alone."""
+        """Bytes of an exported block (`read_blocks`): its run, or only its entries if blocks are not runs."""
         return self.pages.block_elements * self.itemsize
 
     @cached_property
     def pages(self) -> Pages:
-        """The addresses, as the kernels take them."""
+        """The addresses, as kernels expect them."""
         return Pages(
             num_layers=self.num_layers,
             num_blocks=self.num_blocks,
@@ -314,17 +317,17 @@ class CacheLayout:
 
     @property
     def fingerprint(self) -> str:
-        """A stable name (32 hex digits) of what a block that travels contains and how.
+        """A stable name (32 hex digits) for the contents of an exported block and their order.
 
-        Two caches may exchange blocks only if theirs agree.  It covers the entry, the counts and strides inside a
-        block and the padding, not the number of blocks, nor the stride of an axis of length 1.  A group of a
-        `PackedLayout` has the fingerprint of the whole, as all groups of a block travel together.
+        Two caches may exchange blocks only if their fingerprints agree.  It covers the entry, the counts and strides
+        inside a block, and the padding.  It does not cover the number of blocks, nor the stride of an axis of length 1.
+        A group of a `PackedLayout` has the fingerprint of the whole, because blocks are exported with all groups.
         """
         return self.packed or fingerprint(self._block_description())
 
     def _block_description(self) -> dict[str, Any]:
         inner = {axis: stride for axis, _, stride in self.pages.row_axes}
-        # Blocks of the same bytes have the same name, whatever an axis of length 1 would step.
+        # Blocks of the same bytes have the same name, whatever the stride of an axis of length 1.
         strides = vars(self._canonical(Strides(block=0, **inner), 0))
         return {
             "entry": [type(self.entry).__name__, self.entry.format, *self.entry.sizes],
@@ -385,7 +388,7 @@ def _checked_strides(strides) -> Strides:
 
 
 def checked_dtype(dtype):
-    """`dtype` as a jnp dtype; ValueError where there is none of that name, or where XLA would not keep to it."""
+    """`dtype` as a jnp dtype; ValueError unless it is one of `BUFFER_DTYPES`."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:

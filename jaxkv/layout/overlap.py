@@ -1,13 +1,13 @@
-"""Whether entries of any strides share elements: exact, and as quick for a billion blocks as for two.
+"""Whether entries with arbitrary strides share elements: exact, and as fast for a billion blocks as for two.
 
-Two entries share an element exactly where they begin less than an entry's width apart.  Along each axis their indices
-differ by fewer steps than it has, and the elements where they begin differ by d . strides, d being these steps.  So two
-entries overlap exactly if the lattice of the vectors
+Two entries share an element if and only if they begin less than an entry's width apart.  Let d be the difference of
+their indices: along each axis it is smaller than the axis, and the entries begin d . strides elements apart.  So two
+entries overlap if and only if the lattice of the vectors
 
     (d_1 / count_1, ..., d_n / count_n, d . strides / width)        for integers d
 
-has a point other than 0 in the open cube (-1, 1)^(n + 1).  Such a point is shorter than sqrt(n + 1), and of a reduced
-basis only a bounded number of combinations is that short, unless its first vector is in the cube already.
+has a point other than 0 in the open cube (-1, 1)^(n + 1).  Such a point is shorter than sqrt(n + 1), and only a bounded
+number of combinations of a reduced basis are that short, unless its first vector already lies in the cube.
 """
 
 import math
@@ -20,14 +20,14 @@ Vector = tuple[Fraction, ...]
 def overlapping_entries(
     axes: Mapping[str, tuple[int, int]], width: int
 ) -> tuple[dict[str, int], dict[str, int]] | None:
-    """The indices of two entries of `width` elements that share some, by axis; None where no two entries do.
+    """The indices by axis of two entries of `width` elements that share elements; None if no two entries do.
 
     Args:
       axes: count, at least 2, and stride, at least 1, of each axis by name.
       width: elements of an entry.
     """
     tangled = sorted(axes, key=lambda name: axes[name][1])
-    # The steps of an axis whose stride spans all that is inside of it never meet.
+    # Steps of an axis cannot overlap if its stride spans everything inside of it.
     while tangled and axes[tangled[-1]][1] >= width + sum((axes[name][0] - 1) * axes[name][1] for name in tangled[:-1]):
         tangled.pop()
     counts, strides = [axes[name][0] for name in tangled], [axes[name][1] for name in tangled]

@@ -1,4 +1,4 @@
-"""Several groups of layers, with entries of their own, packed in one block: `PackedLayout`."""
+"""`PackedLayout`: several groups of layers, each with its own entry, packed in one block."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxkv.layout.layout import CacheLayout, Strides, checked_dtype, checked_int
 from jaxkv_kernels.formats.entries import Entry
 
 ALIGNMENT = 16
-"""Bytes to which each group's region, and the block, is rounded up: what bulk copies on GPUs ask for."""
+"""Bytes to which the region of each group, and the block, are rounded up: bulk copies on GPUs require it."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Group:
 class PackedLayout(Mapping[str, CacheLayout]):
     """Layouts, by name, of groups whose entries lie side by side in every block of one buffer.
 
-    A block is one run of memory with everything that it needs: the latents of all layers and then the indexer keys of
-    all layers, say.  Each group is an ordinary `CacheLayout` over the shared buffer:
+    A block is one run of memory with everything that its tokens need, such as the latents of all layers and then the
+    indexer keys of all layers.  Each group is an ordinary `CacheLayout` over the shared buffer:
 
         packed = PackedLayout(num_blocks=64, block_size=64, groups={
             "latent": Group(61, MLAEntry("bf16")), "indexer": Group(61, IndexerEntry())})
@@ -101,7 +101,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
 
     @property
     def fingerprint(self) -> str:
-        """Like `CacheLayout.fingerprint`, for the block with all its groups: that of each of them."""
+        """Like `CacheLayout.fingerprint`, for a block with all its groups; each group has the same."""
         return next(iter(self.values())).fingerprint
 
     def describe(self) -> dict[str, Description]:

@@ -1,8 +1,21 @@
-"""Blocks that travel: from the cache to host memory and to disk, and back, named by what they contain."""
+"""Blocks in host memory and on disk, stored under keys of what they contain.
 
-from jaxkv.offload.block_file import DamagedBlock as DamagedBlock
-from jaxkv.offload.disk import DiskPool as DiskPool
-from jaxkv.offload.host import HostPool as HostPool
-from jaxkv.offload.host import LoadFailed as LoadFailed
-from jaxkv.offload.keys import prefix_keys as prefix_keys
-from jaxkv.offload.stats import Stats as Stats
+`prefix_keys` computes a key for each full block of a prompt.  A `HostPool` stores blocks of a cache in host memory and
+loads them back into any block; with a `DiskPool`, it also writes them to files that later processes find.  A load that
+stops half-way raises `LoadFailed`; a file that is damaged raises `DamagedBlock` and never reaches a cache.
+"""
+
+from jaxkv.offload.block_file import DamagedBlock
+from jaxkv.offload.disk import DiskPool
+from jaxkv.offload.host import HostPool, LoadFailed
+from jaxkv.offload.keys import prefix_keys
+from jaxkv.offload.stats import Stats
+
+__all__ = [
+    "DamagedBlock",
+    "DiskPool",
+    "HostPool",
+    "LoadFailed",
+    "Stats",
+    "prefix_keys",
+]

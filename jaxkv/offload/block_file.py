@@ -31,7 +31,7 @@ HEADER_BYTES = 4096
 """The block begins at a page of memory, whatever its description."""
 DIGEST_BYTES = 32
 UNFINISHED = ".unfinished"
-"""How the name of a file ends that is being written."""
+"""Suffix of a file that is still being written."""
 
 SHOWN = 200
 """Bytes of a description in a message, at most."""
@@ -48,20 +48,20 @@ _SCHEMA = {
     "secret": r"|[0-9a-f]{32}",
     "key": r"([0-9a-f]{2})+",
 }
-"""What the strings of a description match as a whole; in this order they are written."""
+"""Patterns that the fields of a description must match in full, in the order in which they are written."""
 
 
 class DamagedBlock(ValueError):
-    """A file that is refused: the message names it, and what is wrong with it."""
+    """A file that cannot be a valid block.  The message names the file and what is wrong with it."""
 
 
 class ForeignBlock(LookupError):
-    """A file of another pool (model, layout, secret), or of another version of the format: not here, not damaged."""
+    """A file of another pool (model, layout, secret), or of another format version: treated as absent, not damaged."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a block is: blocks of equal descriptions are interchangeable."""
+    """Identifies a block: blocks with equal descriptions are interchangeable."""
 
     dtype: str
     fingerprint: str
@@ -73,12 +73,12 @@ class Description:
     """In hex."""
 
     def check(self) -> None:
-        """ValueError where it is too long for a header."""
+        """ValueError if it is too long for a header."""
         _encoded(self)
 
 
 def secret_id(secret: bytes | None) -> str:
-    """Which secret it is, without revealing it: 32 hex digits, or "" for None.  ValueError for what is not a secret."""
+    """Identifies a secret without revealing it: 32 hex digits, or "" for None.  ValueError if it is not a secret."""
     if secret is None:
         return ""
     most = hashlib.blake2b.MAX_KEY_SIZE
@@ -89,7 +89,7 @@ def secret_id(secret: bytes | None) -> str:
 
 
 def write_block(path: Path, description: Description, row: np.ndarray, secret: bytes | None = None) -> None:
-    """Writes a file that is there whole or not at all, whenever the process or the machine stops.
+    """Writes a file atomically: it exists complete or not at all, even if the process or the machine stops.
 
     Args:
       path: the file; replaced where it exists.
@@ -98,7 +98,7 @@ def write_block(path: Path, description: Description, row: np.ndarray, secret: b
       secret: keys the digest; `description.secret` is its `secret_id`.
 
     Raises:
-      OSError: the disk is full, for example; nothing of the new file is left, and an older one is as it was.
+      OSError: for example, the disk is full; nothing of the new file is left, and an older file is unchanged.
     """
     block = memoryview(np.ascontiguousarray(row).view(np.uint8)).cast("B")
     header = _header(description, block, secret)
@@ -116,9 +116,9 @@ def write_block(path: Path, description: Description, row: np.ndarray, secret: b
 
 
 def read_block(path: Path, expected: Description, row: jax.ShapeDtypeStruct, secret: bytes | None = None) -> np.ndarray:
-    """The block of a file, after all of it has been checked.
+    """The block of a file, checked completely.
 
-    It is read into memory first and checked there: what another process does to the file meanwhile has no effect.
+    The file is read into memory and checked there, so later changes by other processes have no effect.
 
     Args:
       path: the file.
@@ -142,7 +142,7 @@ def read_block(path: Path, expected: Description, row: jax.ShapeDtypeStruct, sec
             raise DamagedBlock(f"{path} became shorter than {whole} bytes while it was read")
     found = _digest(secret, header[_DIGESTED_FROM:], block.view(np.uint8))
     if not hmac.compare_digest(found, header[_START.size : _DIGESTED_FROM]):
-        # Without the digest that is right: it would make a forged block good.
+        # Do not print the right digest: with it, a forged block could be completed.
         raise DamagedBlock(f"{path} was altered: its contents do not have the digest in its header")
     return block
 
@@ -154,7 +154,7 @@ def _header(description: Description, block, secret: bytes | None) -> bytes:
 
 
 def _encoded(description: Description) -> bytes:
-    """The end of a header, from the length of the description on."""
+    """The end of a header, beginning with the length of the description."""
     text = json.dumps(asdict(description)).encode()
     encoded = _padded(text)
     if len(encoded) > HEADER_BYTES - _DIGESTED_FROM:
@@ -167,7 +167,7 @@ def _padded(text: bytes) -> bytes:
 
 
 def _digest(secret: bytes | None, *parts) -> bytes:
-    """`DIGEST_BYTES` of these bytes, in a row."""
+    """The digest, `DIGEST_BYTES` long, of the concatenated `parts`."""
     if secret is None:
         checksum = 0
         for part in parts:
@@ -180,7 +180,7 @@ def _digest(secret: bytes | None, *parts) -> bytes:
 
 
 def _check_header(path: Path, header: bytes, expected: Description) -> None:
-    """DamagedBlock or ForeignBlock unless it is that of the block that is expected."""
+    """DamagedBlock or ForeignBlock unless the header is that of the `expected` block."""
     if len(header) < HEADER_BYTES:
         raise DamagedBlock(f"{path} is truncated: it has {len(header)} bytes, less than a header of {HEADER_BYTES}")
     magic, version, checksum = _START.unpack_from(header)
@@ -200,7 +200,7 @@ def _check_header(path: Path, header: bytes, expected: Description) -> None:
 
 
 def _decoded(path: Path, encoded: bytes) -> Description:
-    """The description that `_encoded` made these bytes of; DamagedBlock where it made them of none."""
+    """The inverse of `_encoded`; DamagedBlock if `_encoded` cannot have produced these bytes."""
     (length,) = _LENGTH.unpack_from(encoded)
     text = encoded[_LENGTH.size :][:length]
     try:

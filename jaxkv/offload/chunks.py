@@ -11,22 +11,22 @@ from jaxkv.offload.transfers import HostArray
 
 @dataclass(eq=False)
 class Chunk:
-    """Blocks that travel as one array: every transfer takes some 50 us of the host, whatever its size."""
+    """Blocks that are transferred as one array: every transfer costs the host about 50 us, whatever its size."""
 
     keys: tuple[bytes, ...]
     rows: HostArray
     """[len(keys), E]."""
     written: Future | None = None
-    """Of the copy on disk, where there is to be one."""
+    """The write to disk, if there is one."""
 
     @property
     def has_arrived(self) -> bool:
-        """Whether nobody would wait for it."""
+        """Whether it is in host memory already, so that reading it does not wait."""
         return isinstance(self.rows, np.ndarray) or self.rows.is_ready()  # type: ignore[missing-attribute]
 
 
 class Chunks:
-    """Chunks by the keys of their blocks; a chunk comes and goes as a whole."""
+    """Chunks by the keys of their blocks.  A chunk is added and removed as a whole."""
 
     def __init__(self):
         self._places: dict[bytes, tuple[Chunk, int]] = {}
@@ -45,7 +45,7 @@ class Chunks:
         return iter(self._chunks)
 
     def place(self, key: bytes) -> tuple[Chunk, int]:
-        """The chunk of a block, and which row it is there.  KeyError where it is in none."""
+        """The chunk of a block and its row there.  KeyError if no chunk has it."""
         return self._places[key]
 
     def add(self, chunk: Chunk) -> None:
@@ -54,14 +54,14 @@ class Chunks:
         self._places.update((key, (chunk, row)) for row, key in enumerate(chunk.keys))
 
     def remove(self, chunk: Chunk) -> None:
-        """Removes a chunk; nothing where it is gone already."""
+        """Removes a chunk, if it is still there."""
         if chunk in self._chunks:
             del self._chunks[chunk]
             for key in chunk.keys:
                 del self._places[key]
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Marks blocks of a prompt as used: the first most recently, as the others are worth nothing without it."""
+        """Marks blocks of a prompt as used, the first one most recently: the others are useless without it."""
         for key in reversed(list(keys)):
             if key in self._places:
                 chunk, _ = self._places[key]

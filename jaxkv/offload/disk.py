@@ -27,7 +27,7 @@ from jaxkv.offload.block_file import (
 from jaxkv.offload.rows import Layout, row_of
 
 BLOCK, DAMAGED = ".block", ".damaged"
-"""How names of files end: the blocks', and those of files that were refused."""
+"""Suffixes of the files of blocks, and of damaged files."""
 _OURS = re.compile(rf"((?:[0-9a-f]{{2}})+)({BLOCK}|{DAMAGED}|{BLOCK}\.[0-9a-f]{{8}}{UNFINISHED})")
 """Names of the pool's files: the key in hex, and what it is."""
 ABANDONED_SECONDS = 600
@@ -38,25 +38,25 @@ class DiskPool:
     """One file per block, in a folder of the model, the layout's fingerprint and the secret under `path`.
 
     Files of other models, layouts, secrets and versions of the format are in other folders; one that is moved here by
-    hand is not found.  A file that is damaged is refused when it is read, and kept under the name `KEY.damaged`.  What
-    else is in the folder is left alone, with a warning.  Several processes may use a folder: each sees the files that
-    were there when it opened it, and its own.
+    hand is not found.  A damaged file raises when it is read, and is kept under the name `KEY.damaged`.  Other files in
+    the folder are left alone, with a warning.  Several processes may use a folder.  Each sees the files that existed
+    when it opened the folder, and those that it writes.
 
-    Every file has a digest of its contents.  Without a secret this is a checksum, CRC-32, which protects against
-    accidents: files that are truncated, overwritten or mixed up.  It does not protect against people, who can compute
-    it for any contents: whoever can write to the folder can change what a model reads.  With a secret it is a keyed
-    hash, BLAKE2b, which nobody can compute without the secret: blocks are as they were written, under this key, by
-    somebody who has it.  Neither hides what blocks contain, nor that they are there; neither keeps others from removing
-    files, or from putting an older file of the same key, layout, model and secret back in its place.
+    Every file has a digest of its contents.  Without a secret, it is a checksum (CRC-32) that detects accidents: files
+    that are truncated, overwritten or mixed up.  It does not detect attacks: anyone who can write to the folder can
+    change what a model reads.  With a secret, it is a keyed hash (BLAKE2b), which cannot be computed without the
+    secret.  A block that passes was written under its key by a process that has the secret.  Neither digest hides what
+    blocks contain or that they exist, and neither prevents others from removing files or from restoring an older file
+    of the same key, layout, model and secret.
 
     Args:
-      path: a folder; made where it is missing.
-      layout: of the blocks.
-      model: names the weights, and whatever else changes what a token stores.
-      num_blocks: files at most, and one more while a block is written: those least recently used are removed after it.
-        Default as many as the disk holds.
-      secret: 1 to 64 bytes, random ones such as `secrets.token_bytes(32)`, the same in all processes that share blocks.
-        Default none.
+      path: a folder, created if it is missing.
+      layout: the layout of the cache, or the `PackedLayout` of which the cache views a group.
+      model: a name for the weights and everything else that changes what a token stores.
+      num_blocks: the most files, and one more while a block is written; the least recently used are removed after it.
+        Default: no limit.
+      secret: 1 to 64 random bytes, such as `secrets.token_bytes(32)`, the same in all processes that share blocks.
+        Default: none.
 
     Raises:
       ValueError: `model` is not a string or is too long, `num_blocks` is not a positive int, `layout` is not a layout,
@@ -74,8 +74,8 @@ class DiskPool:
         secret: bytes | None = None,
     ):
         if not isinstance(model, str):
-            told_type = type(model).__name__
-            raise ValueError(f"`model` is a {told_type}: expected a string, such as `jaxkv.models.fingerprint(model)`")
+            found = type(model).__name__
+            raise ValueError(f"`model` is a {found}: expected a string, such as `jaxkv.models.fingerprint(model)`")
         self.layout, self.model = layout, model
         self.num_blocks = None if num_blocks is None else positive_int("num_blocks", num_blocks, below=None)
         self._row = row_of(layout)
@@ -85,13 +85,13 @@ class DiskPool:
         self._folder = Path(path) / f"{self._fingerprint}-{name}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = Lock()
-        """Held while the order of keys changes: a HostPool writes from a thread of its own."""
+        """Held while the order of keys changes, because a HostPool writes from its own thread."""
         self._description(b"\0" * 32).check()
         self._keys = dict.fromkeys(self._opened())
         """Least recently used first."""
 
     def _opened(self) -> list[bytes]:
-        """Keys of the files that are there, oldest first; abandoned files are removed."""
+        """Keys of the existing files, oldest first.  Abandoned files are removed."""
         found, skipped, now = [], [], time.time()
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -124,15 +124,15 @@ class DiskPool:
         return f"DiskPool({str(self._folder)!r}, {len(self)} blocks)"
 
     def __contains__(self, key: bytes) -> bool:
-        with self._lock:  # whoever makes room has removed what it chose, or sees what is held by now
+        with self._lock:  # an eviction is either complete, or not yet decided and will see new holds
             return key in self._keys
 
     def file(self, key: bytes) -> Path:
-        """Where the block of that key lies, or would lie."""
+        """The path of the block of that key, whether it exists or not."""
         return self._folder / f"{key.hex()}{BLOCK}"
 
     def store(self, key: bytes, row: np.ndarray, *, held: Container[bytes] = ()) -> bool:
-        """Writes a block, whole or not at all; where room is short, others are removed once it is there.
+        """Writes a block atomically.  If the pool is full, others are then removed.
 
         Args:
           key: its name.
@@ -140,11 +140,11 @@ class DiskPool:
           held: keys that must not be removed to make room.
 
         Returns:
-          Whether the block is there now: not where all room is held.
+          Whether the block is stored: False if the pool is full of blocks in `held`.
 
         Raises:
           ValueError: `row` is not a block of the layout.
-          OSError: the disk is full, for example; every block that was there still is.
+          OSError: for example, the disk is full; all earlier blocks are still there.
         """
         if (row.dtype, row.shape) != (self._row.dtype, self._row.shape):
             raise ValueError(f"`row` is {describe(row)}: expected {describe(self._row)}, a block of the layout")
@@ -165,12 +165,12 @@ class DiskPool:
         return stored
 
     def load(self, key: bytes) -> np.ndarray:
-        """A block, [E] of the layout's dtype, in memory of its own.
+        """Reads a block into new memory: [E] of the layout's dtype.
 
         Raises:
-          KeyError: it is not there, or its file is of another pool; such a file is left where it is.
-          DamagedBlock: its file is not what it should be; the pool forgets it, and keeps it as `KEY.damaged`.
-          OSError: its file cannot be read now; the pool does not forget it.
+          KeyError: there is no such block, or its file belongs to another pool; such a file is left alone.
+          DamagedBlock: its file is damaged; the pool drops the block and keeps the file as `KEY.damaged`.
+          OSError: its file cannot be read at present; the pool keeps the block.
         """
         with self._lock:
             if key not in self._keys:
@@ -187,7 +187,7 @@ class DiskPool:
             raise DamagedBlock(f"{error}; {fate}") from None
 
     def _quarantine(self, key: bytes) -> str:
-        """Renames a file that is damaged; what became of it.  A file of the same key that was refused before goes."""
+        """Renames a damaged file, over an earlier one of the same key; returns the outcome for a message."""
         kept = self.file(key).with_suffix(DAMAGED)
         try:
             os.replace(self.file(key), kept)
@@ -200,7 +200,7 @@ class DiskPool:
             self._keys.pop(key, None)
 
     def _victims(self, key: bytes, held: Container[bytes]) -> list[bytes] | None:
-        """Keys to remove where `key` is stored, least recently used first; None where too many of them are held."""
+        """Keys to remove when `key` is stored, least recently used first; None if too many are held."""
         if self.num_blocks is None or key in self._keys:
             return []
         excess = max(len(self._keys) + 1 - self.num_blocks, 0)

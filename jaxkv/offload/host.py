@@ -17,14 +17,14 @@ from jaxkv.offload import transfers
 from jaxkv.offload.block_file import DamagedBlock
 from jaxkv.offload.chunks import Chunk, Chunks
 from jaxkv.offload.disk import DiskPool
-from jaxkv.offload.rows import Layout, check_travels, read_rows, row_of, write_rows
+from jaxkv.offload.rows import Layout, check_exchange, read_rows, row_of, write_rows
 from jaxkv.offload.stats import Stats
 
 CHUNK_BYTES = 2**26
 """What one transfer moves, at most: enough for the full rate."""
 POOL_CHUNKS = 8
 """A pool has room for that many chunks at least, as they leave it as a whole."""
-STORES_UNDER_WAY = 4
+STORES_IN_FLIGHT = 4
 """Chunks that wait on the device for their transfer, at most: they take its memory."""
 SLACK = 1 / 8
 """More memory is pinned than blocks take: chunks differ in length, and leave gaps."""
@@ -44,32 +44,34 @@ class LoadFailed(RuntimeError):
 
 
 class HostPool:
-    """Blocks in the host's memory, by key.
+    """Blocks in host memory, by key.
 
-    Stores and loads are few large transfers, asynchronous, beside what the device computes, and in order by data flow:
-    a store has every write before it and none after it; a block may be reused as soon as `store` returns; whatever
-    takes the cache that `load` returns sees the blocks.  A block is here from when `store` returns: who loads it before
-    it has arrived waits for it.
+    Stores and loads are a few large transfers.  They are asynchronous, overlap with computation on the device, and are
+    ordered by data flow.  A store contains every write before it and none after it, and its blocks of the cache may be
+    reused as soon as `store` returns.  Everything that uses the cache that `load` returns sees the loaded blocks.  A
+    block can be loaded as soon as `store` returns; the load waits until the block has arrived.
 
-    Blocks that are stored together stay together: they are evicted together, and one of them held holds all; a load of
-    some transfers all.  Where room is short, those go that were used least recently and that nobody holds.
+    Blocks that are stored together form a chunk.  A chunk is evicted as a whole, a hold of one of its blocks holds all,
+    and a load of some of its blocks transfers all.  When room is needed, the least recently used chunks that are not
+    held are evicted.
 
-    With a disk pool, blocks are written there in the background, and found there when they are here no longer.
+    With a disk pool, blocks are also written to disk in the background, and found there after they are evicted.
 
     One thread at a time may use a pool.
 
     Args:
-      layout: that of the cache, or the PackedLayout of which the cache views a group: all groups travel.
-      num_blocks: blocks in host memory at most.  A load from disk of more blocks is divided into portions that fit.
-        Where all room is held, a portion is one chunk (an eighth of `num_blocks`, at least one block) in addition.  On
-        GPUs the memory is pinned now, which takes half a second a GB.
-      disk: a pool of the same layout, for more blocks, and for those that are to survive the process.
-      device: the device whose host's memory it is; default this process's first.
-      implementation: of `read_blocks` and `write_blocks`.
+      layout: the layout of the cache, or the `PackedLayout` of which the cache views a group; blocks move with all
+        groups.
+      num_blocks: the most blocks in host memory.  A load of more blocks from disk is divided into portions that fit; if
+        all room is held, a portion is one additional chunk (an eighth of `num_blocks`, at least one block).  On GPUs,
+        the memory is pinned at once, which takes half a second per GB.
+      disk: a pool of the same layout, for more blocks and for blocks that survive the process.
+      device: the device to whose host the memory belongs; default the first of this process.
+      implementation: that of `read_blocks` and `write_blocks`.
 
     Raises:
       ValueError: `num_blocks` is not a positive int, `layout` is not a layout, or `disk` has another one.
-      MemoryError: so much memory cannot be pinned.
+      MemoryError: not enough memory can be pinned.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class HostPool:
         self._chunks = Chunks()
         self._holds: Counter[bytes] = Counter()
         self._arriving: deque[Chunk] = deque()
-        """Stores that may be under way, oldest first."""
+        """Stores that may be in flight, oldest first."""
         self._writer = ThreadPoolExecutor(1, "jaxkv-disk")
         pinned = int(self.num_blocks * self.block_nbytes * (1 + SLACK))
         transfers.reserve(pinned, device or jax.local_devices()[0])
@@ -108,18 +110,18 @@ class HostPool:
         return f"HostPool({len(self)} of {self.num_blocks} blocks of {self.block_nbytes} bytes, disk={self.disk})"
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether `load` finds it: here, or on disk."""
+        """Whether `load` would find it, in host memory or on disk."""
         return key in self._chunks or (self.disk is not None and key in self.disk)
 
     @property
-    def blocks_under_way(self) -> int:
-        """Blocks that `store` takes without waiting for others to arrive: as many as are worth storing at a time."""
-        return STORES_UNDER_WAY * self._chunk_blocks
+    def blocks_in_flight(self) -> int:
+        """Blocks that `store` accepts without waiting for earlier ones to arrive: a good number to store at a time."""
+        return STORES_IN_FLIGHT * self._chunk_blocks
 
     def matched(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading keys are here or on disk; counted as hits and misses.
+        """The number of leading keys that are in host memory or on disk; counts hits and misses.
 
-        Hold them to rely on it later: blocks on disk make room for others in the background.
+        Hold them to rely on it later, because blocks may be evicted from disk in the background.
         """
         found = 0
         for key in keys:
@@ -134,27 +136,27 @@ class HostPool:
         return found
 
     def store(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> int:
-        """Copies blocks of a cache here; one whose key is here already is only marked as used.
+        """Copies blocks of a cache to host memory; a block whose key is there already is only marked as used.
 
         Args:
           cache: read, not donated.
           blocks: ids [n].
-          keys: their names [n], those wanted most first: the first to be stored, and the last to be evicted.
+          keys: their keys [n], most important first: the first to be stored and the last to be evicted.
 
         Returns:
-          How many of the leading keys are here now: less than n where all room is held.
+          The number of leading keys that are now in host memory: less than n if all room is held.
 
         Raises:
           ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not go together.
-          JaxRuntimeError: a transfer failed, of this store or of one before; its blocks are not here.
+          JaxRuntimeError: a transfer of this or an earlier store failed; its blocks are not stored.
         """
         blocks = self._checked(cache, blocks, keys)
         new = {key: block for key, block in zip(keys, blocks, strict=True) if key not in self._chunks}
         with self._holding(keys):
             room = self._make_room(len(new))
-        self.stats.refused += len(new) - room
+        self.stats.rejected += len(new) - room
         for part in _split(islice(new, room), self._chunk_blocks):
-            self._wait_for_stores(STORES_UNDER_WAY - 1)
+            self._wait_for_stores(STORES_IN_FLIGHT - 1)
             ids = np.asarray([new[key] for key in part], np.int32)
             staged = read_rows(cache, ids, implementation=self._implementation)
             self._add(Chunk(part, transfers.to_host(staged)))
@@ -162,23 +164,23 @@ class HostPool:
         return next((count for count, key in enumerate(keys) if key not in self._chunks), len(keys))
 
     def load(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> KVCache:
-        """Copies blocks from here, or from disk, into a cache.
+        """Copies blocks from host memory, or from disk, to a cache.
 
         Args:
           cache: donated.
-          blocks: ids [n], to be overwritten, each once.
-          keys: of what is to stand in them, [n].
+          blocks: distinct ids [n], to be overwritten.
+          keys: the keys of their new contents, [n].
 
         Returns:
-          The cache with the blocks.  Its buffer is committed to its device: so should be the one that is given, or
-          programs that take both are compiled twice.
+          The cache with the blocks.  Its buffer is committed to its device.  The buffer passed in should be, too:
+          otherwise, programs that use both are compiled twice.
 
         Raises:
-          KeyError: a block is not here; it is named, and `cache` is as it was.
-          DamagedBlock: a block on disk is refused, and is here no longer; `cache` is as it was.
-          OSError: a block on disk cannot be read now; `cache` is as it was.
-          LoadFailed: a transfer failed, or one of the above happened after a portion had been loaded; the error has the
-            cache.
+          KeyError: a block is missing; the message names its key, and `cache` is unchanged.
+          DamagedBlock: a block on disk is damaged and has been dropped; `cache` is unchanged.
+          OSError: a block on disk cannot be read at present; `cache` is unchanged.
+          LoadFailed: a transfer failed, or one of the above happened after a portion had been loaded; the error carries
+            the cache.
           ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not go together.
         """
         blocks = self._checked(cache, blocks, keys, distinct=True)
@@ -191,7 +193,7 @@ class HostPool:
             while waiting:
                 try:
                     if cache is not given:
-                        jax.block_until_ready(cache.buffer)  # the portion before has left host memory
+                        jax.block_until_ready(cache.buffer)  # the previous portion has left host memory
                     places = self._places(waiting, cache.buffer.sharding)
                 except Exception as error:
                     if cache is given:
@@ -208,18 +210,18 @@ class HostPool:
         return cache
 
     def warm_up(self, cache: KVCache) -> KVCache:
-        """Compiles the programs of stores and loads, by moving nothing: later ones take only the time of their work.
+        """Compiles the programs of stores and loads by running them on no blocks, so that later calls do not compile.
 
         Args:
           cache: donated.
 
         Returns:
-          The cache, with the blocks that it had.
+          The cache, unchanged.
 
         Raises:
           ValueError: `cache` has other blocks than this pool.
         """
-        check_travels(cache, self.layout)
+        check_exchange(cache, self.layout)
         for length in (1 << n for n in range(self._chunk_blocks.bit_length())):
             nowhere = np.full(length, SKIPPED, np.int32)
             rows = transfers.to_host(read_rows(cache, nowhere, implementation=self._implementation))
@@ -228,15 +230,15 @@ class HostPool:
         return cache
 
     def hold(self, keys: Iterable[bytes]) -> None:
-        """Keeps blocks, here or on disk, until released as often.  KeyError names one that is not here."""
+        """Prevents the eviction of blocks until they are released as often.  KeyError names a missing one."""
         keys = list(keys)
-        with self._holding(keys):  # first: the disk makes room in the background
+        with self._holding(keys):  # hold before checking: the disk evicts in the background
             self._check_present(keys)
             self._holds.update(keys)
 
     @contextmanager
     def _holding(self, keys: Collection[bytes]) -> Iterator[None]:
-        """Holds blocks, those of them that are here, for a while; in the end releases the keys that are left."""
+        """Holds blocks during the body, and releases those still in `keys` at the end."""
         self._holds.update(list(keys))
         try:
             yield
@@ -244,35 +246,35 @@ class HostPool:
             self.release(keys)
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Ends one hold of each block.  KeyError names one that nobody holds."""
+        """Ends one hold of each block.  KeyError names a block that is not held."""
         for key in keys:
             if not self._holds[key]:
-                raise KeyError(f"nobody holds {key.hex()}")
+                raise KeyError(f"{key.hex()} is not held")
             self._holds[key] -= 1
             if not self._holds[key]:
                 del self._holds[key]
 
     def flush(self) -> None:
-        """Returns when all stores have arrived, and are on disk where there is a disk pool.
+        """Waits until all stores have arrived in host memory, and on disk if there is a disk pool.
 
         Raises:
           OSError: blocks could not be written; the next `flush` tries again.
-          JaxRuntimeError: a transfer failed; its blocks are not here.
+          JaxRuntimeError: a transfer failed; its blocks are not stored.
         """
         self._wait_for_stores(0)
         for chunk in self._chunks:
             if chunk.written is not None and chunk.written.done() and chunk.written.exception():
-                self._write_later(chunk)  # perhaps there is room by now
-        under_way = [chunk.written for chunk in self._chunks if chunk.written is not None]
-        wait(under_way)
-        for written in under_way:
+                self._write_later(chunk)  # the disk may have room by now
+        in_flight = [chunk.written for chunk in self._chunks if chunk.written is not None]
+        wait(in_flight)
+        for written in in_flight:
             written.result()  # raises what it raised
 
     def _checked(
         self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, distinct: bool = False
     ) -> list[int]:
         """`blocks` as ints."""
-        check_travels(cache, self.layout)
+        check_exchange(cache, self.layout)
         ids = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct)
         if len(ids) != len(keys):
             raise ValueError(f"`blocks` has {len(ids)} ids and `keys` {len(keys)}: expected as many")
@@ -293,8 +295,8 @@ class HostPool:
         self.stats.stored_bytes += len(chunk.keys) * self.block_nbytes
 
     def _make_room(self, count: int) -> int:
-        """Evicts until `count` blocks fit, or only chunks are left that are held; how many of the blocks fit."""
-        self._wait_for_stores(STORES_UNDER_WAY)
+        """Evicts until `count` blocks fit or only held chunks are left; returns how many of the blocks fit."""
+        self._wait_for_stores(STORES_IN_FLIGHT)
         free = self.num_blocks - len(self._chunks)
         for chunk in list(self._chunks) if count > free else []:
             if free >= count:
@@ -308,7 +310,7 @@ class HostPool:
         return min(count, free)
 
     def _wait_for_stores(self, most: int) -> None:
-        """Until at most that many are under way.  One that failed leaves nothing here, and raises."""
+        """Waits until at most `most` stores are in flight.  A failed store is removed, and raises."""
         while self._arriving and (len(self._arriving) > most or self._arriving[0].has_arrived):
             chunk = self._arriving.popleft()
             try:
@@ -318,7 +320,7 @@ class HostPool:
                 raise
 
     def _wait_for_disk(self, chunk: Chunk) -> None:
-        """Until its blocks are on disk, or cannot be: whoever needs room needs it all the same."""
+        """Waits until its blocks are on disk.  A failure is only a warning, because the room is needed in any case."""
         try:
             if chunk.written is not None:
                 chunk.written.result()
@@ -332,7 +334,7 @@ class HostPool:
             chunk.written = self._writer.submit(self._write, chunk, self.disk)
 
     def _write(self, chunk: Chunk, disk: DiskPool) -> None:
-        """In the background: all blocks that can be written; raises what the first one raised that cannot."""
+        """In the background: writes all blocks that can be written, then raises the first error."""
         errors = []
         for key, row in zip(chunk.keys, transfers.to_numpy(chunk.rows), strict=True):
             start = time.perf_counter()
@@ -349,7 +351,7 @@ class HostPool:
             raise errors[0]
 
     def _places(self, keys: Iterable[bytes], sharding: jax.sharding.Sharding) -> dict[bytes, tuple[Chunk, int]]:
-        """Places in host memory of a portion of these blocks: those that are here, and as many from disk as fit."""
+        """Places in host memory of a portion of these blocks: those in memory, and as many from disk as fit."""
         places = {key: self._chunks.place(key) for key in keys if key in self._chunks}
         if self.disk is None:
             return places
@@ -364,7 +366,7 @@ class HostPool:
         return places
 
     def _read(self, keys: tuple[bytes, ...], disk: DiskPool, sharding: jax.sharding.Sharding) -> Chunk:
-        """Blocks on disk, as one array in host memory."""
+        """Reads blocks from disk into one array in host memory."""
         start = time.perf_counter()
         rows = np.empty((len(keys), *self._row.shape), self._row.dtype)
         try:
@@ -382,7 +384,7 @@ class HostPool:
     def _moved(
         self, cache: KVCache, places: Mapping[bytes, tuple[Chunk, int]], targets: Mapping[bytes, Sequence[int]]
     ) -> KVCache:
-        """The cache, donated, with blocks from these places at their targets; LoadFailed where a transfer fails."""
+        """The cache, donated, with blocks from these places at their targets; LoadFailed if a transfer fails."""
         moves = _moves([(place, block) for key, place in places.items() for block in targets[key]])
         try:
             arriving = None
@@ -400,7 +402,7 @@ class HostPool:
 
 
 def _split(keys: Iterable[bytes], most: int) -> Iterator[tuple[bytes, ...]]:
-    """Runs of at most `most` keys whose lengths are powers of two: few programs to compile."""
+    """Runs of at most `most` keys, whose lengths are powers of two, so that few programs are compiled."""
     keys = list(keys)
     while keys:
         length = 1 << (min(len(keys), most).bit_length() - 1)
@@ -409,7 +411,7 @@ def _split(keys: Iterable[bytes], most: int) -> Iterator[tuple[bytes, ...]]:
 
 
 def _moves(pairs: Iterable[tuple[tuple[Chunk, int], int]]) -> list[tuple[Chunk, np.ndarray]]:
-    """Chunks of places, each with the block that each of its rows goes to, int32 [rows], or `SKIPPED`."""
+    """Each chunk with the target block of each of its rows, int32 [rows]; `SKIPPED` for rows without one."""
     moves: dict[Chunk, list[np.ndarray]] = {}
     for (chunk, row), block in pairs:
         targets = moves.setdefault(chunk, [])

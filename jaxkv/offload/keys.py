@@ -1,4 +1,4 @@
-"""Names of blocks by their content: equal keys, equal tokens before and in the block."""
+"""Keys of blocks by content: equal keys mean equal tokens in the block and before it."""
 
 import hashlib
 import json
@@ -19,16 +19,16 @@ def prefix_keys(
 ) -> list[bytes]:
     """A key for each full block of a prompt.
 
-    Keys are chained: key i covers all of `tokens[: (i + 1) * block_size]`, as what a block stores depends on every
-    token before it, and with them the layout and the model.  So two prompts have as many leading keys in common as full
-    blocks.
+    Keys are chained.  What a block stores depends on every token before it, so key i covers all of
+    `tokens[: (i + 1) * block_size]`, the layout and the model.  Two prompts therefore have as many leading keys in
+    common as full blocks.
 
     Args:
       tokens: token ids, ints or an integer array [T].
       block_size: tokens per block.
-      layout_fingerprint: `fingerprint` of the cache's layout (of the PackedLayout where there are several groups).
-      model: names the weights, and whatever else changes what a token stores.
-      after: key of the block before `tokens`, to go on with a prompt that grows; default they are its first.
+      layout_fingerprint: `fingerprint` of the cache's layout (that of the `PackedLayout` if there are several groups).
+      model: a name for the weights and everything else that changes what a token stores.
+      after: key of the block before `tokens`, to continue a prompt; by default, `tokens` are its first.
 
     Returns:
       T // block_size keys of 32 bytes.

@@ -1,4 +1,4 @@
-"""Blocks as rows: what of a layout matters to who moves them, and the programs that read and write them."""
+"""Exported blocks as rows: their shape and dtype, and the programs that read and write them."""
 
 import jax
 
@@ -18,18 +18,18 @@ write_rows = jax.jit(write_blocks, static_argnames="implementation", donate_argn
 
 
 def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
-    """Shape [E] and dtype of an exported block, with all its groups; ValueError for what is not a layout."""
+    """Shape [E] and dtype of an exported block with all its groups; ValueError if `layout` is not a layout."""
     if not isinstance(layout, CacheLayout | PackedLayout):
         raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout or a PackedLayout")
     group = next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout
     return jax.ShapeDtypeStruct((group.pages.block_elements,), group.dtype)
 
 
-def check_travels(cache: KVCache, layout: Layout) -> None:
-    """ValueError unless blocks of `cache` are blocks of `layout`; of a packed one, `cache` views any group."""
+def check_exchange(cache: KVCache, layout: Layout) -> None:
+    """ValueError unless blocks of `cache` are blocks of `layout`; `cache` may view any group of a packed layout."""
     check_cache(cache, Entry)
     if cache.layout.fingerprint != layout.fingerprint:
         raise ValueError(
-            "`cache` has other blocks than the pool: make a pool for them, or convert them by `jaxkv.convert_blocks`\n"
-            f"the cache has\n{cache.layout}\nthe pool takes\n{layout}"
+            "`cache` has other blocks than the pool: make another pool, or convert them with `jaxkv.convert_blocks`\n"
+            f"the cache has\n{cache.layout}\nthe pool stores\n{layout}"
         )

@@ -1,24 +1,23 @@
-"""What a pool of blocks has done so far."""
+"""Counters of a host pool."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Stats:
-    """Counts since the pool was made, of blocks unless they say bytes or seconds.
+    """Counts since the pool was made, of blocks unless the name says bytes or seconds.
 
-    An engine finds prefixes by itself: what it found is in its `reuse`, and hits and misses stay 0 here.  Transfers
-    between device and host have no seconds here: they are asynchronous, and nobody waits to see one end.
-    `jaxkv offload` measures them.
+    An engine looks up prefixes itself: its `prefix_stats` have what it found, and hits and misses stay 0 here.
+    Transfers between device and host are asynchronous and have no times here; `jaxkv offload` measures them.
     """
 
     stored: int = 0
     """From a cache to host memory."""
     stored_bytes: int = 0
-    refused: int = 0
-    """Not stored, as all room was held."""
+    rejected: int = 0
+    """Not stored, because all room was held."""
     loaded: int = 0
-    """From host memory to a cache, those that came from disk included."""
+    """From host memory to a cache, including those that came from disk."""
     loaded_bytes: int = 0
     host_hits: int = 0
     """Keys that `matched` found in host memory."""
@@ -27,7 +26,7 @@ class Stats:
     misses: int = 0
     """Keys that `matched` did not count."""
     evicted: int = 0
-    """Taken out of host memory to make room."""
+    """Removed from host memory to make room."""
     written: int = 0
     """From host memory to disk."""
     written_bytes: int = 0
@@ -38,7 +37,7 @@ class Stats:
     read_bytes: int = 0
     read_seconds: float = 0.0
     damaged: int = 0
-    """Files on disk that were refused, and kept under another name."""
+    """Damaged files on disk, which are kept under another name."""
 
     @property
     def write_rate(self) -> float:

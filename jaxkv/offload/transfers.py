@@ -1,18 +1,18 @@
-"""Rows between a device and the memory of its host: asynchronous, on the device's own copy engines."""
+"""Transfers between a device and the memory of its host: asynchronous, on the device's copy engines."""
 
 import jax
 import numpy as np
 
 HostArray = jax.Array | np.ndarray
-"""An array in pinned memory, which devices read and write by themselves, or NumPy's where a device cannot."""
+"""An array in pinned memory, which devices access directly; a NumPy array if a device has no pinned memory."""
 
 PINNED = "pinned_host"
 PINNING_PLATFORMS = ("gpu",)
-"""Where pinning takes time and is kept; on CPUs it is a name for memory like any other."""
+"""Platforms on which pinning takes time, so that memory is reserved; on CPUs, pinned memory is ordinary memory."""
 
 
 def to_host(rows: jax.Array) -> HostArray:
-    """Starts the copy of an array on a device into host memory; whoever reads it waits for it."""
+    """Starts the copy of an array on a device to host memory; reading the result waits for it."""
     if not has_pinned_memory(rows.sharding):
         return np.asarray(rows)
     return jax.device_put(rows, rows.sharding.with_memory_kind(PINNED))
@@ -24,23 +24,22 @@ def to_device(rows: HostArray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def to_pinned(rows: np.ndarray, sharding: jax.sharding.Sharding) -> HostArray:
-    """NumPy's array where `to_host` puts arrays of that sharding."""
+    """A NumPy array, moved to where `to_host` puts arrays of that sharding."""
     return jax.device_put(rows, sharding.with_memory_kind(PINNED)) if has_pinned_memory(sharding) else rows
 
 
 def to_numpy(rows: HostArray) -> np.ndarray:
-    """NumPy's array of one in host memory; waits for it."""
+    """An array in host memory as a NumPy array; waits for it."""
     if isinstance(rows, np.ndarray):
         return rows
-    # JAX keeps a copy that it made for NumPy as long as the array: as long as this other one of the same memory.
+    # JAX caches the NumPy copy with the array; this second array of the same memory keeps the cache short-lived.
     return np.asarray(jax.make_array_from_single_device_arrays(rows.shape, rows.sharding, [rows]))
 
 
 def reserve(nbytes: int, device: jax.Device) -> None:
-    """Has that much memory pinned, for arrays to come.
+    """Pins that much memory in advance.
 
-    Pinning takes half a second a GB on an H200's host.  JAX keeps what it has once pinned, so arrays that come and go
-    do not pay.
+    Pinning takes half a second per GB on an H200's host.  JAX keeps pinned memory, so later arrays do not pay for it.
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
     if device.platform in PINNING_PLATFORMS and has_pinned_memory(sharding):

@@ -128,11 +128,11 @@ def decode_kv(
       layer: int, or traced int32 scalar.
       scale: float, the softmax scale.
       k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
-      v_scale: likewise for v.
+      v_scale: the same for v; value = stored * v_scale.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
-      window: static int of any size; a query sees the last `window` tokens only, itself included.  One of at least the
-        tokens that the table holds is no window.
+      window: static int of any size; a query sees the last `window` tokens only, itself included.  A window of at least
+        the capacity of the table has no effect.
       return_lse: also return the log-sum-exp of the scores.
       plan: what `plan_decode` returned for the same tables, lengths and heads; if None, the call makes its own plan.
       implementation: None (the best that supports the call), a name, or a sequence of names.
@@ -189,7 +189,7 @@ def _with_tokens(q):
 
 
 def _bind(operation, cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan) -> Call:
-    """What the two have in common.
+    """The part that both have in common.
 
     `q` [B, Q, Hq, D] are the queries, `arrays` these and the scales, `options` those of the operation alone.
     """

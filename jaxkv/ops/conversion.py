@@ -11,8 +11,8 @@ from jaxkv.dispatch.validate import Dims
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing.rows import read_entries, write_entries
 from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.xla.rows import read_entries, write_entries
 
 
 def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | PackedLayout) -> jax.Array:

@@ -32,7 +32,7 @@ def gather_mla(
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
       total: static number of rows of the result, below 2**31 and at least `cu_seq_lens[-1]`; others are left out.
-      dtype: of the result: bfloat16, float16 or float32.
+      dtype: dtype of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
       implementation: None (the best that supports the call), a name, or a sequence of names.
@@ -74,10 +74,10 @@ def gather_kv(
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
       total: static number of rows of the result, below 2**31 and at least `cu_seq_lens[-1]`; others are left out.
-      dtype: of the result: bfloat16, float16 or float32.
+      dtype: dtype of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
-      v_scale: likewise for v.
+      v_scale: the same for v; value = stored * v_scale.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -118,7 +118,7 @@ def gather_indexer_k(
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
       total: static number of rows of the result, below 2**31 and at least `cu_seq_lens[-1]`; others are left out.
-      dtype: of the result: bfloat16, float16 or float32.
+      dtype: dtype of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
@@ -138,7 +138,7 @@ def _bind_indexer_k(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_s
 
 
 def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype) -> Call:
-    """What the three have in common; `arrays` are the scales."""
+    """The part that all three have in common; `arrays` are the scales."""
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)

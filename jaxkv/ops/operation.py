@@ -1,4 +1,4 @@
-"""What an operation declares beside its public function."""
+"""`Operation`: the declaration of a public operation."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ class Sample(NamedTuple):
     """A call that shows whether an entry format is supported; arrays are `jax.ShapeDtypeStruct`s."""
 
     format: str
-    """Of the cache's entries; empty if the operation takes no cache."""
+    """The format of the cache's entries; empty if the operation has no cache argument."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -40,9 +40,9 @@ class Operation:
     `implementation`, and without options of the result such as `return_lse`.
     """
     sample: Callable[..., Arguments]
-    """The arguments of a sample call, from the cache of a sample (`sample_cache`) if the operation takes one."""
+    """The arguments of a sample call, given a cache (`sample_cache`) if the operation has a cache argument."""
     entries: tuple[type[Entry], ...] = ()
-    """The kinds of entries whose caches the operation takes; empty if it takes no cache."""
+    """The kinds of entries whose caches the operation accepts; empty if it has no cache argument."""
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 @dataclass(frozen=True)
 class Shape:
-    """The calls that a plan is for: a call that is given the plan must have the same sizes."""
+    """The sizes of the calls that a plan is for; a call with the plan must have the same."""
 
     requests: int
     columns: int
@@ -35,7 +35,7 @@ class Shape:
 
     @classmethod
     def of(cls, block_tables, pages: Pages, entry: Entry, num_heads: int, q_len: int, window: int | None) -> "Shape":
-        """Of a call on the cache of `pages` and `entry`."""
+        """The sizes of a call on the cache of `pages` and `entry`."""
         requests, columns = block_tables.shape
         counts = (requests, columns, pages.block_size, pages.num_blocks, num_heads, pages.num_heads)
         return cls(*counts, q_len, window, entry)
@@ -47,7 +47,7 @@ class DecodePlan:
     """What `plan_decode` returns: a pytree, which goes through `jit` and `scan`."""
 
     schedule: Any
-    """Of a type that belongs to the implementation; None if it plans nothing."""
+    """Its type belongs to the implementation; None if there is nothing to plan."""
     seq_lens: jax.Array
     """int32 [B], the lengths that it was made for; only checked calls read them."""
     shape: Shape = field(metadata={"static": True})
@@ -142,7 +142,7 @@ def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
 
 
 def _instead(call: Call) -> str:
-    """What to do where no batch-invariant plan can be made."""
+    """Advice for when no batch-invariant plan can be made."""
     able = [f"{backend.name} ({backend.devices})" for backend in BACKENDS if not backend.unsupported_reasons(call)]
     if able:
         return f"only {' and '.join(able)} can be batch-invariant on this cache: elsewhere, plan without it"

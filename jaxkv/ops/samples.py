@@ -13,12 +13,12 @@ BATCH, HEADS, TABLE, TOKENS = 2, 16, 4, 8
 
 
 def array(dtype, *shape: int) -> jax.ShapeDtypeStruct:
-    """Stands for an array."""
+    """A placeholder for an array."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def sample_cache(entry: Entry) -> KVCache:
-    """A cache of the default order."""
+    """A small cache in the default order."""
     heads = 1 if entry.one_head else 4
     layout = CacheLayout(num_layers=4, num_blocks=16, block_size=64, num_heads=heads, entry=entry)
     return KVCache(array(layout.dtype, layout.size), layout)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale
       slot_mapping: int32 [T], as in `write_mla`.
       layer: int, or traced int32 scalar, as in `write_mla`.
       k_scale: float scalar or [H], required by format `fp8` and rejected by the others; stored = value / k_scale.
-      v_scale: likewise for v.
+      v_scale: the same for v; stored = value / v_scale.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -111,7 +111,7 @@ def _bind_indexer_k(cache, k, slot_mapping, layer) -> Call:
 
 
 def _bind(operation, cache, dims, arrays, slot_mapping, layer) -> Call:
-    """What the three have in common; `arrays` are the new values and their scales."""
+    """The part that all three have in common; `arrays` are the new values and their scales."""
     dims.check_ints("slot_mapping", slot_mapping, "T")
     slot_mapping, layer = int32(slot_mapping), layer_index(layer, cache)
     pages = cache.layout.pages

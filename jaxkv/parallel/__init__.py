@@ -1,33 +1,40 @@
-"""One cache over many devices: recipes on `jax.shard_map`, whose function sees one device, its cache and its requests.
+"""Recipes for several devices, on `jax.shard_map`.
 
-Inside `shard_map` the operations of jaxkv are those of one device.  What is divided decides the specs; `P` is
-`jax.sharding.PartitionSpec`, `x` a mesh axis of n devices, and every spec not named is `P()` (replicated):
+Inside `shard_map`, a function sees one device with its cache and its requests, and the operations of jaxkv work as on
+one device.  What is divided decides the specs.  Below, `P` is `jax.sharding.PartitionSpec` and `x` a mesh axis of n
+devices; specs that are not mentioned are `P()` (replicated).
 
-- **Data parallel** divides the requests: a cache for each device (`zeros`), and queries, new tokens, block tables,
-  lengths and slots `P("x")`.  Tables and slots name blocks of the device's own cache.
-- **Tensor parallel, MLA** divides the query heads: `q_latent`, `q_pe` and the results `P(None, "x")`.  The latents
-  have one head for all of them, so every device holds the whole cache (`KVCache.zeros(layout, device=...)` with a
-  replicated sharding) and writes all tokens.
-- **Tensor parallel, GQA** divides the KV heads H and the query heads Hq with them: a cache for each device (`zeros`) of
-  a layout of H / n heads; `k`, `v`, `q` and the results `P(None, "x")`.  H must be a multiple of n.
-- **Context parallel** divides the tokens of each request (`context`): a cache for each device (`zeros`), written at
-  `context.local_slots` and read by `context.decode_mla`, `context.decode_kv`, or with V3.2's indexer by what is in
-  `context.sparse`; all else is replicated.
+- **Data parallel** divides the requests.  Each device has its own cache (`zeros`).  Queries, new tokens, block tables,
+  lengths and slots are `P("x")`; tables and slots name blocks of the device's own cache.
+- **Tensor parallel, MLA** divides the query heads: `q_latent`, `q_pe` and the results are `P(None, "x")`.  All heads
+  share the latents, so every device holds the whole cache (`KVCache.zeros(layout, device=...)` with a replicated
+  sharding) and writes all tokens.
+- **Tensor parallel, GQA** divides the KV heads H together with their query heads.  Each device has its own cache
+  (`zeros`), of a layout of H / n heads; `k`, `v`, `q` and the results are `P(None, "x")`.  H must be a multiple of n.
+- **Context parallel** divides the tokens of each request (`context`).  Each device has its own cache (`zeros`), written
+  at `context.local_slots` and read by `context.decode_mla` or `context.decode_kv`; the V3.2 indexer has
+  `context.indexer_logits`, `context.select_topk` and `context.decode_mla_sparse`.  All else is replicated.
 
-A cache for each device is `P("x")` in the specs, for it is one array of all the buffers:
+A cache per device is one array of all the buffers, `P("x")` in the specs:
 
     cache = parallel.zeros(layout, mesh, "x")
     step = jax.shard_map(step, mesh=mesh, in_specs=(P("x"), ...), out_specs=(P("x"), ...))
     cache, out = jax.jit(step, donate_argnums=0)(cache, ...)
 
-Pallas's GPU kernels need `check_vma=False` in the `shard_map`: JAX cannot follow there what varies over the mesh.  On
-a mesh of explicit axes, arguments lie as the specs say before the call (`jax.device_put`).
+Pallas kernels on GPUs need `check_vma=False` in `shard_map`, because JAX cannot track there which values vary over the
+mesh.  On a mesh with explicit axes, place the arguments as the specs say before the call (`jax.device_put`).
 
-`transfer_blocks` copies blocks to a cache on other devices: prefill on some, decode on others.
+`transfer_blocks` copies blocks to a cache on other devices, for prefill on some devices and decode on others.
 
 Several processes run the same program after `jax.distributed.initialize()`, on a mesh of all their devices.
 """
 
-from jaxkv.parallel import context as context
-from jaxkv.parallel.caches import zeros as zeros
-from jaxkv.parallel.transfer import transfer_blocks as transfer_blocks
+from jaxkv.parallel import context
+from jaxkv.parallel.caches import zeros
+from jaxkv.parallel.transfer import transfer_blocks
+
+__all__ = [
+    "context",
+    "transfer_blocks",
+    "zeros",
+]

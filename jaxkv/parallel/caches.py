@@ -15,11 +15,11 @@ def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCac
     Args:
       layout: the layout of one device's cache.
       mesh: the devices, those of other processes included.
-      axis: the mesh axis, or several; of none, `()`, every device has the same cache.
+      axis: the mesh axis, or several; with `()`, every device has the same cache.
 
     Returns:
-      A cache whose buffer is the devices' buffers in a row, `layout.dtype` [n * layout.size], sharded over `axis`.
-      `shard_map` with the spec `P(axis)` gives each device its own; outside of one, operations refuse it.
+      A cache whose buffer is the concatenation of the devices' buffers, `layout.dtype` [n * layout.size], sharded over
+      `axis`.  `shard_map` with the spec `P(axis)` gives each device its own; outside of one, operations raise.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -31,7 +31,7 @@ def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCac
 
 
 def check_axis(mesh: Mesh, axis: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The names in `axis`; ValueError unless they are of the mesh."""
+    """The names in `axis`; ValueError unless the mesh has them."""
     names = (axis,) if isinstance(axis, str) else axis
     if not isinstance(mesh, Mesh):
         raise ValueError(f"`mesh` is a {type(mesh).__name__}: expected a Mesh, from `jax.make_mesh`")

@@ -1,4 +1,4 @@
-"""Blocks from a cache on some devices to one on others: prefill here, decode there."""
+"""Copying blocks to a cache on other devices: prefill on some, decode on others."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,22 +16,22 @@ from jaxkv.ops.conversion import pairs_of_groups
 def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_blocks, *, implementation=None) -> KVCache:
     """Copies blocks, all layers at once, from device to device; does not wait for the copy.
 
-    Outside of `jit`.  Each cache is on one device, the same on several (tensor parallel), or one a device (`zeros`);
-    of caches in a row, each hands over to the one in its place.
+    Call it outside of `jit`.  Each cache is on one device, replicated on several (tensor parallel), or one cache per
+    device (`zeros`).  In the last case, each source cache is copied to the target cache of the same index.
 
     Args:
-      source: where the blocks are read.
+      source: the cache that is read.
       source_blocks: ints [n], on the host.
-      target: the cache they are written to; donated.
-      target_blocks: ints [n], on the host; where the blocks go, each another place.
-      implementation: None (the best that takes the call), a name, or a sequence of names.
+      target: the cache that is written; donated.
+      target_blocks: distinct ints [n], on the host.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       The target with the blocks stored.
 
     Raises:
-      ValueError: an id is none of its cache's, or stands twice in `target_blocks`; the layouts' fingerprints differ;
-        or the caches are divided over other numbers of devices.
+      ValueError: an id is outside its cache, or twice in `target_blocks`; the fingerprints of the layouts differ; or
+        the caches are divided over different numbers of devices.
     """
     source_ids = block_ids("source_blocks", source_blocks, source.layout.num_blocks)
     target_ids = block_ids("target_blocks", target_blocks, target.layout.num_blocks, distinct=True)
@@ -41,20 +41,20 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
     ours, theirs = (cache.buffer.size // cache.layout.size for cache in (source, target))
     if ours != theirs:
         raise ValueError(
-            f"`target` is divided over {theirs} devices: expected as many as `source`, {ours}; caches whose tokens are "
-            "divided (context parallel) hand over to such only"
+            f"`target` is divided over {theirs} devices: expected as many as `source`, {ours}; context parallel "
+            "caches can only be copied to context parallel caches"
         )
     if source.layout.fingerprint != target.layout.fingerprint:
         pairs_of_groups(source=source.layout, target=target.layout)
         if source.layout.packed != target.layout.packed:
             raise ValueError(
-                "`target` has other groups packed in its blocks than `source`, and blocks move with all of them: "
-                f"{_packed('source', source)}, {_packed('target', target)}; make both caches of PackedLayouts that "
-                "differ in nothing but the number of blocks"
+                "`target` has other groups packed in its blocks than `source`, and blocks are copied with all of them: "
+                f"{_packed('source', source)}, {_packed('target', target)}; make both caches from PackedLayouts that "
+                "differ only in the number of blocks"
             )
         raise ValueError(
-            "`target` has the same entries as `source` in another order, with other padding or of another dtype: make "
-            "both caches alike, or take the blocks through `jaxkv.convert_blocks`"
+            "`target` stores the same entries as `source` in another order, padding or dtype: use the same layout for "
+            "both, or convert the blocks with `jaxkv.convert_blocks`"
         )
     data = _read(source, source_ids, source.buffer.sharding, implementation)
     data = jax.device_put(data, target.buffer.sharding)
@@ -68,7 +68,7 @@ def _packed(name: str, cache: KVCache) -> str:
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _read(cache, ids, sharding: Sharding, implementation) -> jax.Array:
-    """Blocks [n, E]; those of each of several caches after each other."""
+    """Blocks [n, E]; those of several caches are concatenated."""
     return _on_each(partial(blocks.read_blocks, implementation=implementation), sharding, 0)(cache, ids)
 
 
@@ -82,5 +82,5 @@ def _on_each(function: Callable[..., Any], sharding: Sharding, rows: int) -> Cal
     if not isinstance(sharding, NamedSharding):
         return function
     specs = sharding.spec, PartitionSpec(), *[sharding.spec] * rows
-    # JAX cannot follow in Pallas's GPU kernels what varies over the mesh.
+    # JAX cannot track which values vary over the mesh inside Pallas GPU kernels.
     return jax.shard_map(function, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)

@@ -33,15 +33,15 @@ class Engine:
     """Serves requests from one cache.
 
     Every step prefills a chunk of one prompt and decodes one token of every request that is past its prompt.  Both
-    programs have static shapes: what changes from step to step are values.  Where blocks run out, the queue waits; and
-    where a running request needs a block, the youngest one gives its blocks back and waits.
+    programs have static shapes; only values change from step to step.  If blocks run out, new requests wait.  If a
+    running request needs a block and none is free, the most recent request is preempted and recomputed later.
 
-    A request takes the longest prefix of its tokens that is found, and computes the rest.  Full blocks are known by
-    their content, until their room is needed, whether somebody holds them or not; of a block that others fill just now,
-    the beginning that is common is copied.  With `offload`, blocks are written through: a step sends those that it
-    filled to host memory, while the next one runs, so that steps do not wait, and those that lose their room on the
-    device have their content below already.  What is found there is loaded when its request joins, and the step waits
-    for it; what cannot be loaded is computed.  Tokens do not depend on any of this, up to the rounding of logits.
+    A request reuses the longest prefix of its tokens that is cached, and computes the rest.  Full blocks are found by
+    their content until they are evicted, whether a request holds them or not.  Of a block that another request is
+    filling, the common beginning is copied.  With `offload`, blocks are written through: those that a step fills are
+    stored in host memory while the next step runs, so steps do not wait, and blocks evicted from the device are already
+    stored.  Blocks found there are loaded when their request joins, and that step waits for them; what cannot be loaded
+    is computed.  Generated tokens do not depend on any of this, up to the rounding of logits.
 
     Args:
       model: from `jaxkv.models.load`.
@@ -49,15 +49,15 @@ class Engine:
       block_size: tokens per block.
       order: order of the cache's axes.
       max_requests: requests that run at once: rows of the decode program.
-      max_len: tokens that a request may have in the cache, rounded up to blocks; default all that the cache holds, or
-        the model's `max_position_embeddings` where that is less.
+      max_len: the most cached tokens of a request, rounded up to blocks; default the capacity of the cache or the
+        model's `max_position_embeddings`, whichever is less.
       chunk: prompt tokens per step: columns of the prefill program.
-      offload: where blocks also go, in host memory, and on disk if it has a disk pool: a pool for blocks of
-        `model.layout(num_blocks, block_size, order)`, for any number of blocks.  It may outlive the engine.
+      offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
+        for blocks of `model.layout(num_blocks, block_size, order)`, of any number, and may outlive the engine.
 
     Raises:
-      ValueError: an argument is out of its range; `offload` is for other blocks, or is given for a cache on several
-        devices; the model is data parallel (`Replicas` serves it).
+      ValueError: an argument is out of range; `offload` is for other blocks, or is passed for a cache on several
+        devices; the model is data parallel (use `Replicas`).
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Engine:
             raise ValueError("`model` is data parallel, with requests of its own on each device: expected `Replicas`")
         self.model = model
         cache, layout = model.cache(num_blocks, block_size, order), model.layout(num_blocks, block_size, order)
-        # Committed to its device from the start: a cache that blocks were loaded into is, and jit distinguishes them.
+        # Committed to its device, like caches that loads return: jit distinguishes committed arrays.
         self.cache = jax.device_put(cache, cache.buffer.sharding)
         self.pool = BlockPool(num_blocks)
         self.tiers = Tiers(offload)
         self.tiers.check(self.cache, layout)
         self.prefix_stats = PrefixCacheStats()
-        # Without tiers below, keys do not leave this engine, which has one model.
+        # Without a pool, keys do not leave this engine, so they need not name the model.
         name = "" if offload is None else fingerprint(model)
         self._keys = partial(prefix_keys, block_size=block_size, layout_fingerprint=layout.fingerprint, model=name)
         self.block_size = block_size
@@ -95,7 +95,7 @@ class Engine:
         self.table_blocks = _blocks(max_len, block_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        """Oldest first: those who came last give their blocks back first."""
+        """Oldest first; the last is preempted first."""
         # Donated, the cache is updated in place.
         self._prefill = jax.jit(_prefill_step, donate_argnames="cache")
         self._decode = jax.jit(_decode_step, donate_argnames="cache")
@@ -114,9 +114,9 @@ class Engine:
 
         Args:
           prompt: token ids, at least one.
-          max_tokens: tokens to generate at most.
+          max_tokens: the most tokens to generate.
           sampling: how tokens are chosen; default greedy.
-          stop: token ids that end the request; the one met is kept as its last token.  Default those of the checkpoint.
+          stop: token ids that end the request; the last token is then one of them.  Default those of the checkpoint.
 
         Returns:
           The request; `step` and `run` fill it.
@@ -132,9 +132,9 @@ class Engine:
         prompt = tuple(map(operator.index, prompt))
         outside = [token for token in prompt if not 0 <= token < vocabulary]
         if not prompt or outside:
-            told = f"holds {outside[0]}" if outside else "is empty"
-            raise ValueError(f"`prompt` {told}: expected one or more token ids from 0 to {vocabulary - 1}")
-        # The last token is never written: nothing comes after it.
+            problem = f"has token id {outside[0]}" if outside else "is empty"
+            raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
+        # The last token has no entry, because no token attends to it.
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
         table, cache = (blocks * self.block_size for blocks in (self.table_blocks, self.pool.num_blocks))
         if entries > min(table, cache):
@@ -150,9 +150,9 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request that waits or runs; its blocks are free again.  ValueError for one that does neither.
+        """Ends a waiting or running request and frees its blocks.  ValueError if it has already ended.
 
-        Inside `run`, no further token of it is yielded; one that the same step drew is in `request.generated`.
+        `run` yields no further token of it; one that the current step sampled is in `request.generated`.
         """
         if request in self.waiting:
             self.waiting.remove(request)
@@ -163,40 +163,40 @@ class Engine:
         request.finish_reason = "cancelled"
 
     def run(self) -> Iterator[tuple[Request, int]]:
-        """Steps until nobody waits or runs; each new token with its request."""
+        """Steps until all requests have ended; yields each new token with its request."""
         while self.waiting or self.running:
             yield from uncancelled(self.step())
 
     def step(self) -> list[tuple[Request, int]]:
-        """A chunk of one prompt, and a token of every request past its prompt: the new tokens.
+        """Runs a step and returns its tokens: a chunk of one prompt, and one token of each request past its prompt.
 
         A request whose logits are NaN ends, with `finish_reason` "nan" and no further token; the others go on.
         """
         return [*self._prefill_next(), *self._decode_ready()]
 
     def warm_up(self) -> None:
-        """Compiles the programs, by running them on no request: later steps take only the time of their work."""
+        """Compiles the programs by running them without requests, so that later steps do not compile."""
         self._advance(self._prefill, [], count=1, columns=self.chunk)
         self._advance(self._decode, [], count=self.max_requests, columns=1)
         self.cache = self.tiers.warm_up(self._copy(self.cache, _ids(NOWHERE), _ids(NOWHERE)))
 
     def _prefill_next(self) -> list[tuple[Request, int]]:
         unfinished = [request for request in self.running if request.missing > 1]
-        # Nobody joins before the prompts of those before are cached: their prefixes can then be shared.
+        # A request joins only after earlier prompts are cached, so that it can share their prefixes.
         while not unfinished and self._admit():
             unfinished = [request for request in self.running if request.missing > 1]
         return self._advance(self._prefill, unfinished[:1], count=1, columns=self.chunk) if unfinished else []
 
     def _decode_ready(self) -> list[tuple[Request, int]]:
         for request in list(self.running):
-            # Making room for an older one may have sent this one back to the queue.
+            # Making room for an older request may have preempted this one.
             if request.missing == 1 and request in self.running:
                 self._make_room(request)
         ready = [request for request in self.running if request.missing == 1]
         return self._advance(self._decode, ready, count=self.max_requests, columns=1) if ready else []
 
     def _advance(self, program, requests: list[Request], *, count: int, columns: int) -> list[tuple[Request, int]]:
-        """Runs a program on the next tokens of these requests; the tokens that it draws."""
+        """Runs a program on the next tokens of these requests; returns the sampled tokens."""
         rows = Rows.of(requests, count, columns, table_blocks=self.table_blocks, block_size=self.block_size)
         self.cache, drawn = program(self.model, self.cache, rows)
         new = []
@@ -205,7 +205,7 @@ class Engine:
                 self._fill(request, length)
             request.cached = length
             if request.missing:
-                continue  # there is more of the prompt: what was drawn is its next token, known already
+                continue  # the prompt goes on: ignore the sampled token
             if token < 0:
                 request.finish_reason = "nan"
             else:
@@ -216,7 +216,7 @@ class Engine:
         return new
 
     def _admit(self) -> bool:
-        """Lets the head of the queue join, if there is a row for it, and blocks for all its tokens."""
+        """Admits the head of the queue if there are a row and enough blocks for it."""
         if not self.waiting or len(self.running) == self.max_requests:
             return False
         request = self.waiting[0]
@@ -226,7 +226,7 @@ class Engine:
             return False
         if BELOW in prefix.blocks:
             self._load(request, prefix)
-            return self._admit()  # all of it is on the device now, or not to be had
+            return self._admit()  # what could be loaded is on the device now
         self.running.append(self.waiting.popleft())
         request.blocks = [self.pool.share(block) for block in prefix.blocks]
         request.cached = prefix.tokens
@@ -236,8 +236,8 @@ class Engine:
         return True
 
     def _load(self, request: Request, prefix: Prefix) -> None:
-        """Brings what is below the device into blocks of it, where the request will find it; nothing if that fails."""
-        # Held meanwhile, lest one block of the prefix give its room to another.
+        """Loads the blocks of a prefix that are not on the device; if that fails, the request computes them."""
+        # Hold all blocks of the prefix, so that loading one does not evict another.
         blocks = [block if block == BELOW else self.pool.share(block) for block in prefix.blocks]
         contents = {}
         for index, block in enumerate(blocks):
@@ -253,13 +253,13 @@ class Engine:
             self._release(blocks)
 
     def _extend_keys(self, request: Request) -> None:
-        """The keys of the blocks that its tokens fill."""
+        """Adds the keys of the blocks that its tokens fill."""
         known = len(request.keys) * self.block_size
         if len(request.tokens) - known >= self.block_size:
             request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)
 
     def _fill(self, request: Request, length: int) -> None:
-        """Makes the blocks findable, here and below, that are full now that `length` tokens are cached."""
+        """Registers and stores the blocks that are full once `length` tokens are cached."""
         self._extend_keys(request)
         filled = range(request.cached // self.block_size, length // self.block_size)
         contents = {request.keys[index]: request.blocks[index] for index in filled}
@@ -268,22 +268,22 @@ class Engine:
         self.tiers.store(self.cache, contents)
 
     def _make_room(self, request: Request) -> None:
-        """Gives a running request the block of its next token: the youngest go back to the queue where none is free."""
+        """Takes the blocks for a running request's next token; preempts the most recent requests if none is free."""
         while self._lacks(request) > self.pool.num_free:
-            youngest = self.running[-1]
-            self._leave(youngest)
-            self.waiting.appendleft(youngest)
-            if youngest is request:
+            latest = self.running[-1]
+            self._leave(latest)
+            self.waiting.appendleft(latest)
+            if latest is request:
                 return
         self._own(request)
 
     def _lacks(self, request: Request) -> int:
-        """Blocks that `_own` will take: new ones, and for copies."""
+        """The number of blocks that `_own` will take: new ones, and copies of shared ones."""
         shared = map(self.pool.is_shared, request.blocks[request.cached // self.block_size :])
         return _blocks(len(request.tokens), self.block_size) - len(request.blocks) + sum(shared)
 
     def _own(self, request: Request) -> None:
-        """Blocks of its own for every token that it will write: new ones, and copies of shared ones."""
+        """Gives a request its own blocks for the tokens that it will write: new ones, and copies of shared ones."""
         for index in range(request.cached // self.block_size, _blocks(len(request.tokens), self.block_size)):
             if index == len(request.blocks):
                 request.blocks.append(self.pool.take())
@@ -293,13 +293,13 @@ class Engine:
                 self.pool.release(shared)
 
     def _leave(self, request: Request) -> None:
-        """Takes a request out of the batch; blocks that it shared stay with the others."""
+        """Removes a request from the batch; blocks that it shares stay with the others."""
         self.running.remove(request)
         self._release(request.blocks)
         request.blocks, request.cached = [], 0
 
     def _release(self, blocks: list[int]) -> None:
-        # The last first: it is worth nothing without those before it, so it is the first to give its room to others.
+        # Last block first: it is useless without those before it, so it should be evicted first.
         for block in reversed(blocks):
             self.pool.release(block)
 

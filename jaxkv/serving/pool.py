@@ -1,11 +1,11 @@
-"""Which blocks are free, how many requests share each of the others, and what full ones contain."""
+"""`BlockPool`: which blocks are free, how many requests share the others, and what full blocks contain."""
 
 
 class BlockPool:
-    """A free list, reference counts and the keys of contents, on the host.
+    """A free list, reference counts and keys of contents, on the host.
 
-    A block that got a key stays findable by it when nobody holds it any longer, until its room is needed: then the one
-    that has been free for longest goes first.
+    A block with a key can be found by it even after it is released, until it is evicted.  The block that has been free
+    for longest is evicted first.
 
     Args:
       num_blocks: blocks of the cache, 0 to num_blocks - 1; all free at first.
@@ -14,39 +14,39 @@ class BlockPool:
     def __init__(self, num_blocks: int):
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks))[::-1]
-        """Free, of unknown content."""
+        """Free blocks without a key."""
         self._kept: dict[int, None] = {}
-        """Free, but findable; the longest free first."""
+        """Free blocks that can still be found by key; the longest free first."""
         self._keys: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
         """The inverse of `_keys`."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in all."""
+        """Blocks of the cache."""
         return len(self._references)
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, those that can be found included."""
+        """Blocks that are not held, including those that can still be found."""
         return len(self._blank) + len(self._kept)
 
     def take(self) -> int:
-        """A free block of no known content, now held once.  RuntimeError where none is free: ask `num_free` first."""
+        """Takes a free block, evicting a cached one if necessary.  RuntimeError if none is free: check `num_free`."""
         if self._blank:
             block = self._blank.pop()
         elif self._kept:
             block = next(iter(self._kept))
             del self._kept[block], self._blocks[self._keys.pop(block)]
         else:
-            raise RuntimeError(f"none of {self.num_blocks} blocks is free: ask `num_free` before taking one")
+            raise RuntimeError(f"none of {self.num_blocks} blocks is free: check `num_free` before taking one")
         self._references[block] = 1
         return block
 
     def name(self, block: int, key: bytes) -> None:
-        """Makes a held block findable, now that it contains what `key` stands for; nothing where another block is.
+        """Makes a held block findable by the key of its contents, unless another block already has that key.
 
-        From then on nothing else may be written into it.  ValueError where nobody holds it, or it has another key.
+        Nothing may be written to it afterwards.  ValueError if it is not held or has another key.
         """
         known = self._keys.get(self._held(block), key)
         if known != key:
@@ -55,19 +55,19 @@ class BlockPool:
             self._keys[block], self._blocks[key] = key, block
 
     def find(self, key: bytes) -> int | None:
-        """The block, held or free, that contains what `key` stands for; None where there is none."""
+        """The block with this key, held or free; None if there is none."""
         return self._blocks.get(key)
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody holds it."""
+        """Whether it is not held."""
         return not self._references[self._known(block)]
 
     def is_shared(self, block: int) -> bool:
-        """Whether several hold it: it must be copied before it is written."""
+        """Whether it is held more than once, so that it must be copied before it is written."""
         return self._references[self._held(block)] > 1
 
     def share(self, block: int) -> int:
-        """Holds a block once more.  ValueError where nobody holds it, unless it can be found."""
+        """Holds a block once more.  ValueError if it is neither held nor findable."""
         if block in self._kept:
             del self._kept[block]
             self._references[block] = 1
@@ -76,7 +76,7 @@ class BlockPool:
         return block
 
     def release(self, block: int) -> None:
-        """Gives back one hold; the last one frees the block.  ValueError where nobody holds it."""
+        """Ends one hold; the last one frees the block.  ValueError if it is not held."""
         self._references[self._held(block)] -= 1
         if self._references[block]:
             return

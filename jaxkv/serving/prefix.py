@@ -1,4 +1,4 @@
-"""How much of a request is known before it is computed, and where."""
+"""`Prefix`: the part of a request that is cached, and where."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from jaxkv.serving.request import Request
 from jaxkv.serving.tiers import Tiers
 
 BELOW = -1
-"""In place of a block's id: its content is not on the device, but in a tier below."""
+"""In place of a block id: the content is not on the device, but in host memory or on disk."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The longest known prefix of a request."""
+    """The longest cached prefix of a request."""
 
     tokens: int
-    """Its length; without the request's last token, whose logits are needed."""
+    """Its length, without the request's last token, whose logits must be computed."""
     blocks: list[int]
-    """Where it is on the device, or `BELOW`."""
+    """Its blocks on the device, or `BELOW`."""
     copied: bool
-    """Whether the last block must be copied: the request will write into it, and others hold it."""
+    """Whether the last block must be copied, because the request will write to it and others hold it."""
 
     @classmethod
     def of(
         cls, request: Request, running: Sequence[Request], pool: BlockPool, tiers: Tiers, block_size: int
     ) -> "Prefix":
-        """What is found by the request's keys, and the part of a block that follows where a running request has it."""
+        """The blocks found by key, and the beginning of the next block if a running request has it."""
         blocks = []
         for key in request.keys:
             block = pool.find(key)
@@ -43,15 +43,18 @@ class Prefix:
         return cls(tokens, blocks, tokens < start and blocks[-1] != BELOW and not pool.is_free(blocks[-1]))
 
     def takes(self, count: int, pool: BlockPool) -> int:
-        """How many of the pool's free blocks a request of `count` blocks takes that has this prefix."""
+        """The number of free blocks that a request of `count` blocks with this prefix takes."""
         kept = [block for block in self.blocks if block != BELOW and not pool.is_free(block)]
         return count - len(kept) + self.copied
 
 
 def _common(request: Request, donor: Request, block: int, block_size: int) -> int:
-    """How many tokens of a block both have, `donor` has cached, and are not the request's last; 0 unless all before."""
+    """The number of leading tokens of a block that `request` can copy from `donor`; 0 if earlier blocks differ.
+
+    These are cached by `donor`, and exclude the request's last token.
+    """
     if block and donor.keys[block - 1 : block] != request.keys[block - 1 : block]:
-        return 0  # a key stands for all tokens so far
+        return 0  # a key covers all earlier tokens
     start = block * block_size
     ours, theirs = request.tokens[start:-1], donor.tokens[start : donor.cached]
     pairs = zip(ours[:block_size], theirs[:block_size], strict=False)

@@ -1,15 +1,15 @@
-"""What prefix reuse has spared an engine."""
+"""Counters of prefix reuse."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class PrefixCacheStats:
-    """Tokens of the requests that joined the batch; one that was sent back counts again when it joins again."""
+    """Counts tokens of requests that joined the batch; a preempted request counts again when it rejoins."""
 
     tokens: int = 0
-    """In all."""
+    """All tokens."""
     found: int = 0
-    """Of these, not computed: their entries were found."""
+    """Tokens whose entries were found, so that they were not computed."""
     loaded: int = 0
-    """Of those found, in blocks that came from the host or from disk; the others were on the device."""
+    """Found tokens whose blocks were loaded from host memory or disk; the others were on the device."""

@@ -1,4 +1,4 @@
-"""A request: its prompt and options, and how far it has come."""
+"""`Request`: a prompt with its options and its progress."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from jaxkv.models.sampling import Sampling
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its continuation.  `Engine.submit` makes it; the engine alone changes it."""
+    """One prompt and its continuation.  Made by `Engine.submit`; only the engine changes it."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -19,12 +19,12 @@ class Request:
     blocks: list[int] = field(default_factory=list, init=False)
     """Its blocks, in order."""
     cached: int = field(default=0, init=False)
-    """How many of its tokens, from the first, have entries in its blocks."""
+    """The number of leading tokens that have entries in its blocks."""
     keys: list[bytes] = field(default_factory=list, init=False)
-    """What its full blocks contain, in order; of all its tokens, or of those when it joined or filled a block last."""
+    """Keys of its full blocks, in order; updated when it joins and when it fills a block."""
     finish_reason: str | None = field(default=None, init=False)
-    """None while it waits or runs; then "stop" (its last token is a stop token), "length", "cancelled", or "nan": its
-    logits are NaN."""
+    """None while it waits or runs; then "stop" (its last token is a stop token), "length", "cancelled", or "nan" (its
+    logits are NaN)."""
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
@@ -40,7 +40,7 @@ class Request:
         return len(self.tokens) - self.cached
 
     def append(self, token: int) -> None:
-        """Takes the next token, and ends where it is a stop token or the last."""
+        """Appends the next token; sets `finish_reason` if it is a stop token or the last."""
         self.tokens.append(token)
         if token in self.stop:
             self.finish_reason = "stop"
@@ -49,5 +49,5 @@ class Request:
 
 
 def uncancelled(drawn: Iterable[tuple[Request, int]]) -> Iterator[tuple[Request, int]]:
-    """The new tokens of a step, one by one, without those of requests that the consumer cancels in between."""
+    """Yields the new tokens of a step, except those of requests that the consumer cancels in between."""
     return ((request, token) for request, token in drawn if request.finish_reason != "cancelled")

@@ -1,4 +1,4 @@
-"""What a step of the engine takes: a table of requests in static shapes."""
+"""`Rows`: the inputs of a step, as arrays of static shape."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from jaxkv.serving.request import Request
 
 
 class Rows(NamedTuple):
-    """Rows of requests; the arrays are NumPy's on the host, JAX's inside a program."""
+    """One row per request; NumPy arrays on the host, JAX arrays inside a program."""
 
     tokens: Any
     """int32 [B, Q], new tokens, aligned to the end."""
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, requests: Sequence[Request], count: int, columns: int, *, table_blocks: int, block_size: int) -> "Rows":
-        """Up to `columns` next tokens of each request, in `count` rows; those left over are nobody's."""
+        """Up to `columns` next tokens of each request, in `count` rows; the other rows are empty."""
         rows = cls(
             tokens=np.zeros((count, columns), np.int32),
             seq_lens=np.zeros(count, np.int32),
@@ -55,6 +55,6 @@ class Rows(NamedTuple):
         return rows
 
     def draw(self, logits) -> jax.Array:
-        """The next token of each row, int32 [B], from its logits [B, V]; -1 where they are NaN."""
+        """Samples the next token of each row, int32 [B], from logits [B, V]; -1 if they are NaN."""
         # The next token's position is the length so far: its random numbers do not depend on the step or the row.
         return sample(logits, self.temperature, self.top_p, self.seeds, self.seq_lens)

@@ -1,4 +1,4 @@
-"""The tiers below the device, as the engine uses them: what fails there costs time, never a request."""
+"""Host memory and disk as the engine uses them: a failure there costs time, but never fails a request."""
 
 import logging
 
@@ -10,16 +10,16 @@ from jaxkv.offload import DamagedBlock, HostPool, LoadFailed
 _log = logging.getLogger("jaxkv")
 
 FAILURES = (OSError, RuntimeError, MemoryError, LookupError, DamagedBlock)
-"""What a transfer raises that did not come about; JAX's errors are RuntimeErrors."""
+"""What a failed transfer raises.  JAX's errors are RuntimeErrors."""
 
 
 class Tiers:
-    """Host memory and the disk below it; or nothing, without a pool."""
+    """A host pool, which may have a disk pool; without a pool, nothing is stored or found."""
 
     def __init__(self, pool: HostPool | None):
         self._pool = pool
         self._lost: set[bytes] = set()
-        """Keys that the pool has and could not load: absent until they are stored again."""
+        """Keys that could not be loaded: treated as absent until they are stored again."""
         self.failures = 0
 
     def check(self, cache: KVCache, layout: CacheLayout | PackedLayout) -> None:
@@ -27,25 +27,25 @@ class Tiers:
         if self._pool is None:
             return
         if not isinstance(self._pool, HostPool):
-            told = type(self._pool).__name__
-            raise ValueError(f"`offload` is a {told}: expected a HostPool, which takes a DiskPool as its `disk`")
+            found = type(self._pool).__name__
+            raise ValueError(f"`offload` is a {found}: expected a HostPool (pass a DiskPool as its `disk`)")
         if self._pool.layout.fingerprint != layout.fingerprint:
             raise ValueError(
                 f"`offload` is a pool of other blocks\n{self._pool.layout}\nexpected those of `model.layout` with the "
                 f"engine's `block_size` and `order`\n{layout}"
             )
         if len(cache.buffer.sharding.device_set) > 1:
-            raise ValueError(f"`offload` takes blocks of one device: the cache is on {cache.buffer.sharding}")
+            raise ValueError(f"`offload` supports a cache on one device: this cache is on {cache.buffer.sharding}")
 
     def warm_up(self, cache: KVCache) -> KVCache:
-        """Compiles what transfers need."""
+        """Compiles the programs of transfers."""
         return cache if self._pool is None else self._pool.warm_up(cache)
 
     def __contains__(self, key: bytes) -> bool:
         return self._pool is not None and key in self._pool and key not in self._lost
 
     def store(self, cache: KVCache, contents: dict[bytes, int]) -> None:
-        """Sends blocks of the cache, by key, to the host."""
+        """Stores blocks of the cache, given by key, in the pool."""
         if self._pool is None or not contents:
             return
         try:
@@ -55,7 +55,7 @@ class Tiers:
             self._failed("were not stored", len(contents), error)
 
     def load(self, cache: KVCache, contents: dict[bytes, int]) -> tuple[KVCache, bool]:
-        """The cache, donated, with contents of these keys in these blocks; False where they hold anything instead."""
+        """Loads blocks, given by key, into the cache, which is donated.  False if they hold anything else instead."""
         if self._pool is None:
             return cache, False
         keys = list(contents)
@@ -63,7 +63,7 @@ class Tiers:
             return self._pool.load(cache, list(contents.values()), keys), True
         except FAILURES as error:
             self._failed("were not loaded; what cannot be read is computed instead", len(contents), error)
-            if all(key in self._pool for key in keys):  # it does not know which is at fault
+            if all(key in self._pool for key in keys):  # the error does not say which key failed
                 self._lost.update(keys)
             return error.cache if isinstance(error, LoadFailed) else cache, False
 

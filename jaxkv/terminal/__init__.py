@@ -1,1 +1,1 @@
-"""What programs print, write and may take: messages, progress, streams, files and memory."""
+"""What the programs share: messages, progress, streams, files of results, and checks of memory."""

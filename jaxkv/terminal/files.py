@@ -1,4 +1,4 @@
-"""Files of results."""
+"""Writing results to files."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def write_json(path: Path, found: Mapping[str, Any]) -> None:
-    """`found` as JSON; OSError names the file."""
+    """Writes `found` as JSON; an OSError names the file."""
     with named(path):
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """An OSError of the body names the file: that of a full disk, for one, does not."""
+    """Makes an OSError of the body name the file, which that of a full disk does not."""
     try:
         yield
     except OSError as error:

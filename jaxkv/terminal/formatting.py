@@ -1,4 +1,4 @@
-"""Numbers in words."""
+"""Numbers in messages."""
 
 
 def counted(number: int, things: str) -> str:
@@ -7,5 +7,5 @@ def counted(number: int, things: str) -> str:
 
 
 def size(nbytes: int) -> str:
-    """In GB, or in MB where it is less than one."""
+    """`nbytes` in GB, or in MB below one GB."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""What fits in the memory of a device."""
+"""Checks of what fits in the memory of a device."""
 
 import os
 from typing import Any
@@ -9,20 +9,20 @@ from jaxkv.terminal.formatting import size
 
 
 def device_memory(device: jax.Device) -> int:
-    """Bytes that arrays may take on the device: what JAX's allocator gives, or the host's memory on CPUs."""
+    """Bytes that arrays may occupy on the device: the limit of JAX's allocator, or the host's memory on CPUs."""
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def nbytes(arrays: Any) -> int:
-    """Of all arrays of a pytree, which may be descriptions."""
+    """Bytes of all arrays of a pytree, which may be `jax.ShapeDtypeStruct`s."""
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
 
 
 def require_memory(what: str, needed: int) -> None:
-    """ValueError where `what`, of so many bytes, exceeds the first device's memory.
+    """ValueError if `what`, of `needed` bytes, exceeds the memory of the first device.
 
-    Checked before anything is allocated: on CPUs, the operating system would end the process instead.
+    Call it before allocating: on CPUs, the operating system would kill the process instead.
     """
     device = jax.devices()[0]
     limit = device_memory(device)

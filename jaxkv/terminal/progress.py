@@ -9,7 +9,7 @@ WIDTH = 30
 
 
 def progress[T](items: Iterable[T], what: str) -> Iterator[T]:
-    """The items, with a bar on standard error that shows how many have been taken."""
+    """Yields the items, and shows on standard error how many have been processed."""
     items = items if isinstance(items, Sized) else list(items)
     total = len(items)
     shown = sys.stderr.isatty()

@@ -11,15 +11,16 @@ INTERRUPTED, CLOSED_PIPE = 128 + 2, 128 + 13
 
 
 def notice(text: str, end: str = "\n") -> None:
-    """`text` on standard error, at once; dropped where that cannot be written, for results matter more."""
+    """`text` on standard error, at once; silently dropped if that cannot be written, because results matter more."""
     with suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """The exit status of `run()`, which ends without a traceback where standard output fails, and on Ctrl-C.
+    """Calls `run` and returns its exit status, without a traceback if standard output fails or on Ctrl-C.
 
-    Output that cannot be written gives a line and status 1, but a pipe whose reader went away is nothing to report.
+    Output that cannot be written is reported in one line, with status 1.  A pipe whose reader went away is not
+    reported.
     """
     _open_closed_streams()
     try:
@@ -40,19 +41,19 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Where the caller has closed a stream (`2>&-`): errors go nowhere, and output fails as on any closed file.
+    """Opens streams that the caller has closed (`2>&-`): errors are dropped, and output fails as on any closed file.
 
-    The descriptors are taken, lest a file that is opened later gets what is meant for a stream.
+    This occupies their descriptors.  Otherwise, a file that is opened later would receive what is meant for a stream.
     """
     for name, flags, mode in (("stdin", os.O_WRONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that its encoding lacks is no reason to stop
+    if isinstance(sys.stdout, io.TextIOWrapper):  # do not fail on characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _discard_unwritten() -> None:
-    """Has what standard output could not take go nowhere, or the interpreter would try again as it exits, and fail."""
+    """Discards what standard output could not write; the interpreter would fail to write it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

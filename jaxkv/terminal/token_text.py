@@ -1,4 +1,4 @@
-"""The text of tokens as they come, one by one."""
+"""The text of tokens, streamed one by one."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 class IdStream:
-    """Where there is no tokenizer: the token ids in decimals, with spaces between them."""
+    """Without a tokenizer: the token ids in decimals, separated by spaces."""
 
     def __init__(self):
         self._separator = ""
@@ -19,29 +19,29 @@ class IdStream:
         return text
 
     def end(self) -> str:
-        """What is left: nothing."""
+        """The rest of the text: nothing."""
         return ""
 
 
 class TextStream:
-    """What a tokenizer decodes the tokens to, without special ones: every character once, as soon as it is whole.
+    """The decoded text without special tokens: every character once, as soon as it is complete.
 
     Bytes that are not UTF-8 become U+FFFD.  Only then can the text differ from that of all tokens decoded at once:
-    byte-fallback decoders replace the characters before such bytes as well, which are out already.
+    byte-fallback decoders also replace characters before such bytes, which have already been returned here.
     """
 
     def __init__(self, tokenizer: "Tokenizer"):
         self._tokenizer = tokenizer
         self._stream = _stream()
         self._held: list[int] = []
-        """The last tokens, whose text is not out yet."""
+        """The last tokens, whose text has not been returned yet."""
 
     def push(self, token: int) -> str:
-        """The text that the next token completes; empty where it completes none."""
+        """The text that the next token completes; may be empty."""
         self._held.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
-        except Exception:  # no narrower type: what is out already would be replaced
+        except Exception:  # tokenizers has no narrower type: text that was already returned would be replaced
             self._stream = _stream()
             text = "".join(self._stream.step(self._tokenizer, held) or "" for held in self._held)
         if text:
@@ -49,7 +49,7 @@ class TextStream:
         return text or ""
 
     def end(self) -> str:
-        """What is left: a character that the last tokens began, as U+FFFD."""
+        """The rest of the text: U+FFFD for a character that the last tokens left incomplete."""
         return self._tokenizer.decode(self._held)
 
 

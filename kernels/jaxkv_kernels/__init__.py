@@ -1,5 +1,8 @@
-"""The implementations behind jaxkv: they know arrays and strides, never a cache or a layout object.
+"""The implementations behind jaxkv.  They know arrays and strides, and never see a cache or a layout object.
 
-`formats`: what one token stores, and how it is encoded.  `addressing`: where an entry lies in the flat buffer, and
-index arithmetic on block tables.  `xla`, `triton`, `mosaic_gpu`: the operations, implemented.
+- `jaxkv_kernels.formats`: what one token stores, and how it is encoded and decoded.
+- `jaxkv_kernels.addressing`: where an entry lies in the flat buffer, and index arithmetic on block tables.
+- `jaxkv_kernels.kernel`: what an implementation registers for each operation.
+- `jaxkv_kernels.xla`, `jaxkv_kernels.triton`, `jaxkv_kernels.mosaic_gpu`: the implementations, each with a table
+  `KERNELS` of its kernels by operation.
 """

@@ -1,4 +1,4 @@
-"""What an implementation registers for an operation: the kernel, and the reasons against running it."""
+"""`Kernel`, what an implementation registers for an operation: the function, and the reasons against running it."""
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
@@ -13,30 +13,30 @@ class Kernel:
     """One operation in one implementation."""
 
     run: Callable[..., Any]
-    """Takes the arrays and the options of a checked call by name."""
+    """The function; its arguments are the arrays and options of a checked call, by name."""
     entries: Listed
-    """The kinds of entries and their formats that the kernel supports; empty if it reads and writes none, or any bytes.
+    """The supported formats by kind of entry; empty if the kernel does not interpret entries.
 
-    A kernel knows the bytes of the entries that are listed, and must not guess those of others.
+    A kernel knows the bytes of the listed entries and must not guess those of others.
     """
     unsupported_reasons: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[str]]
-    """Reasons against a call with these arrays and options, whose entries are listed; none if it is supported."""
+    """The reasons against a call with these arrays and options, whose entry is listed; none if it is supported."""
     unavailable_reasons: Callable[[], Iterable[str]]
-    """Reasons against every call on this machine; none if the kernel can run here."""
+    """The reasons against every call on this machine; none if the kernel can run here."""
 
     def reasons_against(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-        """Reasons against a call on every machine; none if it is supported."""
+        """The reasons against a call that hold on every machine; none if it is supported."""
         return unlisted(self.entries, options) or list(self.unsupported_reasons(arrays, options))
 
 
 def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[str]:
-    """The reasons of a kernel that supports every call with listed entries."""
+    """No reasons: for a kernel that supports every call with listed entries."""
     del arrays, options
     return ()
 
 
 def imported_when_called(module: str, name: str) -> Callable[..., Any]:
-    """The function `name` of `module`, which is imported by the first call: Pallas and Triton are slow to import."""
+    """The function `name` of `module`, imported by its first call, because Pallas and Triton are slow to import."""
 
     def run(*args, **kwargs):
         return getattr(importlib.import_module(module), name)(*args, **kwargs)

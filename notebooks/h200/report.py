@@ -1,20 +1,19 @@
-"""The README's table of speed, made from the recorded measurements beside this file.
+"""Tables made from the recorded measurements beside this file.
 
-    python notebooks/h200/report.py README.md
+    python notebooks/h200/report.py README.md notebooks/README.md
 
-rewrites what stands between the marks `<!-- speed -->` and `<!-- /speed -->`.  `decode_mla.json` is what
-`jaxkv bench decode_mla --suite peers --implementation mosaic_gpu --json decode_mla.json` wrote, `flash_mla.json` what
-`python notebooks/h200/time_flash_mla.py flash_mla.json` wrote on the same machine within the same hour.
+rewrites what stands between the marks `<!-- speed -->` and `<!-- /speed -->`, and between `<!-- models -->` and
+`<!-- /models -->`, in the named files.  `notebooks/README.md` says which command recorded which file.
 """
 
 import argparse
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-MARKS = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ def rows() -> list[Row]:
     return found
 
 
-def table() -> str:
-    """A Markdown table: packed caches in full, and for cross-layer caches the ratios."""
+def speed() -> str:
+    """A Markdown table of `decode_mla` beside FlashMLA: packed caches in full, and the ratios of cross-layer caches."""
     every = rows()
     many = {row.shape: row for row in every if row.layers > 1}
     heading = ("requests x heads x query tokens x tokens", "jaxkv ms", "FlashMLA ms", "ratio", "ratio, many layers")
@@ -89,15 +88,52 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def models() -> str:
+    """A Markdown table of whole models and of blocks in host memory."""
+    found = read("models_and_offload.json")
+    step, ttft, offload = found["model_step"], found["ttft"], found["offload"]
+    ms, large, whole = ttft["ms"], offload["large"], offload["rows"]
+
+    def rates(order: str) -> str:
+        parts = [f"{way} {rate:.1f} GB/s ({rate / large[way]:.2f})" for way, rate in whole[order].items()]
+        return f"{', '.join(parts)} in {order}"
+
+    lines = [
+        (
+            f"{step['what']}; {step['requests']} requests x {step['tokens']:,} tokens",
+            f"{step['step_ms']:.1f} ms, of which all kernels {step['kernels_ms']:.1f} ms "
+            f"and those of jaxkv {step['jaxkv_kernels_ms']:.1f} ms",
+        ),
+        (
+            f"{ttft['what']}",
+            f"prefix computed {ms['cold']:.0f} ms; found on the device {ms['device']:.1f}, "
+            f"in host memory {ms['host']:.1f}, on disk {ms['disk']:.0f} ms",
+        ),
+        (
+            f"{offload['what']}",
+            f"{rates('BLNHC')}; {rates('LBNHC')}; fractions of one large array",
+        ),
+    ]
+    return "\n".join(["| what, and by which command | result |", "|---|---|", *(f"| {a} | {b} |" for a, b in lines)])
+
+
+TABLES: dict[str, Callable[[], str]] = {"speed": speed, "models": models}
+"""The table between each pair of marks."""
+
+
 def main():
-    """Rewrites the table of the file named on the command line."""
+    """Rewrites the tables of the files named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("readme", type=Path)
-    readme = parser.parse_args().readme
-    text, count = MARKS.subn(lambda _: f"{table()}\n", readme.read_text())
-    if count != 1:
-        parser.error(f"{readme} holds {count} pairs of marks: expected one `<!-- speed -->` and one `<!-- /speed -->`")
-    readme.write_text(text)
+    parser.add_argument("readmes", type=Path, nargs="+")
+    for readme in parser.parse_args().readmes:
+        text, count = readme.read_text(), 0
+        for name, table in TABLES.items():
+            marks = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+            text, found = marks.subn(lambda _, table=table: f"{table()}\n", text)
+            count += found
+        if not count:
+            parser.error(f"{readme} has no marks: expected a pair such as `<!-- speed -->` and `<!-- /speed -->`")
+        readme.write_text(text)
 
 
 if __name__ == "__main__":

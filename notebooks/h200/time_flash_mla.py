@@ -1,6 +1,6 @@
 """Times FlashMLA's dense decode on this GPU, on the shapes of `jaxkv bench decode_mla --suite peers`.
 
-    python notebooks/h200/time_flash_mla.py flash_mla.json
+    python notebooks/h200/time_flash_mla.py flash_mla.json --commit COMMIT
 
 Needs an NVIDIA Hopper GPU, PyTorch, and FlashMLA (https://github.com/deepseek-ai/FlashMLA) built from source.  Run it
 on the same machine and in the same hour as `jaxkv bench decode_mla --suite peers --json decode_mla.json`: H200s differ
@@ -111,14 +111,21 @@ def main():
     """Writes the rows to the file named on the command line, each as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path)
-    file = parser.parse_args().json
+    parser.add_argument("--commit", required=True, help="the commit of FlashMLA, which its version does not name")
+    args = parser.parse_args()
+    file = args.json
     torch.manual_seed(0)
     properties = torch.cuda.get_device_properties(0)
     found = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         "device": properties.name,
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "flash_mla": flash_mla.__version__},
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "flash_mla": flash_mla.__version__,
+            "commit": args.commit,
+        },
         "ceilings": ceilings(),
         "rows": [],
     }

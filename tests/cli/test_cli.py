@@ -127,13 +127,13 @@ class TestNothing:
 
     def test_no_operation_was_checked(self, monkeypatch, capsys):
         monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
-        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked, triton takes no call here: "):
+        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call on this"):
             main(["verify", "--implementation", "triton"])
-        assert "decode_mla         bf16         refused on 6 orders: decode_mla: " in capsys.readouterr().out
+        assert "decode_mla         bf16         rejected on 6 orders: decode_mla: " in capsys.readouterr().out
 
     def test_no_random_call_was_made(self, monkeypatch):
-        monkeypatch.setattr("jaxkv.fuzz.cases.TRIES", 3)
-        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked, triton takes no call here"):
+        monkeypatch.setattr("jaxkv.fuzz.families.TRIES", 3)
+        with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call"):
             main(["verify", "--implementation", "triton", "--calls", "3"])
 
     def test_no_shape_was_timed(self, monkeypatch, tmp_path):
@@ -148,13 +148,13 @@ class TestNothing:
 def test_verify_tells_refusals_from_faults(monkeypatch, capsys):
     orders = ("LBNHC", "BLNHC")
     cases = [verify.Case("write_mla", order) for order in orders]
-    cases += [verify.Case("decode_mla", orders[0]), verify.Case("decode_mla", orders[1], refused="needs more")]
+    cases += [verify.Case("decode_mla", orders[0]), verify.Case("decode_mla", orders[1], rejected="needs more")]
     monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
     monkeypatch.setattr(verify, "_verify", lambda entry, implementation: iter(cases))
     assert main(["verify"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" ok on 2 orders")
-    assert lines[1].endswith(" ok on 1 order; refused on 1 order: needs more")
+    assert lines[1].endswith(" ok on 1 order; rejected on 1 order: needs more")
     assert lines[2].startswith("all of 3 cases on cpu in ")
     cases.append(verify.Case("gather_mla", orders[0], wrong="differs from the packed cache"))
     assert main(["verify"]) == 1

@@ -22,7 +22,7 @@ def test_the_report_is_complete(monkeypatch):
     for name, devices in jaxkv.implementations().items():
         assert f"{name} ({devices}): " in told
     count = len(list(sample_calls()))
-    assert f"takes {count} of {count} sample calls" in told
+    assert f"supports {count} of {count} sample calls" in told
     assert "unknown (" not in told
 
 
@@ -33,7 +33,7 @@ def test_the_command_prints_the_report(capsys):
     assert "implementations\n  " in capsys.readouterr().out
 
 
-def test_an_implementation_tells_what_it_refuses(monkeypatch):
+def test_an_implementation_lists_what_it_rejects(monkeypatch):
     def explain(operation, *args, **kwargs):
         if operation is jaxkv.write_kv:
             raise RuntimeError("no\ndriver")
@@ -43,9 +43,9 @@ def test_an_implementation_tells_what_it_refuses(monkeypatch):
     monkeypatch.setattr(jaxkv, "explain", explain)
     monkeypatch.setattr(jaxkv, "implementations", lambda: {"xla": "any device"})
     headline, taken, *refused = doctor._implementations()
-    assert headline.startswith("xla (any device): usable, takes 4 of ")
-    assert taken == "  takes decode_kv bf16, decode_kv f16, decode_kv f32, decode_kv fp8"
-    assert any(line.startswith("  refuses write_mla bf16, ") and line.endswith(": needs a GPU") for line in refused)
+    assert headline.startswith("xla (any device): usable, supports 4 of ")
+    assert taken == "  supports decode_kv bf16, decode_kv f16, decode_kv f32, decode_kv fp8"
+    assert any(line.startswith("  rejects write_mla bf16, ") and line.endswith(": needs a GPU") for line in refused)
     assert any(line.endswith("write_kv fp8: unknown (RuntimeError: no driver)") for line in refused)
 
 
@@ -56,8 +56,8 @@ def test_a_reason_against_all_calls_is_told_once(monkeypatch):
     monkeypatch.setattr(jaxkv, "explain", explain)
     monkeypatch.setattr(jaxkv, "implementations", lambda: {"triton": "NVIDIA GPUs"})
     headline, *refused = doctor._implementations()
-    assert headline.startswith("triton (NVIDIA GPUs): not usable, takes none of ")
-    assert refused == ["  refuses all: needs a GPU", "  refuses all: needs triton"]
+    assert headline.startswith("triton (NVIDIA GPUs): not usable, supports none of ")
+    assert refused == ["  rejects all: needs a GPU", "  rejects all: needs triton"]
 
 
 @pytest.mark.parametrize("probe", ["_version", "_environment", "jax.local_devices", "sample_calls"])
@@ -81,7 +81,7 @@ def test_a_failing_probe_says_so_and_the_others_go_on(monkeypatch, probe):
         ({"triton": "3.6.0"}, ["does not compile with triton 3.6.0"]),
         ({"triton": "3.6.0", "jax-triton": "0.3.1"}, []),
         ({"jax-cuda12-plugin": "0.11.2"}, ["are both installed"]),
-        ({"jax-cuda13-plugin": "0.10.1"}, ["jax-cuda13-plugin 0.10.1 is not of jaxlib's version, 0.11.2"]),
+        ({"jax-cuda13-plugin": "0.10.1"}, ["jax-cuda13-plugin 0.10.1 does not match jaxlib 0.11.2"]),
     ],
 )
 def test_conflicts(changed, told):

@@ -93,7 +93,7 @@ def refusal(*arguments, model):
 def test_a_tokenizer_that_cannot_be_read_is_told(with_tokenizer, text):
     folder, _ = with_tokenizer
     (folder / "tokenizer.json").write_bytes(text)
-    assert f"{folder / 'tokenizer.json'} is not a tokenizer" in refusal("--ids", "1", model=folder)
+    assert f"{folder / 'tokenizer.json'} cannot be read by" in refusal("--ids", "1", model=folder)
 
 
 def test_a_prompt_that_the_tokenizer_cannot_encode_is_told(with_tokenizer):
@@ -236,7 +236,7 @@ def test_another_entry_format_is_told(capsys):
     [
         ((), "no prompt: give --prompt or --ids"),
         (("--prompt", "Hi"), "--prompt 'Hi': .* has no tokenizer.json; give the prompt as --ids"),
-        (("--ids", "1", "--ids", "1 97"), "prompt 2: `prompt` holds 97: expected one or more token ids from 0 to 96"),
+        (("--ids", "1", "--ids", "1 97"), "prompt 2: `prompt` has token id 97: expected one or more token ids from 0"),
         (("--ids", "1", "--max-tokens", "600"), "600 entries: a request's table holds 512 and the cache 512"),
         (("--ids", "1", "--temperature", "-1"), "`temperature` is -1.0"),
         (("--ids", "1", "--top-p", "0"), "`top_p` is 0.0"),

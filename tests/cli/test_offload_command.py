@@ -26,7 +26,7 @@ def test_rates_and_steps_are_told(capsys, tmp_path):
         "one large array: ",
         "BLNHC: store ",
         "LBNHC: store ",
-        "LBNHC, a copy a layer: store ",
+        "LBNHC, one copy per layer: store ",
         "decode",
     )
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 6

@@ -17,7 +17,7 @@ def test_each_case_finds_its_prefix_and_draws_the_same_tokens(tmp_path, capsys):
     assert main(["ttft", *arguments, "--json", str(tmp_path / "told.json")]) == 0
     printed = capsys.readouterr().out
     assert "a prefix of 128 tokens is 0.1 MB of f32 entries" in printed
-    assert "all found what they should, and drew the same 16 tokens" in printed
+    assert "every case found the expected prefix and generated the same 16 tokens" in printed
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["prefix"] == {"tokens": 128, "bytes": 128 * 136 * 2 * 4, "order": "LBNHC", "chunk": 64}
     assert {name: len(times) for name, times in told["ms"].items()} == {"cold": 2, "device": 2, "host": 2, "disk": 2}

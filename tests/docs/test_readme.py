@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jaxkv.cli import COMMANDS
 from jaxkv.support import support_matrix
 
@@ -52,7 +54,7 @@ def test_prefill_and_decode_run():
     assert scope["logits"].argmax() != scope["token"]
 
 
-def test_blocks_travel(tmp_path):
+def test_blocks_are_offloaded_and_loaded(tmp_path):
     code = code_in("jaxkv/offload")
     scope = {}
     exec(code.replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
@@ -68,21 +70,25 @@ def test_the_support_matrix_is_that_of_the_code():
     assert shown[1] == support_matrix(), "run `jaxkv matrix` and paste its output between the marks"
 
 
-def test_the_speed_table_is_that_of_the_recorded_measurements(tmp_path):
-    copy = tmp_path / "README.md"
-    copy.write_text(re.sub(r"(<!-- speed -->\n).*?(<!-- /speed -->)", r"\1\2", README, flags=re.DOTALL))
+@pytest.mark.parametrize(("name", "marks"), [("README.md", "speed"), ("notebooks/README.md", "models")])
+def test_tables_are_those_of_the_recorded_measurements(name, marks, tmp_path):
+    text, copy = (ROOT / name).read_text(), tmp_path / "README.md"
+    emptied, count = re.subn(rf"(<!-- {marks} -->\n).*?(<!-- /{marks} -->)", r"\1\2", text, flags=re.DOTALL)
+    assert count == 1
+    copy.write_text(emptied)
     report = ROOT / "notebooks" / "h200" / "report.py"
     subprocess.run([sys.executable, report, copy], check=True)
-    assert copy.read_text() == README, "run `python notebooks/h200/report.py README.md`"
+    assert copy.read_text() == text, f"run `python notebooks/h200/report.py {name}`"
 
 
 def test_measurements_name_their_date_device_versions_and_command():
     for name in ("decode_mla", "flash_mla"):
         found = json.loads((ROOT / "notebooks" / "h200" / f"{name}.json").read_text())
         assert {"date", "device", "versions", "command", "ceilings", "rows"} <= set(found), name
+    assert found["versions"]["commit"]  # FlashMLA's version does not change from commit to commit
 
 
-def test_every_command_is_told_of():
+def test_every_command_is_documented():
     for command in COMMANDS:
         assert f"`jaxkv {command}`" in (ROOT / "jaxkv" / "cli" / "README.md").read_text(), command
     told = subprocess.run([sys.executable, "-m", "jaxkv", "--help"], capture_output=True, text=True, check=True).stdout

@@ -7,7 +7,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv.fuzz.case import Case
-from jaxkv.fuzz.cases import OPERATIONS, draw_case
+from jaxkv.fuzz.families import OPERATIONS, draw_case
 from jaxkv_kernels import mosaic_gpu
 from support.available import assume_available
 

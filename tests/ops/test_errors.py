@@ -596,7 +596,7 @@ CACHES = [
             (
                 "buffer too short",
                 lambda c: jaxkv.KVCache(c.buffer[:-1], c.layout),
-                ["`cache.buffer`", "its layout says"],
+                ["`cache.buffer`", "expected its layout's"],
             ),
             ("buffer of rows", lambda c: jaxkv.KVCache(c.buffer.reshape(6, -1), c.layout), ["`cache.buffer`", "[6, "]),
             (
@@ -887,7 +887,7 @@ class TestRefusal:
         arguments, options = self.planned()
         with pytest.raises(NotImplementedError) as caught:
             jaxkv.plan_decode(*arguments, **options, implementation=implementation)
-        for fragment in ("plan_decode", "xla: ", "batch-invariant", "depend on the shape of its batch"):
+        for fragment in ("plan_decode", "xla: ", "batch-invariant", "depend on the shape of the batch"):
             assert fragment in str(caught.value)
 
     def test_explain_gives_the_same_reasons(self):

@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv.bench.workloads import FAMILIES, WORKLOADS
-from jaxkv.fuzz.cases import CASES
+from jaxkv.fuzz.families import FAMILIES as FUZZED
 from jaxkv.ops import OPERATIONS
 from jaxkv.ops.samples import sample_cache
 from jaxkv_kernels import mosaic_gpu, triton, xla
@@ -70,7 +70,7 @@ def test_kernels_are_of_declared_operations(implementation):
 
 
 def test_every_operation_is_fuzzed():
-    assert set(CASES) == {operation.name for operation in OPERATIONS}
+    assert set(FUZZED) == {operation.name for operation in OPERATIONS}
 
 
 def test_every_operation_is_benchmarked():

@@ -374,7 +374,7 @@ def test_an_engine_on_several_devices_takes_no_host_pool(monkeypatch):
     layout = model.layout(4, 4)
     cache = parallel.zeros(layout, mesh, "x")
     monkeypatch.setattr(toy_model.ToyModel, "cache", lambda *_: cache)
-    with pytest.raises(ValueError, match="`offload` takes blocks of one device: the cache is on NamedSharding"):
+    with pytest.raises(ValueError, match="`offload` supports a cache on one device: this cache is on NamedSharding"):
         Engine(model, num_blocks=4, block_size=4, offload=HostPool(layout, 4))
 
 

@@ -201,7 +201,7 @@ def test_what_can_never_be_served_is_refused_at_once():
         engine().submit(prompt(97), max_tokens=1)
     with pytest.raises(ValueError, match="`prompt` is empty: expected one or more token ids from 0 to 96"):
         served.submit(())
-    with pytest.raises(ValueError, match="`prompt` holds 97: expected"):
+    with pytest.raises(ValueError, match="`prompt` has token id 97: expected"):
         served.submit((3, 97))
     with pytest.raises(TypeError, match="`prompt` is 'hello': expected token ids; tokenize the text first"):
         served.submit("hello")

@@ -465,5 +465,5 @@ def test_an_interrupted_load_gives_its_blocks_back(monkeypatch):
 
 
 def test_what_is_no_host_pool_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`offload` is a DiskPool: expected a HostPool, which takes a DiskPool as its"):
+    with pytest.raises(ValueError, match="`offload` is a DiskPool: expected a HostPool"):
         engine(offload=disk_pool(tmp_path))

@@ -1,4 +1,4 @@
-"""Attention of new tokens to a context that lies on several devices."""
+"""Attention of new tokens to a context that is divided over several devices."""
 
 from typing import Any
 
@@ -16,18 +16,18 @@ def decode_mla(
     """`jaxkv.decode_mla` over the shares of all devices along a mesh axis; inside `shard_map`.
 
     Query token t of Q sees the first `seq_len - Q + 1 + t` tokens of the request: on a shard these are not aligned to
-    the end of its share, so that each query token becomes a request of its own there (and reads the share anew).  Its
-    result therefore does not depend on tokens that it does not see, whatever they contain, on any implementation.
+    the end of its share.  Each query token therefore becomes a request of its own there, and re-reads the shard.  Its
+    result does not depend on tokens that it does not see, whatever they contain, on any implementation.
 
     Args:
       q_latent: float [B, Hq, R] or [B, Q, Hq, R], the same on all devices along `axis`.
-      q_pe: [B, Hq, P] or [B, Q, Hq, P], likewise.
+      q_pe: [B, Hq, P] or [B, Q, Hq, P], the same on all devices along `axis`.
       cache: the device's own.
       block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
       seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
         what the tables of all devices have room for, as if the request had that many.
       axis: mesh axis (or several) of the `shard_map` around this call.
-      interleave: static int, tokens in a row that one shard owns.
+      interleave: static int, consecutive tokens that one shard owns.
       return_lse: also return the log-sum-exp of the scores.
       **options: `layer`, `scale`, `kv_scale`, `logit_cap`, `implementation` as `jaxkv.decode_mla` has them, and `plan`,
         one of this module's `plan_decode`.
@@ -54,7 +54,7 @@ def decode_kv(
       seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
         what the tables of all devices have room for, as if the request had that many.
       axis: mesh axis (or several) of the `shard_map` around this call.
-      interleave: static int, tokens in a row that one shard owns.
+      interleave: static int, consecutive tokens that one shard owns.
       return_lse: also return the log-sum-exp of the scores.
       **options: `layer`, `scale`, `k_scale`, `v_scale`, `logit_cap`, `implementation` as `jaxkv.decode_kv` has them,
         and `plan`, one of this module's `plan_decode`.
@@ -78,8 +78,8 @@ def plan_decode(
 
     Args:
       cache: the device's own.
-      block_tables: int32 [B, M], as the calls will get them.
-      seq_lens: int32 [B], as the calls will get them.
+      block_tables: int32 [B, M], those of the calls.
+      seq_lens: int32 [B], those of the calls.
       axis: that of the calls.
       interleave: that of the calls.
       q_len: query tokens per request of the calls.
@@ -116,6 +116,6 @@ def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave,
 def _no_window(options):
     if options.get("window") is not None:
         raise ValueError(
-            f"`window` is {options['window']}: expected None, for how many of a request's last tokens a shard owns "
-            f"depends on its length"
+            f"`window` is {options['window']}: expected None, because the number of a request's last tokens that a "
+            f"shard owns depends on the length"
         )

@@ -9,16 +9,16 @@ from jaxkv.parallel.context.share import here
 
 
 def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
-    """`jaxkv.merge_states` of one part a device: attention over the keys of all devices along a mesh axis.
+    """`jaxkv.merge_states` of one part per device: attention over the keys of all devices along a mesh axis.
 
-    Every device gathers all parts and merges them for itself: a decode waits for the others once, where sums over
-    devices would make it wait for the maximum of the log-sum-exps, and then for the results.  It receives the parts of
-    all others, in their dtype: on more than 4 devices more bytes than float32 sums, which only a large batch notices.
+    Every device gathers all parts and merges them itself.  This takes one collective; sums over devices would take two,
+    first the maximum of the log-sum-exps and then the results.  On more than 4 devices, gathering parts in their own
+    dtype moves more bytes than float32 sums, which matters only for large batches.
 
     Args:
       out: float [..., D], this device's partial result of the queries that all devices share.
       lse: float32 [...], its log-sum-exp, natural logarithm; -inf (or +inf or NaN) for a device without keys, whose
-        result is not looked at.
+        result is ignored.
       axis: mesh axis (or several) of the `shard_map` around this call.
 
     Returns:

@@ -7,21 +7,20 @@ import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import Dims, check_cache, describe, int32, positive_int
+from jaxkv.dispatch.validate import Dims, check_cache, index_below, int32, positive_int
 from jaxkv.ops.slots import slots_for
-from jaxkv_kernels.addressing.integers import as_int
 from jaxkv_kernels.addressing.slots import MAX_SLOTS, table_tokens
 from jaxkv_kernels.formats.entries import Entry
 
 
 def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> jax.Array:
-    """How many of the first `seq_lens` tokens of each request a shard owns.
+    """The number of the first `seq_lens` tokens of each request that a shard owns.
 
     Args:
       seq_lens: int32 [...], tokens of each request; negative ones count as 0.
       shard: int, or traced int32 scalar such as `lax.axis_index`.
       num_shards: static int, devices that share a request.
-      interleave: static int, tokens in a row that one shard owns.
+      interleave: static int, consecutive tokens that one shard owns.
 
     Returns:
       int32 of the shape of `seq_lens`: the shard's own `seq_lens`, 0 where it owns nothing.
@@ -30,14 +29,14 @@ def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> j
       ValueError: a dtype is wrong, a static number is not positive, or a static shard is out of range.
     """
     num_shards, interleave = positive_int("num_shards", num_shards), positive_int("interleave", interleave)
-    shard = _shard_index(shard, num_shards)
+    shard = index_below("shard", shard, num_shards, "shards")
     seq_lens = jnp.maximum(_ints("seq_lens", seq_lens), 0)
     rounds, rest = jnp.divmod(seq_lens, num_shards * interleave)
     return rounds * interleave + jnp.clip(rest - shard * interleave, 0, interleave)
 
 
 def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: int, interleave: int = 1) -> jax.Array:
-    """Slots, in a shard's cache, of token positions: every shard writes all new tokens, and skips what others own.
+    """Slots of token positions in a shard's cache.  Every shard passes all new tokens, and writes skip those of others.
 
     For ragged tokens [T], give the table of each one's request, `block_tables[request]` [T, M].
 
@@ -47,7 +46,7 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
       block_size: tokens per block.
       shard: int, or traced int32 scalar such as `lax.axis_index`.
       num_shards: static int, devices that share a request.
-      interleave: static int, tokens in a row that one shard owns.
+      interleave: static int, consecutive tokens that one shard owns.
 
     Returns:
       int32, the shape of `positions`; -1 for tokens that other shards own, and where `slots_for` has -1.
@@ -56,22 +55,23 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
       ValueError: a shape or dtype is wrong, a static number is not positive, or a static shard is out of range.
     """
     positions = _ints("positions", positions)
-    # As many of the shard's tokens come before one of its own as it owns of those before.
+    shard = index_below("shard", shard, positive_int("num_shards", num_shards), "shards")
+    # The index of an owned token in the shard is the number of earlier tokens that the shard owns.
     before = local_lengths(positions, shard=shard, num_shards=num_shards, interleave=interleave)
-    mine = (positions >= 0) & (positions // interleave % num_shards == _shard_index(shard, num_shards))
+    mine = (positions >= 0) & (positions // interleave % num_shards == shard)
     return slots_for(block_tables, jnp.where(mine, before, -1), block_size=block_size)
 
 
 def requests_of_tokens(cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, interleave: int):
     """Tables [B * Q, M] and lengths [B * Q] on this shard, with a request for each of Q = `tokens` query tokens.
 
-    As on one device, lengths are clamped to what the tables have room for: those of all shards together.
+    As on one device, lengths are clamped to the capacity of the tables: that of all shards together.
     """
     check_cache(cache, Entry)
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     block_tables, seq_lens, me = int32(block_tables), int32(seq_lens), here(axis)
-    # The table of shard 0 is full first, and its share is the largest.
+    # Shard 0 has the largest share, so its table is full first.
     rounds, rest = divmod(table_tokens(block_tables, cache.layout.block_size), positive_int("interleave", interleave))
     room = min(rounds * interleave * me["num_shards"] + rest, MAX_SLOTS)
     if checks.checking():
@@ -94,18 +94,3 @@ def here(axis) -> dict[str, Any]:
 def _ints(name, values) -> jax.Array:
     Dims().check_ints(name, values, " ".join(f"n{i}" for i in range(len(getattr(values, "shape", ())))))
     return int32(values)
-
-
-def _shard_index(shard: Any, num_shards: int) -> jax.Array:
-    """`shard` as an int32 scalar; ValueError where it is a Python int out of range, or no integer."""
-    expected = f"expected an int of 0 to {num_shards - 1}, or an int32 scalar"
-    if isinstance(shard, jax.Array):
-        if not jnp.issubdtype(shard.dtype, jnp.integer) or shard.shape != ():
-            raise ValueError(f"`shard` is {describe(shard)}: {expected}")
-        return int32(shard)
-    value = as_int(shard)
-    if value is None:
-        raise ValueError(f"`shard` is {describe(shard)}: {expected}")
-    if not 0 <= value < num_shards:
-        raise ValueError(f"`shard` is {value}: {expected}")
-    return jnp.int32(value)

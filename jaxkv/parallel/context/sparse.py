@@ -1,4 +1,4 @@
-"""The DeepSeek V3.2 indexer over several devices: each scores its tokens, and attends to the best of all that it has.
+"""The DeepSeek V3.2 indexer over several devices: each scores its tokens, and attends to its share of the overall best.
 
 As on one device: `indexer_logits`, `select_topk`, `jaxkv.positions_to_slots`, `decode_mla_sparse`.
 """
@@ -16,7 +16,7 @@ from jaxkv.parallel.context.merge import merge_states
 from jaxkv.parallel.context.share import here, requests_of_tokens
 
 LAST = 2**31 - 1
-"""The rank of what is not to be selected."""
+"""The rank of positions that are not to be selected."""
 
 
 def indexer_logits(
@@ -26,13 +26,13 @@ def indexer_logits(
 
     Args:
       q: [B, Q, Hi, D], the same on all devices along `axis`.
-      weights: [B, Q, Hi], likewise.
+      weights: [B, Q, Hi], the same on all devices along `axis`.
       cache: the device's own.
       block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
       seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
         what the tables of all devices have room for, as if the request had that many.
       axis: mesh axis (or several) of the `shard_map` around this call.
-      interleave: static int, tokens in a row that one shard owns.
+      interleave: static int, consecutive tokens that one shard owns.
       **options: `layer`, `max_len` (of the share) and `implementation` as `jaxkv.indexer_logits` has them.
 
     Returns:
@@ -51,23 +51,24 @@ def indexer_logits(
 
 
 def select_topk(logits, k: int, *, axis, interleave: int = 1, implementation=None) -> jax.Array:
-    """Which of the k largest logits of all devices are of the device's share; inside `shard_map`.
+    """The positions in the device's share that are among the k largest logits of all devices; inside `shard_map`.
 
-    Every device finds its k best; of all these, gathered, the k best are chosen, NaN before all others and the earlier
-    token where logits are equal: the same tokens as on one device.
+    Every device finds its own k best.  These are gathered, and the k best of them are selected: NaN before all others,
+    and the earlier token among equal logits.  The result is the same tokens as on one device.
 
     Args:
       logits: float32 [..., N], of this share; -inf marks a position that is not to be selected.
       k: static number of tokens, on all devices together.
       axis: mesh axis (or several) of the `shard_map` around this call.
-      interleave: static int, tokens in a row that one shard owns.
-      implementation: of the share's own `jaxkv.select_topk`.
+      interleave: static int, consecutive tokens that one shard owns.
+      implementation: that of `jaxkv.select_topk` on the share.
 
     Returns:
       int32 [..., min(k, N)], positions in the share, -1 elsewhere.
 
     Raises:
-      ValueError: `logits` is no float32 array with a last axis, `k` no positive int, or there is no such axis.
+      ValueError: `logits` is not a float32 array with at least one axis, `k` is not a positive int, or there is no such
+        axis.
     """
     positive_int("interleave", interleave)
     me = here(axis)
@@ -84,7 +85,7 @@ def select_topk(logits, k: int, *, axis, interleave: int = 1, implementation=Non
 
 
 def _ranks(logits):
-    """int32 in the order of `jaxkv.select_topk`: the largest logit has the least, NaN less than all, -0 that of 0."""
+    """int32 ranks in the order of `jaxkv.select_topk`: lowest for NaN, then for the largest logit; -0 equals 0."""
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
     return ~jnp.where(jnp.isnan(logits), LAST, bits ^ ((bits >> 31) & LAST))
 
@@ -94,7 +95,7 @@ def decode_mla_sparse(q_latent, q_pe, cache: KVCache, slots, *, axis, return_lse
 
     Args:
       q_latent: float [B, Q, Hq, R], the same on all devices along `axis`.
-      q_pe: [B, Q, Hq, P], likewise.
+      q_pe: [B, Q, Hq, P], the same on all devices along `axis`.
       cache: the device's own.
       slots: int32 [B, Q, K], slots of the device's own cache; negative ones are masked.
       axis: mesh axis (or several) of the `shard_map` around this call.
@@ -109,7 +110,7 @@ def decode_mla_sparse(q_latent, q_pe, cache: KVCache, slots, *, axis, return_lse
       ValueError: a shape, dtype, static layer or scale is wrong, there is no such axis, or `sinks` are given.
     """
     if options.get("sinks") is not None:
-        raise ValueError("`sinks` are given: expected None, for every device would add them to its share")
+        raise ValueError("`sinks` are given: expected None, because every device would add them to its share")
     parts = sparse.decode_mla_sparse(q_latent, q_pe, cache, slots, return_lse=True, **options)
     out, lse = merge_states(*parts, axis=axis)
     return (out, lse) if return_lse else out

@@ -1,0 +1,1 @@
+"""Where entries lie in the flat buffer: addresses, slots, and encoded entries read and written at slots."""

@@ -1,4 +1,4 @@
-"""What counts as an integer, the same for sizes, layers, seeds and all other static arguments."""
+"""Which values count as integers: the same for sizes, layers, seeds and all other static arguments."""
 
 import operator
 from typing import Any

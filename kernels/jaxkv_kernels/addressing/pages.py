@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pages:
-    """Static addresses: all counts and strides are Python ints, strides in elements of the buffer.
+    """Counts and strides of a cache, all of them Python ints; strides are in elements of the buffer.
 
     Entry (layer, block, head, token) is the `width` elements from
     offset + layer * layer_stride + block * block_stride + head * head_stride + token * token_stride.
@@ -41,23 +41,23 @@ class Pages:
 
     @property
     def blocks_are_runs(self) -> bool:
-        """Whether block b is all of [b * block_stride, (b + 1) * block_stride), and the buffer nothing but blocks.
+        """Whether block b is the run [b * block_stride, (b + 1) * block_stride), and runs make up the whole buffer.
 
-        Padding and the other groups of a packed block belong to the run.
+        Padding and the other groups of a packed block are part of the run.
         """
         end = self.offset + sum((count - 1) * stride for _, count, stride in self.inner_axes) + self.width
         return end <= self.block_stride and self.block_stride * self.num_blocks == self.size
 
     @property
     def block_elements(self) -> int:
-        """Elements of a block that travels: its run, or else its entries alone."""
+        """Elements of an exported block: its run, or only its entries if blocks are not runs."""
         if self.blocks_are_runs:
             return self.block_stride
         return self.num_layers * self.num_heads * self.block_size * self.width
 
     @property
     def row_axes(self) -> tuple[tuple[str, int, int], ...]:
-        """`inner_axes` with their strides in a block that travels."""
+        """`inner_axes` with their strides in an exported block."""
         if self.blocks_are_runs:
             return self.inner_axes
         axes, extent = [], self.width
@@ -68,5 +68,5 @@ class Pages:
 
     @property
     def row_offset(self) -> int:
-        """Where the first entry of a block that travels begins."""
+        """Element of an exported block at which its first entry begins."""
         return self.offset if self.blocks_are_runs else 0

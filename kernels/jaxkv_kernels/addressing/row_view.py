@@ -1,9 +1,11 @@
 """The flat buffer as rows of fewer than 2**31 elements.
 
-Default JAX indexes with int32, and real caches have more elements than that.  So the buffer is seen as rows (the
-reshape is free), and an entry is addressed by its row and its first element in the row.  `row_view`: block-major
-buffers get one row per block, layer-major ones one row per layer, or per layer and block; an entry lies within a row.
-`piece_view`: rows of any length that divides the size, for strides that do not; an entry may cross rows.
+JAX indexes with int32 by default, and real caches have more elements than that.  So the buffer is viewed as rows (the
+reshape is free), and an entry is addressed by its row and its first column.
+
+- `row_view`: block-major buffers get one row per block, layer-major ones one row per layer, or per layer and block.
+  Each entry lies within one row.
+- `piece_view`: for strides that do not divide the size.  Rows have any length that does, and an entry may cross rows.
 """
 
 from dataclasses import dataclass
@@ -18,27 +20,27 @@ from jaxkv_kernels.addressing.pages import Pages
 ROW_LIMIT = 2**31
 
 MOST_COLUMNS, LARGEST_TRIED = 2**30, 2**20
-"""Of a `PieceView`: a bound of the length of rows, and what sizes are tried to be divided by."""
+"""For `PieceView`: rows are shorter than the first; divisors of the size are searched up to the second."""
 
 AXES = ("layer", "block", "head", "token")
 
 
 @dataclass(frozen=True)
 class RowView:
-    """The buffer as `shape`, and for each axis of the cache the index or the column that it moves."""
+    """The buffer viewed as `shape`, and how each axis of the cache moves the index in it."""
 
     shape: tuple[int, ...]
     origin: tuple[int, ...]
-    """Where entry (0, 0, 0, 0) begins: an index a leading axis, then the column."""
+    """Where entry (0, 0, 0, 0) begins: one index per leading axis, then the column."""
     steps: dict[str, tuple[int, ...]]
-    """What one step along an axis adds to it."""
+    """What one step along an axis adds to the index."""
     window: int
-    """Elements that are moved at once: an entry."""
+    """Elements moved at once: one entry."""
 
     def index(self, **indices) -> tuple[Any, ...]:
-        """Where the entry at `layer`, `block`, `head` and `token` begins: an index a leading axis, then the column.
+        """Where the entry at `layer`, `block`, `head` and `token` begins: one index per leading axis, then the column.
 
-        int32 integers or arrays of them.
+        Indices are int32 integers or arrays.
         """
         place = list(self.origin)
         for axis, i in indices.items():
@@ -49,7 +51,7 @@ class RowView:
 
 
 def row_view(pages: Pages) -> RowView:
-    """The coarsest view whose rows have fewer than 2**31 elements; ValueError where the strides allow none."""
+    """The coarsest view whose rows have fewer than 2**31 elements; ValueError if the strides allow none."""
     axes = _axes(pages)
     row, column = pages.size, pages.offset
     shape, origin, split = [], [], []
@@ -66,7 +68,7 @@ def row_view(pages: Pages) -> RowView:
     if row >= ROW_LIMIT:
         strides = dict(zip(AXES, _strides(pages), strict=True))
         raise ValueError(
-            f"a buffer of {pages.size} elements with strides {strides} and offset {pages.offset} cannot be seen as "
+            f"a buffer of {pages.size} elements with strides {strides} and offset {pages.offset} cannot be viewed as "
             f"rows of fewer than 2**31 elements: outer strides must divide the size"
         )
     steps: dict[str, tuple[int, ...]] = {axis: (0,) * len(shape) + (stride,) for stride, _, axis in axes}
@@ -76,11 +78,11 @@ def row_view(pages: Pages) -> RowView:
 
 @dataclass(frozen=True)
 class PieceView:
-    """The buffer as `shape`, rows that entries may cross, and entries as pieces that do not cross them."""
+    """The buffer viewed as `shape`.  Entries may cross rows, but are made up of pieces that do not."""
 
     shape: tuple[int, int]
     window: int
-    """Elements that are moved at once: a piece, one of several of the same length that make up an entry."""
+    """Elements moved at once: one piece.  An entry is several pieces of this length."""
     pages: Pages
 
     def index(self, **indices) -> tuple[Any, Any]:
@@ -104,14 +106,14 @@ class PieceView:
 
 @cache
 def piece_view(pages: Pages) -> PieceView:
-    """The view with the longest pieces, and of these the shortest rows; ValueError where no rows divide the buffer."""
+    """The view with the longest pieces, then the shortest rows; ValueError if no rows divide the buffer."""
     unit = gcd(pages.width, pages.offset, *(stride for stride, _, _ in _axes(pages)))
     length = max(_row_lengths(pages.size), key=lambda length: (gcd(length, unit), -length))
     return PieceView((pages.size // length, length), gcd(length, unit), pages)
 
 
 def entry_view(pages: Pages) -> RowView | PieceView:
-    """The `row_view` where the strides allow one, else the `piece_view`."""
+    """The `row_view` if the strides allow one, otherwise the `piece_view`."""
     try:
         return row_view(pages)
     except ValueError:
@@ -129,7 +131,7 @@ def _strides(pages: Pages) -> tuple[int, ...]:
 
 
 def _row_lengths(size: int) -> list[int]:
-    """Divisors of `size` that leave rows and columns for `PieceView` to count in int32; ValueError if there are none.
+    """Divisors of `size` such that `PieceView` can count rows and columns in int32; ValueError if there are none.
 
     Below 2**40 elements, only a size with a prime factor above 2**31 has none.
     """
@@ -142,6 +144,6 @@ def _row_lengths(size: int) -> list[int]:
         unit = max(512, 2 ** (size // ROW_LIMIT).bit_length())
         raise ValueError(
             f"a buffer of {size} elements cannot be divided into fewer than 2**31 rows of fewer than 2**30 elements "
-            f"each, in which int32 indices reach its entries: expected another `size`, {-(-size // unit) * unit} say"
+            f"each, in which int32 indices reach its entries: expected another size, such as {-(-size // unit) * unit}"
         )
     return found

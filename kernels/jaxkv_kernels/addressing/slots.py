@@ -1,24 +1,24 @@
-"""Index arithmetic on block tables.  A slot is `block * block_size + offset`; negative means "none"."""
+"""Index arithmetic on block tables.  A slot is `block * block_size + offset`; negative means no slot."""
 
 import jax
 import jax.numpy as jnp
 
 MAX_SLOTS = 2**31 - 1
-"""Slots are int32."""
+"""The number of slots that int32 can address."""
 
 
 def table_tokens(block_tables: jax.Array, block_size: int) -> int:
-    """How many tokens of a request the tables [B, M] have room for."""
+    """The number of tokens per request that the tables [B, M] have room for."""
     return min(block_tables.shape[1] * block_size, MAX_SLOTS)
 
 
 def lengths_in_table(seq_lens: jax.Array, block_tables: jax.Array, block_size: int) -> jax.Array:
-    """`seq_lens` [B] as every operation takes them: clamped to 0 and to what the tables have room for."""
+    """`seq_lens` [B] as every operation uses them: clamped to 0 and to the capacity of the tables."""
     return jnp.clip(seq_lens, 0, table_tokens(block_tables, block_size))
 
 
 def slots_for(block_tables: jax.Array, positions: jax.Array, *, block_size: int) -> jax.Array:
-    """Slots of `positions` [B, ...] by the tables [B, M]; -1 where there is none."""
+    """Slots of `positions` [B, ...] by the tables [B, M]; -1 for positions without a slot."""
     batch = jnp.arange(block_tables.shape[0], dtype=jnp.int32)
     request = jnp.broadcast_to(batch.reshape(-1, *[1] * (positions.ndim - 1)), positions.shape)
     return _lookup(block_tables, request, positions, block_size)
@@ -32,7 +32,7 @@ def ragged_slots(
     block_size: int,
     seq_starts: jax.Array | None = None,
 ) -> jax.Array:
-    """Slots [total] of runs of tokens, a run a request, one after the other; -1 where there is none."""
+    """Slots [total] of runs of tokens, one run per request, laid end to end; -1 where there is no slot."""
     row = jnp.arange(total, dtype=jnp.int32)
     request = jnp.searchsorted(cu_seq_lens[1:], row, side="right").astype(jnp.int32)
     live = request < block_tables.shape[0]
@@ -46,6 +46,6 @@ def ragged_slots(
 def _lookup(block_tables, request, positions, block_size):
     block = block_tables[request, jnp.clip(positions // block_size, 0, block_tables.shape[1] - 1)]
     inside = (positions >= 0) & (positions < table_tokens(block_tables, block_size))
-    # A poisoned entry must not wrap round into somebody's slot.
+    # An invalid entry must not wrap around into a valid slot.
     inside &= (block >= 0) & (block < MAX_SLOTS // block_size)
     return jnp.where(inside, block * block_size + positions % block_size, -1)

@@ -1,6 +1,6 @@
-"""Entry formats: how what an entry stores (latent and rope; K and V; an indexer key) becomes elements and back.
+"""Entry formats: how the values of an entry (latent and rope; K and V; an indexer key) are stored.
 
-A format is one file here and its line below.  Kernels support the formats with which they are registered.
+Each format is one file here, registered below.  A kernel supports the formats that it lists.
 """
 
 from jaxkv_kernels.formats.format import FORMATS as FORMATS

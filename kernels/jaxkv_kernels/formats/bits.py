@@ -19,7 +19,7 @@ def view_as(x: jax.Array, dtype) -> jax.Array:
 
 
 def to_fp8(x: jax.Array) -> jax.Array:
-    """`x` rounded to e4m3 (nearest, ties to even), saturating at +-448: an unclamped cast gives NaN beyond."""
+    """`x` rounded to e4m3 (nearest, ties to even), saturating at +-448; a cast alone would return NaN beyond."""
     return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(FP8)
 
 
@@ -28,7 +28,7 @@ def power_of_two_scale(amax: jax.Array, smallest_exponent: int) -> tuple[jax.Arr
 
     It scales values of magnitude up to `amax` into e4m3.  Equal to 2 ** ceil(log2(amax / 448)), computed on the bits so
     that every device agrees: with amax = m * 2**e and 1 <= m < 2, amax / 448 = (m / 1.75) * 2 ** (e - 8).
-    NaN gives NaN, so that a broken row stays visible.
+    A NaN returns NaN, so that invalid values stay visible.
     """
     bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)

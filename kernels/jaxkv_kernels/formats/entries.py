@@ -20,12 +20,12 @@ class _FormatNames:
 
 @dataclass(frozen=True)
 class Entry:
-    """Base of the entry kinds; `format` is the name of a registered format that serves the kind."""
+    """Base of the entry kinds.  `format` is the name of a registered format that supports the kind."""
 
     format: str
 
     formats = _FormatNames()
-    """The names of the formats that serve this kind of entry."""
+    """The names of the formats that support this kind of entry."""
     one_head: ClassVar[bool] = True
     """Whether all query heads share the entry, so that a cache of it has one head."""
 
@@ -35,7 +35,7 @@ class Entry:
         for name in (field.name for field in fields(self) if field.name != "format"):
             size = as_int(getattr(self, name))
             if size is None or size < 1:
-                raise ValueError(f"{self}: every size must be a positive int")
+                raise ValueError(f"{self}: `{name}` is {getattr(self, name)!r}, expected a positive int")
             object.__setattr__(self, name, size)
         self.parts()
 
@@ -46,21 +46,21 @@ class Entry:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths alone."""
+        """The lengths of the values, in order."""
         return tuple(self.named_sizes.values())
 
     @property
     def codec(self) -> Format:
-        """The format itself."""
+        """The registered format."""
         return FORMATS[self.format]
 
     def parts(self, block_size: int = 1) -> tuple[Part, ...]:
-        """The byte map in a page of `block_size` tokens; of a page of one token, that of an encoded entry."""
+        """The byte map of a page of `block_size` tokens; with 1, the map of an encoded entry."""
         return self.codec.parts(self.named_sizes, block_size)
 
     @property
     def split(self) -> bool:
-        """Whether pages are split: the first part of all their tokens, then the second part of all of them."""
+        """Whether pages are split: they store the first part of all tokens, then the second part of all tokens."""
         return any(part.per_page for part in self.parts())
 
     @property
@@ -101,7 +101,7 @@ class MLAEntry(Entry):
 
     @property
     def named_sizes(self):
-        """R, P."""
+        """R as "latent", P as "rope"."""
         return {"latent": self.latent, "rope": self.rope}
 
 
@@ -121,7 +121,7 @@ class KVEntry(Entry):
 
     @property
     def named_sizes(self):
-        """D, Dv."""
+        """D as "K", Dv as "V"."""
         return {"K": self.head_dim, "V": self.value_dim}
 
 
@@ -134,23 +134,24 @@ class IndexerEntry(Entry):
 
     @classmethod
     def beside(cls, latents: str, head_dim: int) -> "IndexerEntry":
-        """The key entry of a model whose latents have format `latents`: of that format, or quantised where it has none.
+        """The indexer entry for a model whose latents have format `latents`.
 
-        Quantised keys rank tokens differently, so that keys beside latents of a float format are not quantised.
+        It has the same format if that is a format of indexer keys, and is quantised otherwise.  Keys beside latents of
+        a float format are not quantised, because quantised keys rank tokens differently.
         """
         return cls(latents, head_dim) if latents in cls.formats else cls(head_dim=head_dim)
 
     def key_and_scale(self, row, dtype) -> tuple[jax.Array, jax.Array]:
         """Stored elements [..., width] to a key [..., head_dim] of `dtype` and its float32 scale [..., 1].
 
-        The key is exact in the dtype of queries, so that products need not see the scale.
+        The key is exact in the dtype of queries; the scale can be applied to the sums of products.
         """
         (key,), scale = self.codec.decode_factored(row, self.named_sizes, dtype)
         return key, scale
 
     @property
     def named_sizes(self):
-        """D."""
+        """D as "key"."""
         return {"key": self.head_dim}
 
 
@@ -159,9 +160,9 @@ Listed = Mapping[type[Entry], Collection[str]]
 
 
 def unlisted(listed: Listed, options: Mapping[str, Any]) -> list[str]:
-    """The reason against a call with an `entry` whose kind (the class itself) or format is not `listed`.
+    """The reason against a call whose `entry` has a kind (exact class) or format that is not `listed`; [] if none.
 
-    An empty list stands for a kernel that does not look into entries.
+    An empty `listed` belongs to a kernel that does not interpret entries.
     """
     if not listed:
         return []

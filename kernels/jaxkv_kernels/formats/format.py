@@ -1,4 +1,4 @@
-"""What an entry format is: its byte map as data, and the conversion of values to stored elements and back."""
+"""`Format`, the interface of entry formats: a byte map as data, and the conversion between values and bytes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from jaxkv_kernels.formats.bits import FP8, view_as
 
 SHORT_NAMES = {"e4m3": FP8}
-"""The dtypes of parts that have a shorter name than NumPy's."""
+"""Dtypes of parts that have a shorter name than in NumPy."""
 
 FORMATS: dict[str, "Format"] = {}
-"""The registered formats by name, in the order in which messages and tables list them."""
+"""The registered formats by name, in the order of messages and tables."""
 
 
 def register(format: "Format") -> None:
-    """Makes `format` available under its name to the entry kinds that it serves.
+    """Makes `format` available under its name to its entry kinds.
 
     Raises:
-      ValueError: `format` is not a `Format`, or its name is taken.
+      ValueError: `format` is not a `Format`, or its name is already registered.
     """
     if not isinstance(format, Format):
         raise ValueError(f"`format` is {format!r}: expected a Format")
@@ -39,22 +39,22 @@ def unquantised(dtype) -> str:
 class Part:
     """A run of values of one dtype in the byte map of a format.
 
-    A format stores the parts of an entry together, or `per_page`.  A split page, the tokens of one block, layer and
-    head, holds the first part of all its tokens, then the second part of all of them, and so on.
+    A format stores the parts of an entry together, or `per_page`.  A page is the tokens of one block, layer and head.
+    A split page stores the first part of all its tokens, then the second part of all its tokens, and so on.
     """
 
     name: str
     dtype: str
-    """A name of `SHORT_NAMES`, or one of NumPy's."""
+    """A name in `SHORT_NAMES`, or a NumPy name."""
     count: int
     """Values per entry."""
     offset: int
-    """Bytes from the start of the entry; of a part `per_page`, from the start of the page to its first token's."""
+    """Bytes from the start of the entry; for a part `per_page`, of its first token from the start of the page."""
     per_page: bool = False
 
     @property
     def itemsize(self) -> int:
-        """Bytes per value, of values of at least a byte; addresses of the part are multiples of it."""
+        """Bytes per value, at least 1.  Addresses of the part are multiples of it."""
         return max(_bits(self.dtype) // 8, 1)
 
     @property
@@ -63,7 +63,7 @@ class Part:
         return self.count * _bits(self.dtype) // 8
 
     def read(self, row: jax.Array) -> jax.Array:
-        """This part of rows [..., width] as `Format.encode` returns them, in its own dtype [..., count]."""
+        """This part [..., count], in its own dtype, of rows [..., width] that `Format.encode` returned."""
         item = row.dtype.itemsize
         return view_as(row[..., self.offset // item : (self.offset + self.nbytes) // item], _dtype(self.dtype))
 
@@ -103,24 +103,25 @@ def join(arrays: Sequence[jax.Array], dtype) -> jax.Array:
 
 
 class Format(ABC):
-    """How entries are stored; the only place that knows it.
+    """How entries are stored.  Nothing else knows the bytes of an entry, except the codecs of GPU kernels.
 
-    `sizes` are the lengths of an entry's values by name, in order: {"latent": 512, "rope": 64}, say.  `scales` are
-    float32 arrays that broadcast to the leading axes, one per value, where the format is `scaled`, and None otherwise.
+    In the methods, `sizes` are the lengths of an entry's values by name, in order, such as {"latent": 512, "rope": 64}.
+    `scales` has one element per value: a float32 array that broadcasts to the leading axes if the format is `scaled`,
+    None otherwise.
     """
 
     name: str
-    """The name that users choose it by."""
+    """The name by which users choose it."""
     kinds: tuple[type, ...]
     """The entry kinds (classes of `entries`) that may use it."""
     dtype: str
-    """Natural dtype of the buffer, "uint8" where no dtype of a buffer is that of all parts."""
+    """Natural dtype of the buffer: that of all parts, or "uint8" if they differ."""
     scaled: bool = False
-    """Whether the caller keeps a scale for each value: value = stored * scale."""
+    """Whether the caller passes a scale for each value: value = stored * scale."""
 
     @abstractmethod
     def parts(self, sizes: Mapping[str, int], block_size: int) -> tuple[Part, ...]:
-        """The byte map in a page of `block_size` tokens: all parts together, or all per page.
+        """The byte map of a page of `block_size` tokens: all parts together, or all `per_page`.
 
         Raises:
           ValueError: the format cannot store values of these sizes.
@@ -128,22 +129,22 @@ class Format(ABC):
 
     @abstractmethod
     def encode(self, values: Sequence[jax.Array], scales: Sequence[jax.Array | None]) -> jax.Array:
-        """Values [..., n_i] to stored elements [..., width] of `dtype`: the parts of a page of one token."""
+        """Converts values [..., n_i] to stored elements [..., width] of `dtype`, a page of one token."""
 
     @abstractmethod
     def decode(
         self, row: jax.Array, sizes: Mapping[str, int], scales: Sequence[jax.Array | None], dtype
     ) -> list[jax.Array]:
-        """Stored elements [..., width] to values [..., n_i] of `dtype`.
+        """Converts stored elements [..., width] to values [..., n_i] of `dtype`.
 
-        A scale of None leaves values of a scaled format as they are stored: the caller multiplies the sums of their
-        products by the scale.
+        In a scaled format, a scale of None leaves values as they are stored: the caller then applies the scale to sums
+        of their products.
         """
 
     def decode_factored(self, row: jax.Array, sizes: Mapping[str, int], dtype) -> tuple[list[jax.Array], jax.Array]:
-        """Like `decode`, as values [..., n_i] of `dtype` that are yet to be multiplied by a float32 factor [..., 1].
+        """Like `decode`, but returns values [..., n_i] of `dtype` and a float32 factor [..., 1] to multiply them by.
 
-        For formats whose stored values are exact in `dtype` while their product with a scale may not be.
+        Formats override it if their stored values are exact in `dtype`, but may not be once multiplied by a scale.
         """
         values = self.decode(row, sizes, [None] * len(sizes), dtype)
         return values, jnp.ones((*row.shape[:-1], 1), jnp.float32)

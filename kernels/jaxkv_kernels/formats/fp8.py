@@ -1,6 +1,6 @@
-"""`fp8`: e4m3 values, one after the other, each divided by a scale that the caller keeps (per tensor, or per head).
+"""`fp8`: e4m3 values, one after the other, divided by a scale that the caller keeps (per tensor, or per head).
 
-The buffer is one of bytes: XLA widens an array of float8 as a whole where a device lacks an operation on it.
+The buffer has bytes as elements: if a device lacks an operation on float8, XLA would convert the whole buffer.
 """
 
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ class Fp8(Format):
         return together(*((name, "e4m3", count) for name, count in sizes.items()))
 
     def encode(self, values, scales):
-        """Divided in float32."""
+        """Divides in float32."""
         return join([to_fp8(_divided(x, s)) for x, s in zip(values, scales, strict=True)], self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
-        """Multiplied in float32, then rounded to `dtype`; without a scale, the stored values, exact in any `dtype`."""
+        """Multiplies in float32 and rounds to `dtype`.  Without a scale, returns the stored values, which are exact."""
         values = []
         for part, scale in zip(self.parts(sizes, 1), scales, strict=True):
             value = part.read(row)
@@ -38,5 +38,5 @@ class Fp8(Format):
 
 def _divided(x, scale):
     """`x` [..., n] / `scale` [...] in float32, rounded once."""
-    # XLA would multiply by the reciprocal of an array that it broadcasts itself, which rounds twice.
+    # Without the barrier, XLA multiplies by the reciprocal of the scale, which rounds twice.
     return x.astype(jnp.float32) / lax.optimization_barrier(jnp.broadcast_to(scale[..., None], x.shape))

@@ -2,9 +2,9 @@
 
 The latent is e4m3, with a float32 scale for each tile of 128 values; the rotary part is bf16, unscaled.
 
-The byte map is that of vLLM and FlashMLA.  A scale is a power of two, at least 2**-13, as FlashMLA's reference
-quantiser chooses it: readers differ in how they round a scale (float32, bf16, truncated to an exponent) and agree bit
-for bit only on powers of two.  Entries written elsewhere with other float32 scales are read correctly.
+The byte map is that of vLLM and FlashMLA.  A scale is a power of two, at least 2**-13, as in FlashMLA's reference
+quantiser.  Readers round scales differently (float32, bf16, truncated to an exponent) and agree bit for bit only on
+powers of two.  Entries written elsewhere with other float32 scales are read correctly.
 """
 
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from jaxkv_kernels.formats.format import Format, join, together
 TILE = 128
 """Values that share a scale."""
 SMALLEST_EXPONENT = -13
-"""Of a scale: 2 ** ceil(log2(1e-4)), FlashMLA's floor."""
+"""Smallest exponent of a scale: 2 ** ceil(log2(1e-4)), FlashMLA's lower bound."""
 
 
 class Fp8DsMla(Format):
-    """Latents of any multiple of 128 values, rotary parts of any even number."""
+    """Latents whose size is a multiple of 128, and rotary parts whose size is even."""
 
     name = "fp8_ds_mla"
     kinds = (MLAEntry,)
@@ -31,13 +31,13 @@ class Fp8DsMla(Format):
         latent, rope = sizes["latent"], sizes["rope"]
         if latent % TILE or rope % 2:
             raise ValueError(
-                f"fp8_ds_mla stores a latent of a multiple of {TILE} values and an even rotary part; "
-                f"got {latent} and {rope}"
+                f"fp8_ds_mla entry of `latent` {latent} and `rope` {rope}: expected a multiple of {TILE} for the "
+                "latent and an even number for the rotary part"
             )
         return together(("latent", "e4m3", latent), ("scales", "float32", latent // TILE), ("rope", "bfloat16", rope))
 
     def encode(self, values, scales):
-        """Scales from the largest magnitude of each tile."""
+        """Computes each scale from the largest magnitude of its tile."""
         latent, rope = values
         tiles = _tiles(latent.astype(jnp.float32))
         scale, inverse = power_of_two_scale(jnp.abs(tiles).max(axis=-1), SMALLEST_EXPONENT)
@@ -45,7 +45,7 @@ class Fp8DsMla(Format):
         return join((quantised, scale, rope.astype(jnp.bfloat16)), self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
-        """Latent multiplied in float32, then rounded to `dtype`; rope converted."""
+        """Multiplies the latent in float32 and rounds it to `dtype`; converts the rotary part."""
         latent, scale, rope = (part.read(row) for part in self.parts(sizes, 1))
         values = _tiles(latent.astype(jnp.float32)) * scale[..., None]
         return [values.reshape(latent.shape).astype(dtype), rope.astype(dtype)]

@@ -1,8 +1,8 @@
 """`indexer_fp8`: a quantised indexer key, 128 e4m3 values and one float32 scale: 132 bytes per token.
 
-The page is split: all its values first ([block_size, 128] bytes), then all its scales ([block_size] float32), the map
-that vLLM writes and DeepGEMM reads.  The scale is a power of two, from an absolute maximum of at least 1e-4 (vLLM's
-`ue8m0` choice).
+The page is split: it stores all values ([block_size, 128] bytes), then all scales ([block_size] float32).  vLLM writes
+this map and DeepGEMM reads it.  A scale is a power of two, computed from an absolute maximum of at least 1e-4 (as vLLM
+does for `ue8m0`).
 """
 
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.formats.format import Format, join, split_by_page
 
 SMALLEST_EXPONENT = -22
-"""Of a scale: 2 ** ceil(log2(1e-4 / 448))."""
+"""Smallest exponent of a scale: 2 ** ceil(log2(1e-4 / 448))."""
 
 
 class IndexerFp8(Format):
-    """One key of n e4m3 values and its float32 scale, n a multiple of 4, which keeps the scales aligned."""
+    """One key of n e4m3 values and its float32 scale.  n is a multiple of 4, so that scales are aligned."""
 
     name = "indexer_fp8"
     kinds = (IndexerEntry,)
@@ -25,21 +25,21 @@ class IndexerFp8(Format):
     def parts(self, sizes, block_size):
         """Values, scales."""
         if sizes["key"] % 4:
-            raise ValueError(f"indexer_fp8 stores a key of a multiple of 4 values; got {sizes['key']}")
+            raise ValueError(f"indexer_fp8 entry of `head_dim` {sizes['key']}: expected a multiple of 4 values")
         return split_by_page(block_size, ("values", "e4m3", sizes["key"]), ("scales", "float32", 1))
 
     def encode(self, values, scales):
-        """Scales from the largest magnitude of each key."""
+        """Computes each scale from the largest magnitude of its key."""
         key = values[0].astype(jnp.float32)
         scale, inverse = power_of_two_scale(jnp.abs(key).max(axis=-1, keepdims=True), SMALLEST_EXPONENT)
         return join((to_fp8(key * inverse), scale), self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
-        """Multiplied in float32, then rounded to `dtype`."""
+        """Multiplies in float32 and rounds to `dtype`."""
         (key,), scale = self.decode_factored(row, sizes, jnp.float32)
         return [(key * scale).astype(dtype)]
 
     def decode_factored(self, row, sizes, dtype):
-        """The stored values, exact in any `dtype`, and their scale."""
+        """The stored values, which are exact in any `dtype`, and their scale."""
         values, scale = (part.read(row) for part in self.parts(sizes, 1))
         return [values.astype(dtype)], scale

@@ -7,7 +7,7 @@ from jaxkv_kernels.formats.format import Format, together
 
 
 class Plain(Format):
-    """Values as they are, in `dtype`."""
+    """Values rounded to `dtype`."""
 
     kinds = (MLAEntry, KVEntry, IndexerEntry)
 
@@ -19,9 +19,9 @@ class Plain(Format):
         return together(*((name, self.dtype, count) for name, count in sizes.items()))
 
     def encode(self, values, scales):
-        """Rounded to nearest even."""
+        """Rounds to nearest even."""
         return jnp.concatenate([x.astype(self.dtype) for x in values], axis=-1)
 
     def decode(self, row, sizes, scales, dtype):
-        """Converted to `dtype`."""
+        """Converts to `dtype`."""
         return [part.read(row).astype(dtype) for part in self.parts(sizes, 1)]

@@ -1,6 +1,6 @@
-"""Kernels in plain JAX, by operation: all of them, correct on every device and every layout.
+"""Every operation in plain JAX, correct on every device and every layout.
 
-Entries are encoded and decoded by their format itself, so every registered format is supported.
+The format of an entry encodes and decodes it, so every registered format is supported.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,10 +20,10 @@ from jaxkv_kernels.xla.writes import write_indexer_k, write_kv, write_mla
 
 
 def _batch_invariant(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `plan_decode` call."""
+    """The reasons against a `plan_decode` call."""
     del arrays
     if options["batch_invariant"]:
-        yield "the last bits of a request depend on the shape of its batch: cannot be batch-invariant"
+        yield "cannot be batch-invariant: the last bits of a result depend on the shape of the batch"
 
 
 def _kernel(

@@ -1,12 +1,12 @@
-"""Attention over the pages of each request."""
+"""Dense attention over the pages of each request."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import lengths_in_table
-from jaxkv_kernels.xla.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends
 from jaxkv_kernels.xla.softmax import attend
 
@@ -40,7 +40,7 @@ def decode_mla(
 def decode_kv(
     q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
 ):
-    """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
+    """q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
@@ -56,7 +56,7 @@ def decode_kv(
         seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
         return k, v, seen
 
-    # Requests without tokens must not pull the walk to the start.
+    # Requests without tokens must not make the loop begin at chunk 0.
     first = jnp.where(ends > 0, begins, jnp.iinfo(jnp.int32).max).min() // chunk
     last = -(-lengths.max() // chunk)
     out, lse = attend(

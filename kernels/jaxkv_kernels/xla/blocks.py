@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.xla.rows import read_entries, write_entries
+from jaxkv_kernels.addressing.rows import read_entries, write_entries
 
 
 def _moved(pages: Pages) -> Pages:
-    """What is moved at once as if it were an entry: a block that is a run, or else its entries."""
+    """Addresses of the units that are moved: whole blocks as single entries if blocks are runs, otherwise entries."""
     if not pages.blocks_are_runs:
         return pages
     return replace(pages, num_layers=1, num_heads=1, block_size=1, offset=0, width=pages.block_stride)
@@ -29,14 +29,17 @@ def _valid(pages, blocks):
 
 
 def read_rows(buffer, pages, blocks):
-    """Rows [n, block_elements] of `blocks` [n]; 0 where the id is not a block of the cache."""
+    """Rows [n, block_elements] of `blocks` [n]; 0 for ids outside the cache."""
     valid, moved = _valid(pages, blocks), _moved(pages)
     rows = read_entries(buffer, moved, **_grid(moved, jnp.where(valid, blocks, 0)))
     return jnp.where(valid[:, None], rows.reshape(blocks.size, pages.block_elements), 0)
 
 
 def write_rows(buffer, pages, blocks, rows, keep=True):
-    """The buffer with rows [n, block_elements] in `blocks` [n]; ids outside the cache, or not kept, are skipped."""
+    """The buffer with rows [n, block_elements] in `blocks` [n].
+
+    Ids that are outside the cache, or for which `keep` does not hold, are skipped.
+    """
     keep, moved = _valid(pages, blocks) & keep, _moved(pages)
     index = _grid(moved, blocks)
     keep = jnp.broadcast_to(keep.reshape(-1, 1, 1, 1), index["block"].shape)
@@ -45,18 +48,18 @@ def write_rows(buffer, pages, blocks, rows, keep=True):
 
 @partial(jax.jit, static_argnames="pages")
 def copy_blocks(buffer, src, dst, *, pages):
-    """Blocks `src` [n] over blocks `dst` [n], all read before any is written; a pair with a bad id is skipped."""
+    """Copies blocks `src` [n] over blocks `dst` [n].  All are read before any is written; invalid pairs are skipped."""
     keep = (src >= 0) & (src < pages.num_blocks)
     return write_rows(buffer, pages, dst, read_rows(buffer, pages, src), keep)
 
 
 @partial(jax.jit, static_argnames="pages")
 def read_blocks(buffer, blocks, *, pages):
-    """Blocks [n] as rows [n, block_elements]; 0 where the id is bad."""
+    """Blocks [n] as rows [n, block_elements]; 0 for invalid ids."""
     return read_rows(buffer, pages, blocks)
 
 
 @partial(jax.jit, static_argnames="pages")
 def write_blocks(buffer, blocks, data, *, pages):
-    """Rows [n, block_elements] over blocks [n]; a bad id is skipped."""
+    """The buffer with rows [n, block_elements] in blocks [n]; invalid ids are skipped."""
     return write_rows(buffer, pages, blocks, data)

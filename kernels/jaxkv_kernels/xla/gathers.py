@@ -1,12 +1,12 @@
-"""Reads entries of ragged runs of tokens."""
+"""Reading the entries of ragged runs of tokens."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import ragged_slots
-from jaxkv_kernels.xla.entry_rows import load_entries
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))

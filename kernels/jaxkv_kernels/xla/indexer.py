@@ -1,4 +1,4 @@
-"""The sparse indexer: logits of all cached tokens, and the best of them."""
+"""The V3.2 indexer: logits of all cached tokens, and top-k."""
 
 from functools import partial
 
@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.formats.bits import FP8
-from jaxkv_kernels.xla.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends, walk
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
-    """Q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len].
+    """q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len].
 
     The sum over heads of relu(q . k) * w, times k's scale; -inf where a query token sees no key.
     """
@@ -29,7 +29,7 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
     def step(i, logits):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
         rows, valid = load_entries(buffer, pages, entry, slots, layer)
-        # A gather fused into the product would make the product's order of sums depend on the layout.
+        # Without the barrier, XLA may fuse the gather into the product, whose order of sums then depends on the layout.
         rows = lax.optimization_barrier(rows[..., 0, :])
         k, k_scale = entry.key_and_scale(rows, dtype)
         s = jnp.einsum("bqhd,bsd->bqhs", q, k, precision=precision, preferred_element_type=jnp.float32)
@@ -47,7 +47,8 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 def select_topk(logits, *, k):
     """Logits [..., N] to int32 positions [..., k], largest first, the earlier position where equal; -1 for -inf."""
     best = min(k, logits.shape[-1])
-    # top_k orders -0 below 0, but they are equal, and relu makes both; and NaN by its sign, which differs by device.
+    # top_k orders -0 below 0, but relu returns both, and they are equal.  It orders NaN by sign, which differs by
+    # device.
     logits = jnp.where(jnp.isnan(logits), jnp.nan, jnp.where(logits == 0, 0.0, logits))
     values, positions = lax.top_k(logits, best)
     positions = jnp.where(values == -jnp.inf, -1, positions)

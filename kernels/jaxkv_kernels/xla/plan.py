@@ -1,7 +1,7 @@
-"""A schedule for attention: XLA walks all requests in step, and has nothing to plan."""
+"""Plans: attention in XLA processes all requests together, so there is nothing to plan."""
 
 
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant):
-    """None."""
+    """Returns None, the empty schedule."""
     del buffer, block_tables, seq_lens, pages, entry, heads, tokens, window, batch_invariant
     return None

@@ -1,4 +1,4 @@
-"""Attention over chunks of keys with a running softmax: what the decode operations share."""
+"""Attention over chunks of keys with an online softmax, shared by the decode operations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +11,9 @@ from jaxkv_kernels.logit_cap import capped
 from jaxkv_kernels.xla.paged import walk
 
 MASKED = -jnp.inf
-"""Score of a masked key: its exponential is 0 whatever the running maximum, which is finite."""
+"""Score of a masked key.  The running max is finite, so its exponential is 0."""
 EMPTY = float(jnp.finfo(jnp.float32).min)
-"""Running maximum of a row that has seen no key: no finite score is below it, so that only masked keys do not count."""
+"""Running max of a row that has seen no key.  No finite score is below it, so only masked keys are ignored."""
 
 Chunk = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -30,37 +30,37 @@ def attend(
     v_scale: jax.Array | None,
     logit_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention of `q` [B, Q, H, G, D] (G query heads a KV head) over chunks first <= i < last.
+    """Softmax attention of `q` [B, Q, H, G, D] (G query heads per KV head) over chunks first <= i < last.
 
-    `load(i)` gives K [B, S, H, D], V [B, S, H, value_dim] and which keys each query token sees [B, Q, S].
-    What a query token does not see has no influence on its result, whatever K and V hold there, NaN included; nor on
-    gradients, where no query token sees it.  K and V of a scaled format come as stored, exact in a narrow dtype; their
+    `load(i)` returns K [B, S, H, D], V [B, S, H, value_dim] and which keys each query token sees [B, Q, S].
+    Keys that a query token does not see have no influence on its result, even if they hold NaN; keys that no query
+    token sees have none on gradients.  K and V of a scaled format are the stored values, exact in a narrow dtype; their
     scales, scalars or [H], multiply scores and results in float32.
 
     Returns:
       out float32 [B, Q, H, G, value_dim] and lse float32 [B, Q, H, G]; 0 and -inf for a query that saw no key.
     """
-    # Products of float32 entries must not be rounded to tf32 on the way.
+    # Products of float32 entries must not be rounded to tf32.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     if k_scale is not None:
         scale = scale * jnp.reshape(k_scale, (-1, 1, 1))
 
     def step(i, state):
-        m, total, acc = state
+        running_max, row_sum, acc = state
         k, v, seen = load(i)
-        # Before the products: 0 x NaN is NaN, in their gradients as well.
+        # Mask before the products: 0 x NaN is NaN, also in their gradients.
         seen_at_all = seen.any(axis=1)[:, :, None, None]
         k, v = jnp.where(seen_at_all, k, 0), jnp.where(seen_at_all, v, 0)
         s = jnp.einsum("bqhgd,bshd->bqhgs", q, k, precision=precision, preferred_element_type=jnp.float32) * scale
         if logit_cap is not None:
             s = capped(s, logit_cap)
         s = jnp.where(seen[:, :, None, None, :], s, MASKED)
-        m_new = jnp.maximum(m, s.max(axis=-1))
-        p = jnp.exp(s - m_new[..., None])
-        shrink = jnp.exp(m - m_new)
+        new_max = jnp.maximum(running_max, s.max(axis=-1))
+        p = jnp.exp(s - new_max[..., None])
+        rescale = jnp.exp(running_max - new_max)
         pv = _sums_of_seen(p.astype(v.dtype), v, seen, precision)
-        return m_new, total * shrink + p.sum(axis=-1), acc * shrink[..., None] + pv
+        return new_max, row_sum * rescale + p.sum(axis=-1), acc * rescale[..., None] + pv
 
     rows = q.shape[:-1]
     state = (
@@ -68,18 +68,19 @@ def attend(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, value_dim), jnp.float32),
     )
-    m, total, acc = walk(first, last, step, state)
-    empty = total == 0
-    out = acc / jnp.where(empty, 1, total)[..., None]
+    running_max, row_sum, acc = walk(first, last, step, state)
+    empty = row_sum == 0
+    out = acc / jnp.where(empty, 1, row_sum)[..., None]
     if v_scale is not None:
         out = out * jnp.reshape(v_scale, (-1, 1, 1))
-    return out, jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, total)))
+    return out, jnp.where(empty, -jnp.inf, running_max + jnp.log(jnp.where(empty, 1, row_sum)))
 
 
 def _sums_of_seen(p, v, seen, precision):
     """Sums [B, Q, H, G, V] of values `v` [B, S, H, V], weighted by `p` [B, Q, H, G, S], which is 0 where not `seen`.
 
-    A query token gets the infinities and NaN that it sees [B, Q, S], and no others; what no query token sees is 0.
+    A query token receives the infinities and NaN that it sees [B, Q, S], and no others.  Keys that no query token sees
+    are 0 already.
     """
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     if seen.shape[1] == 1:
@@ -92,7 +93,7 @@ def _sums_of_seen(p, v, seen, precision):
             p, seen = query
             return product("bhgs,bshv->bhgv", p, jnp.where(seen[:, :, None, None] & ~finite, v, 0))
 
-        # One query token at a time: each needs a copy of the values of its own.
+        # One query token at a time, because each needs its own copy of the values.
         return sums + jnp.moveaxis(lax.map(rest, (jnp.moveaxis(p, 1, 0), jnp.moveaxis(seen, 1, 0))), 0, 1)
 
     return lax.cond(finite.all(), lambda sums: sums, with_the_rest, sums)

@@ -1,11 +1,11 @@
-"""Absorbed attention over chosen slots of paged latents."""
+"""Absorbed latent attention over selected slots."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.xla.entry_rows import load_entries
+from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import CHUNK_TOKENS
 from jaxkv_kernels.xla.softmax import attend
 
@@ -14,7 +14,7 @@ from jaxkv_kernels.xla.softmax import attend
 def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P], slots [B, Q, K] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     batch, tokens, heads, _ = q_latent.shape
-    # Every query token has keys of its own: it becomes a request.
+    # Every query token has its own keys, so it becomes a request.
     q = jnp.concatenate([q_latent, q_pe], axis=-1).reshape(batch * tokens, 1, 1, heads, -1)
     size = slots.shape[-1]
     if counts is not None:
@@ -34,7 +34,7 @@ def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale
     )
     out, lse = out.reshape(q_latent.shape), lse.reshape(batch, tokens, heads)
     if sinks is not None:
-        # exp(lse) / (exp(lse) + exp(sink)), written so that an empty row meets no inf - inf.
+        # exp(lse) / (exp(lse) + exp(sink)), written so that an empty row does not compute inf - inf.
         share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0, lse) - sinks)
         out = out * share[..., None]
     return out.astype(q_latent.dtype), lse

@@ -13,18 +13,18 @@ import jax
 import numpy as np
 
 from jaxkv.fuzz.case import Case
-from jaxkv.fuzz.cases import CASES, draw_case
-from jaxkv.fuzz.trial import address_map, trial
+from jaxkv.fuzz.check import address_map, checker
+from jaxkv.fuzz.families import FAMILIES, draw_case
 from jaxkv.terminal.streams import notice
 
-CALLS_A_CASE = 250
+CALLS_PER_CASE = 250
 """Calls of one compiled program: compiling takes seconds, a call milliseconds."""
 
 CALL_SECONDS, COMPILE_SECONDS = 60, 600
-"""What takes longer than this hangs."""
+"""A call or a compilation that takes longer is reported as hanging, and ends the process."""
 
 SHOWN = 3
-"""Wrong calls of a case that are reported one by one."""
+"""Wrong calls of a case that are reported one by one; the others are only counted."""
 
 
 @dataclass(frozen=True)
@@ -36,50 +36,51 @@ class Prepared:
     program: Future[Any]
 
 
-def soak(*, calls: int, seed: int, implementation: str) -> int:
-    """Makes that many calls, `CALLS_A_CASE` each of the cases of successive seeds; a line a case; how many were wrong.
+def fuzz(*, calls: int, seed: int, implementation: str) -> int:
+    """Makes `calls` random calls and checks each; prints one line per case, and returns the number of wrong calls.
 
-    The case of a seed, and its calls, depend on nothing else: `calls=j + 1, seed=s` repeats call j of seed s.  A case
-    that the implementation takes and then cannot compile is wrong as well.
+    Each seed, from `seed` on, draws one case, of which up to `CALLS_PER_CASE` calls are made.  A case and its calls
+    depend on the seed alone: `calls=j + 1, seed=s` repeats call j of seed s.  A case that the implementation supports
+    but fails to compile counts as one wrong call.
 
     Raises:
-      ValueError: the implementation takes no call, so that nothing was checked.
+      ValueError: the implementation supports none of the calls, so nothing was checked.
     """
     begin, made, wrong, running = time.perf_counter(), 0, 0, 0.0
-    for prepared in _prepared(-(-calls // CALLS_A_CASE), seed, implementation):
+    for prepared in _prepared(-(-calls // CALLS_PER_CASE), seed, implementation):
         try:
             with _watched(f"compiling seed {prepared.seed}: {prepared.case}", COMPILE_SECONDS):
                 program = prepared.program.result()
         except Exception as error:
             wrong += 1
-            told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            print(f"seed {prepared.seed}: DOES NOT COMPILE, {told}: {prepared.case}", flush=True)
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            print(f"seed {prepared.seed}: DOES NOT COMPILE, {reason}: {prepared.case}", flush=True)
             continue
-        count = min(CALLS_A_CASE, calls - made)
+        count = min(CALLS_PER_CASE, calls - made)
         start = time.perf_counter()
         bad = list(_wrong_calls(prepared, program, count))
         seconds = time.perf_counter() - start
         made, wrong, running = made + count, wrong + len(bad), running + seconds
         verdict = f"{len(bad)} WRONG" if bad else "ok"
         print(
-            f"seed {prepared.seed}: {count} calls {verdict}, {count / seconds:.0f} a second: {prepared.case}",
+            f"seed {prepared.seed}: {count} calls {verdict}, {count / seconds:.0f} per second: {prepared.case}",
             flush=True,
         )
         for call, errors in bad[:SHOWN]:
-            told = ", ".join(f"{error:.2f}" for error in errors)
-            print(f"  call {call}: errors {told} x tolerance; again: --seed {prepared.seed} --calls {call + 1}")
+            factors = ", ".join(f"{error:.2f}" for error in errors)
+            print(f"  call {call}: errors {factors} x tolerance; again: --seed {prepared.seed} --calls {call + 1}")
     if not made and not wrong:
-        raise ValueError(f"nothing was checked, {implementation} takes no call here: the reasons are above")
-    rate = f"{made / running:.0f} a second, {time.perf_counter() - begin:.0f} s in all" if made else "none compiled"
+        raise ValueError(f"nothing was checked: {implementation} supports no call on this machine (reasons above)")
+    rate = f"{made / running:.0f} per second, {time.perf_counter() - begin:.0f} s in total" if made else "none compiled"
     print(f"{made} calls of {implementation} on {jax.devices()[0].device_kind}: {wrong} wrong; {rate}")
     return wrong
 
 
 def _prepared(count: int, seed: int, implementation: str) -> Iterator[Prepared]:
-    """That many cases, of this seed and the next ones; each compiles while the one before it runs."""
+    """The first `count` supported cases from `seed` on; each compiles while the one before it runs."""
     with ThreadPoolExecutor(max_workers=1) as compiler:
-        ahead, refused = None, set()
-        while count and len(refused) < len(CASES):
+        ahead, unsupported = None, set()
+        while count and len(unsupported) < len(FAMILIES):
             case = draw_case(seed, implementation)
             if isinstance(case, Case):
                 count -= 1
@@ -87,8 +88,8 @@ def _prepared(count: int, seed: int, implementation: str) -> Iterator[Prepared]:
                 if ahead:
                     yield ahead
                 ahead = Prepared(seed, case, program)
-            elif (operation := case.partition(":")[0]) not in refused:
-                refused.add(operation)
+            elif (operation := case.partition(":")[0]) not in unsupported:
+                unsupported.add(operation)
                 print(f"not called: {case}", flush=True)
             seed += 1
         if ahead:
@@ -96,10 +97,10 @@ def _prepared(count: int, seed: int, implementation: str) -> Iterator[Prepared]:
 
 
 def _compiling(compiler: ThreadPoolExecutor, case: Case, implementation: str) -> Future[Any]:
-    """The case's program, lowered now and compiled in turn."""
+    """The case's program: lowered now, compiled in the background."""
     where, draw = address_map(case.layout), case.draw(np.random.default_rng(0))
     try:
-        return compiler.submit(jax.jit(trial(case, implementation)).lower(where, draw).compile)
+        return compiler.submit(jax.jit(checker(case, implementation)).lower(where, draw).compile)
     except Exception as error:
         failed: Future[Any] = Future()
         failed.set_exception(error)
@@ -107,7 +108,7 @@ def _compiling(compiler: ThreadPoolExecutor, case: Case, implementation: str) ->
 
 
 def _wrong_calls(prepared: Prepared, program, count: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(call, errors over their tolerances) of the wrong ones of the first `count` calls."""
+    """(call, errors over their tolerances) of each wrong call among the first `count`."""
     where = jax.device_put(address_map(prepared.case.layout))
     for call in range(count):
         with _watched(f"seed {prepared.seed}, call {call}: {prepared.case}", CALL_SECONDS):
@@ -118,11 +119,14 @@ def _wrong_calls(prepared: Prepared, program, count: int) -> Iterator[tuple[int,
 
 
 @contextmanager
-def _watched(told: str, seconds: float):
-    """Says where an error happened, and ends the process where the body takes longer: kernels that hang go on."""
+def _watched(what: str, seconds: float):
+    """Adds `what` to an exception of the body, and ends the process if the body takes longer than `seconds`.
+
+    A kernel that hangs cannot be stopped, so the process has to end.
+    """
 
     def give_up():
-        notice(f"HANGS, no answer in {seconds} s: {told}")
+        notice(f"HANGS, no answer in {seconds} s: {what}")
         os._exit(3)
 
     timer = threading.Timer(seconds, give_up)
@@ -131,7 +135,7 @@ def _watched(told: str, seconds: float):
     try:
         yield
     except Exception as error:
-        error.add_note(told)
+        error.add_note(what)
         raise
     finally:
         timer.cancel()

@@ -1,4 +1,4 @@
-"""How random calls of each operation are made: a subclass of `Case` for each family, and a table of operations."""
+"""How random calls of each operation are drawn: a subclass of `Case` per family, and the table `FAMILIES`."""
 
 from typing import Any
 
@@ -12,9 +12,11 @@ from jaxkv.fuzz.case import PER_HEAD, Case, Index, Shapes
 from jaxkv.fuzz.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
 from jaxkv.fuzz.layouts import pick
 from jaxkv.ops import OPERATIONS as DECLARED
+from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.formats.format import Format
 
 TRIES = 300
-"""Cases to draw before an operation is given up: kernels support the sizes of real models, and only some layouts."""
+"""Draws before an operation counts as unsupported: GPU kernels support the sizes of real models and some layouts."""
 
 
 class Write(Case):
@@ -37,12 +39,12 @@ class Gather(Case):
 
     @classmethod
     def optional(cls):
-        """Where runs start."""
+        """`seq_starts`, where runs start."""
         return ("seq_starts", PER_HEAD)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The rows of the result."""
+        """`total` and `dtype` of the result."""
         return {"options": {"total": fields["count"], "dtype": fields["dtype"]}}
 
     def index(self, rng, live) -> Index:
@@ -57,7 +59,7 @@ class Gather(Case):
 
 
 class Queries(Case):
-    """Queries of all cached tokens of each request; their positional arguments come before the cache."""
+    """Queries against all cached tokens of each request; queries come before the cache in the arguments."""
 
     def arguments(self, cache, values, draw, layer):
         """Queries, cache, indices."""
@@ -81,7 +83,7 @@ class DecodeMLA(Queries):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The options of attention, and a dtype of queries that holds the entries exactly."""
+        """The options of attention, and a dtype of queries that represents the entries exactly."""
         options = {"scale": pick(rng, 0.03, 0.07, 0.11), "logit_cap": pick(rng, None, None, 2.0, 30.0)}
         own = str(layout.entry.dtype)
         dtype = fields["dtype"]
@@ -100,7 +102,7 @@ class DecodeKV(DecodeMLA):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """Heads that the cache's heads divide, and the window."""
+        """Query heads, a multiple of the cache's heads, and the window."""
         found = super().sizes(rng, layout, fields)
         window = {"window": pick(rng, None, None, 1, 64, 300)}
         heads = layout.num_heads * pick(rng, 1, 2, 5, 8, 16)
@@ -113,25 +115,25 @@ class DecodeKV(DecodeMLA):
 
 
 class Plan(Case):
-    """A plan, which is checked by attention that runs by it."""
+    """A plan, which is checked by running attention with it."""
 
     result = "attention"
 
     @classmethod
     def optional(cls):
-        """Invariance of the batch."""
+        """Batch invariance."""
         return ("batch_invariant", PER_HEAD)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """Those of the attention, in the entries' own dtype: what can be planned can then be run."""
+        """Those of the attention, in the entries' own dtype, so that whatever can be planned can also be run."""
         attention = DecodeMLA if layout.entry.one_head else DecodeKV
         found, own = attention.sizes(rng, layout, fields), str(layout.entry.dtype)
         return {**found, "dtype": jnp.dtype(own)} if own in ("bfloat16", "float16", "float32") else found
 
     @property
     def attention(self) -> DecodeMLA:
-        """The calls that the plan is for."""
+        """The attention that the plan is for."""
         kind, operation = (DecodeMLA, "decode_mla") if self.layout.entry.one_head else (DecodeKV, "decode_kv")
         fields: dict[str, Any] = {**vars(self), "operation": operation}
         return kind(**fields)
@@ -151,7 +153,7 @@ class Plan(Case):
         return (cache, *draw.index), {"num_heads": self.heads, "q_len": self.q_len, **keywords}
 
     def run(self, cache, values, draw, layer, implementation):
-        """Attention by the plan."""
+        """Attention with the plan."""
         plan = super().run(cache, values, draw, layer, implementation)
         args, keywords = self.attention.arguments(cache, values, draw, layer)
         return self.attention.function(*args, **keywords, plan=plan, implementation=implementation)
@@ -194,8 +196,8 @@ class Logits(Queries):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The heads and dtypes of an indexer."""
-        dtype = jnp.dtype(pick(rng, "bfloat16", "float32", "float8_e4m3fn"))
+        """The heads of an indexer, and a dtype of queries that represents the keys exactly."""
+        dtype = jnp.dtype(pick(rng, *_exact_queries(layout.entry)))
         return {"heads": pick(rng, 4, 16, 64), "dtype": dtype, "options": {"max_len": fields["count"]}}
 
     @property
@@ -205,8 +207,17 @@ class Logits(Queries):
         return [((*queries, self.layout.entry.sizes[0]), self.dtype), (queries, jnp.dtype("float32"))]
 
 
+def _exact_queries(entry: Entry) -> tuple[str, ...]:
+    """The dtypes of the indexer's queries in which keys of `entry` are exact, so that scores have no rounding error."""
+    own = str(entry.dtype)
+    if own in ("bfloat16", "float16", "float32"):
+        return (own, own, "float32", *(["float8_e4m3fn"] if own == "bfloat16" else []))
+    factored = type(entry.codec).decode_factored is not Format.decode_factored
+    return ("bfloat16", "float32", "float8_e4m3fn") if factored else ("float32",)
+
+
 class TopK(Case):
-    """Selects among logits, many of which are equal."""
+    """Selects the largest of logits, many of which are equal."""
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -225,13 +236,13 @@ class TopK(Case):
 
 
 class Merge(Case):
-    """Merges partial results, some of which are empty."""
+    """Merges partial results, some of them empty."""
 
     result = "attention"
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """A few parts of results of any length."""
+        """The number of partial results, and heads."""
         return {"count": pick(rng, 1, 2, 3, 9), "heads": pick(rng, 1, 3, 16)}
 
     @property
@@ -299,7 +310,7 @@ class WriteBlocks(Blocks):
         return (draw_distinct(rng, self.layout.num_blocks, self.count),), {}
 
 
-CASES: dict[str, type[Case]] = {
+FAMILIES: dict[str, type[Case]] = {
     "write_mla": Write,
     "write_kv": Write,
     "write_indexer_k": Write,
@@ -320,16 +331,16 @@ CASES: dict[str, type[Case]] = {
 """How the calls of each declared operation are drawn."""
 
 OPERATIONS = tuple(operation.name for operation in DECLARED)
-"""In turn, by seed."""
+"""Names of the operations; seed s draws a case of number s modulo their count."""
 
 
 def draw_case(seed: int, implementation: str) -> Case | str:
-    """The case of a seed, one that the implementation supports; the reasons against it if there is none."""
+    """The case of a seed that the implementation supports, or the reasons against the last one drawn."""
     rng, operation = np.random.default_rng(seed), DECLARED[seed % len(DECLARED)]
     kernels = {backend.name: backend.kernels for backend in backends.BACKENDS}[implementation]
     reasons: tuple[str, ...] = ()
     for _ in range(TRIES if operation.name in kernels else 1):
-        case = CASES[operation.name].drawn(rng, operation)
+        case = FAMILIES[operation.name].drawn(rng, operation)
         draw, layout = case.draw(np.random.default_rng(0)), case.layout
         cache: Any = jax.eval_shape(lambda layout=layout: jaxkv.KVCache.zeros(layout))
         values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]

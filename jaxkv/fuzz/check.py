@@ -1,8 +1,8 @@
-"""One random call, and what is wrong with its result: a program a case, which gives an error a result.
+"""Checks one random call: one program per case, which returns one error per result.
 
-The expectation comes from `xla` on a packed cache of one layer, whose entries are then found in, or put into, the
-buffer by a map of addresses made in NumPy from the layout's strides.  Around the entries that a call may read lies
-NaN; around those that it may write, random bytes, which must stay.  Writes, gathers and copies must agree bit for bit,
+The expected result comes from `xla` on a packed cache of one layer.  A map of addresses, made in NumPy from the strides
+alone, says where its entries lie in the buffer under test.  Everything that a call may not read is NaN; everything that
+it may not write is random bytes, which must stay as they are.  Writes, gathers and copies must agree bit for bit,
 attention within roundings of its dtype, as in the tests.
 """
 
@@ -23,18 +23,18 @@ EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class AddressMap(NamedTuple):
-    """What the elements of a cache's buffer are, by NumPy and the strides alone; int32."""
+    """What each element of a cache's buffer is, computed by NumPy from the strides alone; int32."""
 
     layer: np.ndarray
-    """[size]: the layer of each element, -1 between the entries."""
+    """[size]: the layer of each element; -1 between entries."""
     place: np.ndarray
-    """[size]: its place in a packed cache of one layer."""
+    """[size]: its index in a packed cache of one layer."""
     block: np.ndarray
-    """[size]: the block with which it travels, -1 for none."""
+    """[size]: the exported block that contains it; -1 for none."""
     place_in_block: np.ndarray
-    """[size]: its place in that block."""
+    """[size]: its index in that block."""
     blocks: np.ndarray
-    """[blocks, elements]: the elements of each block that travels."""
+    """[blocks, elements]: the elements of each exported block."""
 
 
 def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
@@ -54,8 +54,11 @@ def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
     return AddressMap(layer, place, block, place_in_block, blocks)
 
 
-def trial(case: Case, implementation: str) -> Callable[..., jax.Array]:
-    """f(address map, draw) to errors, float32 [results]: above 1 is wrong."""
+def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
+    """A function of an `AddressMap` and a `Draw` that returns errors over tolerances, float32 [results].
+
+    An error above 1 is wrong.
+    """
     layout = case.layout
     twin_layout = jaxkv.CacheLayout(
         num_layers=1, num_blocks=layout.num_blocks, block_size=layout.block_size, num_heads=layout.num_heads,
@@ -90,10 +93,10 @@ def trial(case: Case, implementation: str) -> Callable[..., jax.Array]:
         if case.result == "bits":
             return [_differ(*pair) for pair in _pairs(found, expected)]
         if case.result == "logits":
-            terms = math.sqrt(layout.entry.sizes[0])  # of the sum over heads: products of random vectors
+            terms = math.sqrt(layout.entry.sizes[0])  # size of the terms summed over heads: products of random vectors
             return [_excess(found, expected, roundings=128, dtype="float32", magnitude=terms, floor=terms)]
         dtype = case.dtype.name
-        # Scores are of this size, and capped ones are made of the cap: 1 - 2 / (1 + exp(2 s / cap)), say.
+        # Scores have this size.  Capped ones are computed from the cap, as in 1 - 2 / (1 + exp(2 s / cap)).
         scores = 4 + (dict(case.options).get("logit_cap") or 0)
         return [
             _excess(found[0], expected[0], roundings=64 if dtype == "float32" else 4, dtype=dtype, magnitude=1),
@@ -138,7 +141,10 @@ def trial(case: Case, implementation: str) -> Callable[..., jax.Array]:
 
 
 def _rounded(x: jax.Array, dtype) -> jax.Array:
-    """float32 `x` as `dtype`, for all who take it: where `x` is wanted in float32 again, XLA may leave out a cast."""
+    """float32 `x` rounded to `dtype`.
+
+    Explicitly, because XLA may elide a pair of casts when the result is converted back to float32.
+    """
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
@@ -148,7 +154,7 @@ def _pairs(found, expected) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def _differ(found: jax.Array, expected: jax.Array) -> jax.Array:
-    """inf where a bit differs, else 0."""
+    """inf if any bit differs, else 0."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     bits = jnp.dtype(f"uint{8 * found.dtype.itemsize}")
     found, expected = (lax.bitcast_convert_type(x, bits) for x in (found, expected))
@@ -156,10 +162,10 @@ def _differ(found: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def _excess(found, expected, *, roundings: int, dtype: str, magnitude: float, floor: float = 0) -> Any:
-    """The largest error over the tolerance, element by element and as a whole; inf where inf or NaN differ.
+    """The largest error over its tolerance, per element and of the whole by norm; inf if infinities or NaN differ.
 
-    `magnitude` is the size of the terms that were added up: the absolute part of an element's tolerance.  The whole, by
-    norm, has only `floor`, which a result needs that may be small by chance, as the one score of a request may.
+    `magnitude` is the size of the terms that were summed: the absolute part of an element's tolerance.  `floor` is the
+    absolute part of the whole's tolerance, for results that may be small by chance, such as a request's only score.
     """
     assert found.shape == expected.shape
     a, e = found.astype(jnp.float32), expected.astype(jnp.float32)

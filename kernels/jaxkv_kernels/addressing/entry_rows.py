@@ -1,4 +1,4 @@
-"""Encoded entries at slots of a layer, whether their parts lie together or apart in a split page."""
+"""Reading and writing encoded entries at slots of a layer, whether their parts lie together or in a split page."""
 
 from dataclasses import replace
 
@@ -6,24 +6,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing.rows import read_slots, write_slots
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Part
-from jaxkv_kernels.xla.rows import read_slots, write_slots
 
 
 def load_entries(buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array, layer) -> tuple[jax.Array, jax.Array]:
-    """Encoded entries [..., H, width] of all heads at `slots` [...], and which slots lie in the cache [...].
+    """Encoded entries [..., H, width] of all heads at `slots` [...], and whether each is in the cache.
 
-    The entries are elements of the natural dtype, as `entry.decode` takes them.  Outside the cache they are 0;
-    what they decode to is to be masked by the caller.
+    Entries have the natural dtype that `entry.decode` expects.  Those outside the cache are 0, and the caller must mask
+    what they decode to.
     """
     found = [read_slots(buffer, run, slots, layer) for run in _runs(pages, entry, buffer.dtype.itemsize)]
     return view_as(jnp.concatenate([rows for rows, _ in found], axis=-1), entry.dtype), found[0][1]
 
 
 def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:
-    """The buffer with encoded entries [..., H, width] stored at `slots` [...]; those outside the cache are skipped."""
+    """The buffer with encoded entries [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
     rows, first = view_as(rows, buffer.dtype), 0
     for run in _runs(pages, entry, buffer.dtype.itemsize):
         buffer = write_slots(buffer, run, rows[..., first : first + run.width], slots, layer)
@@ -32,9 +32,9 @@ def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array
 
 
 def _runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
-    """Where the runs of bytes of an entry lie: the whole entry, or each part of it in a split page.
+    """Addresses of the runs of bytes that make up an entry: the whole entry, or each part of a split page.
 
-    The buffer has elements of `itemsize` bytes.
+    `itemsize` is that of the buffer.
     """
     if not entry.split:
         return [pages]

@@ -1,4 +1,4 @@
-"""The soak: a few calls of every operation, and what it says of kernels that are wrong, raise or hang."""
+"""The fuzzer: a few calls of every operation, and what it says of kernels that are wrong, raise or hang."""
 
 import re
 import time
@@ -12,7 +12,7 @@ import pytest
 import jaxkv
 from jaxkv.cli import main
 from jaxkv.dispatch import backends
-from jaxkv.fuzz import cases, layouts, soak, trial
+from jaxkv.fuzz import check, families, fuzz, layouts
 from jaxkv_kernels import xla
 from jaxkv_kernels.kernel import Kernel
 from support.compare import assert_close
@@ -21,7 +21,7 @@ from support.compare import assert_close
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """Few calls a case, on small caches."""
-    monkeypatch.setattr(soak, "CALLS_A_CASE", 6)
+    monkeypatch.setattr(fuzz, "CALLS_PER_CASE", 6)
     monkeypatch.setattr(layouts, "MOST_BYTES", 2**21)
 
 
@@ -40,12 +40,12 @@ def broken(monkeypatch):
     return add
 
 
-@pytest.mark.parametrize("operation", cases.OPERATIONS)
+@pytest.mark.parametrize("operation", families.OPERATIONS)
 def test_xla_is_right(operation, capsys):
-    seed = cases.OPERATIONS.index(operation)
-    assert soak.soak(calls=5, seed=seed, implementation="xla") == 0
+    seed = families.OPERATIONS.index(operation)
+    assert fuzz.fuzz(calls=5, seed=seed, implementation="xla") == 0
     line, last = capsys.readouterr().out.splitlines()
-    assert re.match(rf"seed {seed}: 5 calls ok, \d+ a second: {operation} ", line)
+    assert re.match(rf"seed {seed}: 5 calls ok, \d+ per second: {operation} ", line)
     assert re.match(r"5 calls of xla on .*: 0 wrong", last)
 
 
@@ -143,14 +143,16 @@ FAULTS = [
 @pytest.mark.parametrize(("operation", "fault"), FAULTS)
 def test_faults_are_found_and_repeat(operation, fault, broken, capsys):
     broken(**{operation: fault})
-    first = cases.OPERATIONS.index(operation)
-    seeds = range(first, first + 5 * len(cases.OPERATIONS), len(cases.OPERATIONS))  # not every layout shows every fault
-    assert any(soak.soak(calls=6, seed=seed, implementation="broken") for seed in seeds)
+    first = families.OPERATIONS.index(operation)
+    seeds = range(
+        first, first + 5 * len(families.OPERATIONS), len(families.OPERATIONS)
+    )  # not every layout shows every fault
+    assert any(fuzz.fuzz(calls=6, seed=seed, implementation="broken") for seed in seeds)
     told = capsys.readouterr().out
     assert "WRONG" in told
     call, errors, again, calls = re.search(r"call (\d+): errors (.*) x tol.*--seed (\d+) --calls (\d+)", told).groups()
     assert int(calls) == int(call) + 1
-    assert soak.soak(calls=int(calls), seed=int(again), implementation="broken") > 0
+    assert fuzz.fuzz(calls=int(calls), seed=int(again), implementation="broken") > 0
     assert f"call {call}: errors {errors} x" in capsys.readouterr().out
 
 
@@ -168,10 +170,10 @@ def test_a_call_that_hangs_is_told(broken, monkeypatch, capsys):
 
     broken(read_blocks=slow)
     codes = []
-    monkeypatch.setattr(soak, "CALL_SECONDS", 0.5)
-    monkeypatch.setattr(soak.os, "_exit", codes.append)
-    seed = cases.OPERATIONS.index("read_blocks")
-    soak.soak(calls=1, seed=seed, implementation="broken")
+    monkeypatch.setattr(fuzz, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(fuzz.os, "_exit", codes.append)
+    seed = families.OPERATIONS.index("read_blocks")
+    fuzz.fuzz(calls=1, seed=seed, implementation="broken")
     assert codes == [3]
     assert f"HANGS, no answer in 0.5 s: seed {seed}, call 0: read_blocks " in capsys.readouterr().err
 
@@ -189,11 +191,11 @@ def test_a_case_that_does_not_compile_is_told_and_the_next_one_runs(broken, caps
         return run
 
     broken(read_blocks=raises_once)
-    seed = cases.OPERATIONS.index("read_blocks")
-    assert soak.soak(calls=12, seed=seed, implementation="broken") == 1
+    seed = families.OPERATIONS.index("read_blocks")
+    assert fuzz.fuzz(calls=12, seed=seed, implementation="broken") == 1
     told = capsys.readouterr().out
     assert f"seed {seed}: DOES NOT COMPILE, ValueError: dimension 1 must be a multiple of 8: read_blocks " in told
-    assert f"seed {seed + len(cases.OPERATIONS)}: 6 calls ok" in told
+    assert f"seed {seed + len(families.OPERATIONS)}: 6 calls ok" in told
 
 
 def test_a_call_that_raises_is_told(broken):
@@ -208,18 +210,18 @@ def test_a_call_that_raises_is_told(broken):
         return run
 
     broken(read_blocks=raises)
-    seed = cases.OPERATIONS.index("read_blocks")
+    seed = families.OPERATIONS.index("read_blocks")
     with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address") as raised:
-        soak.soak(calls=1, seed=seed, implementation="broken")
+        fuzz.fuzz(calls=1, seed=seed, implementation="broken")
     assert f"seed {seed}, call 0: read_blocks" in raised.value.__notes__[-1]
 
 
 def test_an_implementation_that_takes_nothing_ends_with_its_reasons(broken, capsys):
     broken()
-    with pytest.raises(ValueError, match="nothing was checked, broken takes no call here: the reasons are above"):
-        soak.soak(calls=3, seed=5, implementation="broken")
+    with pytest.raises(ValueError, match="nothing was checked: broken supports no call on this machine"):
+        fuzz.fuzz(calls=3, seed=5, implementation="broken")
     told = capsys.readouterr().out
-    assert told.count("not called") == len(cases.OPERATIONS)
+    assert told.count("not called") == len(families.OPERATIONS)
     assert "has no kernel for decode_kv" in told
 
 
@@ -235,7 +237,7 @@ def test_the_address_map_is_the_formula(order):
     entry = jaxkv.KVEntry("f16", head_dim=3, value_dim=2)
     sizes = {"num_layers": 2, "num_blocks": 3, "block_size": 4, "num_heads": 2}
     layout = jaxkv.CacheLayout(**sizes, entry=entry, order=order, block_padding=6)
-    found, steps = trial.address_map(layout), layout.strides
+    found, steps = check.address_map(layout), layout.strides
     seen = np.full(layout.size, -1)
     for place, (layer, block, token, head, i) in enumerate(np.ndindex(2, 3, 4, 2, 5)):
         address = layer * steps.layer + block * steps.block + head * steps.head + token * steps.token + i
@@ -258,14 +260,14 @@ def test_errors_are_counted_as_in_the_tests(scale, dtype, where):
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((5, 64)).astype(np.float32)
     expected[3] = -np.inf
-    tolerance = 2048 * trial.EPSILON[dtype]  # so large that the storing of `found` does not count
+    tolerance = 2048 * check.EPSILON[dtype]  # so large that the storing of `found` does not count
     step = np.where(np.isfinite(expected), scale * tolerance * (np.abs(expected) + 1), 0)
     if where == "everywhere":
         step = scale * tolerance / 2 * np.where(np.isfinite(expected), np.abs(expected), 0)
     else:
         step[np.arange(5)[:, None] * 64 + np.arange(64) != 70] = 0
     found = jnp.asarray(expected + step)
-    error = float(trial._excess(found, expected, roundings=2048, dtype=dtype, magnitude=1))
+    error = float(check._excess(found, expected, roundings=2048, dtype=dtype, magnitude=1))
     assert error == pytest.approx(scale, rel=0.01)
     if scale > 1:
         with pytest.raises(AssertionError):
@@ -279,28 +281,28 @@ def test_nan_and_inf_belong_in_their_places(odd):
     plain = jnp.zeros(4)
     with_odd = plain.at[2].set(odd)
     options = {"roundings": 4, "dtype": "float32", "magnitude": 1}
-    assert trial._excess(with_odd, with_odd, **options) == 0
-    assert trial._excess(plain, with_odd, **options) == np.inf
-    assert trial._excess(with_odd, plain, **options) == np.inf
-    assert trial._excess(with_odd, -with_odd, **options) == (0 if np.isnan(odd) else np.inf)
+    assert check._excess(with_odd, with_odd, **options) == 0
+    assert check._excess(plain, with_odd, **options) == np.inf
+    assert check._excess(with_odd, plain, **options) == np.inf
+    assert check._excess(with_odd, -with_odd, **options) == (0 if np.isnan(odd) else np.inf)
 
 
 def test_a_bit_is_a_difference():
     x = jnp.asarray([1.0, jnp.nan], jnp.bfloat16)
-    assert trial._differ(x, x) == 0
-    assert trial._differ(x, -x) == np.inf
-    assert trial._differ(jnp.zeros(2), -jnp.zeros(2)) == np.inf
+    assert check._differ(x, x) == 0
+    assert check._differ(x, -x) == np.inf
+    assert check._differ(jnp.zeros(2), -jnp.zeros(2)) == np.inf
 
 
 def test_draws_are_of_every_kind():
-    drawn = [cases.draw_case(seed, "xla") for seed in range(400)]
+    drawn = [families.draw_case(seed, "xla") for seed in range(400)]
     layouts = [case.layout for case in drawn]
     assert {layout.order for layout in layouts if layout.num_heads > 1} == set(jaxkv.ORDERS)
     assert {layout.entry.format for layout in layouts} == {"bf16", "f16", "f32", "fp8", "fp8_ds_mla", "indexer_fp8"}
     assert {True, False} == {layout.blocks_are_runs for layout in layouts}
     assert any(layout.strides.token > layout.num_heads * layout.width for layout in layouts if layout.order[0] == "B")
     assert any(layout.dtype != layout.entry.dtype for layout in layouts)
-    assert drawn[:20] == [cases.draw_case(seed, "xla") for seed in range(20)]
+    assert drawn[:20] == [families.draw_case(seed, "xla") for seed in range(20)]
 
     attention = next(
         case for case in drawn if case.operation == "decode_mla" and case.columns == 5 and case.requests == 2
