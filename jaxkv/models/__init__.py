@@ -11,17 +11,28 @@ One compiled program of each serves all requests: lengths, tables and slots are 
 extra `jaxkv[models]`.
 """
 
-from jaxkv.models.config import ModelConfig as ModelConfig
-from jaxkv.models.decoder import decode as decode
-from jaxkv.models.decoder import forward as forward
-from jaxkv.models.decoder import head as head
-from jaxkv.models.decoder import prefill as prefill
-from jaxkv.models.model import Model as Model
-from jaxkv.models.parallel import ContextParallel as ContextParallel
-from jaxkv.models.parallel import DataParallel as DataParallel
-from jaxkv.models.parallel import OneDevice as OneDevice
-from jaxkv.models.parallel import TensorParallel as TensorParallel
-from jaxkv.models.sampling import Sampling as Sampling
-from jaxkv.models.weights.fingerprint import fingerprint as fingerprint
-from jaxkv.models.weights.load import load as load
-from jaxkv.models.weights.random import random_model as random_model
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder import decode, forward, head, prefill
+from jaxkv.models.model import Model
+from jaxkv.models.parallel import ContextParallel, DataParallel, OneDevice, TensorParallel
+from jaxkv.models.sampling import Sampling
+from jaxkv.models.weights.fingerprint import fingerprint
+from jaxkv.models.weights.load import load
+from jaxkv.models.weights.random import random_model
+
+__all__ = [
+    "ContextParallel",
+    "DataParallel",
+    "Model",
+    "ModelConfig",
+    "OneDevice",
+    "Sampling",
+    "TensorParallel",
+    "decode",
+    "fingerprint",
+    "forward",
+    "head",
+    "load",
+    "prefill",
+    "random_model",
+]
