@@ -170,10 +170,15 @@ def program(*arguments):
     [
         (" | true", 141, "", ""),
         (" > /dev/full", 1, "", "jaxkv: standard output: No space left on device\n"),
-        (" >&-", 1, "", "jaxkv: standard output: Bad file descriptor\n"),
         (" 2>&-", 0, "fingerprint", ""),
-        (" --blocks 0 2>&-", 2, "", ""),
-        (" 2> /dev/full", 0, "fingerprint", ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (" >&-", 1, "", "jaxkv: standard output: Bad file descriptor\n"),
+                (" --blocks 0 2>&-", 2, "", ""),
+                (" 2> /dev/full", 0, "fingerprint", ""),
+            )
+        ),
     ],
 )
 def test_streams_end_as_those_of_unix_tools(redirected, status, output, errors):

@@ -14,6 +14,7 @@ from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.plan_decode import Plan
 from support import suites
+from support.cases import each_value
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
@@ -36,7 +37,6 @@ class Mosaic:
     )
 
 
-@pytest.mark.gpu
 @on_hopper
 class TestDecodeMLA(Mosaic, suites.DecodeMLA):
     """The whole suite, on the GPU."""
@@ -64,7 +64,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
         q = suites.queries(entry, len(lengths), tokens, heads)
         return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
 
-    @pytest.mark.parametrize("heads", [5, 16, 64])
+    @pytest.mark.parametrize("heads", [5, pytest.param(16, marks=pytest.mark.slow), 64])
     def test_lengths_round_the_edges(self, heads):
         self.case((0, 1, 64, 65, 130), heads)
 
@@ -85,7 +85,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_small_pages_and_a_cap(self, heads):
         self.case((77,), heads, block_size=16, logit_cap=2.0)
 
-    @pytest.mark.parametrize(("heads", "power"), [(16, 2.0**60), (16, 2.0**-60), (64, 2.0**60), (64, 2.0**-60)])
+    @each_value(("heads", "power"), [16, 64], [2.0**60, 2.0**-60])
     def test_pieces_of_a_cut_request_keep_the_range_of_the_entries(self, heads, power):
         entry = self.entry("bf16")
         scene = suites.scenes.scene(entry, lengths=(600,))
@@ -109,19 +109,20 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     test_traced_layer_outside_the_cache_is_empty = suites.DecodeMLA.test_traced_layer_outside_the_cache_is_empty
 
 
-@pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
-@pytest.mark.parametrize(
-    ("tokens", "heads", "block_size", "cap"),
-    [
-        (1, 16, 64, None),
-        (4, 2, 16, 30.0),
-        (1, 64, 64, None),
-        (1, 128, 64, 30.0),
-        (2, 128, 16, None),
-        (3, 20, 128, None),
-    ],
-)
-def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
+CASES = [
+    (1, 16, 64, None),
+    (4, 2, 16, 30.0),
+    (1, 64, 64, None),
+    (1, 128, 64, 30.0),
+    (2, 128, 16, None),
+    (3, 20, 128, None),
+]
+"""Query tokens, heads, tokens per block, `logit_cap`."""
+
+
+@each_value(("order", "case"), ["BLNHC", "LBNHC"], CASES)
+def test_lowers_for_hopper(order, case):
+    tokens, heads, block_size, cap = case
     entry = jaxkv.MLAEntry("bf16")
     layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=block_size, entry=entry, order=order)
     shape = jax.ShapeDtypeStruct

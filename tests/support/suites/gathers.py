@@ -6,8 +6,9 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.cases import on_layouts
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import Suite, every_layout, formats, full_tables, layout_of
+from support.suites.base import Suite, formats, full_tables, layout_of
 
 
 class GatherChecks(Suite):
@@ -61,8 +62,7 @@ class GatherChecks(Suite):
 class Gathers(GatherChecks):
     """The same on every layout."""
 
-    @every_layout
-    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
         heads = 1 if entry.one_head else 2
         scene = scenes.scene(entry, num_heads=heads)

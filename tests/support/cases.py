@@ -1,0 +1,45 @@
+"""Which of all combinations a test runs by default; the others are `slow`."""
+
+import itertools
+
+import pytest
+
+from support import scenes
+
+ON_EVERY_LAYOUT = ("bf16", "fp8", "indexer_fp8")
+"""A format of numbers and, for each kind of entry, one of bytes."""
+
+WITH_EVERY_FORMAT = ("LBNHC", "packed, uint8", "packed, bfloat16")
+"""Layouts whose buffer has the entries' dtype, a narrower one, and one that is wider for some formats."""
+
+
+def on_layouts(entries):
+    """Parametrises `entry` and `name`: every layout that differs, with every entry.
+
+    Each layout with one format of numbers and one of bytes, and each format on three layouts, show what depends on a
+    layout or on a format; the other pairs are `slow`.
+    """
+    cases = []
+    for entry in entries:
+        for name in scenes.layout_names(entry):
+            quick = entry.format in ON_EVERY_LAYOUT or name in WITH_EVERY_FORMAT
+            kind = type(entry).__name__.removesuffix("Entry")
+            cases.append(
+                pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=() if quick else pytest.mark.slow)
+            )
+    return pytest.mark.parametrize(("entry", "name"), cases)
+
+
+def each_value(names, *axes):
+    """Parametrises `names` with the product of the axes, of which every value of every axis runs by default."""
+    longest = max(len(axis) for axis in axes)
+    quick = {tuple(i % len(axis) for axis in axes) for i in range(longest)}
+    product = itertools.product(*(range(len(axis)) for axis in axes))
+    cases = [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, places, strict=True)),
+            marks=() if places in quick else pytest.mark.slow,
+        )
+        for places in product
+    ]
+    return pytest.mark.parametrize(names, cases)
