@@ -14,6 +14,7 @@ import pytest
 from jaxkv.bench import timing
 from jaxkv.cli import COMMANDS, bench, demo, layout, main, verify
 from jaxkv.terminal import files, streams
+from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 HOSTILE = [
@@ -172,7 +173,7 @@ def program(*arguments):
         (" > /dev/full", 1, "", "jaxkv: standard output: No space left on device\n"),
         (" 2>&-", 0, "fingerprint", ""),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            slow(*case)
             for case in (
                 (" >&-", 1, "", "jaxkv: standard output: Bad file descriptor\n"),
                 (" --blocks 0 2>&-", 2, "", ""),

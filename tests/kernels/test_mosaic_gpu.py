@@ -14,7 +14,7 @@ from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.plan_decode import Plan
 from support import suites
-from support.cases import each_value
+from support.cases import each_value, slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
@@ -64,7 +64,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
         q = suites.queries(entry, len(lengths), tokens, heads)
         return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
 
-    @pytest.mark.parametrize("heads", [5, pytest.param(16, marks=pytest.mark.slow), 64])
+    @pytest.mark.parametrize("heads", [5, slow(16), 64])
     def test_lengths_round_the_edges(self, heads):
         self.case((0, 1, 64, 65, 130), heads)
 
@@ -81,7 +81,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_several_tokens_and_odd_heads_on_a_layer_major_cache(self):
         self.case((3, 140), 20, 2, layout="LBNHC", layer=2)
 
-    @pytest.mark.parametrize("heads", [16, 64])
+    @pytest.mark.parametrize("heads", [slow(16), 64])
     def test_small_pages_and_a_cap(self, heads):
         self.case((77,), heads, block_size=16, logit_cap=2.0)
 
@@ -109,20 +109,23 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     test_traced_layer_outside_the_cache_is_empty = suites.DecodeMLA.test_traced_layer_outside_the_cache_is_empty
 
 
-CASES = [
-    (1, 16, 64, None),
+CASES = [("LBNHC", 4, 2, 16, 30.0), ("BLNHC", 1, 128, 64, 30.0), ("LBNHC", 3, 20, 128, None)]
+SIZES = [
     (4, 2, 16, 30.0),
-    (1, 64, 64, None),
     (1, 128, 64, 30.0),
-    (2, 128, 16, None),
     (3, 20, 128, None),
+    (1, 16, 64, None),
+    (1, 64, 64, None),
+    (2, 128, 16, None),
 ]
 """Query tokens, heads, tokens per block, `logit_cap`."""
 
 
-@each_value(("order", "case"), ["BLNHC", "LBNHC"], CASES)
-def test_lowers_for_hopper(order, case):
-    tokens, heads, block_size, cap = case
+@pytest.mark.parametrize(
+    ("order", "tokens", "heads", "block_size", "cap"),
+    [*CASES, *(slow(order, *sizes) for order in ("BLNHC", "LBNHC") for sizes in SIZES if (order, *sizes) not in CASES)],
+)
+def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
     entry = jaxkv.MLAEntry("bf16")
     layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=block_size, entry=entry, order=order)
     shape = jax.ShapeDtypeStruct

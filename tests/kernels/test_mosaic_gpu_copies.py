@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
-from support.cases import on_layouts
+from support.cases import on_layouts, slow
 from support.hopper import on_hopper, read_early
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
@@ -83,7 +83,9 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
     def test_latents(self, name):
         self.case(name, MLA, 1)
 
-    @pytest.mark.parametrize(("name", "heads"), [("BLNHC", 4), ("LBHNC", 2), ("BHLNC", 3), ("packed, uint8", 1)])
+    @pytest.mark.parametrize(
+        ("name", "heads"), [slow("BLNHC", 4), slow("LBHNC", 2), ("BHLNC", 3), ("packed, uint8", 1)]
+    )
     def test_keys_and_values(self, name, heads):
         self.case(name, jaxkv.KVEntry("f16", head_dim=16, value_dim=8), heads)
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxkv_kernels.triton.attention.decode_tiles import Tiles
 from jaxkv_kernels.triton.attention.plan_decode import LEAST, make_plan
+from support.cases import slow
 
 TILES = Tiles(rows=16, keys=32, columns=128, warps=4, stages=2, programs=2)
 
@@ -18,7 +19,7 @@ def planned(lengths, longest, *, groups=1, tokens=1, window=None, processors=132
 
 
 @pytest.mark.parametrize("window", [None, 1, 700])
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+@pytest.mark.parametrize("seed", [0, 1, 2, *(slow(seed) for seed in range(3, 20))])
 def test_items_cover_every_request(seed, window):
     rng = np.random.default_rng(seed)
     batch, longest, groups = int(rng.integers(1, 40)), int(rng.integers(1, 4000)), int(rng.integers(1, 5))

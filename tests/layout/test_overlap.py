@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv.layout.overlap import overlapping_entries
 from layout.small import elements
+from support.cases import slow
 
 
 @st.composite
@@ -69,7 +70,7 @@ def test_nested_strides_are_taken_exactly_if_entries_are_disjoint_and_inside(giv
         assert not good
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [500, slow(3000)])
 def test_random_strides_are_taken_exactly_where_no_two_entries_share_an_element(count):
     rng, seen = np.random.default_rng(0), {"nested": 0, "interleaved": 0, "overlapping": 0}
     for _ in range(count):

@@ -12,6 +12,7 @@ import pytest
 
 import jaxkv
 import jaxkv.models
+from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = [
@@ -33,14 +34,15 @@ STEPS = 64
 TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 
 families = pytest.mark.parametrize("family", FAMILIES)
+WHOLE_PROMPTS = [("deepseek_v2_lite", "LBNHC"), ("deepseek_v3", "LBNHC"), ("deepseek_v32", "BLNHC"), ("youtu", "LBNHC")]
+"""All families run in chunks, on block-major caches."""
 # Latents and indexer keys that share their blocks need a block to be one run of memory.
 LAYOUTS = [
-    pytest.param(family, order, marks=pytest.mark.slow if order == "BLNHC" and family != "deepseek_v32" else ())
+    (family, order) if (family, order) in WHOLE_PROMPTS else slow(family, order)
     for family in FAMILIES
     for order in ORDERS
     if family != "deepseek_v32" or order[0] == "B"
 ]
-"""Block-major caches are those of the other tests."""
 
 
 def test_all_recordings_are_here():

@@ -19,6 +19,7 @@ from jaxkv import offload
 from jaxkv.offload import block_file
 from offload.pools import ENTRY, KEY, LAYOUT, OTHER, SIZES, blocks_of, filled, flip, names, reopened
 from support import forged_blocks
+from support.cases import slow
 from support.compare import assert_same_bits
 
 
@@ -303,7 +304,7 @@ class TestDamage:
             disk.load(KEY)
         assert KEY not in disk
 
-    @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("count", [300, slow(3000)])
     @pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["checksum", "secret"])
     def test_forged_files_are_refused_or_are_right(self, tmp_path, row, secret, count):
         disk, rng, outcomes = reopened(tmp_path, secret=secret), np.random.default_rng(0), Counter()

@@ -30,16 +30,17 @@ def on_layouts(entries):
     return pytest.mark.parametrize(("entry", "name"), cases)
 
 
+def slow(*values):
+    """A case that does not run by default."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def each_value(names, *axes):
     """Parametrises `names` with the product of the axes, of which every value of every axis runs by default."""
     longest = max(len(axis) for axis in axes)
     quick = {tuple(i % len(axis) for axis in axes) for i in range(longest)}
-    product = itertools.product(*(range(len(axis)) for axis in axes))
-    cases = [
-        pytest.param(
-            *(axis[i] for axis, i in zip(axes, places, strict=True)),
-            marks=() if places in quick else pytest.mark.slow,
-        )
-        for places in product
-    ]
+    cases = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[i] for axis, i in zip(axes, places, strict=True)]
+        cases.append(pytest.param(*values) if places in quick else slow(*values))
     return pytest.mark.parametrize(names, cases)

@@ -97,9 +97,9 @@ class Gathers(GatherChecks):
     def test_tokens_outside_the_table_or_the_cache_are_zero(self):
         entry = scenes.MLA_ENTRIES[2]
         tables = jnp.asarray([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
-        cache = scenes.to_cache(layout := layout_of("BLNHC", entry), scenes.garbage(layout, None))
-        cu_seq_lens = jnp.asarray([0, 64, 400], jnp.int32)
-        kv_c, k_pe = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=0, total=400, dtype=jnp.float32)
+        cache = scenes.to_cache(layout := layout_of("BLNHC", entry, block_size=16), scenes.garbage(layout, None))
+        cu_seq_lens = jnp.asarray([0, 16, 70], jnp.int32)
+        kv_c, k_pe = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=0, total=70, dtype=jnp.float32)
         assert not np.asarray(kv_c).any()
         assert not np.asarray(k_pe).any()
 

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from support import scenes
-from support.cases import on_layouts
+from support.cases import on_layouts, slow
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, formats, full_tables, layout_of
 
@@ -61,9 +61,7 @@ class IndexerChecks(Suite):
 class Indexer(IndexerChecks):
     """`indexer_logits`, `select_topk`."""
 
-    @pytest.mark.parametrize(
-        "dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float8_e4m3fn"))]
-    )
+    @pytest.mark.parametrize("dtype", ["bfloat16", *(slow(name) for name in ("float32", "float8_e4m3fn"))])
     @on_layouts([scenes.INDEXER_ENTRIES[0], scenes.INDEXER_ENTRY])
     def test_equals_the_packed_cache_and_the_oracle(self, name, dtype, entry):
         scene = scenes.scene(entry)
