@@ -18,6 +18,7 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_num_cpu_devices", 8)  # for tests of several devices; the others use the first
 hypothesis.settings.register_profile("jaxkv", derandomize=True, deadline=None, max_examples=25, database=None)
+hypothesis.settings.register_profile("long", hypothesis.settings.get_profile("jaxkv"), max_examples=250)
 hypothesis.settings.load_profile("jaxkv")
 
 INTERPRETED_SECONDS = 240

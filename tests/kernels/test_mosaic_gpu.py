@@ -103,9 +103,12 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
         assert_same_bits(scaled, out * jnp.bfloat16(power))
         assert_same_bits(same_lse, lse)
 
+    @pytest.mark.parametrize("value", [np.nan, slow(np.inf)])
+    def test_keys_that_a_query_does_not_see(self, value):
+        suites.DecodeMLA.test_keys_that_a_query_does_not_see_do_not_matter(self, value)
+
     test_blocks_outside_the_cache_are_masked = suites.DecodeMLA.test_blocks_outside_the_cache_are_masked
     test_lengths_outside_the_table = suites.DecodeMLA.test_lengths_outside_the_table_are_clamped_to_it
-    test_keys_that_a_query_does_not_see = suites.DecodeMLA.test_keys_that_a_query_does_not_see_do_not_matter
     test_traced_layer_outside_the_cache_is_empty = suites.DecodeMLA.test_traced_layer_outside_the_cache_is_empty
 
 

@@ -12,7 +12,7 @@ from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
 from support import suites
-from support.cases import each_value
+from support.cases import each_value, slow
 from support.hopper import kernel_operands, on_hopper, read_early
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
@@ -94,9 +94,18 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
         monkeypatch.setattr(self, "value_dim", 256)
         self.case((400, 200), 1, 2)
 
-    test_blocks_outside_the_cache_are_masked = suites.DecodeKV.test_blocks_outside_the_cache_are_masked
-    test_lengths_outside_the_table = suites.DecodeKV.test_lengths_outside_the_table_are_clamped_to_it
-    test_keys_that_a_query_does_not_see = suites.DecodeKV.test_keys_that_a_query_does_not_see_do_not_matter
+    @pytest.mark.parametrize("window", [slow(None), 20])
+    def test_blocks_outside_the_cache_are_masked(self, window):
+        suites.DecodeKV.test_blocks_outside_the_cache_are_masked(self, window)
+
+    @pytest.mark.parametrize("window", [None, slow(70)])
+    def test_lengths_outside_the_table(self, window):
+        suites.DecodeKV.test_lengths_outside_the_table_are_clamped_to_it(self, window)
+
+    @pytest.mark.parametrize("value", [jnp.nan, slow(jnp.inf)])
+    def test_keys_that_a_query_does_not_see(self, value):
+        suites.DecodeKV.test_keys_that_a_query_does_not_see_do_not_matter(self, value)
+
     test_traced_layer_outside_the_cache_is_empty = suites.DecodeKV.test_traced_layer_outside_the_cache_is_empty
 
 

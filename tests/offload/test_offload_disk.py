@@ -19,7 +19,6 @@ from jaxkv import offload
 from jaxkv.offload import block_file
 from offload.pools import ENTRY, KEY, LAYOUT, OTHER, SIZES, blocks_of, filled, flip, names, reopened
 from support import forged_blocks
-from support.cases import slow
 from support.compare import assert_same_bits
 
 
@@ -304,14 +303,13 @@ class TestDamage:
             disk.load(KEY)
         assert KEY not in disk
 
-    @pytest.mark.parametrize("count", [300, slow(3000)])
     @pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["checksum", "secret"])
-    def test_forged_files_are_refused_or_are_right(self, tmp_path, row, secret, count):
+    def test_forged_files_are_refused_or_are_right(self, tmp_path, row, secret):
         disk, rng, outcomes = reopened(tmp_path, secret=secret), np.random.default_rng(0), Counter()
         disk.store(KEY, row)
         contents, file, expected = disk.file(KEY).read_bytes(), disk.file(KEY), disk._description(KEY)
         kinds = [*forged_blocks.KINDS, forged_blocks.another_block] if secret else forged_blocks.KINDS
-        for _ in range(count):
+        for _ in range(3000):
             forged = forged_blocks.forged(rng, contents, kinds)
             file.write_bytes(forged)
             try:
@@ -325,8 +323,8 @@ class TestDamage:
                 assert_same_bits(found, row)
                 outcomes["right"] += 1
         print(outcomes)
-        assert outcomes["damaged"] > count * 2 / 3
-        assert min(outcomes["foreign"], outcomes["right"]) > count / 300
+        assert outcomes["damaged"] > 2000
+        assert min(outcomes["foreign"], outcomes["right"]) > 10
 
 
 def pool_of(contents):

@@ -17,6 +17,9 @@ from support.random_layouts import indexer_entry, kv_entry, mla_entry, strided_l
 from support.suites.base import dtype_of
 from support.suites.writes import new_tokens, scales_of
 
+EXAMPLES = settings.default.max_examples // 8
+"""Of each test: an example takes seconds to compile.  `--hypothesis-profile long` runs ten times as many."""
+
 
 @dataclass(frozen=True)
 class Requests:
@@ -105,7 +108,7 @@ def queries(entry, heads, sizes, tokens):
     return [jnp.asarray(rng.standard_normal((2, tokens, heads, n)), dtype_of(entry)) for n in sizes]
 
 
-@settings(max_examples=8)
+@settings(max_examples=EXAMPLES)
 @given(cases(mla_entry), st.integers(1, 2))
 def test_latents_on_any_layout(case, tokens):
     layout, requests = case
@@ -122,7 +125,7 @@ def test_latents_on_any_layout(case, tokens):
     assert np.isfinite(np.asarray(found[-2].astype(jnp.float32))).all()
 
 
-@settings(max_examples=6)
+@settings(max_examples=EXAMPLES)
 @given(cases(kv_entry), st.integers(1, 2), st.sampled_from([None, 1, 5, 64]))
 def test_keys_and_values_on_any_layout(case, tokens, window):
     layout, requests = case
@@ -140,7 +143,7 @@ def test_keys_and_values_on_any_layout(case, tokens, window):
     assert np.isfinite(np.asarray(found[-2].astype(jnp.float32))).all()
 
 
-@settings(max_examples=4)
+@settings(max_examples=EXAMPLES)
 @given(cases(indexer_entry), st.integers(1, 2))
 def test_indexer_keys_on_any_layout(case, tokens):
     layout, requests = case
