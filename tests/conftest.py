@@ -1,5 +1,6 @@
 """Strict JAX, quick compilations, a repeatable hypothesis."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -15,29 +16,48 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
+jax.config.update("jax_num_cpu_devices", 8)  # for tests of several devices; the others use the first
 hypothesis.settings.register_profile("jaxkv", derandomize=True, deadline=None, max_examples=25, database=None)
+hypothesis.settings.register_profile("long", hypothesis.settings.get_profile("jaxkv"), max_examples=250)
 hypothesis.settings.load_profile("jaxkv")
 
 INTERPRETED_SECONDS = 240
 """A kernel that waits at a barrier for ever ends only with its process, which is what the timeout does."""
 
 
-def pytest_collection_modifyitems(items):
-    """Interpreted tests have a timeout of their own."""
+MACHINES = ("gpu", "triton", "devices")
+"""Markers of tests that need devices or packages, and name what is `missing` here."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselects tests that cannot run here, or skips them where `-m` asks for them; interpreted ones have a timeout."""
+    selected, deselected = [], []
     for item in items:
+        marks = [mark for mark in item.iter_markers() if mark.name in MACHINES and mark.kwargs["missing"]]
+        asked_for = any(mark.name in config.option.markexpr for mark in marks)
+        (deselected if marks and not asked_for else selected).append(item)
+        for mark in marks:
+            item.add_marker(pytest.mark.skip(reason="; ".join(mark.kwargs["missing"])))
         if "interpreted" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(INTERPRETED_SECONDS))
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = selected
 
 
 MOST_MAPPINGS = 20_000
 """Memory mappings of a test process.  Compiled programs keep some; Linux allows 65,530, beyond which XLA crashes."""
 
 
+TESTS_BETWEEN_COUNTS = 25
+"""Counting the mappings takes milliseconds, which thousands of tests would notice."""
+_tests = itertools.count(1)
+
+
 @pytest.fixture(autouse=True)
 def _programs_are_dropped():
     """Drops compiled programs once there are many: a process runs thousands of tests."""
     yield
-    if _mappings() > MOST_MAPPINGS:
+    if next(_tests) % TESTS_BETWEEN_COUNTS == 0 and _mappings() > MOST_MAPPINGS:
         jax.clear_caches()
 
 

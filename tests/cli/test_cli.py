@@ -14,6 +14,7 @@ import pytest
 from jaxkv.bench import timing
 from jaxkv.cli import COMMANDS, bench, demo, layout, main, verify
 from jaxkv.terminal import files, streams
+from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 HOSTILE = [
@@ -170,10 +171,15 @@ def program(*arguments):
     [
         (" | true", 141, "", ""),
         (" > /dev/full", 1, "", "jaxkv: standard output: No space left on device\n"),
-        (" >&-", 1, "", "jaxkv: standard output: Bad file descriptor\n"),
         (" 2>&-", 0, "fingerprint", ""),
-        (" --blocks 0 2>&-", 2, "", ""),
-        (" 2> /dev/full", 0, "fingerprint", ""),
+        *(
+            slow(*case)
+            for case in (
+                (" >&-", 1, "", "jaxkv: standard output: Bad file descriptor\n"),
+                (" --blocks 0 2>&-", 2, "", ""),
+                (" 2> /dev/full", 0, "fingerprint", ""),
+            )
+        ),
     ],
 )
 def test_streams_end_as_those_of_unix_tools(redirected, status, output, errors):

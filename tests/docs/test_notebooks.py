@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from support.cases import slow
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LONG = ("3_a_tiny_deepseek", "4_performance", "5_blocks_that_travel")
+"""What these call, the tests of models, measurements and pools call as well."""
 
 # As Jupyter does it, but for what it shows: one namespace for all cells, and a mistake names its cell.
 RUN = """
@@ -28,7 +32,9 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [slow(path) if path.stem in LONG else path for path in NOTEBOOKS], ids=lambda path: path.stem
+)
 def test_it_runs(path):
     environment = os.environ | {"MPLBACKEND": "Agg"}
     command = [sys.executable, "-W", "error", "-c", RUN, path.name]

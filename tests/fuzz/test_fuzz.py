@@ -15,6 +15,7 @@ from jaxkv.dispatch import backends
 from jaxkv.fuzz import check, families, fuzz, layouts
 from jaxkv_kernels import xla
 from jaxkv_kernels.kernel import Kernel
+from support.cases import slow
 from support.compare import assert_close
 
 
@@ -124,13 +125,13 @@ FAULTS = [
     ("decode_mla", packed_pages),
     ("decode_mla", one_token_more),
     ("decode_mla", slightly_off),
-    ("decode_kv", packed_pages),
+    slow("decode_kv", packed_pages),
     ("decode_kv", drops_a_request),
     ("indexer_logits", one_token_more),
     ("gather_mla", packed_pages),
     ("gather_kv", ignores_where_runs_start),
-    ("write_mla", packed_pages),
-    ("write_kv", touches_a_neighbour),
+    slow("write_mla", packed_pages),
+    slow("write_kv", touches_a_neighbour),
     ("write_indexer_k", writes_slot_0_for_none),
     ("copy_blocks", copies_one_by_one),
     ("read_blocks", lambda kernel: lambda **arguments: -kernel(**arguments)),

@@ -13,6 +13,7 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
+from support.cases import on_layouts, slow
 from support.hopper import on_hopper, read_early
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
@@ -30,25 +31,21 @@ class Mosaic:
     )
 
 
-@pytest.mark.gpu
 @on_hopper
 class TestWrites(Mosaic, suites.Writes, suites.WritesInScans):
     """The whole suite, on the GPU."""
 
 
-@pytest.mark.gpu
 @on_hopper
 class TestGathers(Mosaic, suites.Gathers):
     """The whole suite, on the GPU."""
 
 
-@pytest.mark.gpu
 @on_hopper
 class TestBlocks(Mosaic, suites.Blocks, suites.BlocksInScans):
     """The whole suite, on the GPU."""
 
 
-@pytest.mark.gpu
 @on_hopper
 class TestLargeCaches(Mosaic, suites.LargeCaches):
     """The whole suite, on the GPU."""
@@ -58,7 +55,7 @@ class TestLargeCaches(Mosaic, suites.LargeCaches):
 class TestInterpretedWrites(Mosaic, suites.WriteChecks):
     """The interpreter's word on every kind of address."""
 
-    @pytest.mark.parametrize("name", suites.scenes.LAYOUTS)
+    @pytest.mark.parametrize("name", suites.scenes.layout_names(MLA))
     def test_latents(self, name):
         layout = suites.layout_of(name, MLA, block_size=16)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
@@ -82,11 +79,13 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
         scene = suites.scenes.scene(entry, num_heads=heads, lengths=lengths, block_size=16)
         self.check(scene, suites.layout_of(name, entry, num_heads=heads, block_size=16), 1, runs)
 
-    @pytest.mark.parametrize("name", suites.scenes.LAYOUTS)
+    @pytest.mark.parametrize("name", suites.scenes.layout_names(MLA))
     def test_latents(self, name):
         self.case(name, MLA, 1)
 
-    @pytest.mark.parametrize(("name", "heads"), [("BLNHC", 4), ("LBHNC", 2), ("BHLNC", 3), ("packed, uint8", 1)])
+    @pytest.mark.parametrize(
+        ("name", "heads"), [slow("BLNHC", 4), slow("LBHNC", 2), ("BHLNC", 3), ("packed, uint8", 1)]
+    )
     def test_keys_and_values(self, name, heads):
         self.case(name, jaxkv.KVEntry("f16", head_dim=16, value_dim=8), heads)
 
@@ -103,7 +102,7 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
 class TestInterpretedBlocks(Mosaic, suites.BlockChecks):
     """Blocks of one run, of several, of runs longer than a chunk."""
 
-    @pytest.mark.parametrize("name", suites.scenes.LAYOUTS)
+    @pytest.mark.parametrize("name", suites.scenes.layout_names(MLA))
     def test_copy_and_travel(self, name):
         case = self.make(name, MLA, block_size=16, num_blocks=7)
         self.check_copy(*case)
@@ -144,8 +143,7 @@ KERNELS = {"copy_blocks": 2}
 """Kernels that a call launches, where that is not one: pairs that must wait are written by a second."""
 
 
-@pytest.mark.parametrize("entry", [MLA, KV], ids=["mla", "kv"])
-@pytest.mark.parametrize("name", suites.scenes.LAYOUTS)
+@on_layouts([MLA, KV])
 def test_lowers_for_hopper_in_place(name, entry):
     layout = suites.layout_of(name, entry, num_heads=1 if entry.one_head else 8, num_layers=61, num_blocks=4096)
     buffer = shape(layout.size, dtype=layout.dtype)

@@ -13,6 +13,7 @@ from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.config import KVConfig
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
 from support import suites
+from support.cases import each_value, slow
 from support.hopper import kernel_operands, on_hopper, read_early
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
@@ -33,7 +34,6 @@ class Mosaic:
     )
 
 
-@pytest.mark.gpu
 @on_hopper
 class TestDecodeKV(Mosaic, suites.DecodeKV):
     """The whole suite, on the GPU."""
@@ -47,7 +47,6 @@ class TestDecodeKV(Mosaic, suites.DecodeKV):
         suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, scene, layer), cache)
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
@@ -100,9 +99,18 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
         monkeypatch.setattr(self, "value_dim", 256)
         self.case((400, 200), 1, 2)
 
-    test_blocks_outside_the_cache_are_masked = suites.DecodeKV.test_blocks_outside_the_cache_are_masked
-    test_lengths_outside_the_table = suites.DecodeKV.test_lengths_outside_the_table_are_clamped_to_it
-    test_keys_that_a_query_does_not_see = suites.DecodeKV.test_keys_that_a_query_does_not_see_do_not_matter
+    @pytest.mark.parametrize("window", [slow(None), 20])
+    def test_blocks_outside_the_cache_are_masked(self, window):
+        suites.DecodeKV.test_blocks_outside_the_cache_are_masked(self, window)
+
+    @pytest.mark.parametrize("window", [None, slow(70)])
+    def test_lengths_outside_the_table(self, window):
+        suites.DecodeKV.test_lengths_outside_the_table_are_clamped_to_it(self, window)
+
+    @pytest.mark.parametrize("value", [jnp.nan, slow(jnp.inf)])
+    def test_keys_that_a_query_does_not_see(self, value):
+        suites.DecodeKV.test_keys_that_a_query_does_not_see_do_not_matter(self, value)
+
     test_traced_layer_outside_the_cache_is_empty = suites.DecodeKV.test_traced_layer_outside_the_cache_is_empty
 
 
@@ -120,18 +128,19 @@ def test_views_of_all_orders_lead_to_the_entries(order):
         assert found == layout.offset + entry
 
 
-@pytest.mark.parametrize("order", jaxkv.ORDERS)
-@pytest.mark.parametrize(
-    ("sizes", "heads", "group", "tokens", "block_size", "keywords"),
-    [
-        ((128, 128), 8, 4, 1, 64, {}),
-        ((128, 128), 32, 1, 1, 16, {"window": 1000}),
-        ((64, 64), 8, 8, 1, 256, {"logit_cap": 30.0}),
-        ((192, 128), 4, 40, 2, 32, {}),
-        ((256, 256), 4, 4, 3, 128, {"window": 100, "logit_cap": 30.0}),
-    ],
-)
-def test_lowers_for_hopper(order, sizes, heads, group, tokens, block_size, keywords):
+CASES = [
+    ((128, 128), 8, 4, 1, 64, {}),
+    ((128, 128), 32, 1, 1, 16, {"window": 1000}),
+    ((64, 64), 8, 8, 1, 256, {"logit_cap": 30.0}),
+    ((192, 128), 4, 40, 2, 32, {}),
+    ((256, 256), 4, 4, 3, 128, {"window": 100, "logit_cap": 30.0}),
+]
+"""Sizes of an entry, heads, queries per head, query tokens, tokens per block, options."""
+
+
+@each_value(("order", "case"), jaxkv.ORDERS, CASES)
+def test_lowers_for_hopper(order, case):
+    sizes, heads, group, tokens, block_size, keywords = case
     entry = jaxkv.KVEntry("bf16", *sizes)
     layout = jaxkv.CacheLayout(
         num_layers=32, num_blocks=4096, block_size=block_size, num_heads=heads, entry=entry, order=order

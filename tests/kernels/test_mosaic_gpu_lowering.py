@@ -10,11 +10,12 @@ from jaxkv.fuzz.case import Case
 from jaxkv.fuzz.families import OPERATIONS, draw_case
 from jaxkv_kernels import mosaic_gpu
 from support.available import assume_available
+from support.cases import slow
 
 DRAWS = 4
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", [0, *(slow(n) for n in range(1, DRAWS))])
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name in mosaic_gpu.KERNELS])
 def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
     assume_available(monkeypatch, mosaic_gpu)

@@ -1,7 +1,6 @@
 """Triton kernels on any machine that has Triton: each compiled for every GPU generation; jax-triton's lowering."""
 
 import re
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import jax
@@ -18,14 +17,9 @@ from jaxkv_kernels import triton as kernels
 from jaxkv_kernels.triton.runtime import available
 from support.available import assume_available
 from support.triton_builds import SHARED, builds, without_a_gpu
-from support.triton_runs import INTERPRETS, compiles
+from support.triton_runs import compiles, lowers
 
 DRAWS = 2
-
-lowers = pytest.mark.skipif(
-    INTERPRETS or None in (find_spec("triton"), find_spec("jax_triton")),
-    reason="Triton makes its kernels for the interpreter" if INTERPRETS else "Triton or jax-triton is not installed",
-)
 
 
 def taken():

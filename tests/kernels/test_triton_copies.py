@@ -6,31 +6,26 @@ from support import suites
 from support.triton_runs import Triton, interpreted, on_gpu
 
 
-@pytest.mark.gpu
 @on_gpu
 class TestWrites(Triton, suites.Writes, suites.WritesInScans):
     """The whole suite, on the GPU."""
 
 
-@pytest.mark.gpu
 @on_gpu
 class TestGathers(Triton, suites.Gathers):
     """The whole suite, on the GPU."""
 
 
-@pytest.mark.gpu
 @on_gpu
 class TestBlocks(Triton, suites.Blocks, suites.BlocksInScans):
     """The whole suite, on the GPU."""
 
 
-@pytest.mark.gpu
 @on_gpu
 class TestLargeCaches(Triton, suites.LargeCaches):
     """The whole suite, on the GPU."""
 
 
-@pytest.mark.gpu
 @on_gpu
 class TestMerge(Triton, suites.Merge):
     """The whole suite, on the GPU."""

@@ -11,19 +11,16 @@ from support.triton_builds import SHARED, builds
 from support.triton_runs import Triton, compiles, interpreted, on_gpu
 
 
-@pytest.mark.gpu
 @on_gpu
 class TestDecodeMLA(Triton, suites.DecodeMLA):
     """The whole suite, on the GPU."""
 
 
-@pytest.mark.gpu
 @on_gpu
 class TestDecodeKV(Triton, suites.DecodeKV):
     """The whole suite, on the GPU."""
 
 
-@pytest.mark.gpu
 @on_gpu
 class TestDecodeMLASparse(Triton, suites.DecodeMLASparse):
     """The whole suite, on the GPU."""

@@ -9,12 +9,12 @@ import jaxkv
 from jaxkv.support import call_of
 from jaxkv_kernels import triton as kernels
 from support import suites
+from support.cases import on_layouts
 from support.suites import scenes
 from support.triton_builds import SHARED, builds
 from support.triton_runs import Triton, compiles, interpreted, on_gpu
 
 
-@pytest.mark.gpu
 @on_gpu
 class TestIndexer(Triton, suites.Indexer):
     """The whole suite, on the GPU."""
@@ -32,8 +32,7 @@ class TestInterpreted(Triton, suites.IndexerChecks):
         found = suites.layout_of(layout, entry, block_size=block_size)
         self.check(*self.arguments(scene, tokens, dtype, heads), scene, found, 1, max_len)
 
-    @pytest.mark.parametrize("name", scenes.LAYOUTS)
-    @pytest.mark.parametrize("entry", [jaxkv.IndexerEntry(), jaxkv.IndexerEntry("bf16")], ids=["indexer_fp8", "bf16"])
+    @on_layouts([jaxkv.IndexerEntry(), jaxkv.IndexerEntry("bf16")])
     def test_layouts(self, name, entry):
         self.case(entry, (0, 1, 63, 130), layout=name, tokens=2)
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxkv_kernels.triton.attention.config import LatentConfig
 from jaxkv_kernels.triton.attention.plan_decode import make_plan
+from support.cases import slow
 
 CONFIG = LatentConfig(rows=16, keys=32, columns=128, warps=4, stages=2, programs_per_sm=2)
 
@@ -20,7 +21,7 @@ def planned(lengths, longest, *, row_tiles=1, q_len=1, window=None, sms=132):
 
 
 @pytest.mark.parametrize("window", [None, 1, 700])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(slow(seed) for seed in range(3, 20))])
 def test_work_tiles_cover_every_request(seed, window):
     rng = np.random.default_rng(seed)
     batch, longest, row_tiles = int(rng.integers(1, 40)), int(rng.integers(1, 4000)), int(rng.integers(1, 5))

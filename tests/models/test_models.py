@@ -12,6 +12,7 @@ import pytest
 
 import jaxkv
 import jaxkv.models
+from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = [
@@ -37,9 +38,17 @@ HEADS = {"llama"}
 """Families whose cache has several heads, so that all six orders differ."""
 
 families = pytest.mark.parametrize("family", FAMILIES)
+WHOLE_PROMPTS = [
+    ("deepseek_v2_lite", "LBNHC"),
+    ("deepseek_v3", "LBNHC"),
+    ("deepseek_v32", "BLNHC"),
+    ("youtu", "LBNHC"),
+    ("llama", "BHLNC"),
+]
+"""All families run in chunks, on block-major caches."""
 # Latents and indexer keys that share their blocks need a block to be one run of memory.
 LAYOUTS = [
-    (family, order)
+    (family, order) if (family, order) in WHOLE_PROMPTS else slow(family, order)
     for family in FAMILIES
     for order in (jaxkv.ORDERS if family in HEADS else ORDERS)
     if family != "deepseek_v32" or order[0] == "B"
@@ -143,12 +152,19 @@ def test_whole_prompts_and_64_tokens(family, order):
 
 
 @families
+def test_prompts_in_chunks_and_requests_that_join_and_leave_at_different_steps(family):
+    Requests(family).run(chunk=48, joins=(10, 3, 0, 7, 5)).check()
+
+
+@pytest.mark.slow
+@families
 def test_prompts_in_chunks_of_7(family):
     Requests(family).run(chunk=7).check()
 
 
+@pytest.mark.slow
 @families
-def test_requests_join_and_leave_at_different_steps(family):
+def test_requests_join_at_very_different_steps(family):
     Requests(family).run(chunk=64, joins=(40, 3, 0, 17, 9)).check()
 
 

@@ -13,27 +13,9 @@ import jaxkv
 from jaxkv import offload
 from jaxkv.offload import host as host_module
 from jaxkv.offload import rows, transfers
+from offload.pools import ENTRY, LAYOUT, SIZES, blocks_of, filled, names
 from support import scenes
 from support.compare import assert_same_bits
-
-ENTRY = jaxkv.MLAEntry("bf16", latent=8, rope=4)
-SIZES = dict(num_layers=3, num_blocks=16, block_size=4)
-LAYOUT = jaxkv.CacheLayout(**SIZES, entry=ENTRY)
-
-
-def filled(layout, seed=0):
-    """A cache of random bytes, and its blocks as rows."""
-    cache = scenes.to_cache(layout, scenes.garbage(layout, np.random.default_rng(seed), "random"))
-    cache = jaxkv.KVCache(jax.device_put(cache.buffer, jax.devices()[0]), layout)
-    return cache, np.asarray(jaxkv.read_blocks(cache, jnp.arange(layout.num_blocks)))
-
-
-def names(count, prompt="a"):
-    return [f"{prompt}{i}".encode() for i in range(count)]
-
-
-def blocks_of(cache, blocks):
-    return np.asarray(jaxkv.read_blocks(cache, jnp.asarray(blocks, jnp.int32)))
 
 
 @pytest.fixture
@@ -84,7 +66,7 @@ class TestKeys:
             self.keys([1], layout_fingerprint=LAYOUT)
 
 
-@pytest.mark.parametrize("name", scenes.LAYOUTS)
+@pytest.mark.parametrize("name", scenes.layout_names(ENTRY))
 def test_blocks_come_back_on_every_layout(name):
     layout = scenes.layouts(ENTRY, block_size=4)[name]
     cache, before = filled(layout)

@@ -1,4 +1,7 @@
-"""Layouts drawn at random: writes touch their own bytes only, reads are those of the packed cache, bit for bit."""
+"""Strides drawn at random: writes touch their own bytes only, reads are those of the packed cache, bit for bit.
+
+The fuzzer (`jaxkv verify --calls`) draws the layouts of serving engines; here, strides are any that do not overlap.
+"""
 
 from dataclasses import dataclass
 
@@ -10,102 +13,12 @@ from hypothesis import strategies as st
 import jaxkv
 from support import oracle, scenes
 from support.compare import assert_same_bits
+from support.random_layouts import indexer_entry, kv_entry, mla_entry, strided_layout
 from support.suites.base import dtype_of
 from support.suites.writes import new_tokens, scales_of
 
-BLOCK_SIZES = (1, 3, 16, 61, 64)
-AXES = {"layer": "num_layers", "block": "num_blocks", "token": "block_size", "head": "num_heads"}
-
-
-def mla_entry(random):
-    name = random.choice(jaxkv.MLAEntry.formats)
-    latent = random.choice([128, 256] if name == "fp8_ds_mla" else [8, 20, 64])
-    return jaxkv.MLAEntry(name, latent=latent, rope=random.choice([2, 8, 16]))
-
-
-def kv_entry(random):
-    name = random.choice(jaxkv.KVEntry.formats)
-    return jaxkv.KVEntry(name, head_dim=random.choice([4, 10]), value_dim=random.choice([2, 4, 16]))
-
-
-def indexer_entry(random):
-    return jaxkv.IndexerEntry(head_dim=random.choice([8, 128]))
-
-
-def draw_layout(random, entry):
-    """A layout of one of the six orders, of explicit strides, or of a group in a packed block."""
-    sizes = dict(
-        num_layers=random.randint(1, 4),
-        num_blocks=random.randint(2, 6),
-        block_size=random.choice(BLOCK_SIZES),
-        num_heads=1 if entry.one_head else random.randint(1, 3),
-        entry=entry,
-    )
-    kind = random.choice(["order", "strides", "interleaved", "packed"])
-    if kind == "packed":
-        return packed(random, sizes)
-    dtype = random.choice([None, "uint8"])
-    itemsize = entry.dtype.itemsize if dtype is None else 1
-    unit = max(entry.alignment // itemsize, 1)
-    if kind == "order":
-        padding = unit * random.choice([0, 0, 1, 7])
-        return jaxkv.CacheLayout(**sizes, order=random.choice(jaxkv.ORDERS), block_padding=padding, dtype=dtype)
-    return (nested if kind == "strides" else interleaved)(random, sizes, dtype, entry.nbytes // itemsize, unit)
-
-
-def packed(random, sizes):
-    """A group between, before or after others."""
-    own = jaxkv.Group(sizes["num_layers"], sizes["entry"], sizes["num_heads"])
-    others = [
-        ("other", jaxkv.Group(random.randint(1, 2), jaxkv.IndexerEntry(head_dim=4))),
-        ("another", jaxkv.Group(1, jaxkv.KVEntry("bf16", head_dim=3), num_heads=2)),
-    ]
-    groups = [("self", own), *others[: random.randint(0, 2)]]
-    random.shuffle(groups)
-    return jaxkv.PackedLayout(
-        num_blocks=sizes["num_blocks"],
-        block_size=sizes["block_size"],
-        groups=dict(groups),
-        order=random.choice(["BLNHC", "BLHNC", "BHLNC"]),
-    )["self"]
-
-
-def nested(random, sizes, dtype, width, unit):
-    """Explicit strides: the axes in any order, with gaps, behind an offset, nonsense where an axis has length 1."""
-    counts = {axis: sizes[name] for axis, name in AXES.items()}
-    axes = random.sample(list(AXES), 4)
-    if isinstance(sizes["entry"], jaxkv.IndexerEntry):  # a page of the indexer is one run
-        axes = ["token", *(axis for axis in axes if axis != "token")]
-    extent, strides = width, {}
-    for axis in axes:
-        if counts[axis] == 1:
-            strides[axis] = random.choice([0, -5, 1, 10**9])
-            continue
-        gap = random.choice([0, 0, 1, 5])
-        if axis == "token" and isinstance(sizes["entry"], jaxkv.IndexerEntry):
-            gap = 0
-        strides[axis] = extent + gap * unit
-        extent += (counts[axis] - 1) * strides[axis]
-        extent = -(-extent // unit) * unit
-    offset = unit * random.randint(0, 9)
-    size = offset + extent + random.randint(0, 3)
-    return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=size, dtype=dtype)
-
-
-def interleaved(random, sizes, dtype, width, unit):
-    """Explicit strides: of two axes that are not one of tokens, the steps lie between each other's; the rest nests."""
-    counts = {axis: sizes[name] for axis, name in AXES.items()}
-    extent = counts["token"] * (-(-width // unit) * unit)
-    inner, outer, *rest = random.sample(["layer", "block", "head"], 3)
-    # Step (i, j) is at extent * (i * n + j * (n + 1)) = extent * ((i + j) * n + j), and j is less than n.
-    n = max(counts[outer], 2)
-    strides = {"token": extent // counts["token"], inner: n * extent, outer: (n + 1) * extent}
-    extent += (counts[inner] - 1) * strides[inner] + (counts[outer] - 1) * strides[outer]
-    for axis in rest:
-        strides[axis] = extent
-        extent *= counts[axis]
-    offset = unit * random.randint(0, 9)
-    return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=offset + extent, dtype=dtype)
+EXAMPLES = settings.default.max_examples // 8
+"""Of each test: an example takes seconds to compile.  `--hypothesis-profile long` runs ten times as many."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +40,7 @@ def cases(draw, draw_entry):
     All of it comes from one seed: an example takes a second to compile, and drawn one by one, most would be dull.
     """
     random = draw(st.randoms(use_true_random=True))
-    layout = draw_layout(random, draw_entry(random))
+    layout = strided_layout(random, draw_entry(random))
     blocks = random.sample(range(layout.num_blocks), layout.num_blocks)
     first = random.randint(1, layout.num_blocks - 1)
     tables = np.full((2, layout.num_blocks), scenes.UNUSED, np.int32)
@@ -195,7 +108,7 @@ def queries(entry, heads, sizes, tokens):
     return [jnp.asarray(rng.standard_normal((2, tokens, heads, n)), dtype_of(entry)) for n in sizes]
 
 
-@settings(max_examples=20)
+@settings(max_examples=EXAMPLES)
 @given(cases(mla_entry), st.integers(1, 2))
 def test_latents_on_any_layout(case, tokens):
     layout, requests = case
@@ -212,7 +125,7 @@ def test_latents_on_any_layout(case, tokens):
     assert np.isfinite(np.asarray(found[-2].astype(jnp.float32))).all()
 
 
-@settings(max_examples=15)
+@settings(max_examples=EXAMPLES)
 @given(cases(kv_entry), st.integers(1, 2), st.sampled_from([None, 1, 5, 64]))
 def test_keys_and_values_on_any_layout(case, tokens, window):
     layout, requests = case
@@ -230,7 +143,7 @@ def test_keys_and_values_on_any_layout(case, tokens, window):
     assert np.isfinite(np.asarray(found[-2].astype(jnp.float32))).all()
 
 
-@settings(max_examples=10)
+@settings(max_examples=EXAMPLES)
 @given(cases(indexer_entry), st.integers(1, 2))
 def test_indexer_keys_on_any_layout(case, tokens):
     layout, requests = case

@@ -1,49 +1,47 @@
 """Operations inside JAX's transformations, under its strictness settings, and at odd edges."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from support import scenes
 from support.compare import assert_same_bits
-
-SHARDED = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-import jax, jax.numpy as jnp, numpy as np, jaxkv
-from jax.sharding import AxisType, PartitionSpec as P
-mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-rng = np.random.default_rng(0)
-tables, lengths = jnp.asarray(rng.permutation(8).reshape(4, 2), jnp.int32), jnp.asarray([8, 0, 3, 5])
-
-def check(function, buffer, *arrays):
-    sharded = jax.shard_map(function, mesh=mesh, in_specs=(P(), *[P("x")] * len(arrays)), out_specs=P("x"))
-    np.testing.assert_array_equal(jax.jit(sharded)(buffer, *arrays), function(buffer, *arrays))
-
-entry = jaxkv.MLAEntry("f32", latent=32, rope=8)
-layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=4, entry=entry)
-buffer = jnp.asarray(rng.standard_normal(layout.size), jnp.float32)
-q = [jnp.asarray(rng.standard_normal((4, 3, n)), jnp.float32) for n in entry.sizes]
-decode = lambda buffer, q_latent, q_pe, tables, lengths: jaxkv.decode_mla(
-    q_latent, q_pe, jaxkv.KVCache(buffer, layout), tables, lengths, layer=1, scale=0.1)
-check(decode, buffer, *q, tables, lengths)
-
-keyed = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=4, entry=jaxkv.IndexerEntry())
-keys = jnp.asarray(rng.integers(0, 60, keyed.size), jnp.uint8)
-q, weights = jnp.asarray(rng.standard_normal((4, 1, 2, 128)), jnp.float32), jnp.ones((4, 1, 2))
-logits = lambda keys, q, weights, tables, lengths: jaxkv.indexer_logits(
-    q, weights, jaxkv.KVCache(keys, keyed), tables, lengths, layer=1, max_len=8)
-check(logits, keys, q, weights, tables, lengths)
-"""
+from support.many_devices import mesh_of, on_several_devices
 
 
+@on_several_devices
 def test_shard_map_over_the_batch():
-    subprocess.run([sys.executable, "-c", SHARDED], check=True, timeout=300)
+    mesh = mesh_of(2, axis_type=AxisType.Auto)
+    rng = np.random.default_rng(0)
+    tables, lengths = jnp.asarray(rng.permutation(8).reshape(4, 2), jnp.int32), jnp.asarray([8, 0, 3, 5])
+
+    def check(function, buffer, *arrays):
+        sharded = jax.shard_map(function, mesh=mesh, in_specs=(P(), *[P("x")] * len(arrays)), out_specs=P("x"))
+        assert_same_bits(jax.jit(sharded)(buffer, *arrays), function(buffer, *arrays))
+
+    sizes = dict(num_layers=2, num_blocks=8, block_size=4)
+    layout = jaxkv.CacheLayout(**sizes, entry=jaxkv.MLAEntry("f32", latent=32, rope=8))
+    buffer = jnp.asarray(rng.standard_normal(layout.size), jnp.float32)
+    q = [jnp.asarray(rng.standard_normal((4, 3, n)), jnp.float32) for n in layout.entry.sizes]
+
+    def decode(buffer, q_latent, q_pe, tables, lengths):
+        cache = jaxkv.KVCache(buffer, layout)
+        return jaxkv.decode_mla(q_latent, q_pe, cache, tables, lengths, layer=1, scale=0.1)
+
+    check(decode, buffer, *q, tables, lengths)
+
+    keyed = jaxkv.CacheLayout(**sizes, entry=jaxkv.IndexerEntry())
+    keys = jnp.asarray(rng.integers(0, 60, keyed.size), jnp.uint8)
+    q, weights = jnp.asarray(rng.standard_normal((4, 1, 2, 128)), jnp.float32), jnp.ones((4, 1, 2))
+
+    def score(keys, q, weights, tables, lengths):
+        return jaxkv.indexer_logits(q, weights, jaxkv.KVCache(keys, keyed), tables, lengths, layer=1, max_len=8)
+
+    check(score, keys, q, weights, tables, lengths)
 
 
 @pytest.mark.parametrize(

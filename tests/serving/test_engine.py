@@ -17,9 +17,7 @@ PARAMS = toy_model.random_params()
 BLOCK = 4
 
 
-@pytest.fixture(autouse=True)
-def toy(monkeypatch):
-    toy_model.install(monkeypatch)
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def engine(num_blocks=64, **options):

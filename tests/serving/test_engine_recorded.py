@@ -12,6 +12,7 @@ from jaxkv import KVCache, models
 from jaxkv.serving import engine as engine_module
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.step_inputs import Rows
+from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 
@@ -64,7 +65,7 @@ def test_twenty_requests_come_and_go(family, one_trace):
     assert served.pool.num_free == 20
 
 
-@pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
+@pytest.mark.parametrize("order", ["LBNHC", slow("BLNHC")])
 def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
     served = Engine(model(), num_blocks=10, order=order, max_requests=5, chunk=7)
     requests = [served.submit(recorded("deepseek_v3", n)[0], max_tokens=64, stop=()) for n in range(5)]

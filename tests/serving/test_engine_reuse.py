@@ -1,7 +1,6 @@
 """Prefixes that are found on the device, on the host or on disk: fewer tokens computed, the same tokens drawn."""
 
 from collections import Counter
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -9,51 +8,15 @@ import numpy as np
 import pytest
 
 from jaxkv.models.weights.fingerprint import fingerprint
-from jaxkv.offload import DiskPool, HostPool, transfers
+from jaxkv.offload import HostPool, transfers
 from jaxkv.offload import host as host_module
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
+from serving.toy_engines import BLOCK, MODEL, PARAMS, disk_pool, engine, fail, host_pool, right, serve
 from support import forged_blocks, toy_model
 from support.toy_model import prompt
 
-PARAMS = toy_model.random_params()
-MODEL = toy_model.ToyModel(PARAMS)
-BLOCK = 4
-
-
-@pytest.fixture(autouse=True)
-def toy(monkeypatch):
-    toy_model.install(monkeypatch)
-
-
-def engine(num_blocks=16, **options):
-    defaults = {"block_size": BLOCK, "max_requests": 3, "chunk": 7, "max_len": 48}
-    return Engine(MODEL, num_blocks=num_blocks, **{**defaults, **options})
-
-
-def host_pool(num_blocks=64, disk=None, order="BLNHC"):
-    return HostPool(MODEL.layout(1, BLOCK, order), num_blocks, disk=disk)
-
-
-def disk_pool(folder, **options):
-    return DiskPool(folder, MODEL.layout(1, BLOCK), model=fingerprint(MODEL), **options)
-
-
-@cache
-def right(tokens, count):
-    """The greedy continuation, without a cache."""
-    return toy_model.greedy_without_cache(PARAMS, tokens, count)
-
-
-def serve(served, tokens, count=6):
-    """The continuation of a prompt, which must be right, and how many tokens were found for it."""
-    before = served.prefix_stats.found
-    request = served.submit(tokens, max_tokens=count)
-    for _ in served.run():
-        pass
-    assert request.generated == right(tuple(tokens), count)
-    assert served.pool.num_free == served.pool.num_blocks
-    return served.prefix_stats.found - before
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 @pytest.fixture
@@ -219,10 +182,6 @@ def test_files_that_were_forged_change_no_token(secret, tmp_path):
     assert min(damaged, found) > 20
 
 
-def fail(*args, **kwargs):
-    raise RuntimeError("injected")
-
-
 def test_a_store_that_fails_is_missed_and_comes_later(monkeypatch):
     host = host_pool()
     with monkeypatch.context() as broken:
@@ -303,8 +262,9 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(told)
 
 
-def test_after_the_warm_up_nothing_is_compiled(compiled):
-    served = engine(num_blocks=15, offload=host_pool())  # no other test has compiled for this size
+def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):
+    monkeypatch.setattr(toy_model, "ROOM", 65)  # no other test has compiled for this size
+    served = engine(num_blocks=15, offload=host_pool())
     served.warm_up()
     assert {"jit(_decode_step)", "jit(read_blocks)", "jit(write_blocks)"} <= set(compiled)
     compiled.clear()
@@ -329,70 +289,6 @@ def test_models_of_one_layout_do_not_find_each_others_blocks():
 def test_blocks_of_another_layout_are_refused():
     with pytest.raises(ValueError, match="`offload` is a pool of other blocks\n"):
         engine(offload=host_pool(order="LBNHC"), order="BHLNC", block_size=8)
-
-
-class Walk:
-    """A random walk of submissions, cancellations and steps on tiny pools, with failures."""
-
-    def __init__(self, seed, monkeypatch, folder):
-        self.rng = np.random.default_rng(seed)
-        self.host = host_pool(num_blocks=8, disk=disk_pool(folder))
-        self.served = engine(num_blocks=14, offload=self.host)
-        self.sent_back = 0
-        for place, name in ((transfers, "to_host"), (transfers, "to_device"), (host_module, "write_rows")):
-            monkeypatch.setattr(place, name, self.flaky(getattr(place, name)))
-        monkeypatch.setattr(DiskPool, "load", self.flaky(DiskPool.load))
-        monkeypatch.setattr(Engine, "_make_room", self.counted(Engine._make_room))
-
-    def flaky(self, transfer):
-        return lambda *args, **kwargs: fail() if self.rng.random() < 0.05 else transfer(*args, **kwargs)
-
-    def counted(self, make_room):
-        def call(served, request):
-            before = len(served.waiting)
-            make_room(served, request)
-            self.sent_back += len(served.waiting) > before
-
-        return call
-
-    def prompt(self):
-        """The beginning of one of three long prompts, and sometimes an end of its own."""
-        whole = prompt(32, seed=int(self.rng.integers(3)))
-        end = prompt(int(self.rng.integers(6)), seed=int(self.rng.integers(4)))
-        return (*whole[: self.rng.integers(1, 33)], *end)
-
-    def run(self, steps):
-        requests, cancelled = [], 0
-        for _ in range(steps):
-            if len(self.served.waiting) < 4 and self.rng.random() < 0.3:
-                requests.append(self.served.submit(self.prompt(), max_tokens=int(self.rng.integers(1, 11))))
-            if self.rng.random() < 0.02 and (alive := [*self.served.waiting, *self.served.running]):
-                self.served.cancel(alive[self.rng.integers(len(alive))])
-                cancelled += 1
-            self.served.step()
-        for _ in self.served.run():
-            pass
-        assert cancelled
-        return requests
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_any_interleaving_gives_the_tokens_of_an_engine_without_reuse(seed, monkeypatch, tmp_path):
-    walk = Walk(seed, monkeypatch, tmp_path)
-    requests = walk.run(steps=400)
-    served, host = walk.served, walk.host
-    for request in requests:
-        expected = right(request.prompt, 10)[: request.max_tokens]
-        if request.finish_reason == "cancelled":
-            expected = expected[: len(request.generated)]
-        assert request.generated == expected
-    assert served.pool.num_free == served.pool.num_blocks
-    reuse = served.prefix_stats
-    assert reuse.found > reuse.tokens / 4
-    assert 0 < reuse.loaded < reuse.found
-    assert host.stats.read > 0
-    assert served.tiers.failures > 5
-    assert walk.sent_back > 0
 
 
 def test_the_pool_finds_what_was_named_until_its_room_is_needed():

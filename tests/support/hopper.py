@@ -6,8 +6,7 @@ import pytest
 
 from jaxkv_kernels import mosaic_gpu
 
-reasons = mosaic_gpu.KERNELS["decode_mla"].unavailable_reasons()
-on_hopper = pytest.mark.skipif(bool(reasons), reason="; ".join(reasons))
+on_hopper = pytest.mark.gpu(missing=tuple(mosaic_gpu.KERNELS["decode_mla"].unavailable_reasons()))
 
 
 def kernel_operands(program: str) -> list[list[str]]:

@@ -13,9 +13,6 @@ UNUSED = 2_147_480_000
 
 BLOCKS = 16
 
-LAYOUTS = (*jaxkv.ORDERS, "BLNHC padded", "LBHNC padded", "packed, uint8", "packed, bfloat16", "gaps, offset")
-"""The names of `layouts`."""
-
 MLA_ENTRIES = [jaxkv.MLAEntry(name, latent=128, rope=16) for name in jaxkv.MLAEntry.formats]
 KV_ENTRIES = [jaxkv.KVEntry(name, head_dim=16, value_dim=8) for name in jaxkv.KVEntry.formats]
 INDEXER_ENTRY = jaxkv.IndexerEntry()
@@ -53,6 +50,14 @@ def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=6
             size=num_blocks * block,
         )
     return found
+
+
+def layout_names(entry):
+    """Names of the kinds of layout that differ for an entry: with one head, the six orders are two layouts."""
+    names = {}
+    for name, layout in layouts(entry, num_heads=1 if entry.one_head else 2).items():
+        names.setdefault(layout, name)
+    return [*names.values()]
 
 
 def packed_twin(layout):

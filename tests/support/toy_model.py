@@ -16,6 +16,8 @@ from jaxkv.serving import engine
 
 LAYERS, HIDDEN, HEADS, LATENT, ROPE, VOCAB, LONGEST = 2, 24, 2, 16, 8, 97, 512
 SCALE = 0.5
+ROOM = 64
+"""Blocks of every cache, at least."""
 
 
 class Config(NamedTuple):
@@ -39,7 +41,8 @@ class ToyModel:
         )
 
     def cache(self, num_blocks, block_size, order):
-        layout = self.layout(num_blocks, block_size, order)
+        # Engines of any number of blocks run the same compiled programs; the blocks beyond stay NaN.
+        layout = self.layout(max(num_blocks, ROOM), block_size, order)
         # Whatever is read without having been written shows.
         return jaxkv.KVCache(jnp.full((layout.size,), jnp.nan, layout.dtype), layout)
 

@@ -9,15 +9,19 @@ from jaxkv_kernels.triton.runtime.available import unavailable_reasons
 
 INTERPRETS = "TRITON_INTERPRET" in os.environ
 
-on_gpu = pytest.mark.skipif(bool(unavailable_reasons()), reason="; ".join(unavailable_reasons()))
-interpreted = pytest.mark.skipif(
-    find_spec("triton") is None or not INTERPRETS,
-    reason="needs Triton and TRITON_INTERPRET=1: its interpreter takes a process of its own",
-)
-compiles = pytest.mark.skipif(
-    find_spec("triton") is None or INTERPRETS,
-    reason="needs Triton, which makes its kernels for the interpreter where TRITON_INTERPRET is set",
-)
+
+def _missing(*packages, interprets):
+    """Why tests that need these packages, and TRITON_INTERPRET set or not, cannot run here."""
+    absent = (f"needs {name}, which is not installed" for name in packages if find_spec(name) is None)
+    # Triton reads the variable when it is imported: its interpreter takes a process of its own.
+    setting = () if interprets == INTERPRETS else (f"needs TRITON_INTERPRET {'set' if interprets else 'unset'}",)
+    return *absent, *setting
+
+
+on_gpu = pytest.mark.gpu(missing=tuple(unavailable_reasons()))
+interpreted = pytest.mark.triton(missing=_missing("triton", interprets=True))
+compiles = pytest.mark.triton(missing=_missing("triton", interprets=False))
+lowers = pytest.mark.triton(missing=_missing("triton", "jax_triton", interprets=False))
 
 
 class Triton:

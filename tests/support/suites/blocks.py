@@ -6,8 +6,9 @@ import pytest
 
 import jaxkv
 from support import scenes
+from support.cases import on_layouts
 from support.compare import assert_same_bits
-from support.suites.base import Suite, every_layout, formats, layout_of
+from support.suites.base import Suite, formats, layout_of
 
 
 class BlockChecks(Suite):
@@ -58,13 +59,11 @@ class Blocks(BlockChecks):
 
     entries = (scenes.MLA_ENTRIES[0], scenes.KV_ENTRIES[2], scenes.KV_ENTRIES[3], scenes.INDEXER_ENTRY)
 
-    @every_layout
-    @formats(entries)
+    @on_layouts(entries)
     def test_copy(self, entry, name):
         self.check_copy(*self.make(name, entry))
 
-    @every_layout
-    @formats(entries)
+    @on_layouts(entries)
     def test_blocks_travel(self, entry, name):
         self.check_travel(*self.make(name, entry))
 

@@ -8,8 +8,9 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.cases import on_layouts
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, every_layout, full_tables, layout_of, without_signs
+from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, full_tables, layout_of, without_signs
 
 SCALE = 0.3
 
@@ -64,10 +65,9 @@ class DecodeKVChecks(Suite):
 class DecodeKV(DecodeKVChecks):
     """`decode_kv`."""
 
-    @every_layout
-    @every_format
-    def test_equals_the_packed_cache_and_the_oracle(self, name, form):
-        entry = self.entry(form)
+    @on_layouts(scenes.KV_ENTRIES)
+    def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
+        entry = self.entry(entry.format)
         scene = scenes.scene(entry, num_heads=2)
         layout = layout_of(name, entry, num_heads=2)
         q = self.query(entry, len(scene.lengths), 2, 6)

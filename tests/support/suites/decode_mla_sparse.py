@@ -6,8 +6,9 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.cases import on_layouts
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import Suite, every_layout, formats, layout_of
+from support.suites.base import Suite, layout_of
 from support.suites.decode_mla import SCALE, queries
 
 LENGTHS = (190, 64, 1)
@@ -57,8 +58,7 @@ class DecodeMLASparseChecks(Suite):
 class DecodeMLASparse(DecodeMLASparseChecks):
     """`decode_mla_sparse`."""
 
-    @every_layout
-    @formats(scenes.MLA_ENTRIES)
+    @on_layouts(scenes.MLA_ENTRIES)
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
         scene = scenes.scene(entry, lengths=LENGTHS)
         layout = layout_of(name, entry)

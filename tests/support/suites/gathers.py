@@ -6,8 +6,9 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.cases import on_layouts
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import Suite, every_layout, formats, full_tables, layout_of
+from support.suites.base import Suite, formats, full_tables, layout_of
 
 
 class GatherChecks(Suite):
@@ -61,8 +62,7 @@ class GatherChecks(Suite):
 class Gathers(GatherChecks):
     """The same on every layout."""
 
-    @every_layout
-    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
         heads = 1 if entry.one_head else 2
         scene = scenes.scene(entry, num_heads=heads)
@@ -97,9 +97,9 @@ class Gathers(GatherChecks):
     def test_tokens_outside_the_table_or_the_cache_are_zero(self):
         entry = scenes.MLA_ENTRIES[2]
         tables = jnp.asarray([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
-        cache = scenes.to_cache(layout := layout_of("BLNHC", entry), scenes.garbage(layout, None))
-        cu_seq_lens = jnp.asarray([0, 64, 400], jnp.int32)
-        kv_c, k_pe = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=0, total=400, dtype=jnp.float32)
+        cache = scenes.to_cache(layout := layout_of("BLNHC", entry, block_size=16), scenes.garbage(layout, None))
+        cu_seq_lens = jnp.asarray([0, 16, 70], jnp.int32)
+        kv_c, k_pe = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=0, total=70, dtype=jnp.float32)
         assert not np.asarray(kv_c).any()
         assert not np.asarray(k_pe).any()
 

@@ -7,8 +7,9 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.cases import on_layouts
 from support.compare import assert_same_bits
-from support.suites.base import Suite, dtype_of, every_layout, formats, layout_of
+from support.suites.base import Suite, dtype_of, formats, layout_of
 
 
 def new_tokens(entry, num_heads, count, seed=3):
@@ -65,8 +66,7 @@ class WriteChecks(Suite):
 class Writes(WriteChecks):
     """The same on every layout."""
 
-    @every_layout
-    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_stores_the_encoders_bytes_and_touches_nothing_else(self, entry, name):
         layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")

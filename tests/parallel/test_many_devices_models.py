@@ -1,7 +1,4 @@
-"""Models and the engine on 8 devices: the tokens are Hugging Face's, whatever the devices divide.
-
-`test_parallel.py` runs this where there are 8 devices, simulated.
-"""
+"""Models and the engine on several devices: the tokens are Hugging Face's, whatever the devices divide."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -16,8 +13,10 @@ import jaxkv
 from jaxkv import models, parallel, serving
 from jaxkv.serving.engine import _decode_step
 from jaxkv.serving.step_inputs import Rows
-from parallel.many_devices import mesh_of
 from support.compare import assert_close, assert_same_bits
+from support.many_devices import mesh_of, on_several_devices
+
+pytestmark = on_several_devices
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 BLOCK = 16
@@ -70,22 +69,13 @@ def serve(engine, family, count=12):
 @pytest.mark.parametrize(
     ("family", "divided"),
     [
-        ("deepseek_v32", partial(tensor, 2)),
-        ("deepseek_v3", partial(tensor, 4)),
-        ("deepseek_v2_lite", partial(context, 2)),
-        ("youtu", partial(context, 8, 2)),
-        ("deepseek_v32", partial(context, 2, 4)),
-        ("llama", partial(tensor, 2)),
-        ("llama", partial(context, 4, 2)),
-    ],
-    ids=[
-        "tensor 2",
-        "tensor 4",
-        "context 2 by token",
-        "context 8 by block",
-        "sparse context 2",
-        "KV heads",
-        "KV context",
+        pytest.param("deepseek_v32", partial(tensor, 2), id="tensor 2"),
+        pytest.param("deepseek_v3", partial(tensor, 4), id="tensor 4", marks=pytest.mark.slow),
+        pytest.param("deepseek_v2_lite", partial(context, 2), id="context 2 by token", marks=pytest.mark.slow),
+        pytest.param("youtu", partial(context, 8, 2), id="context 8 by block"),
+        pytest.param("deepseek_v32", partial(context, 2, 4), id="sparse context 2"),
+        pytest.param("llama", partial(tensor, 2), id="KV heads"),
+        pytest.param("llama", partial(context, 4, 2), id="KV context", marks=pytest.mark.slow),
     ],
 )
 def test_the_engine(family, divided):
@@ -217,28 +207,29 @@ class TestTransferBlocks:
         return [right[:2] for _, right in recorded(family)[1:3]]
 
     def test_between_two_devices(self):
+        (last,) = mesh_of(1, first=7).devices
         layout = load(SMALL).layout(4, BLOCK)
         values = np.random.default_rng(0).standard_normal(layout.size).astype(layout.dtype)
         source = jaxkv.KVCache(jax.device_put(values, jax.devices()[0]), layout)
-        target = jaxkv.KVCache.zeros(layout, device=jax.devices()[7])
+        target = jaxkv.KVCache.zeros(layout, device=last)
         found = parallel.transfer_blocks(source, [3, 0], target, [1, 2])
-        assert found.buffer.devices() == {jax.devices()[7]}
+        assert found.buffer.devices() == {last}
         right = jaxkv.write_blocks(
             jaxkv.KVCache.zeros(layout), jnp.asarray([1, 2]), jaxkv.read_blocks(source, jnp.asarray([3, 0]))
         )
         assert_same_bits(found.buffer, right.buffer)
 
     def test_tensor_parallel(self):
-        others = jax.make_mesh((4,), ("y",), devices=jax.devices()[2:6])
+        others = mesh_of(4, first=2, axis="y")
         assert self.decoding(tensor(2), models.TensorParallel(others, "y")) == self.right()
 
     def test_tensor_parallel_heads_of_the_cache(self):
-        others = jax.make_mesh((2,), ("y",), devices=jax.devices()[2:4])
+        others = mesh_of(2, first=2, axis="y")
         found = self.decoding(tensor(2), models.TensorParallel(others, "y"), "llama")
         assert found == self.right("llama")
 
     def test_context_parallel(self):
-        others = jax.make_mesh((2,), ("y",), devices=jax.devices()[6:])
+        others = mesh_of(2, first=6, axis="y")
         assert self.decoding(context(2, 16), models.ContextParallel(others, "y", 16)) == self.right()
 
     def test_over_other_numbers_of_devices(self):

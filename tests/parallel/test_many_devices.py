@@ -1,4 +1,4 @@
-"""`jaxkv.parallel` on 8 devices, and the same on one; `test_parallel.py` runs this where there are 8, simulated."""
+"""`jaxkv.parallel` on several devices, and the same on one."""
 
 import re
 from functools import cache, partial
@@ -22,7 +22,10 @@ from jaxkv_kernels import mosaic_gpu
 from support import scenes, toy_model
 from support.available import assume_available
 from support.compare import assert_close, assert_same_bits
+from support.many_devices import mesh_of, on_several_devices
 from support.suites.base import dtype_of
+
+pytestmark = on_several_devices
 
 BLOCK = 8
 COLUMNS = 6
@@ -105,12 +108,6 @@ def arguments(told):
 def on_one_device(entry, tokens=1):
     cache, found = jax.jit(written_and_read)(poisoned(layout_of(entry)), *arguments(batch(entry, tokens)))
     return cache, *found
-
-
-def mesh_of(devices):
-    if devices > jax.device_count():
-        pytest.skip(f"needs {devices} devices; here are {jax.device_count()}")
-    return jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
 
 
 def run(function, mesh, in_specs, out_specs, *args):
@@ -290,9 +287,8 @@ def test_lengths_past_the_tables_are_clamped_by_the_indexer():
 
 
 def test_checked_lengths_are_those_of_all_devices():
-    mesh_of(3)
     # With explicit axes `checkify` fails: it sorts what the devices have found, over all of them.
-    mesh = jax.make_mesh((3,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    mesh = mesh_of(3, axis_type=AxisType.Auto)
     q, tables = batch(MLA[0]).q, batch(MLA[0]).tables[:, :2]
 
     @jaxkv.checked
@@ -370,7 +366,7 @@ def test_every_device_updates_its_cache_in_place():
 
 
 def test_an_engine_on_several_devices_takes_no_host_pool(monkeypatch):
-    model, mesh = toy_model.ToyModel(toy_model.random_params()), jax.make_mesh((2,), ("x",))
+    model, mesh = toy_model.ToyModel(toy_model.random_params()), mesh_of(2)
     layout = model.layout(4, 4)
     cache = parallel.zeros(layout, mesh, "x")
     monkeypatch.setattr(toy_model.ToyModel, "cache", lambda *_: cache)
@@ -402,6 +398,7 @@ def test_gradients_pass_the_merge():
 
 
 def test_the_readme_runs():
+    mesh_of(8)
     readme = (Path(__file__).parents[2] / "jaxkv" / "parallel" / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
     assert code

@@ -9,113 +9,32 @@ import numpy as np
 import pytest
 
 import jaxkv
+from checks.calls import (
+    KV,
+    LAYERS,
+    LENGTHS,
+    MLA,
+    OPERATIONS,
+    TABLES,
+    copy_blocks,
+    decode_kv,
+    decode_mla,
+    decode_mla_sparse,
+    gather_indexer_k,
+    gather_kv,
+    gather_mla,
+    indexer_logits,
+    ints,
+    planned_decode_mla,
+    read_blocks,
+    write_blocks,
+    write_indexer_k,
+    write_kv,
+    write_mla,
+)
 from jaxkv.ops import OPERATIONS as DECLARED
 from support.compare import assert_same_bits
 
-ENTRY = jaxkv.MLAEntry("bf16", latent=8, rope=4)
-MLA = jaxkv.CacheLayout(num_layers=3, num_blocks=6, block_size=4, entry=ENTRY)
-KV = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, num_heads=2, entry=jaxkv.KVEntry("fp8", 8, 4))
-INDEXER = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, entry=jaxkv.IndexerEntry(head_dim=8))
-
-TABLES = [[4, 0], [1, 3]]
-LENGTHS = [7, 3]
-
-
-def ints(values):
-    return jnp.asarray(values, jnp.int32)
-
-
-def write_mla(slots=(0, 7, -1), layer=0, cache=None):
-    values = [jnp.ones((len(slots), n), jnp.bfloat16) for n in ENTRY.sizes]
-    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
-    return jaxkv.write_mla(cache, *values, ints(slots), layer=layer)
-
-
-def write_kv(slots=(0, 7, -1), layer=0):
-    k, v = jnp.ones((len(slots), 2, 8)), jnp.ones((len(slots), 2, 4))
-    return jaxkv.write_kv(jaxkv.KVCache.zeros(KV), k, v, ints(slots), layer=layer, k_scale=0.1, v_scale=0.1)
-
-
-def write_indexer_k(slots=(0, 7, -1), layer=0):
-    return jaxkv.write_indexer_k(jaxkv.KVCache.zeros(INDEXER), jnp.ones((len(slots), 8)), ints(slots), layer=layer)
-
-
-def decode_mla(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, tokens=1, plan=None):
-    q = [jnp.ones((len(tables), tokens, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
-    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
-    return jaxkv.decode_mla(*q, cache, ints(tables), ints(lengths), layer=layer, scale=0.3, plan=plan)
-
-
-def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1):
-    q = jnp.ones((len(tables), tokens, 2, 8))
-    cache = jaxkv.KVCache.zeros(KV) if cache is None else cache
-    scales = {"scale": 0.3, "k_scale": 0.1, "v_scale": 0.1}
-    return jaxkv.decode_kv(q, cache, ints(tables), ints(lengths), layer=layer, window=window, **scales)
-
-
-def decode_mla_sparse(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None, counts=None):
-    q = [jnp.ones((2, 1, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
-    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
-    counts = None if counts is None else ints(counts)[:, None]
-    return jaxkv.decode_mla_sparse(*q, cache, ints(slots)[:, None], layer=layer, scale=0.3, counts=counts)
-
-
-def planned_decode_mla():
-    cache = jaxkv.KVCache.zeros(MLA)
-    return decode_mla(plan=jaxkv.plan_decode(cache, ints(TABLES), ints(LENGTHS), num_heads=2), cache=cache)
-
-
-def indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0):
-    q, weights, cache = jnp.ones((2, 1, 2, 8)), jnp.ones((2, 1, 2)), jaxkv.KVCache.zeros(INDEXER)
-    return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), layer=layer, max_len=5)
-
-
-def gather_mla(tables=TABLES, cu_seq_lens=(0, 7, 10), starts=None, layer=0, total=10):
-    starts = None if starts is None else ints(starts)
-    cache = jaxkv.KVCache.zeros(MLA)
-    return jaxkv.gather_mla(cache, ints(tables), ints(cu_seq_lens), layer=layer, total=total, seq_starts=starts)
-
-
-def gather_kv(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
-    cache = jaxkv.KVCache.zeros(KV)
-    return jaxkv.gather_kv(
-        cache, ints(tables), ints(cu_seq_lens), layer=layer, total=10, k_scale=0.1, v_scale=0.1, dtype=jnp.float32
-    )
-
-
-def gather_indexer_k(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
-    return jaxkv.gather_indexer_k(jaxkv.KVCache.zeros(INDEXER), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
-
-
-def copy_blocks(src=(0, 1), dst=(2, 3)):
-    return jaxkv.copy_blocks(jaxkv.KVCache.zeros(MLA), ints(src), ints(dst))
-
-
-def read_blocks(blocks=(0, 5, 0)):
-    return jaxkv.read_blocks(jaxkv.KVCache.zeros(MLA), ints(blocks))
-
-
-def write_blocks(blocks=(0, 5)):
-    rows = jnp.zeros((len(blocks), MLA.block_nbytes // MLA.itemsize), MLA.dtype)
-    return jaxkv.write_blocks(jaxkv.KVCache.zeros(MLA), ints(blocks), rows)
-
-
-OPERATIONS = (
-    write_mla,
-    write_kv,
-    write_indexer_k,
-    decode_mla,
-    decode_kv,
-    decode_mla_sparse,
-    indexer_logits,
-    gather_mla,
-    gather_kv,
-    gather_indexer_k,
-    copy_blocks,
-    read_blocks,
-    write_blocks,
-)
-LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
 WITHOUT_A_CACHE = {"select_topk", "merge_states"}
 
 
@@ -364,106 +283,6 @@ class TestPoison:
         jaxkv.checked(lambda: write_mla([-1, -1, 5, -(2**31), -(2**31)]))()
 
 
-class TestTransformations:
-    def test_inside_jit(self):
-        step = jax.jit(lambda slots: write_mla_at(slots, 1))
-        jaxkv.checked(step)(ints([3, 5]))
-        with pytest.raises(ValueError, match=re.escape("`slot_mapping`[1] is 24")):
-            jaxkv.checked(step)(ints([3, 24]))
-
-    def test_around_and_inside_scan_with_a_traced_layer(self):
-        def model(cache, slots, lengths):
-            def body(cache, layer):
-                cache = write_mla_at(slots, layer, cache)
-                out = decode_mla_at(lengths, layer, cache)
-                return cache, out
-
-            return jax.lax.scan(body, cache, jnp.arange(3, dtype=jnp.int32))
-
-        check = jaxkv.checked(jax.jit(model))
-        cache = jaxkv.KVCache.zeros(MLA)
-        found, expected = check(cache, ints([22, 14]), ints(LENGTHS)), model(cache, ints([22, 14]), ints(LENGTHS))
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert_same_bits(a, b)
-        with pytest.raises(ValueError, match=re.escape("`slot_mapping`[0] is 24")):
-            check(cache, ints([24, 14]), ints(LENGTHS))
-        with pytest.raises(ValueError, match=re.escape("`seq_lens`[1] is 9")):
-            check(cache, ints([22, 14]), ints([7, 9]))
-
-    def test_only_one_turn_of_a_scan_is_wrong(self):
-        def model(cache):
-            return jax.lax.scan(lambda c, i: (write_mla_at(ints([0, 1]), i, c), None), cache, jnp.arange(4))
-
-        with pytest.raises(ValueError, match=re.escape("`layer` is 3: the cache has 3 layers")):
-            jaxkv.checked(model)(jaxkv.KVCache.zeros(MLA))
-
-    def test_a_function_that_was_traced_without_checks_is_checked(self):
-        step = jax.jit(lambda slots: write_mla_at(slots, 0))
-        jax.block_until_ready(step(ints([24, 24])))
-        with pytest.raises(ValueError, match=re.escape("`slot_mapping`[0] is 24")):
-            jaxkv.checked(step)(ints([24, 24]))
-        # And the other way round: the program with checks is not the one that runs without.
-        jax.block_until_ready(step(ints([24, 24])))
-
-    def test_a_checked_function_is_traced_once(self):
-        traces = []
-
-        def step(slots):
-            traces.append(1)
-            return write_mla_at(slots, 0)
-
-        check = jaxkv.checked(step)
-        for slot in range(5):
-            check(ints([slot, slot + 6]))
-        with pytest.raises(ValueError, match="`slot_mapping`"):
-            check(ints([30, 1]))
-        assert len(traces) == 1
-
-    def test_it_keeps_the_functions_name(self):
-        assert jaxkv.checked(write_mla).__name__ == "write_mla"
-
-
-class TestPlans:
-    """A plan made for other lengths, which gives wrong results where it is used, is misuse."""
-
-    told = re.escape("`seq_lens`[1] is 3: `plan` was made for 4, make one for the lengths of the call")
-
-    def plan(self, lengths, cache=None):
-        cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
-        return jaxkv.plan_decode(cache, ints(TABLES), lengths, num_heads=2)
-
-    def test_made_before_the_checked_call(self):
-        plan = self.plan(ints([7, 4]))
-        with pytest.raises(ValueError, match=self.told):
-            jaxkv.checked(lambda: decode_mla(plan=plan))()
-        with pytest.raises(ValueError, match=self.told):
-            jaxkv.checked(lambda plan: decode_mla(plan=plan))(plan)
-        jaxkv.checked(lambda: decode_mla(lengths=[7, 4], plan=plan))()
-
-    def test_made_in_the_checked_call_and_used_in_a_scan(self):
-        def model(cache, planned, lengths):
-            plan = self.plan(planned, cache)
-
-            def body(cache, layer):
-                cache = write_mla_at(ints([22, 14]), layer, cache)
-                return cache, decode_mla_at(lengths, layer, cache, plan)
-
-            return jax.lax.scan(body, cache, jnp.arange(3, dtype=jnp.int32))
-
-        cache, check = jaxkv.KVCache.zeros(MLA), jaxkv.checked(jax.jit(model))
-        found, expected = (step(cache, ints(LENGTHS), ints(LENGTHS)) for step in (check, model))
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert_same_bits(a, b)
-        with pytest.raises(ValueError, match=self.told):
-            check(cache, ints([7, 4]), ints(LENGTHS))
-
-    def test_unchecked_programs_do_not_read_the_lengths_of_a_plan(self):
-        plan = self.plan(ints(LENGTHS))
-        step, cache = jax.jit(lambda cache, plan: decode_mla(cache=cache, plan=plan)), jaxkv.KVCache.zeros(MLA)
-        with_plan, without = (step.lower(cache, given).as_text() for given in (plan, None))
-        assert with_plan == without
-
-
 @pytest.mark.parametrize("operation", [write_mla, write_kv, write_indexer_k], ids=lambda operation: operation.__name__)
 def test_no_tokens_are_no_misuse(operation):
     jaxkv.checked(lambda: operation(slots=[]))()
@@ -471,14 +290,3 @@ def test_no_tokens_are_no_misuse(operation):
 
 def test_no_blocks_are_no_misuse():
     jaxkv.checked(lambda: (copy_blocks([], []), read_blocks([]), write_blocks([])))()
-
-
-def write_mla_at(slots, layer, cache=None):
-    values = [jnp.ones((slots.shape[0], n), jnp.bfloat16) for n in ENTRY.sizes]
-    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
-    return jaxkv.write_mla(cache, *values, slots, layer=layer)
-
-
-def decode_mla_at(lengths, layer, cache, plan=None):
-    q = [jnp.ones((2, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
-    return jaxkv.decode_mla(*q, cache, ints(TABLES), lengths, layer=layer, scale=0.3, plan=plan)

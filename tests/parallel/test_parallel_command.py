@@ -1,13 +1,17 @@
-"""`jaxkv parallel`; `test_parallel.py` runs this where there are 8 devices, simulated."""
+"""`jaxkv parallel` on several devices."""
 
 import json
 import re
 
+import jax
 import pytest
 
 from jaxkv.bench.timing import Ceilings
 from jaxkv.cli import main
 from jaxkv.cli import parallel as command
+from support.many_devices import on_several_devices
+
+pytestmark = on_several_devices
 
 
 @pytest.mark.parametrize("divided", ["context", "tensor"])
@@ -34,9 +38,9 @@ def test_the_command(divided, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("context --devices 9", "--devices has 9: expected 1 to 8"),
+        ("context --devices 99", f"--devices has 99: expected 1 to {jax.device_count()}"),
         ("tensor --devices 3", "--devices has 3: expected divisors of the 128 heads"),
-        ("context --layers 100000000", "the cache on 8 devices: .* GB do not fit in memory"),
+        ("context --layers 100000000", "the cache on . devices: .* GB do not fit in memory"),
         ("context --implementation mosaic_gpu", "mosaic_gpu: "),
     ],
 )

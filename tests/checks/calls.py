@@ -1,0 +1,110 @@
+"""Calls that are good unless their arguments are replaced."""
+
+import jax.numpy as jnp
+
+import jaxkv
+
+ENTRY = jaxkv.MLAEntry("bf16", latent=8, rope=4)
+MLA = jaxkv.CacheLayout(num_layers=3, num_blocks=6, block_size=4, entry=ENTRY)
+KV = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, num_heads=2, entry=jaxkv.KVEntry("fp8", 8, 4))
+INDEXER = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, entry=jaxkv.IndexerEntry(head_dim=8))
+
+TABLES = [[4, 0], [1, 3]]
+LENGTHS = [7, 3]
+
+
+def ints(values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def write_mla(slots=(0, 7, -1), layer=0, cache=None):
+    values = [jnp.ones((len(slots), n), jnp.bfloat16) for n in ENTRY.sizes]
+    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
+    return jaxkv.write_mla(cache, *values, ints(slots), layer=layer)
+
+
+def write_kv(slots=(0, 7, -1), layer=0):
+    k, v = jnp.ones((len(slots), 2, 8)), jnp.ones((len(slots), 2, 4))
+    return jaxkv.write_kv(jaxkv.KVCache.zeros(KV), k, v, ints(slots), layer=layer, k_scale=0.1, v_scale=0.1)
+
+
+def write_indexer_k(slots=(0, 7, -1), layer=0):
+    return jaxkv.write_indexer_k(jaxkv.KVCache.zeros(INDEXER), jnp.ones((len(slots), 8)), ints(slots), layer=layer)
+
+
+def decode_mla(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, tokens=1, plan=None):
+    q = [jnp.ones((len(tables), tokens, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
+    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
+    return jaxkv.decode_mla(*q, cache, ints(tables), ints(lengths), layer=layer, scale=0.3, plan=plan)
+
+
+def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1):
+    q = jnp.ones((len(tables), tokens, 2, 8))
+    cache = jaxkv.KVCache.zeros(KV) if cache is None else cache
+    scales = {"scale": 0.3, "k_scale": 0.1, "v_scale": 0.1}
+    return jaxkv.decode_kv(q, cache, ints(tables), ints(lengths), layer=layer, window=window, **scales)
+
+
+def decode_mla_sparse(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None, counts=None):
+    q = [jnp.ones((2, 1, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
+    cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
+    counts = None if counts is None else ints(counts)[:, None]
+    return jaxkv.decode_mla_sparse(*q, cache, ints(slots)[:, None], layer=layer, scale=0.3, counts=counts)
+
+
+def planned_decode_mla():
+    cache = jaxkv.KVCache.zeros(MLA)
+    return decode_mla(plan=jaxkv.plan_decode(cache, ints(TABLES), ints(LENGTHS), num_heads=2), cache=cache)
+
+
+def indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0):
+    q, weights, cache = jnp.ones((2, 1, 2, 8)), jnp.ones((2, 1, 2)), jaxkv.KVCache.zeros(INDEXER)
+    return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), layer=layer, max_len=5)
+
+
+def gather_mla(tables=TABLES, cu_seq_lens=(0, 7, 10), starts=None, layer=0, total=10):
+    starts = None if starts is None else ints(starts)
+    cache = jaxkv.KVCache.zeros(MLA)
+    return jaxkv.gather_mla(cache, ints(tables), ints(cu_seq_lens), layer=layer, total=total, seq_starts=starts)
+
+
+def gather_kv(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
+    cache = jaxkv.KVCache.zeros(KV)
+    return jaxkv.gather_kv(
+        cache, ints(tables), ints(cu_seq_lens), layer=layer, total=10, k_scale=0.1, v_scale=0.1, dtype=jnp.float32
+    )
+
+
+def gather_indexer_k(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
+    return jaxkv.gather_indexer_k(jaxkv.KVCache.zeros(INDEXER), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
+
+
+def copy_blocks(src=(0, 1), dst=(2, 3)):
+    return jaxkv.copy_blocks(jaxkv.KVCache.zeros(MLA), ints(src), ints(dst))
+
+
+def read_blocks(blocks=(0, 5, 0)):
+    return jaxkv.read_blocks(jaxkv.KVCache.zeros(MLA), ints(blocks))
+
+
+def write_blocks(blocks=(0, 5)):
+    rows = jnp.zeros((len(blocks), MLA.block_nbytes // MLA.itemsize), MLA.dtype)
+    return jaxkv.write_blocks(jaxkv.KVCache.zeros(MLA), ints(blocks), rows)
+
+
+OPERATIONS = (
+    write_mla,
+    write_kv,
+    write_indexer_k,
+    decode_mla,
+    decode_kv,
+    decode_mla_sparse,
+    indexer_logits,
+    gather_mla,
+    gather_kv,
+    gather_indexer_k,
+    copy_blocks,
+    read_blocks,
+    write_blocks,
+)
+LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}

@@ -1,0 +1,195 @@
+"""Good calls of every operation, of which the tests change an argument."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+
+SIZES = dict(num_layers=3, num_blocks=6, block_size=4)
+
+
+class Arrays(NamedTuple):
+    """Arguments of good calls, and caches of every kind."""
+
+    mla: jaxkv.KVCache
+    mla_fp8: jaxkv.KVCache
+    kv: jaxkv.KVCache
+    kv_fp8: jaxkv.KVCache
+    indexer: jaxkv.KVCache
+    kv_c: jax.Array
+    k_pe: jax.Array
+    k: jax.Array
+    v: jax.Array
+    key: jax.Array
+    slots: jax.Array
+    q_latent: jax.Array
+    q_pe: jax.Array
+    q: jax.Array
+    q_indexer: jax.Array
+    weights: jax.Array
+    tables: jax.Array
+    lengths: jax.Array
+    cu_seq_lens: jax.Array
+    chosen: jax.Array
+    logits: jax.Array
+    outs: jax.Array
+    lses: jax.Array
+    ids: jax.Array
+
+
+def cache(entry, **sizes):
+    return jaxkv.KVCache.zeros(jaxkv.CacheLayout(**SIZES, entry=entry, **sizes))
+
+
+def arrays():
+    return Arrays(
+        mla=cache(jaxkv.MLAEntry("bf16", latent=8, rope=4)),
+        mla_fp8=cache(jaxkv.MLAEntry("fp8", latent=8, rope=4)),
+        kv=cache(jaxkv.KVEntry("bf16", head_dim=8, value_dim=4), num_heads=2),
+        kv_fp8=cache(jaxkv.KVEntry("fp8", head_dim=8, value_dim=4), num_heads=2),
+        indexer=cache(jaxkv.IndexerEntry(head_dim=16)),
+        kv_c=jnp.ones((5, 8)),
+        k_pe=jnp.ones((5, 4)),
+        k=jnp.ones((5, 2, 8)),
+        v=jnp.ones((5, 2, 4)),
+        key=jnp.ones((5, 16)),
+        slots=jnp.arange(5),
+        q_latent=jnp.ones((2, 3, 8)),
+        q_pe=jnp.ones((2, 3, 4)),
+        q=jnp.ones((2, 6, 8)),
+        q_indexer=jnp.ones((2, 1, 7, 16)),
+        weights=jnp.ones((2, 1, 7)),
+        tables=jnp.arange(6).reshape(2, 3),
+        lengths=jnp.asarray([9, 4]),
+        cu_seq_lens=jnp.asarray([0, 9, 13]),
+        chosen=jnp.arange(10).reshape(2, 1, 5),
+        logits=jnp.ones((2, 20)),
+        outs=jnp.ones((2, 3, 4)),
+        lses=jnp.ones((2, 3)),
+        ids=jnp.arange(2),
+    )
+
+
+def call(operation, given, changes):
+    """The operation with the arguments of a good call, some of them changed."""
+    unknown = set(changes) - set(given)
+    positional = {name: changes.get(name, value) for name, value in given.items()}
+    return operation(**positional, **{name: changes[name] for name in unknown})
+
+
+def write_mla(a, **changes):
+    return call(jaxkv.write_mla, dict(cache=a.mla, kv_c=a.kv_c, k_pe=a.k_pe, slot_mapping=a.slots, layer=0), changes)
+
+
+def write_kv(a, **changes):
+    return call(jaxkv.write_kv, dict(cache=a.kv, k=a.k, v=a.v, slot_mapping=a.slots, layer=0), changes)
+
+
+def write_indexer_k(a, **changes):
+    return call(jaxkv.write_indexer_k, dict(cache=a.indexer, k=a.key, slot_mapping=a.slots, layer=0), changes)
+
+
+def decode_mla(a, **changes):
+    given = dict(q_latent=a.q_latent, q_pe=a.q_pe, cache=a.mla, block_tables=a.tables, seq_lens=a.lengths)
+    return call(jaxkv.decode_mla, dict(**given, layer=0, scale=0.1), changes)
+
+
+def decode_kv(a, **changes):
+    given = dict(q=a.q, cache=a.kv, block_tables=a.tables, seq_lens=a.lengths, layer=0, scale=0.1)
+    return call(jaxkv.decode_kv, given, changes)
+
+
+def decode_mla_sparse(a, **changes):
+    given = dict(q_latent=a.q_latent[:, None], q_pe=a.q_pe[:, None], cache=a.mla, slots=a.chosen, layer=0, scale=0.1)
+    return call(jaxkv.decode_mla_sparse, given, changes)
+
+
+def indexer_logits(a, **changes):
+    given = dict(q=a.q_indexer, weights=a.weights, cache=a.indexer, block_tables=a.tables, seq_lens=a.lengths)
+    return call(jaxkv.indexer_logits, dict(**given, layer=0, max_len=12), changes)
+
+
+def gather(operation, stored):
+    def run(a, **changes):
+        given = dict(cache=getattr(a, stored), block_tables=a.tables, cu_seq_lens=a.cu_seq_lens, layer=0, total=13)
+        return call(operation, given, changes)
+
+    return run
+
+
+gather_mla = gather(jaxkv.gather_mla, "mla")
+gather_kv = gather(jaxkv.gather_kv, "kv")
+gather_indexer_k = gather(jaxkv.gather_indexer_k, "indexer")
+
+
+def select_topk(a, **changes):
+    return call(jaxkv.select_topk, dict(logits=a.logits, k=4), changes)
+
+
+def positions_to_slots(a, **changes):
+    return call(jaxkv.positions_to_slots, dict(positions=a.chosen, block_tables=a.tables, block_size=4), changes)
+
+
+def merge_states(a, **changes):
+    return call(jaxkv.merge_states, dict(outs=a.outs, lses=a.lses), changes)
+
+
+def copy_blocks(a, **changes):
+    return call(jaxkv.copy_blocks, dict(cache=a.mla, src=a.ids, dst=a.ids), changes)
+
+
+def read_blocks(a, **changes):
+    return call(jaxkv.read_blocks, dict(cache=a.mla, blocks=a.ids), changes)
+
+
+def write_blocks(a, **changes):
+    rows = jnp.zeros((2, 144), jnp.bfloat16)
+    return call(jaxkv.write_blocks, dict(cache=a.mla, blocks=a.ids, data=rows), changes)
+
+
+OF_ONE_CACHE = {
+    "write_mla": (write_mla, "mla", "MLAEntry"),
+    "write_kv": (write_kv, "kv", "KVEntry"),
+    "write_indexer_k": (write_indexer_k, "indexer", "IndexerEntry"),
+    "decode_mla": (decode_mla, "mla", "MLAEntry"),
+    "decode_kv": (decode_kv, "kv", "KVEntry"),
+    "decode_mla_sparse": (decode_mla_sparse, "mla", "MLAEntry"),
+    "indexer_logits": (indexer_logits, "indexer", "IndexerEntry"),
+    "gather_mla": (gather_mla, "mla", "MLAEntry"),
+    "gather_kv": (gather_kv, "kv", "KVEntry"),
+    "gather_indexer_k": (gather_indexer_k, "indexer", "IndexerEntry"),
+}
+OF_ANY_CACHE = {
+    "copy_blocks": (copy_blocks, "mla", "Entry"),
+    "read_blocks": (read_blocks, "mla", "Entry"),
+    "write_blocks": (write_blocks, "mla", "Entry"),
+}
+OF_NO_CACHE = {
+    "select_topk": select_topk,
+    "positions_to_slots": positions_to_slots,
+    "merge_states": merge_states,
+}
+OPERATIONS = {name: case[0] for name, case in {**OF_ONE_CACHE, **OF_ANY_CACHE}.items()} | OF_NO_CACHE
+DISPATCHED = [name for name in OPERATIONS if name != "positions_to_slots"]
+OF_BATCHES = {"decode_mla": decode_mla, "decode_kv": decode_kv, "indexer_logits": indexer_logits}
+OF_RUNS = {"gather_mla": gather_mla, "gather_kv": gather_kv, "gather_indexer_k": gather_indexer_k}
+
+every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+
+
+def check(wrong, told):
+    """The call raises ValueError, as it stands and while it is traced with all arrays unknown."""
+    modes = {"eager": lambda a: wrong(a), "traced": lambda a: jax.eval_shape(wrong, a)}
+    for mode, run in modes.items():
+        with pytest.raises(ValueError, match="`") as caught:
+            run(arrays())
+        assert type(caught.value) is ValueError, mode
+        for fragment in told:
+            assert fragment in str(caught.value), mode
+
+
+def cases(table):
+    return pytest.mark.parametrize(("wrong", "told"), [case[1:] for case in table], ids=[case[0] for case in table])

@@ -1,0 +1,357 @@
+"""Wrong static arguments, caches and entries: each is a ValueError that names the argument and what is expected."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from errors.calls import (
+    DISPATCHED,
+    OF_ANY_CACHE,
+    OF_ONE_CACHE,
+    OPERATIONS,
+    SIZES,
+    cases,
+    check,
+    decode_kv,
+    decode_mla,
+    decode_mla_sparse,
+    gather_indexer_k,
+    gather_kv,
+    gather_mla,
+    indexer_logits,
+    merge_states,
+    positions_to_slots,
+    select_topk,
+    write_kv,
+    write_mla,
+)
+from jaxkv.ops import OPERATIONS as DECLARED
+
+
+def test_every_declared_operation_is_called_here():
+    assert {*DISPATCHED, "plan_decode"} == {operation.name for operation in DECLARED}  # plans: test_plan.py
+
+
+SCALES = [
+    (
+        "write without kv_scale",
+        lambda a: write_mla(a, cache=a.mla_fp8),
+        ["`kv_scale`", "None", "'fp8'", "expected a number"],
+    ),
+    ("decode without kv_scale", lambda a: decode_mla(a, cache=a.mla_fp8), ["`kv_scale`", "None", "'fp8'"]),
+    ("sparse without kv_scale", lambda a: decode_mla_sparse(a, cache=a.mla_fp8), ["`kv_scale`", "None", "'fp8'"]),
+    ("gather without kv_scale", lambda a: gather_mla(a, cache=a.mla_fp8), ["`kv_scale`", "None", "'fp8'"]),
+    ("write without k_scale", lambda a: write_kv(a, cache=a.kv_fp8, v_scale=1.0), ["`k_scale`", "None", "'fp8'"]),
+    ("write without v_scale", lambda a: write_kv(a, cache=a.kv_fp8, k_scale=1.0), ["`v_scale`", "None", "'fp8'"]),
+    ("decode without v_scale", lambda a: decode_kv(a, cache=a.kv_fp8, k_scale=1.0), ["`v_scale`", "None", "'fp8'"]),
+    ("gather without k_scale", lambda a: gather_kv(a, cache=a.kv_fp8, v_scale=1.0), ["`k_scale`", "None", "'fp8'"]),
+    ("kv_scale for bf16", lambda a: write_mla(a, kv_scale=0.5), ["`kv_scale`", "0.5", "'bf16'", "None"]),
+    (
+        "array kv_scale for bf16",
+        lambda a: decode_mla(a, kv_scale=a.kv_c[0, 0]),
+        ["`kv_scale`", "float32[]", "'bf16'", "None"],
+    ),
+    ("kv_scale of 1 for bf16", lambda a: gather_mla(a, kv_scale=1), ["`kv_scale`", "is 1:", "'bf16'", "None"]),
+    ("v_scale for bf16", lambda a: decode_kv(a, v_scale=2.5), ["`v_scale`", "2.5", "'bf16'", "None"]),
+    ("kv_scale of 0", lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=0), ["`kv_scale`", "is 0:", "positive"]),
+    ("kv_scale of -0.0", lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=-0.0), ["`kv_scale`", "-0.0", "positive"]),
+    ("negative kv_scale", lambda a: decode_mla(a, cache=a.mla_fp8, kv_scale=-0.5), ["`kv_scale`", "-0.5", "positive"]),
+    (
+        "NaN kv_scale",
+        lambda a: gather_mla(a, cache=a.mla_fp8, kv_scale=float("nan")),
+        ["`kv_scale`", "nan", "positive"],
+    ),
+    (
+        "kv_scale that is 0 on devices",
+        lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=1e-40),
+        ["`kv_scale`", "1e-40", "positive"],
+    ),
+    (
+        "NumPy kv_scale of 0",
+        lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=np.float32(0)),
+        ["`kv_scale`", "0.0", "positive"],
+    ),
+    (
+        "a k_scale of 0",
+        lambda a: write_kv(a, cache=a.kv_fp8, k_scale=np.asarray([1.0, 0.0], np.float32), v_scale=1.0),
+        ["`k_scale`", "[1. 0.]", "positive"],
+    ),
+    (
+        "kv_scale of a string",
+        lambda a: write_mla(a, cache=a.mla_fp8, kv_scale="0.5"),
+        ["`kv_scale`", "'0.5'", "expected a number"],
+    ),
+    (
+        "kv_scale of a list",
+        lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=[0.5]),
+        ["`kv_scale`", "[0.5]", "expected a number"],
+    ),
+    (
+        "kv_scale of True",
+        lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=True),
+        ["`kv_scale`", "True", "expected a number"],
+    ),
+    (
+        "kv_scale a layer",
+        lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=jnp.ones(3)),
+        ["`kv_scale`", "float32[3]", "scalar"],
+    ),
+    (
+        "complex kv_scale",
+        lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=jnp.complex64(1)),
+        ["`kv_scale`", "complex64[]", "expected a number"],
+    ),
+    (
+        "k_scale of 3 heads",
+        lambda a: write_kv(a, cache=a.kv_fp8, k_scale=jnp.ones(3), v_scale=1.0),
+        ["`k_scale`", "(3,)", "scalar", "[H] = [2]"],
+    ),
+    (
+        "v_scale of pairs",
+        lambda a: decode_kv(a, cache=a.kv_fp8, k_scale=1.0, v_scale=jnp.ones((2, 1))),
+        ["`v_scale`", "(2, 1)", "[H] = [2]"],
+    ),
+    (
+        "k_scale of query heads",
+        lambda a: gather_kv(a, cache=a.kv_fp8, k_scale=jnp.ones(6), v_scale=1.0),
+        ["`k_scale`", "(6,)", "[H] = [2]"],
+    ),
+    (
+        "k_scale of a list",
+        lambda a: write_kv(a, cache=a.kv_fp8, k_scale=[1.0, 1.0], v_scale=1.0),
+        ["`k_scale`", "[1.0, 1.0]", "array"],
+    ),
+    ("no softmax scale", lambda a: decode_mla(a, scale=None), ["`scale`", "None", "expected a number"]),
+    ("softmax scale of a string", lambda a: decode_kv(a, scale="auto"), ["`scale`", "'auto'", "expected a number"]),
+    ("softmax scale a head", lambda a: decode_mla_sparse(a, scale=jnp.ones(3)), ["`scale`", "float32[3]", "scalar"]),
+]
+
+
+LAYERS = [
+    ("past the last", 3, ["is 3:", "3 layers", "0 to 2"]),
+    ("negative", -1, ["is -1:", "3 layers", "0 to 2"]),
+    ("of NumPy, past the last", np.int64(3), ["is 3:", "3 layers", "0 to 2"]),
+    ("beyond int32", 2**32, ["is 4294967296:", "3 layers"]),
+    ("bool", True, ["is True:", "expected an int"]),
+    ("bool of NumPy", np.True_, ["True", "expected an int"]),
+    ("bool array of NumPy", np.asarray(True), ["True", "expected an int"]),
+    ("bool array", jnp.asarray(True), ["bool[]", "expected an int"]),
+    ("float", 1.0, ["is 1.0:", "expected an int"]),
+    ("string", "1", ["is '1':", "expected an int"]),
+    ("none", None, ["is None:", "expected an int"]),
+    ("list", [0], ["is [0]:", "expected an int"]),
+    ("slice", slice(0, 1), ["slice(0, 1", "expected an int"]),
+    ("float of NumPy", np.float32(1), ["1.0", "expected an int"]),
+    ("float array", jnp.float32(1), ["float32[]", "expected an int", "int32 scalar"]),
+    ("array of one", jnp.zeros(1, int), ["int32[1]", "expected an int", "int32 scalar"]),
+]
+
+
+STATICS = [
+    ("logit_cap 0", lambda a: decode_mla(a, logit_cap=0), ["`logit_cap`", "is 0:", "positive number", "None"]),
+    ("negative logit_cap", lambda a: decode_kv(a, logit_cap=-30.0), ["`logit_cap`", "-30.0", "positive number"]),
+    (
+        "logit_cap of a string",
+        lambda a: decode_mla_sparse(a, logit_cap="30"),
+        ["`logit_cap`", "'30'", "positive number"],
+    ),
+    ("NaN logit_cap", lambda a: decode_mla(a, logit_cap=float("nan")), ["`logit_cap`", "nan", "positive number"]),
+    ("array logit_cap", lambda a: decode_mla(a, logit_cap=a.kv_c[0, 0]), ["`logit_cap`", "static"]),
+    ("window 0", lambda a: decode_kv(a, window=0), ["`window`", "is 0:", "positive int"]),
+    ("negative window", lambda a: decode_kv(a, window=-1), ["`window`", "-1", "positive int"]),
+    ("window of a float", lambda a: decode_kv(a, window=128.0), ["`window`", "128.0", "positive int"]),
+    ("array window", lambda a: decode_kv(a, window=a.lengths[0]), ["`window`", "positive int", "static"]),
+    ("total 0", lambda a: gather_mla(a, total=0), ["`total`", "is 0:", "positive int"]),
+    ("total of a float", lambda a: gather_kv(a, total=13.0), ["`total`", "13.0", "positive int"]),
+    ("no total", lambda a: gather_indexer_k(a, total=None), ["`total`", "None", "positive int"]),
+    ("array total", lambda a: gather_mla(a, total=a.cu_seq_lens[-1]), ["`total`", "positive int", "static"]),
+    ("max_len 0", lambda a: indexer_logits(a, max_len=0), ["`max_len`", "is 0:", "positive int"]),
+    ("max_len of True", lambda a: indexer_logits(a, max_len=True), ["`max_len`", "True", "positive int"]),
+    ("window of True", lambda a: decode_kv(a, window=True), ["`window`", "True", "positive int"]),
+    (
+        "max_len past int32",
+        lambda a: indexer_logits(a, max_len=2**31),
+        ["`max_len`", "is 2147483648:", "below 2147483648"],
+    ),
+    ("total past int32", lambda a: gather_mla(a, total=2**31), ["`total`", "is 2147483648:", "below 2147483648"]),
+    ("k past int32", lambda a: select_topk(a, k=2**40), ["`k`", "is 1099511627776:", "below 2147483648"]),
+    (
+        "block_size past int32",
+        lambda a: positions_to_slots(a, block_size=2**31),
+        ["`block_size`", "is 2147483648:", "below 2147483648"],
+    ),
+    ("logit_cap past float32", lambda a: decode_mla(a, logit_cap=1e39), ["`logit_cap`", "1e+39", "float32 holds"]),
+    ("logit_cap without an inverse", lambda a: decode_mla(a, logit_cap=1e38), ["`logit_cap`", "1e+38", "to 2**126"]),
+    ("logit_cap that is 0 on devices", lambda a: decode_kv(a, logit_cap=1e-40), ["`logit_cap`", "1e-40", "2**-126"]),
+    ("k 0", lambda a: select_topk(a, k=0), ["`k`", "is 0:", "positive int"]),
+    ("k of a float", lambda a: select_topk(a, k=2.0), ["`k`", "2.0", "positive int"]),
+    ("block_size 0", lambda a: positions_to_slots(a, block_size=0), ["`block_size`", "is 0:", "positive int"]),
+]
+
+
+CACHES = [
+    (
+        "view of another size",
+        lambda a: a.mla.view(jaxkv.CacheLayout(**SIZES, entry=a.mla.layout.entry, block_padding=1)),
+        ["`layout`", "870 elements", "864"],
+    ),
+    (
+        "view of another dtype",
+        lambda a: a.mla.view(jaxkv.CacheLayout(**SIZES, entry=jaxkv.MLAEntry("f16", latent=8, rope=4))),
+        ["`layout`", "float16", "bfloat16"],
+    ),
+    *(
+        (
+            f"{what} in {name}",
+            lambda a, broken=broken, run=run, stored=stored: run(a, cache=broken(getattr(a, stored))),
+            told,
+        )
+        for name, (run, stored, _) in {**OF_ONE_CACHE, **OF_ANY_CACHE}.items()
+        for what, broken, told in [
+            (
+                "buffer too short",
+                lambda c: jaxkv.KVCache(c.buffer[:-1], c.layout),
+                ["`cache.buffer`", "expected its layout's"],
+            ),
+            ("buffer of rows", lambda c: jaxkv.KVCache(c.buffer.reshape(6, -1), c.layout), ["`cache.buffer`", "[6, "]),
+            (
+                "buffer of another dtype",
+                lambda c: jaxkv.KVCache(c.buffer.astype("float32"), c.layout),
+                ["`cache.buffer`", "float32"],
+            ),
+            ("buffer of a list", lambda c: jaxkv.KVCache([0.0], c.layout), ["`cache.buffer`", "[0.0]"]),
+            ("no buffer", lambda c: jaxkv.KVCache(None, c.layout), ["`cache.buffer`", "None"]),
+            ("bare buffer", lambda c: c.buffer, ["`cache`", "expected a KVCache"]),
+            ("pair for a cache", lambda c: (c.buffer, c.layout), ["`cache` is a tuple", "expected a KVCache"]),
+            ("no cache", lambda c: None, ["`cache` is a NoneType", "expected a KVCache"]),
+        ]
+    ),
+    *(
+        (
+            f"cache of {other} in {name}",
+            lambda a, run=run, other=other: run(a, cache=getattr(a, other)),
+            ["`cache`", f"a cache of {kind}"],
+        )
+        for name, (run, stored, kind) in OF_ONE_CACHE.items()
+        for other in ("mla", "kv", "indexer")
+        if other != stored
+    ),
+]
+
+
+IMPLEMENTATIONS = [
+    ("unknown", "cuda", ["'cuda'", "unknown", "xla"]),
+    ("of another case", "XLA", ["'XLA'", "unknown", "xla"]),
+    ("explain, which is no name", "explain", ["'explain'", "unknown", "xla"]),
+    ("empty", "", ["''", "unknown", "xla"]),
+    ("unknown after a known", ["xla", "cuda"], ["'cuda'", "unknown", "xla"]),
+    ("none among names", ["xla", None], ["None", "unknown", "xla"]),
+    ("names among names", [["xla"]], ["['xla']", "unknown", "xla"]),
+    ("no names", (), ["is ()", "expected None", "xla"]),
+    ("number", 3, ["is 3", "expected None", "xla"]),
+    ("set", {"xla"}, ["{'xla'}", "expected None", "xla"]),
+]
+
+HELPERS = [
+    ("q_latent of a list", lambda a: decode_mla(a, q_latent=[[[0.0] * 8] * 3] * 2), ["`q_latent` is a list"]),
+    ("q of a list", lambda a: decode_kv(a, q=[[[0.0] * 8] * 6] * 2), ["`q` is a list"]),
+    ("logit_cap of True", lambda a: decode_mla(a, logit_cap=True), ["`logit_cap`", "True"]),
+    ("outs of lists", lambda a: merge_states(a, outs=[[1.0, 2.0]] * 2), ["`outs`", "[1.0, 2.0]", "array"]),
+    ("lses of numbers", lambda a: merge_states(a, lses=[1.0, 2.0]), ["`lses`", "float"]),
+    ("outs of a number", lambda a: merge_states(a, outs=1.0), ["`outs`", "float"]),
+    ("outs of rank 0", lambda a: merge_states(a, outs=a.lses[0, 0], lses=a.lses[0, 0]), ["`outs`", "()"]),
+    ("an array of no parts", lambda a: merge_states(a, outs=a.outs[:0], lses=a.lses[:0]), ["`outs`", "(0, 3, 4)", "1"]),
+    ("view of no layout", lambda a: a.mla.view(None), ["`layout`", "None", "CacheLayout"]),
+    ("slots_for of lists", lambda a: jaxkv.slots_for([[0]], [[0]], block_size=4), ["`block_tables` is a list"]),
+    (
+        "slots_for of no columns",
+        lambda a: jaxkv.slots_for(a.tables[:, :0], a.tables, block_size=4),
+        ["`block_tables`", "(2, 0)"],
+    ),
+    (
+        "slots_for of floats",
+        lambda a: jaxkv.slots_for(a.tables * 1.0, a.tables, block_size=4),
+        ["`block_tables`", "float32"],
+    ),
+    (
+        "slots_for of 3 requests",
+        lambda a: jaxkv.slots_for(a.tables, jnp.zeros((3, 2), int), block_size=4),
+        ["`positions`", "(3, 2)"],
+    ),
+    ("slots_for of block_size 0", lambda a: jaxkv.slots_for(a.tables, a.tables, block_size=0), ["`block_size`", "0"]),
+    (
+        "ragged_slots of lists",
+        lambda a: jaxkv.ragged_slots([[0]], [0, 1], total=1, block_size=4),
+        ["`block_tables` is a list"],
+    ),
+    (
+        "ragged_slots of no rows",
+        lambda a: jaxkv.ragged_slots(a.tables[:0], a.ids[:1], total=1, block_size=4),
+        ["`block_tables`", "(0, 3)"],
+    ),
+    (
+        "ragged_slots of B sums",
+        lambda a: jaxkv.ragged_slots(a.tables, a.ids, total=1, block_size=4),
+        ["`cu_seq_lens`", "(2,)", "[3]"],
+    ),
+    (
+        "ragged_slots of total 0.5",
+        lambda a: jaxkv.ragged_slots(a.tables, a.cu_seq_lens, total=0.5, block_size=4),
+        ["`total`", "0.5"],
+    ),
+]
+
+
+@cases(STATICS)
+def test_static_arguments(wrong, told):
+    check(wrong, told)
+
+
+@cases(CACHES)
+def test_caches(wrong, told):
+    check(wrong, told)
+
+
+@cases(HELPERS)
+def test_helpers_and_the_rest(wrong, told):
+    check(wrong, told)
+
+
+@cases(IMPLEMENTATIONS)
+@pytest.mark.parametrize("operation", DISPATCHED)
+def test_implementations(operation, wrong, told):
+    check(lambda a: OPERATIONS[operation](a, implementation=wrong), ["`implementation`", *told])
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (lambda: jaxkv.MLAEntry("int4"), ["MLAEntry", "'int4'", "bf16, f16, f32, fp8, fp8_ds_mla"]),
+        (lambda: jaxkv.KVEntry("fp8_ds_mla"), ["KVEntry", "'fp8_ds_mla'", "bf16, f16, f32, fp8"]),
+        (lambda: jaxkv.MLAEntry("bf16", latent=0), ["latent=0", "positive int"]),
+        (lambda: jaxkv.MLAEntry("bf16", rope=64.0), ["rope=64.0", "positive int"]),
+        (lambda: jaxkv.MLAEntry("bf16", latent=True), ["latent=True", "positive int"]),
+        (lambda: jaxkv.KVEntry("bf16", value_dim=False), ["value_dim=False", "positive int"]),
+        (lambda: jaxkv.KVEntry("bf16", head_dim=-1), ["head_dim=-1", "positive int"]),
+        (lambda: jaxkv.MLAEntry("fp8_ds_mla", latent=100), ["fp8_ds_mla", "multiple of 128", "100"]),
+        (lambda: jaxkv.MLAEntry("fp8_ds_mla", rope=63), ["fp8_ds_mla", "even", "63"]),
+        (lambda: jaxkv.IndexerEntry(head_dim=30), ["indexer_fp8", "multiple of 4", "30"]),
+    ],
+)
+def test_entries(build, told):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the fragments are the match)
+        build()
+    for fragment in told:
+        assert fragment in str(caught.value)
+
+
+@cases(SCALES)
+def test_scales(wrong, told):
+    check(wrong, told)
+
+
+@cases(LAYERS)
+@pytest.mark.parametrize("operation", OF_ONE_CACHE)
+def test_layers(operation, wrong, told):
+    check(lambda a: OF_ONE_CACHE[operation][0](a, layer=wrong), ["`layer`", *told])

@@ -1,0 +1,333 @@
+"""Wrong arrays: each is a ValueError that names the argument, what it is and what is expected."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from errors.calls import (
+    OF_BATCHES,
+    OF_RUNS,
+    cases,
+    check,
+    copy_blocks,
+    decode_kv,
+    decode_mla,
+    decode_mla_sparse,
+    gather_indexer_k,
+    gather_kv,
+    gather_mla,
+    indexer_logits,
+    merge_states,
+    positions_to_slots,
+    read_blocks,
+    select_topk,
+    write_blocks,
+    write_indexer_k,
+    write_kv,
+    write_mla,
+)
+
+SHAPES = [
+    ("kv_c too wide", lambda a: write_mla(a, kv_c=jnp.ones((5, 9))), ["`kv_c`", "(5, 9)", "[T, R] = [T, 8]", "latent"]),
+    ("kv_c with heads", lambda a: write_mla(a, kv_c=a.kv_c[:, None]), ["`kv_c`", "(5, 1, 8)", "[T, R]"]),
+    ("k_pe too narrow", lambda a: write_mla(a, k_pe=a.k_pe[:, :3]), ["`k_pe`", "(5, 3)", "[5, 4]", "rope"]),
+    ("k_pe too short", lambda a: write_mla(a, k_pe=a.k_pe[:4]), ["`k_pe`", "(4, 4)", "[5, 4]", "that of `kv_c`"]),
+    ("slots too short", lambda a: write_mla(a, slot_mapping=a.slots[:4]), ["`slot_mapping`", "(4,)", "[T] = [5]"]),
+    ("slots of rank 2", lambda a: write_mla(a, slot_mapping=a.slots[None]), ["`slot_mapping`", "(1, 5)", "[T] = [5]"]),
+    ("one slot", lambda a: write_mla(a, slot_mapping=a.slots[0]), ["`slot_mapping`", "()", "[T] = [5]"]),
+    ("k of one head", lambda a: write_kv(a, k=a.k[:, 0]), ["`k`", "(5, 8)", "[T, H, D] = [T, 2, 8]"]),
+    ("k of 3 heads", lambda a: write_kv(a, k=jnp.ones((5, 3, 8))), ["`k`", "(5, 3, 8)", "[T, 2, 8]", "cache's heads"]),
+    ("v as wide as k", lambda a: write_kv(a, v=a.k), ["`v`", "(5, 2, 8)", "[T, H, Dv] = [5, 2, 4]", "value_dim"]),
+    ("heads first", lambda a: write_kv(a, k=a.k.swapaxes(0, 1)), ["`k`", "(2, 5, 8)", "[T, 2, 8]"]),
+    ("slots of heads", lambda a: write_kv(a, slot_mapping=a.slots[:, None]), ["`slot_mapping`", "(5, 1)", "[5]"]),
+    ("key too wide", lambda a: write_indexer_k(a, k=jnp.ones((5, 17))), ["`k`", "(5, 17)", "[T, D] = [T, 16]"]),
+    ("key of heads", lambda a: write_indexer_k(a, k=a.key[:, None]), ["`k`", "(5, 1, 16)", "[T, D]"]),
+    ("slots of keys", lambda a: write_indexer_k(a, slot_mapping=a.slots[1:]), ["`slot_mapping`", "(4,)", "[5]"]),
+    (
+        "q_latent of rank 2",
+        lambda a: decode_mla(a, q_latent=a.q_latent[0]),
+        ["`q_latent`", "2 axes", "[B, Hq", "[B, Q, Hq"],
+    ),
+    (
+        "q_latent of rank 5",
+        lambda a: decode_mla(a, q_latent=a.q_latent[None, None]),
+        ["`q_latent`", "5 axes", "[B, Hq"],
+    ),
+    ("q_latent too wide", lambda a: decode_mla(a, q_latent=jnp.ones((2, 3, 12))), ["`q_latent`", "(2, 3, 12)", "8]"]),
+    ("q_pe of other heads", lambda a: decode_mla(a, q_pe=jnp.ones((2, 4, 4))), ["`q_pe`", "(2, 4, 4)", "[2, 3, 4]"]),
+    ("q_pe with tokens", lambda a: decode_mla(a, q_pe=a.q_pe[:, None]), ["`q_pe`", "(2, 1, 3, 4)", "[2, 3, 4]"]),
+    (
+        "q_pe of other tokens",
+        lambda a: decode_mla(a, q_latent=a.q_latent[:, None]),
+        ["`q_pe`", "(2, 3, 4)", "[2, 1, 3, 4]"],
+    ),
+    (
+        "tables of rank 1",
+        lambda a: decode_mla(a, block_tables=a.tables[0]),
+        ["`block_tables`", "(3,)", "[B, M] = [2, M]"],
+    ),
+    (
+        "tables of 3",
+        lambda a: decode_mla(a, block_tables=jnp.zeros((3, 3), int)),
+        ["`block_tables`", "(3, 3)", "[2, M]"],
+    ),
+    ("lengths of 3", lambda a: decode_mla(a, seq_lens=jnp.ones(3, int)), ["`seq_lens`", "(3,)", "[B] = [2]"]),
+    ("q too wide", lambda a: decode_kv(a, q=jnp.ones((2, 6, 9))), ["`q`", "(2, 6, 9)", "[B, Hq, 8]", "head_dim"]),
+    ("q of rank 2", lambda a: decode_kv(a, q=a.q[0]), ["`q`", "2 axes", "[B, Hq", "[B, Q, Hq"]),
+    ("q of 5 heads", lambda a: decode_kv(a, q=a.q[:, :5]), ["`q`", "5 heads", "multiple", "2 heads"]),
+    ("q of 1 head", lambda a: decode_kv(a, q=a.q[:, :1]), ["`q`", "1 heads", "multiple", "2 heads"]),
+    (
+        "q_latent without tokens",
+        lambda a: decode_mla_sparse(a, q_latent=a.q_latent),
+        ["`q_latent`", "(2, 3, 8)", "[B, Q, Hq"],
+    ),
+    ("q_pe without tokens", lambda a: decode_mla_sparse(a, q_pe=a.q_pe), ["`q_pe`", "(2, 3, 4)", "[2, 1, 3, 4]"]),
+    (
+        "slots of other tokens",
+        lambda a: decode_mla_sparse(a, slots=jnp.zeros((2, 2, 5), int)),
+        ["`slots`", "(2, 2, 5)", "[2, 1, K]"],
+    ),
+    ("slots without tokens", lambda a: decode_mla_sparse(a, slots=a.chosen[:, 0]), ["`slots`", "(2, 5)", "[B, Q, K]"]),
+    (
+        "no slots at all",
+        lambda a: decode_mla_sparse(a, slots=a.chosen[:, :, :0]),
+        ["`slots`", "(2, 1, 0)", "K at least 1"],
+    ),
+    ("counts of slots", lambda a: decode_mla_sparse(a, counts=a.chosen), ["`counts`", "(2, 1, 5)", "[B, Q] = [2, 1]"]),
+    ("counts of requests", lambda a: decode_mla_sparse(a, counts=a.lengths), ["`counts`", "(2,)", "[B, Q] = [2, 1]"]),
+    ("sinks of 4", lambda a: decode_mla_sparse(a, sinks=jnp.ones(4)), ["`sinks`", "(4,)", "[Hq] = [3]", "`q_latent`"]),
+    ("q without tokens", lambda a: indexer_logits(a, q=a.q_indexer[:, 0]), ["`q`", "(2, 7, 16)", "[B, Q, Hi, D]"]),
+    (
+        "q of other width",
+        lambda a: indexer_logits(a, q=jnp.ones((2, 1, 7, 8))),
+        ["`q`", "(2, 1, 7, 8)", "[B, Q, Hi, 16]"],
+    ),
+    (
+        "weights of other heads",
+        lambda a: indexer_logits(a, weights=jnp.ones((2, 1, 8))),
+        ["`weights`", "(2, 1, 8)", "[2, 1, 7]"],
+    ),
+    (
+        "running sum too short",
+        lambda a: gather_mla(a, cu_seq_lens=a.lengths),
+        ["`cu_seq_lens`", "(2,)", "[3]", "`block_tables`"],
+    ),
+    (
+        "running sum of rank 2",
+        lambda a: gather_kv(a, cu_seq_lens=a.cu_seq_lens[None]),
+        ["`cu_seq_lens`", "(1, 3)", "[3]"],
+    ),
+    (
+        "starts of runs and end",
+        lambda a: gather_mla(a, seq_starts=a.cu_seq_lens),
+        ["`seq_starts`", "(3,)", "[B] = [2]"],
+    ),
+    ("no logits", lambda a: select_topk(a, logits=a.logits[0, 0]), ["`logits`", "float32[]", "float32 [..., N]"]),
+    (
+        "positions of rank 2",
+        lambda a: positions_to_slots(a, positions=a.chosen[:, 0]),
+        ["`positions`", "(2, 5)", "[B, Q, K]"],
+    ),
+    (
+        "positions of rank 1",
+        lambda a: positions_to_slots(a, positions=a.chosen[0, 0]),
+        ["`positions`", "(5,)", "[B, Q, K]"],
+    ),
+    (
+        "positions of 3",
+        lambda a: positions_to_slots(a, block_tables=jnp.zeros((3, 4), int)),
+        ["`positions`", "(2, 1, 5)", "[3, n1, n2]"],
+    ),
+    ("lses as wide as outs", lambda a: merge_states(a, lses=a.outs), ["`lses`", "(2, 3, 4)", "`outs`", "(2, 3)"]),
+    ("lses of other parts", lambda a: merge_states(a, lses=a.lses[:1]), ["`lses`", "(1, 3)", "`outs`", "(2, 3)"]),
+    (
+        "outs of two shapes",
+        lambda a: merge_states(a, outs=[a.outs[0], a.outs[0, :2]]),
+        ["`outs`", "(2, 4)", "(3, 4)", "one shape"],
+    ),
+    (
+        "lses of two shapes",
+        lambda a: merge_states(a, lses=[a.lses[0], a.lses[0, :2]]),
+        ["`lses`", "(2,)", "(3,)", "one shape"],
+    ),
+    ("no parts", lambda a: merge_states(a, outs=[], lses=[]), ["`outs`", "[]", "one shape"]),
+    ("dst too short", lambda a: copy_blocks(a, dst=a.ids[:1]), ["`dst`", "(1,)", "[n] = [2]", "that of `src`"]),
+    ("src of pairs", lambda a: copy_blocks(a, src=a.tables), ["`src`", "(2, 3)", "[n]"]),
+    ("blocks of pairs", lambda a: read_blocks(a, blocks=a.tables), ["`blocks`", "(2, 3)", "[n]"]),
+    (
+        "rows of entries",
+        lambda a: write_blocks(a, data=jnp.ones((2, 48), "bfloat16")),
+        ["`data`", "(2, 48)", "[2, 144]", "payload"],
+    ),
+    ("too few rows", lambda a: write_blocks(a, blocks=jnp.arange(3)), ["`data`", "(2, 144)", "[3, 144]"]),
+]
+
+DTYPES = [
+    (
+        "int kv_c",
+        lambda a: write_mla(a, kv_c=a.kv_c.astype(int)),
+        ["`kv_c`", "dtype int32", "bfloat16 or float16 or float32"],
+    ),
+    ("float64 kv_c", lambda a: write_mla(a, kv_c=np.ones((5, 8))), ["`kv_c`", "dtype float64", "float32"]),
+    (
+        "fp8 k_pe",
+        lambda a: write_mla(a, k_pe=a.k_pe.astype("float8_e4m3fn")),
+        ["`k_pe`", "dtype float8_e4m3fn", "bfloat16"],
+    ),
+    (
+        "float slots",
+        lambda a: write_mla(a, slot_mapping=a.slots.astype(float)),
+        ["`slot_mapping`", "dtype float32", "int32"],
+    ),
+    ("bool slots", lambda a: write_mla(a, slot_mapping=a.slots > 2), ["`slot_mapping`", "dtype bool", "int32"]),
+    ("bool v", lambda a: write_kv(a, v=a.v > 0), ["`v`", "dtype bool", "float32"]),
+    ("uint8 key", lambda a: write_indexer_k(a, k=a.key.astype("uint8")), ["`k`", "dtype uint8", "bfloat16"]),
+    (
+        "q_pe of another dtype",
+        lambda a: decode_mla(a, q_pe=a.q_pe.astype("bfloat16")),
+        ["`q_pe`", "dtype bfloat16", "float32"],
+    ),
+    (
+        "sparse q_pe of another dtype",
+        lambda a: decode_mla_sparse(a, q_pe=a.q_pe[:, None].astype("float16")),
+        ["`q_pe`", "dtype float16", "float32"],
+    ),
+    (
+        "int q_latent",
+        lambda a: decode_mla(a, q_latent=a.q_latent.astype(int)),
+        ["`q_latent`", "dtype int32", "bfloat16"],
+    ),
+    ("fp8 q", lambda a: decode_kv(a, q=a.q.astype("float8_e4m3fn")), ["`q`", "dtype float8_e4m3fn", "bfloat16"]),
+    (
+        "e5m2 q",
+        lambda a: indexer_logits(a, q=a.q_indexer.astype("float8_e5m2")),
+        ["`q`", "dtype float8_e5m2", "float8_e4m3fn"],
+    ),
+    (
+        "fp8 weights",
+        lambda a: indexer_logits(a, weights=a.weights.astype("float8_e4m3fn")),
+        ["`weights`", "dtype float8_e4m3fn"],
+    ),
+    (
+        "float tables",
+        lambda a: decode_mla(a, block_tables=a.tables * 1.0),
+        ["`block_tables`", "dtype float32", "int32"],
+    ),
+    ("float lengths", lambda a: decode_kv(a, seq_lens=a.lengths * 1.0), ["`seq_lens`", "dtype float32", "int32"]),
+    ("float lengths of keys", lambda a: indexer_logits(a, seq_lens=a.lengths * 1.0), ["`seq_lens`", "dtype float32"]),
+    (
+        "float running sum",
+        lambda a: gather_mla(a, cu_seq_lens=a.cu_seq_lens * 1.0),
+        ["`cu_seq_lens`", "dtype float32", "int32"],
+    ),
+    ("float starts", lambda a: gather_mla(a, seq_starts=a.lengths * 1.0), ["`seq_starts`", "dtype float32", "int32"]),
+    ("float chosen slots", lambda a: decode_mla_sparse(a, slots=a.chosen * 1.0), ["`slots`", "dtype float32", "int32"]),
+    ("float counts", lambda a: decode_mla_sparse(a, counts=jnp.ones((2, 1))), ["`counts`", "dtype float32", "int32"]),
+    (
+        "bf16 sinks",
+        lambda a: decode_mla_sparse(a, sinks=jnp.ones(3, "bfloat16")),
+        ["`sinks`", "dtype bfloat16", "float32"],
+    ),
+    (
+        "float positions",
+        lambda a: positions_to_slots(a, positions=a.chosen * 1.0),
+        ["`positions`", "dtype float32", "int32"],
+    ),
+    (
+        "bf16 logits",
+        lambda a: select_topk(a, logits=a.logits.astype("bfloat16")),
+        ["`logits`", "bfloat16[2, 20]", "float32"],
+    ),
+    ("int outs", lambda a: merge_states(a, outs=a.outs.astype(int)), ["`outs`", "int32[2, 3, 4]", "bfloat16"]),
+    ("bf16 lses", lambda a: merge_states(a, lses=a.lses.astype("bfloat16")), ["`lses`", "bfloat16", "float32"]),
+    ("float src", lambda a: copy_blocks(a, src=a.ids * 1.0), ["`src`", "dtype float32", "int32"]),
+    ("float dst", lambda a: copy_blocks(a, dst=a.ids * 1.0), ["`dst`", "dtype float32", "int32"]),
+    ("float blocks", lambda a: read_blocks(a, blocks=a.ids * 1.0), ["`blocks`", "dtype float32", "int32"]),
+    ("rows of float32", lambda a: write_blocks(a, data=jnp.ones((2, 144))), ["`data`", "dtype float32", "bfloat16"]),
+    (
+        "gather to float64",
+        lambda a: gather_mla(a, dtype="float64"),
+        ["`dtype`", "'float64'", "bfloat16, float16, float32"],
+    ),
+    ("gather to int8", lambda a: gather_kv(a, dtype="int8"), ["`dtype`", "'int8'", "bfloat16, float16, float32"]),
+    (
+        "gather to fp8",
+        lambda a: gather_mla(a, dtype=jnp.float8_e4m3fn),
+        ["`dtype`", "float8_e4m3fn", "bfloat16, float16"],
+    ),
+    ("gather to nonsense", lambda a: gather_indexer_k(a, dtype="brain"), ["`dtype`", "'brain'", "bfloat16, float16"]),
+    ("gather to None", lambda a: gather_mla(a, dtype=None), ["`dtype`", "None", "bfloat16, float16, float32"]),
+]
+
+TABLES = [
+    *(
+        (
+            f"{name} with tables of no columns",
+            lambda a, run=run: run(a, block_tables=a.tables[:, :0]),
+            ["`block_tables`", "(2, 0)", "M at least 1"],
+        )
+        for name, run in {**OF_BATCHES, **OF_RUNS, "positions_to_slots": positions_to_slots}.items()
+    ),
+    *(
+        (
+            f"{name} with tables of no rows",
+            lambda a, run=run: run(a, block_tables=a.tables[:0]),
+            ["`block_tables`", "(0, 3)"],
+        )
+        for name, run in {**OF_BATCHES, **OF_RUNS}.items()
+    ),
+    (
+        "batch of no requests",
+        lambda a: decode_mla(a, q_latent=a.q_latent[:0]),
+        ["`q_latent`", "(0, 3, 8)", "B at least 1"],
+    ),
+    ("no query tokens", lambda a: decode_kv(a, q=a.q[:, None][:, :0]), ["`q`", "(2, 0, 6, 8)", "Q at least 1"]),
+    ("no query heads", lambda a: decode_kv(a, q=a.q[:, :0]), ["`q`", "(2, 0, 8)", "Hq at least 1"]),
+]
+
+LISTS = [
+    ("kv_c", lambda a: write_mla(a, kv_c=[[0.0] * 8] * 5), ["`kv_c` is a list", "expected an array [T, R]"]),
+    ("slot_mapping", lambda a: write_mla(a, slot_mapping=[0, 1, 2, 3, 4]), ["`slot_mapping` is a list", "array [T]"]),
+    ("one slot", lambda a: write_mla(a, slot_mapping=3), ["`slot_mapping` is a int", "array [T]"]),
+    ("no slots", lambda a: write_mla(a, slot_mapping=None), ["`slot_mapping` is a NoneType", "array [T]"]),
+    ("k", lambda a: write_kv(a, k=[]), ["`k` is a list", "array [T, H, D]"]),
+    ("v", lambda a: write_kv(a, v=(a.v,)), ["`v` is a tuple", "array [T, H, Dv]"]),
+    ("key", lambda a: write_indexer_k(a, k="key"), ["`k` is a str", "array [T, D]"]),
+    ("q_pe", lambda a: decode_mla(a, q_pe=[1.0]), ["`q_pe` is a list", "array [B, Hq, P]"]),
+    (
+        "block_tables",
+        lambda a: decode_mla(a, block_tables=[[0, 1, 2]] * 2),
+        ["`block_tables` is a list", "array [B, M]"],
+    ),
+    ("seq_lens", lambda a: decode_kv(a, seq_lens=[9, 4]), ["`seq_lens` is a list", "array [B]"]),
+    ("slots", lambda a: decode_mla_sparse(a, slots=[[[0]]] * 2), ["`slots` is a list", "array [B, Q, K]"]),
+    ("counts", lambda a: decode_mla_sparse(a, counts=[[1]] * 2), ["`counts` is a list", "array [B, Q]"]),
+    ("sinks", lambda a: decode_mla_sparse(a, sinks=[0.0] * 3), ["`sinks` is a list", "array [Hq]"]),
+    ("weights", lambda a: indexer_logits(a, weights=[[[1.0] * 7]] * 2), ["`weights` is a list", "array [B, Q, Hi]"]),
+    ("cu_seq_lens", lambda a: gather_mla(a, cu_seq_lens=[0, 9, 13]), ["`cu_seq_lens` is a list", "array [B+1]"]),
+    ("seq_starts", lambda a: gather_kv(a, seq_starts=[0, 1]), ["`seq_starts` is a list", "array [B]"]),
+    ("logits", lambda a: select_topk(a, logits=[1.0, 2.0]), ["`logits` is [1.0, 2.0]", "float32 [..., N]"]),
+    ("positions", lambda a: positions_to_slots(a, positions=[[[0]]]), ["`positions` is a list", "array [B, Q, K]"]),
+    ("src", lambda a: copy_blocks(a, src=[0, 1]), ["`src` is a list", "array [n]"]),
+    ("blocks", lambda a: read_blocks(a, blocks=[0, 1]), ["`blocks` is a list", "array [n]"]),
+    ("data", lambda a: write_blocks(a, data=[[0] * 144] * 2), ["`data` is a list", "array [n, E]"]),
+]
+
+
+@cases(SHAPES)
+def test_shapes(wrong, told):
+    check(wrong, told)
+
+
+@cases(DTYPES)
+def test_dtypes(wrong, told):
+    check(wrong, told)
+
+
+@cases(TABLES)
+def test_empty_axes(wrong, told):
+    check(wrong, told)
+
+
+@cases(LISTS)
+def test_lists_are_no_arrays(wrong, told):
+    check(wrong, told)

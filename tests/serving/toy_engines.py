@@ -1,0 +1,46 @@
+"""Engines of a toy model, with pools behind them."""
+
+from functools import cache
+
+from jaxkv.models.weights.fingerprint import fingerprint
+from jaxkv.offload import DiskPool, HostPool
+from jaxkv.serving.engine import Engine
+from support import toy_model
+
+PARAMS = toy_model.random_params()
+MODEL = toy_model.ToyModel(PARAMS)
+BLOCK = 4
+
+
+def engine(num_blocks=16, **options):
+    defaults = {"block_size": BLOCK, "max_requests": 3, "chunk": 7, "max_len": 48}
+    return Engine(MODEL, num_blocks=num_blocks, **{**defaults, **options})
+
+
+def host_pool(num_blocks=64, disk=None, order="BLNHC"):
+    return HostPool(MODEL.layout(1, BLOCK, order), num_blocks, disk=disk)
+
+
+def disk_pool(folder, **options):
+    return DiskPool(folder, MODEL.layout(1, BLOCK), model=fingerprint(MODEL), **options)
+
+
+@cache
+def right(tokens, count):
+    """The greedy continuation, without a cache."""
+    return toy_model.greedy_without_cache(PARAMS, tokens, count)
+
+
+def serve(served, tokens, count=6):
+    """The continuation of a prompt, which must be right, and how many tokens were found for it."""
+    before = served.prefix_stats.found
+    request = served.submit(tokens, max_tokens=count)
+    for _ in served.run():
+        pass
+    assert request.generated == right(tuple(tokens), count)
+    assert served.pool.num_free == served.pool.num_blocks
+    return served.prefix_stats.found - before
+
+
+def fail(*args, **kwargs):
+    raise RuntimeError("injected")
