@@ -406,12 +406,12 @@ def test_arguments(folder):
     refuses(folder, "MLAEntry format 'fp4'", "fp8_ds_mla", entry_format="fp4")
     refuses(RECORDED / "llama", "KVEntry format 'fp8_ds_mla'", "fp8", entry_format="fp8_ds_mla")
     configure(folder, kv_lora_rank=96)
-    refuses(folder, "fp8_ds_mla", "128", "96", entry_format="fp8_ds_mla")
+    refuses(folder, "fp8_ds_mla", "96", "128", entry_format="fp8_ds_mla")
 
 
 def test_an_entry_format_that_cannot_hold_the_indexers_keys(tmp_path):
     configure(copied("deepseek_v32", tmp_path), index_head_dim=33)
-    refuses(tmp_path, "indexer_fp8", "a multiple of 4", "33", entry_format="fp8_ds_mla")
+    refuses(tmp_path, "indexer_fp8", "33", "a multiple of 4", entry_format="fp8_ds_mla")
 
 
 def test_the_dtype_asked_for_and_the_progress(folder):

@@ -117,7 +117,6 @@ def test_xla():
     check("xla")
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
 def test_on_a_gpu(implementation):
