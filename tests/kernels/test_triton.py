@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cli import doctor
-from jaxkv.fuzz import cases
+from jaxkv.fuzz import families
 from jaxkv.fuzz.case import Case
 from jaxkv.support import sample_calls
 from jaxkv_kernels import triton as kernels
@@ -44,11 +44,11 @@ def test_compiles_within_the_gpus_limits(sample, capability):
 
 @compiles
 @pytest.mark.parametrize("number", range(DRAWS))
-@pytest.mark.parametrize("operation", [name for name in cases.OPERATIONS if name != "plan_decode"])
+@pytest.mark.parametrize("operation", [name for name in families.OPERATIONS if name != "plan_decode"])
 def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):
     assume_available(monkeypatch, kernels)
-    seed = cases.OPERATIONS.index(operation) + (20 + number) * len(cases.OPERATIONS)
-    case = cases.draw_case(seed, "triton")
+    seed = families.OPERATIONS.index(operation) + (20 + number) * len(families.OPERATIONS)
+    case = families.draw_case(seed, "triton")
     assert isinstance(case, Case), f"seed {seed}: {case}"
     draw = case.draw(np.random.default_rng(0))
     values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
