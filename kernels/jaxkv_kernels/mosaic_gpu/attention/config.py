@@ -1,7 +1,7 @@
 """The numbers of the attention kernels that can be tuned, and the reason for each default.
 
 Defaults were measured on an H200.  What is not here follows from the hardware: tiles are 64 rows by 64 keys because
-a warpgroup's wgmma has 64 rows and because two such tiles of keys are what shared memory holds beside the queries.
+a warpgroup's wgmma has 64 rows and because two such tiles of latents are what shared memory holds beside the queries.
 """
 
 from dataclasses import dataclass, replace
@@ -117,7 +117,7 @@ class KVConfig:
     stages: int = 4
     """The most tiles of keys and values per consumer warpgroup; large heads leave room for fewer."""
     query_stages: int = 2
-    """The most work tiles whose queries are in shared memory."""
+    """The most work tiles whose queries, or results, are in shared memory; large heads leave room for fewer."""
     producer_registers: int = 40
     """As in WideConfig.  With pages of 16 tokens, the producer holds the blocks of 16 copies."""
     rescale_threshold: int = 8

@@ -1,10 +1,11 @@
 """Split-KV: which CTA (or cluster) attends to which tokens, computed on the device from the lengths.
 
 The tokens of a request are counted in steps: pairs of 64-token tiles, or single tiles for MLA calls with few rows.  By
-default, the steps of all requests are laid end to end, and the line is divided into equal partitions, one per CTA.
-Several such lines are considered: with and without gaps for what beginning and ending a request costs, and divided
-into somewhat fewer partitions than there are CTAs.  The one whose longest partition takes the least time is used, the
-time to combine splits included.  A batch-invariant plan splits a request by its own length alone.
+default, the steps of all requests are laid end to end, and the line is divided into equal partitions: as many as fill
+the GPU, with a CTA for each partition, tile of rows and KV head.  Several such lines are considered: with and without
+gaps for what beginning and ending a request costs, and divided into somewhat fewer partitions than fill the GPU.  The
+one whose longest partition takes the least time is used, the time to combine splits included.  A batch-invariant plan
+splits a request by its own length alone.
 
 A work tile is what lies between two divisions.  The work tiles of a request that was divided store splits, which
 `combine` merges.
@@ -52,7 +53,7 @@ class Plan:
 
     @property
     def num_partitions(self) -> int:
-        """CTAs or clusters that the plan is made for."""
+        """Partitions; the CTAs of all tiles of rows, and of all KV heads, of a request walk the same one."""
         return self.partitions.shape[0] - 1
 
 

@@ -16,9 +16,10 @@ Timeline, downwards; `->` names the barrier that a line waits for.
     tile of keys: one copy per page
       -> k_free[stage]
     queries of the next work tile,              S' = K Q'                    -> q_full[stage] once, k_full[stage]
-      while this one is computed                mask; vote: does any score exceed the running max?
-      -> done[stage], four work tiles ago       if so: new maximum over keys, rescale O' and the row sums
+      while this one is computed                mask; vote: does any score exceed the running max by more than the
+      -> done[stage], four work tiles ago         threshold?  If so: new maximum over keys, rescale O' and the row sums
     stores that work tile's result first        P = exp2(S' - running max) to shared memory
+                                                in a masked tile: zeros to the values of unseen tokens
                                                 O' += V' P', arrives k_free[stage]
                                                 after the last tile: the result in place of the queries,
                                                   arrives done[stage]
@@ -29,15 +30,17 @@ sums stay with the lanes until the work tile ends.  A result stays in shared mem
 need its stage, or until the end.  Most CTAs have no more work tiles than stages, and so store nothing while they read:
 4 MB of splits written between 853 MB of reads cost 3 % of the time.
 
-Barriers.
-    q_full[stage], k_full[stage]    queries, a tile of keys have landed
-    k_free[stage]                   the tile has been multiplied
-    done[stage]                     the result is in place of the queries
+Barriers, and how many arrivals complete them: TMA copies for `full`, the consumer for the others.
+    q_full[stage]    the queries have landed (2: their rotary part is a copy of its own)
+    k_full[stage]    a tile of keys has landed (1 per page)
+    k_free[stage]    the tile has been multiplied (1)
+    done[stage]      the result is in place of the queries (1)
 Within the consumer warpgroup, the vote separates the last use of P, and of the tile by the first product, from what
 overwrites P or clears values.
 
 Budget, for 16 rows.  Shared memory: K 144 KiB + queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats
-1 KiB = 221 KiB of 227.  Registers: O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255 for each lane.
+and barriers 1 KiB = 221 KiB of 227.  Registers: O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255
+for each lane.
 """
 
 from functools import partial, reduce

@@ -11,29 +11,33 @@ Timeline, downwards; `->` names the barrier that a line waits for.
     producer                                     consumer w
     pair of tiles, one copy per page,
       keys and values together                   tile w of each pair: S = Q K'  -> q_full[stage] once, kv_full[stage]
-      -> kv_free[stage]                          mask; vote: does any score exceed the running max?  If so: rescale
-    queries of the next work tile,               P = exp2(S - running max), in registers
-      while this one is computed                 O += P V, arrives kv_free[stage]
-      -> done[stage], two work tiles ago         after the last tile, 1: its O, running max and row sums to shared
-    stores that work tile's result first              memory -> taken; arrives both
-                                                 0: -> both; adds them to its own, arrives taken; the result in place
-                                                      of the queries, arrives done[stage]
+      -> kv_free[stage]                          mask; vote: does any score exceed the running max by more than the
+    queries of the next work tile,                 threshold?  If so: rescale O and the row sums
+      while this one is computed                 P = exp2(S - running max), in registers
+      -> done[stage], two work tiles ago         in a masked tile: zeros to the values of unseen tokens
+    stores that work tile's result first         O += P V, arrives kv_free[stage]
+                                                 after the last tile, 1: its O, running max and row sums to shared
+                                                      memory -> taken; arrives both
+                                                 0: arrives both, -> both; adds them to its own, arrives taken; the
+                                                      result in place of the queries, arrives done[stage]
 
 Between tiles the consumers exchange nothing: each has a running max, row sums and an output of its own.  A result stays
 in shared memory until another work tile's queries need its stage, or until the end, and the producer stores it.
 
-Barriers.
-    q_full[stage]    the queries have landed
+Barriers, and how many arrivals complete them: TMA copies for `full`, consumers for the others.
+    q_full[stage]    the queries have landed (1 per 64 columns)
     kv_full[stage], kv_free[stage]
-                     a tile has landed, was used; even stages are consumer 0's, odd ones consumer 1's
+                     a tile has landed (1 per page), was used (1); even stages are consumer 0's, odd ones consumer 1's
     both             both consumers have finished a work tile, and consumer 1's part of it is in `other` and `stats`
-    taken            consumer 0 has read that part
-    done[stage]      the result is in place of the queries
-Automatic barriers are off: within a warpgroup, what one thread writes, others read only through TMA after commit_smem.
+                     (2).  Only consumer 0 waits for it
+    taken            consumer 0 has read that part, so consumer 1 may write its next (1)
+    done[stage]      the result is in place of the queries (1)
+Automatic barriers are off: within a warpgroup, what one thread writes, others read only through TMA or wgmma after
+commit_smem.
 
 Budget, for heads of 128 + 128 values.  Shared memory: K and V 128 KiB (2 x 2 stages) + Q 32 KiB (2 stages) + `other`
-32 KiB + stats 2 KiB = 194 KiB of 227.  Registers: O 64 + S 32 + P 16 of 232 per lane for consumers, 40 for the
-producer.
+32 KiB + stats and barriers 2 KiB = 194 KiB of 227.  `_stages` fits the stages to the heads: with 256 + 256 values, one
+per consumer and one of queries.  Registers: O 64 + S 32 + P 16 of 232 per lane for consumers, 40 for the producer.
 """
 
 from functools import partial
@@ -66,7 +70,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import SHARED_MEMORY, swizzled
 
 STATS_AND_BARRIERS = 3 * 1024
-"""Bytes of shared memory beside tiles, at most."""
+"""Bytes of shared memory beside tiles, at most, for up to 4 query stages."""
 CHUNK = 64
 """Columns of queries, or of a result, that lie together in shared memory."""
 

@@ -1,47 +1,61 @@
 """MLA decode in tiles of 64 rows: two consumer warpgroups share each pair of key tiles.
 
 Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its partition of
-the plan: work tiles, each a range of pairs of key tiles of a request.  With more than 64 rows per request, two CTAs
-form a cluster, and TMA multicast brings each key tile to both.
+the plan: work tiles, each a range of pairs of key tiles of a request.  If the rows of a request are an even number of
+tiles (65 to 128 rows, say), two CTAs form a cluster, and TMA multicast brings each key tile to both.  With an odd
+number (up to 64 rows, or 129 to 192) there is no cluster.
 
 Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
 64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.
 
     producer                       consumer 0                          consumer 1
-    K0 left, K0 right + rope       S0 = Q K0'        -> k_full, r_full
+    K0 left + rope, K0 right       S0 = Q K0'        -> k_full, r_full
     (-> k_free[0], k_free[1])        arrives s_issued
     K1 right + rope, K1 left       softmax, P0: arrives p_ready[0]     S1 = Q K1'         -> s_issued, k_full, r_full
     (-> k_free[3], k_free[2])      O0 += P0 K0 left                    O1 += P0 K0 right  -> p_ready[0]
     next pair to the L2 cache        arrives k_free[0]                   beside it softmax, P1: arrives p_ready[1]
-                                   O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
+    (-> k_full[0], k_full[1])      O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
                                      arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
+
+Only clusters prefetch to the L2 cache, and only if `prefetch` is set.  Where a pair needs a mask, scores are masked
+before the softmax, and before each product with values a consumer zeroes unseen tokens in its own half of the tile.
+
+Around the pairs of a work tile:
+
+    producer                       consumers
+    between K0 and K1 of the       -> qr_full: rotary queries from p[0] to registers; both arrive and wait on `both`
+    first pair, the next queries   -> q_full: the pairs; after S0 and S1 of the last pair both arrive q_free
+    (-> q_free, for Q)             consumer 1 arrives p_free after O1 += P0 K0 right of the last pair
+    (-> p_free, for p[0])          results, staged in K1: arrive k_free[2], k_free[3] once TMA has read them
 
 The longest cycle is S0, P0, K0's release and its return from memory: it sets the time of a pair.  So both consumers use
 K0 first, and S1 leaves the tensor cores to S0 until all of its products have been issued.  P goes to the other consumer
 through shared memory.  The running max goes from one to the other in `stats`; each consumer sums the weights of its own
 tiles.
 
-Barriers.
-    q_full, qr_full    the queries have landed; their rotary part has, in p[0]
-    q_free, p_free     both consumers have multiplied with the queries for the last time; p[0] was read for the last
-                       time.  So the queries of the next work tile arrive while this one ends.
-    k_full[2t + h]     half h of key tile t has landed; r_full[t]: its rotary part has
-    k_free[2t + h]     the consumer that multiplies this half last is done with it, in every CTA of the cluster.  K1's
-                       halves stage the result of a work tile, and are free once it has been stored.
-    s_issued           S0's products have been issued
-    p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0]
-    both               named barrier of the two consumers: both have read the rotary queries, which P0 overwrites; the
-                       row sums of both are in stats[1:3]
+Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
+    q_full, qr_full    the queries have landed (2: halves); their rotary part has, in p[0] (1)
+    q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
+                       last time (1).  So the queries of the next work tile arrive while this one ends.
+    k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has (1 per page)
+    k_free[2t + h]     consumer h, which multiplies this half last, is done with it, in every CTA of the cluster (1
+                       each).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the result
+                       of a work tile, and are free once TMA has read it.
+    s_issued           S0's products have been issued (1)
+    p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
+    both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
+                       the row sums of both are in stats[1:3]
 These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after K0
 has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
 the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
 TMA or wgmma after commit_smem, or after `both`.
 
 Epilogue.  Whole results need the row sums of both consumers.  A split stores its values before those are known: each
-consumer divides its half of a row by the half's own largest magnitude, and neither waits for the other.
+consumer divides its half of a row by the half's own largest magnitude.  Only the scales and log-sum-exps, stored after
+the values, wait for the row sums of the other consumer.
 
-Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats 1 KiB = 225 KiB of 227.  Registers:
-240 per lane for consumers, 24 for the producer.
+Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1 KiB = 225 KiB of
+227.  Registers: 240 per lane for consumers, 24 for the producer.
 """
 
 from functools import partial
