@@ -62,7 +62,11 @@ COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which shapes to time, how, and where to write the results."""
     parser.add_argument("operations", nargs="*", choices=FAMILIES, metavar="OPERATION", help=", ".join(FAMILIES))
-    parser.add_argument("--suite", choices=SUITES, help="default: cpu on CPUs, else peers and copies")
+    parser.add_argument(
+        "--suite",
+        choices=SUITES,
+        help="default: cpu on CPUs, else peers and copies, and models where operations are named",
+    )
     parser.add_argument("--shape", nargs="+", choices=WORKLOADS, metavar="NAME", help="names as the table shows them")
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
     parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="chains timed per shape (20)")

@@ -20,8 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE
 from jaxkv_kernels.mosaic_gpu.attention.softmax import EMPTY
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
-from jaxkv_kernels.mosaic_gpu.runtime.launch import MULTIPROCESSORS, freeze, kernel, wait_for_previous
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import filled, over_columns, store
 
 LN2 = math.log(2)

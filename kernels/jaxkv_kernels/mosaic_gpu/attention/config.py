@@ -127,7 +127,7 @@ class KVConfig:
 
     def __post_init__(self):
         require(self.stages >= 1, self, "stages", "1 or more")
-        require(self.query_stages >= 1, self, "query_stages", "1 or more")
+        require(1 <= self.query_stages <= 4, self, "query_stages", "1 to 4")
         _check_registers(self, most=56)
         _check_threshold(self)
 

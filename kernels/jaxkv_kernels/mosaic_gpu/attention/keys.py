@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import TokenRows
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import prefetch_to_l2
 
@@ -30,9 +30,6 @@ class Columns(NamedTuple):
 class Keys(Protocol):
     """A loader of tiles of 64 keys, used by the producer warpgroup."""
 
-    arrivals: int
-    """How often each `full` barrier of a tile is arrived on."""
-
     def look_up(self, request, first_token):
         """What says where a tile lies, loaded from device memory but not used yet: call it a tile ahead."""
 
@@ -47,7 +44,6 @@ class PagedKeys:
     """Keys in the pages of a cache, copied by TMA as they are: one copy per block that a tile lies in."""
 
     def __init__(self, kv_ref, view: TokenRows, table: PageTable, layer, head: Any = 0):
-        self.arrivals = copies_per_tile(table.pages)
         self._kv_ref, self._view, self._table = kv_ref, view, table
         self._layer, self._head = layer, head
         self._column = view.column(layer, head)

@@ -28,8 +28,8 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     SplitCosts,
     WideConfig,
 )
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.mosaic_gpu.runtime.launch import MULTIPROCESSORS
 from jaxkv_kernels.tuning import configuration
 
 INVARIANT_SPLITS, INVARIANT_TOKENS = 8, 1024

@@ -23,12 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import BlockRuns
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 CHUNK_BYTES = 32 * 1024
-CTAS = 6 * 132
+CTAS = 6 * MULTIPROCESSORS
 """Six per multiprocessor.  Twelve with half the chunk, or three with twice, are within 2 % (H200)."""
 LINE = 128
 """Bytes.  Within a run, chunks begin at multiples of it."""

@@ -6,9 +6,11 @@ from math import gcd
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+
 WARPS = 4
 """Warps per CTA: one warpgroup."""
-CTAS = 4 * 132
+CTAS = 4 * MULTIPROCESSORS
 """CTAs that keep all multiprocessors busy: only beyond so many does a CTA get more than the fewest tokens."""
 MOST_TOKENS, SOFT_BYTES = 4, 32 * 1024
 """The most tokens per CTA, and the bytes that they should not exceed, so that several CTAs share a multiprocessor.

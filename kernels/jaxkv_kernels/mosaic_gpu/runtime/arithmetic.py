@@ -1,4 +1,4 @@
-"""Arithmetic of device-side code: integers, capped scores, products on the tensor cores."""
+"""Arithmetic of device-side code: capped scores, products on the tensor cores."""
 
 import math
 from collections.abc import Callable
@@ -6,25 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
-
-
-def floordiv(a, b: int):
-    """`a // b` of non-negative integers; kernels have no floor division of traced ones."""
-    return lax.div(a, a.dtype.type(b))
-
-
-def opaque_zero(i):
-    """0, computed from a loop variable below 2**20, so that the compiler cannot know it.
-
-    Added to the stage index of a wgmma operand in shared memory.  With a constant index, the compiler hoists the
-    64-bit descriptors of all operands out of the loop and spills them, which makes a kernel half as fast.
-    """
-    return floordiv(i, 1 << 20)
 
 
 def cap_scores(scores: jax.Array, cap: float) -> jax.Array:

@@ -6,9 +6,6 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
-
 
 def kernel(
     body, *, interpret: bool, auto_barriers: bool = True, reduction_bytes: int = 0, waits: bool = False, **spec

@@ -6,8 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-SHARED_MEMORY = 232_448
-"""Bytes of shared memory per CTA on an H100 or H200."""
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 """A load of contiguous memory must promise this to become one bulk copy."""
 

@@ -57,7 +57,9 @@ from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     LANE_COLUMNS,
@@ -67,7 +69,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     over_columns,
     zeros,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import SHARED_MEMORY, swizzled
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 
 STATS_AND_BARRIERS = 3 * 1024
 """Bytes of shared memory beside tiles, at most, for up to 4 query stages."""
