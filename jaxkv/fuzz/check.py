@@ -98,8 +98,11 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         dtype = case.dtype.name
         # Scores have this size.  Capped ones are computed from the cap, as in 1 - 2 / (1 + exp(2 s / cap)).
         scores = 4 + (dict(case.options).get("logit_cap") or 0)
+        # A weight is as far off, relative to itself, as its score is absolutely.  The best float32 tanh is off by up to
+        # 2 roundings, and so are two of them from each other by 4.  Far more than that is rounded away in 16 bits.
+        size = 1 + 4 / 64 * scores if dtype == "float32" else 1
         return [
-            _excess(found[0], expected[0], roundings=64 if dtype == "float32" else 4, dtype=dtype, magnitude=1),
+            _excess(found[0], expected[0], roundings=64 if dtype == "float32" else 4, dtype=dtype, magnitude=size),
             _excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=scores, floor=scores),
         ]
 
