@@ -103,7 +103,7 @@ def _step(model: "Model", cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KV
 
 
 def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
-    """Seconds per step, over steps that each continue the one before, and the cache."""
+    """Seconds per step, over steps that each continue the previous one; and the cache."""
     step: Any = jax.jit(_step, donate_argnums=1)
     for _ in range(2):  # the first compiles
         cache, tokens = jax.block_until_ready(step(model, cache, tokens, index))

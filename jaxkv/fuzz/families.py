@@ -335,7 +335,7 @@ OPERATIONS = tuple(operation.name for operation in DECLARED)
 
 
 def draw_case(seed: int, implementation: str) -> Case | str:
-    """The case of a seed that the implementation supports, or the reasons against the last one drawn."""
+    """A case drawn from a seed that the implementation supports, or the reasons why it rejects the last one drawn."""
     rng, operation = np.random.default_rng(seed), DECLARED[seed % len(DECLARED)]
     kernels = {backend.name: backend.kernels for backend in backends.BACKENDS}[implementation]
     reasons: tuple[str, ...] = ()

@@ -204,12 +204,12 @@ class CacheLayout:
         counts, strides = self._counts(), vars(self.strides)
         if self.strides.content != 1:
             raise ValueError(
-                f"`strides.content` is {self.strides.content}: the content of an entry is contiguous, always 1"
+                f"`strides.content` is {self.strides.content}: expected 1, as the content of an entry is contiguous"
             )
         stepped = {axis: (count, strides[axis]) for axis, count in counts.items() if count > 1}
         for axis, (count, stride) in stepped.items():
             if stride < 1:
-                raise ValueError(f"`strides.{axis}` is {stride}: expected at least 1, as the axis has {count} steps")
+                raise ValueError(f"`strides.{axis}` is {stride}: expected at least 1, as the axis has length {count}")
         if found := overlapping_entries(stepped, self.width):
             names = [f"({', '.join(f'{axis} {entry.get(axis, 0)}' for axis in counts)})" for entry in found]
             begins = [self.offset + sum(i * strides[axis] for axis, i in entry.items()) for entry in found]

@@ -55,7 +55,7 @@ class BlockPool:
             self._keys[block], self._blocks[key] = key, block
 
     def find(self, key: bytes) -> int | None:
-        """The block with this key, held or free; None if there is none."""
+        """The block with this key, whether in use or free; None if there is none."""
         return self._blocks.get(key)
 
     def is_free(self, block: int) -> bool:

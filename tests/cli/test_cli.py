@@ -73,7 +73,7 @@ def test_numbers_are_bounded_by_the_shared_types(command):
         (NotImplementedError("mosaic_gpu: needs a GPU"), "mosaic_gpu: needs a GPU"),
         (
             jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 9 bytes."),
-            "does not fit in memory, take smaller sizes (INTERNAL: Out of memory allocating 9 bytes.)",
+            "does not fit in memory: choose smaller sizes (INTERNAL: Out of memory allocating 9 bytes.)",
         ),
     ],
 )

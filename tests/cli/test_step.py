@@ -76,7 +76,7 @@ def test_misuse_is_told(arguments, told):
 @pytest.mark.parametrize(
     ("error", "raised", "told"),
     [
-        ("RESOURCE_EXHAUSTED: Out of memory", SystemExit, "jaxkv step: does not fit in memory, take smaller sizes"),
+        ("RESOURCE_EXHAUSTED: Out of memory", SystemExit, "jaxkv step: does not fit in memory: choose smaller sizes"),
         ("INTERNAL: a fault", jax.errors.JaxRuntimeError, "a fault"),
     ],
 )

@@ -344,12 +344,12 @@ def test_misuse_is_told():
         pool.store(cache, [0, 1], names(1))
     with pytest.raises(ValueError, match="`keys` has a str: expected bytes, as `prefix_keys` makes them"):
         pool.store(cache, [0], ["key"])
-    with pytest.raises(ValueError, match="`blocks` has 3 more than once: expected distinct blocks"):
+    with pytest.raises(ValueError, match="`blocks` contains 3 more than once: expected distinct blocks"):
         pool.load(cache, [3, 3], names(2))
     with pytest.raises(ValueError, match="`disk` is a str: expected a DiskPool, or None"):
         offload.HostPool(LAYOUT, 8, disk="folder")
     for operation in (pool.store, pool.load):
-        with pytest.raises(ValueError, match="`blocks` has 16: expected ids from 0 to 15"):
+        with pytest.raises(ValueError, match="`blocks` contains 16: expected block ids of the cache, from 0 to 15"):
             operation(cache, [16], names(1))
         other = jaxkv.KVCache.zeros(jaxkv.CacheLayout(**SIZES, entry=ENTRY, order="BHLNC", block_padding=8))
         told = re.escape("`cache` has other blocks than the pool") + ".*" + other.layout.fingerprint

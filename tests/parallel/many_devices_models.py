@@ -276,10 +276,10 @@ class TestTransferBlocks:
         [
             ([0.5], [0], r"`source_blocks` is \[0.5\]: expected block ids"),
             ([0], [0, 1], "`target_blocks` has 2 ids: expected as many as `source_blocks`, 1"),
-            ([4], [0], "`source_blocks` has 4: expected ids from 0 to 3"),
-            ([0], [-1], "`target_blocks` has -1: expected ids from 0 to 3"),
+            ([4], [0], "`source_blocks` contains 4: expected block ids of the cache, from 0 to 3"),
+            ([0], [-1], "`target_blocks` contains -1: expected block ids of the cache, from 0 to 3"),
             ([2**32], [0], f"`source_blocks` has {2**32}: expected"),
-            ([0, 1], [2, 2], "`target_blocks` has 2 more than once"),
+            ([0, 1], [2, 2], "`target_blocks` contains 2 more than once"),
         ],
     )
     def test_ids_that_do_not_fit(self, source, target, told):

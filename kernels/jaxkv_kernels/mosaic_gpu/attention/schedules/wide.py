@@ -16,29 +16,28 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
                                    O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
                                      arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
 
-The longest cycle is S0, P0, K0's release and its return from memory: it sets the time of a pair.  So both consumers use
-K0 first, and S1 leaves the tensor cores to S0 until all of its products have been issued.  P goes to the other consumer
-through shared memory.  The running max goes from one to the other in `stats`; each consumer sums the weights of its own
-tiles.
+The longest cycle is S0, P0, the release of K0 and the load of the next K0: it determines the time per pair.  So both
+consumers use K0 first, and S1 waits until all products of S0 have been issued.  Each consumer passes its P to the other
+through shared memory, and the running max in `stats`.  Each sums the weights of its own tiles.
 
 Barriers.
-    q_full, qr_full    the queries have landed; their rotary part has, in p[0]
-    q_free, p_free     both consumers have multiplied with the queries for the last time; p[0] was read for the last
-                       time.  So the queries of the next work tile arrive while this one ends.
-    k_full[2t + h]     half h of key tile t has landed; r_full[t]: its rotary part has
-    k_free[2t + h]     the consumer that multiplies this half last is done with it, in every CTA of the cluster.  K1's
-                       halves stage the result of a work tile, and are free once it has been stored.
+    q_full, qr_full    the queries have landed; their rotary part has landed in p[0]
+    q_free, p_free     both consumers have used the queries for the last time; p[0] was read for the last time.  The
+                       queries of the next work tile can thus arrive while this one ends.
+    k_full[2t + h]     half h of key tile t has landed; r_full[t]: its rotary part has landed
+    k_free[2t + h]     the last consumer to use this half has used it, in every CTA of the cluster.  At the end of a
+                       work tile, K1's halves stage the result, and are free once it has been stored.
     s_issued           S0's products have been issued
     p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0]
     both               named barrier of the two consumers: both have read the rotary queries, which P0 overwrites; the
                        row sums of both are in stats[1:3]
-These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after K0
-has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
-the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
-TMA or wgmma after commit_smem, or after `both`.
+These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after the
+next K0 has landed; consumer 1 released the old K0 when it no longer needed P0.  Consumer 1 overwrites P1 and stats[0]
+only after the next p_ready[0].  Automatic barriers are off: what a thread writes to shared
+memory reaches the rest of its warpgroup only through TMA or wgmma after commit_smem, or after `both`.
 
-Epilogue.  Whole results need the row sums of both consumers.  A split stores its values before those are known: each
-consumer divides its half of a row by the half's own largest magnitude, and neither waits for the other.
+Epilogue.  Whole results need the row sums of both consumers.  The values of a split are stored before those are known:
+each consumer divides its half of a row by that half's own largest magnitude, and neither waits for the other.
 
 Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats 1 KiB = 225 KiB of 227.  Registers:
 240 per lane for consumers, 24 for the producer.
@@ -110,7 +109,7 @@ def attend_wide(
         table = PageTable(table_ref, pages)
 
         def load_work():
-            """The work of this CTA, and the layer: loads that do not wait for one another."""
+            """The work of this CTA, and the layer, in independent loads."""
             first, end, tile = load_work_range(partitions_ref, partition)
             layer = layer_ref[0]
             return first, end, tile, layer, (layer >= 0) & (layer < pages.num_layers)
@@ -139,7 +138,7 @@ def attend_wide(
                 paged.prefetch(own, (2 * pair + cta) * TILE, interpret=interpret)
 
             def fetch_queries(request, again):
-                """The queries of a request; `again`, once those of the last one are no longer needed."""
+                """Fetches the queries of a request; if `again`, waits until the previous ones are no longer needed."""
                 if again:
                     plgpu.barrier_wait(q_free)
                 for half in range(2):
@@ -165,10 +164,10 @@ def attend_wide(
                     fetch(found, i, 1, 1, True, used)
                     fetch(found, i, 1, 0, False, used)
                     if prefetching:
-                        for half in range(2):  # all CTAs begin at once: sooner, it delays the first keys of others
+                        for half in range(2):  # all CTAs begin at once: prefetch only after their first keys
                             plgpu.barrier_wait(k_full.at[half])
                         pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
-                    # After the copies: values that are spilled to local memory are waited for at once.
+                    # After the copies are issued: if these values are spilled to local memory, that waits for the load.
                     next_tile = lax.cond(
                         i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
                     )
@@ -180,7 +179,7 @@ def attend_wide(
 
             @pl.when(end > first)
             def _():
-                fetch_queries(first_tile.request, again=False)  # behind the first keys of all CTAs they would come last
+                fetch_queries(first_tile.request, again=False)  # before the keys of all CTAs, or they would come last
 
             lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
 
@@ -240,7 +239,7 @@ def attend_wide(
                 clear_values(k.at[opaque_zero(i) + t, side], 0, HALF, table, request, (2 * i + t) * TILE, length)
 
             def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
-                """acc + weights @ (this side's half of a tile's values), and what `meanwhile` returned."""
+                """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
                 z = opaque_zero(i)
                 pl.when(masked)(partial(clear, i, t, request, length))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
@@ -369,7 +368,7 @@ def attend_wide(
 
             lax.fori_loop(first, end, run, first_tile)
 
-        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
+        # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     free = (
