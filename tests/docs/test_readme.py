@@ -91,9 +91,9 @@ def test_measurements_name_their_date_device_versions_and_command():
 def test_every_command_is_documented():
     for command in COMMANDS:
         assert f"`jaxkv {command}`" in (ROOT / "jaxkv" / "cli" / "README.md").read_text(), command
-    told = subprocess.run([sys.executable, "-m", "jaxkv", "--help"], capture_output=True, text=True, check=True).stdout
+    usage = subprocess.run([sys.executable, "-m", "jaxkv", "--help"], capture_output=True, text=True, check=True).stdout
     for command in COMMANDS:
-        assert command in told
+        assert command in usage
 
 
 def test_kernels_is_a_source_root_and_no_package():

@@ -1,4 +1,4 @@
-"""Language models on the cache, held to what Hugging Face's own answer: tokens equal, logits within 1e-4."""
+"""Language models on the cache, compared with Hugging Face's own: equal tokens, logits within 1e-4."""
 
 import dataclasses
 import itertools
