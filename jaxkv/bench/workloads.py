@@ -259,7 +259,7 @@ class CopyBlocks(ReadBlocks):
 
     @property
     def num_blocks(self) -> int:
-        """As many again to copy to."""
+        """Twice as many: blocks to copy from, and blocks to copy to."""
         return 2 * super().num_blocks
 
     def index(self, requests, rng):

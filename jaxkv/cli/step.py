@@ -30,7 +30,7 @@ LEAST_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the batch, and how it is cached."""
+    """The model, the batch, and the format and layout of the cache."""
     random_models.add_arguments(parser)
     parser.add_argument("--requests", type=positive, default=32, metavar="N", help="rows of the batch (32)")
     tokens = "cached tokens of each request, the new one included (4096)"

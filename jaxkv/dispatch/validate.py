@@ -213,7 +213,7 @@ def logit_cap_of(value) -> float | None:
     if value is not None and not (number and 2.0**-126 <= in_float32(value) <= 2.0**126):
         raise ValueError(
             f"`logit_cap` is {value!r}: expected None, or a positive number (static) from 2**-126 to 2**126, so that "
-            "float32 represents it and its inverse"
+            "float32 holds it and its inverse"
         )
     return value
 

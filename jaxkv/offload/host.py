@@ -1,4 +1,4 @@
-"""Blocks in host memory: a pool that caches store into and load from."""
+"""Blocks in host memory: the pool into which blocks of caches are stored, and from which they are loaded."""
 
 import time
 import warnings

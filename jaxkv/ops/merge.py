@@ -43,7 +43,7 @@ def _bind(outs, lses) -> Call:
 
 
 def _stacked(name, parts, dtypes):
-    """The parts as one array of one of `dtypes`."""
+    """The parts as one array, whose dtype must be one of `dtypes`."""
     several = isinstance(parts, list | tuple)
     for part in parts if several else (parts,):
         if str(getattr(part, "dtype", None)) not in dtypes:
@@ -54,7 +54,7 @@ def _stacked(name, parts, dtypes):
         return parts
     shapes = {tuple(part.shape) for part in parts}
     if len(shapes) != 1:
-        raise ValueError(f"`{name}` have shapes {sorted(shapes)}: expected one or more arrays of equal shape")
+        raise ValueError(f"`{name}` have shapes {sorted(shapes)}: expected at least one array, all of one shape")
     return jnp.stack(parts)
 
 
