@@ -209,7 +209,7 @@ class CacheLayout:
         stepped = {axis: (count, strides[axis]) for axis, count in counts.items() if count > 1}
         for axis, (count, stride) in stepped.items():
             if stride < 1:
-                raise ValueError(f"`strides.{axis}` is {stride}: expected at least 1, as the axis has length {count}")
+                raise ValueError(f"`strides.{axis}` is {stride}: expected at least 1, as the axis has {count} steps")
         if found := overlapping_entries(stepped, self.width):
             names = [f"({', '.join(f'{axis} {entry.get(axis, 0)}' for axis in counts)})" for entry in found]
             begins = [self.offset + sum(i * strides[axis] for axis, i in entry.items()) for entry in found]

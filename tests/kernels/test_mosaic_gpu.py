@@ -29,7 +29,7 @@ class Mosaic:
     gaps = (
         "entries of format",  # float32 has no wgmma; quantised entries are to come
         "blocks of",  # TMA tiles are of whole 16-token pages
-        "block stride",  # padding that is no multiple of the token stride: pages are no rows
+        "block stride",  # padding that is not a multiple of the token stride: pages are no rows
         "`buffer` of",  # a buffer of another dtype, shared with other groups
         "`q_latent` of",  # queries of another dtype than the entries
         "`logit_cap` of",  # too large for tanh by way of exp2

@@ -164,7 +164,7 @@ def test_out_of_blocks_the_most_recent_request_is_preempted_and_recomputed(num_b
     monkeypatch.setattr(served, "_leave", lambda request: left.append(request) or leave(request))
     requests = [served.submit(prompt(9, seed=n), max_tokens=28) for n in range(4)]
     finish(served)
-    assert len(left) > len(requests), "nobody was sent back"
+    assert len(left) > len(requests), "no request was preempted"
     assert requests[0] not in left[: left.index(requests[0])]
     for request in requests:
         assert request.generated == right(request.prompt, 28)

@@ -1,4 +1,4 @@
-"""Feed-forward: dense, and a mixture of experts beside a shared one."""
+"""Feed-forward layers: dense, and a mixture of experts with a shared expert."""
 
 import jax
 import jax.numpy as jnp

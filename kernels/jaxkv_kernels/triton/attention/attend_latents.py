@@ -11,9 +11,9 @@ What bounds it.  With few rows: memory bandwidth, which takes two programs per m
 rows: registers, half of which hold results, and shared memory, which has room for two tiles of keys.  `config.py` has
 the budgets.
 
-Operands of products have the queries' dtype.  Those of `fp8` entries are float16 instead, which holds every e4m3 value
-exactly and which the GPU converts to, two values at a time (`codecs/e4m3_pairs.py`).  Queries are then divided by a
-power of two per row, so that float16 holds them, too.
+Operands of products have the queries' dtype.  For `fp8` entries they are float16 instead, which represents every e4m3
+value exactly; the GPU converts two values per instruction (`codecs/e4m3_pairs.py`).  Queries are then divided by a
+power of two per row, so that they fit in float16, too.
 """
 
 import jax
