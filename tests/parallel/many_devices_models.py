@@ -278,7 +278,7 @@ class TestTransferBlocks:
             ([0], [0, 1], "`target_blocks` has 2 ids: expected as many as `source_blocks`, 1"),
             ([4], [0], "`source_blocks` contains 4: expected block ids of the cache, from 0 to 3"),
             ([0], [-1], "`target_blocks` contains -1: expected block ids of the cache, from 0 to 3"),
-            ([2**32], [0], f"`source_blocks` has {2**32}: expected"),
+            ([2**32], [0], f"`source_blocks` contains {2**32}: expected"),
             ([0, 1], [2, 2], "`target_blocks` contains 2 more than once"),
         ],
     )
