@@ -16,7 +16,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
-- **Diagnosis**: `explain` lists the reasons against each implementation of a call; `checked` checks data at run time.
+- **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` checks data at
+run time.
 
 `jaxkv.models` has language models on these operations, `jaxkv.serving` the engine that serves them, `jaxkv.offload`
 blocks in host memory and on disk, and `jaxkv.parallel` recipes for several devices.

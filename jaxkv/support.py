@@ -14,7 +14,7 @@ from jaxkv_kernels.formats.format import FORMATS
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reasons against each implementation for one call."""
+    """The result of `explain`: which implementation runs a call, and why others do not."""
 
     operation: str
     reasons: Mapping[str, tuple[str, ...]]
@@ -33,7 +33,7 @@ class Explanation:
 
 
 def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
-    """Which implementation `operation(*args, **kwargs)` would use, and the reasons against the others.
+    """Which implementation `operation(*args, **kwargs)` would use, and why the others cannot run the call.
 
     Nothing is computed, and arrays may be `jax.ShapeDtypeStruct`s.  All implementations are tried, whatever
     `implementation=` is.

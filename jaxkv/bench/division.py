@@ -1,4 +1,4 @@
-"""Programs to time attention that is divided over devices: a scan over the layers of a cache, planned once."""
+"""Programs to time attention sharded over devices: a scan over the layers of a cache, with one plan for all."""
 
 import time
 from collections.abc import Callable

@@ -44,7 +44,7 @@ def arguments(
 
 
 def inputs(workload: Workload) -> tuple[Varying, Shared]:
-    """Random ones, on the device."""
+    """Random inputs, on the device."""
     rng = np.random.default_rng(1)
     requests = _requests(workload, rng)
     chosen, index = workload.index(requests, rng)

@@ -1,4 +1,4 @@
-"""The search of a kernel's configuration for one workload: one field at a time, from the default."""
+"""Searches for a kernel's best configuration for one workload: one field at a time, from the default."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -224,7 +224,7 @@ class Merge(Workload):
 
     @property
     def traffic(self) -> int:
-        """All parts, and the result."""
+        """Bytes: all partial results are read, and the result is written."""
         return np.prod(self.queries).item() * (self.tokens + 1) * (2 * self.entry.sizes[0] + 4)
 
 
@@ -255,11 +255,11 @@ class WriteBlocks(ReadBlocks):
 
 
 class CopyBlocks(ReadBlocks):
-    """Copies half of the blocks over the others."""
+    """Copies half of the blocks to the other half."""
 
     @property
     def num_blocks(self) -> int:
-        """As many again to copy to."""
+        """Twice as many: blocks to copy from, and blocks to copy to."""
         return 2 * super().num_blocks
 
     def index(self, requests, rng):

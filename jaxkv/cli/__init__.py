@@ -54,7 +54,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "Out of memory" not in str(error):
             raise
-        message = f"does not fit in memory, take smaller sizes ({error})"
+        message = f"does not fit in memory: choose smaller sizes ({error})"
     except Exception:
         if not (message := _without_device()):
             raise
@@ -67,5 +67,5 @@ def _without_device() -> str:
         jax.devices()
     except Exception as error:
         platforms = jax.config.jax_platforms
-        return f"JAX has no device with JAX_PLATFORMS={platforms!r}, `jaxkv doctor` reports more: {error!r}"
+        return f"JAX has no device with JAX_PLATFORMS={platforms!r} (see `jaxkv doctor`): {error!r}"
     return ""

@@ -70,9 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", choices=WORKLOADS, metavar="NAME", help="names as the table shows them")
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
     parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="chains timed per shape (20)")
-    parser.add_argument(
-        "--tune", action="store_true", help="search the configurations of the kernels that the shapes run, instead"
-    )
+    parser.add_argument("--tune", action="store_true", help="search for the best configuration of each kernel instead")
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write device, versions, ceilings and rows"
     )

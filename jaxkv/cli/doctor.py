@@ -70,7 +70,7 @@ def conflicts(versions: Mapping[str, str | None]) -> list[str]:
         )
     plugins = {name: found for name, found in versions.items() if name.endswith("plugin") and found}
     if len(plugins) > 1:
-        found.append(f"{' and '.join(plugins)} are both installed: keep the one of your CUDA version")
+        found.append(f"{' and '.join(plugins)} are both installed: keep only the one for your CUDA version")
     for name, plugin in plugins.items():
         if _release(plugin) != _release(versions.get("jaxlib")):
             found.append(f"{name} {plugin} does not match jaxlib {versions.get('jaxlib')}: install both together")
@@ -104,7 +104,7 @@ def _versions() -> list[str]:
 
 def _environment() -> list[str]:
     found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
-    return found or [f"nothing that begins with {', '.join(VARIABLES)}"]
+    return found or [f"no variable that begins with {', '.join(VARIABLES)}"]
 
 
 def _devices() -> list[str]:

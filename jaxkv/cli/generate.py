@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ids = 'a prompt as token ids: "1 2 3"'
     parser.add_argument("--ids", dest="prompts", action="append", type=_ids, metavar="IDS", help=ids)
     parser.add_argument("--max-tokens", type=positive, default=64, help="tokens to generate for each prompt (64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the most likely token (0)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this total probability (1)"
+        "--top-p", type=float, default=1.0, help="draw from the most likely tokens that have this total probability (1)"
     )
     seeds = "seed of the first prompt (0); each further prompt has the next seed"
     parser.add_argument("--seed", type=seed, default=0, help=seeds)
@@ -114,7 +114,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ImportError("the checkpoint's tokenizer.json needs tokenizers: pip install 'jaxkv[models]'") from None
+        raise ImportError("reading tokenizer.json needs tokenizers: pip install 'jaxkv[models]'") from None
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers has no narrower type

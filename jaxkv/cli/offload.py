@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     requests, tokens, heads, layers = (counted(getattr(args, name), name) for name in names)
     print(
         f"decode of {requests} x {tokens}, {heads}, {layers}: {steps['alone_ms']:.2f} ms per step; "
-        f"{steps['beside_ms']:.2f} ms with {steps['blocks']} blocks stored after each, "
-        f"{steps['store']:.1f} GB/s beside it"
+        f"{steps['beside_ms']:.2f} ms with {steps['blocks']} blocks stored after each step, "
+        f"{steps['store']:.1f} GB/s"
     )
     if args.json:
         sizes = {name: getattr(args, name) for name in SIZES}
@@ -172,7 +172,7 @@ def _whole(cache: jaxkv.KVCache, pool: offload.HostPool, repeats: int) -> dict[s
 
 
 def _layerwise(cache: jaxkv.KVCache, repeats: int) -> dict[str, float]:
-    """The pages of all layers, one transfer each."""
+    """Transfers the pages of all layers, with one transfer per layer."""
     pages = jax.jit(lambda x: list(x.reshape(-1, x.size // (cache.layout.num_layers * cache.layout.num_blocks))))
     stores, loads = [], []
     for _ in range(1 + repeats):

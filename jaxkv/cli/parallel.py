@@ -52,9 +52,9 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is divided, the batch, and the numbers of devices."""
-    parser.add_argument("divided", choices=("context", "tensor"), help="the tokens of each request, or the heads")
+    parser.add_argument("divided", choices=("context", "tensor"), help="divide tokens of each request, or heads")
     parser.add_argument("--devices", type=positive, nargs="+", metavar="N", help="default: 1, 2, 4, ... up to all")
-    requests, tokens = "rows of the batch: 1 (context), 128 (tensor)", "cached tokens of each: 1,000,000 or 4,096"
+    requests, tokens = "requests: 1 (context), 128 (tensor)", "cached tokens per request: 1,000,000, 4,096"
     parser.add_argument("--requests", type=positive, metavar="N", help=requests)
     parser.add_argument("--tokens", type=positive, metavar="N", help=f"{tokens}; on CPUs 2,000 or 100")
     parser.add_argument("--heads", type=positive, default=128, metavar="N", help="query heads (128)")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     counts = args.devices or [2**i for i in range(jax.device_count().bit_length())]
     for count in counts:
         if count > jax.device_count():
-            raise ValueError(f"--devices has {count}: expected 1 to {jax.device_count()}, the devices of this machine")
+            raise ValueError(f"--devices has {count}: expected 1 to {jax.device_count()}, as this machine has")
         if sizes.divided == "tensor" and sizes.heads % count:
             raise ValueError(f"--devices has {count}: expected divisors of the {sizes.heads} heads")
     measured: list[tuple[Row, np.ndarray]] = []
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         error = np.linalg.norm(result - results[0]) / np.linalg.norm(results[0])
         print(
             f"{row.devices} devices take {row.both_ms / rows[0].both_ms:.3f} times as long as {rows[0].devices}; "
-            f"results differ by {error:.1e} of their norm"
+            f"results differ by {error:.1e} (relative, by norm)"
         )
     if args.json:
         about = {"device": device.device_kind, "jax": jax.__version__, "sizes": asdict(sizes)}

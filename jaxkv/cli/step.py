@@ -30,7 +30,7 @@ LEAST_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the batch, and how it is cached."""
+    """The model, the batch, and the format and layout of the cache."""
     random_models.add_arguments(parser)
     parser.add_argument("--requests", type=positive, default=32, metavar="N", help="rows of the batch (32)")
     tokens = "cached tokens of each request, the new one included (4096)"
@@ -103,7 +103,7 @@ def _step(model: "Model", cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KV
 
 
 def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
-    """Seconds per step, over steps that each continue the one before, and the cache."""
+    """Seconds per step, over steps that each continue the previous one; and the cache."""
     step: Any = jax.jit(_step, donate_argnums=1)
     for _ in range(2):  # the first compiles
         cache, tokens = jax.block_until_ready(step(model, cache, tokens, index))

@@ -136,7 +136,7 @@ class Bench:
         )
 
     def round(self) -> dict[str, Case]:
-        """Serves one new prompt in all cases."""
+        """Serves one new prompt in every case (computed, found on the device, in host memory, on disk)."""
         # No seed: the folder may hold the blocks of an earlier run.
         prompt = np.random.default_rng().integers(0, self._model.config.vocab_size, self._prefix + 1).tolist()
         engine = self._engine(self._host)

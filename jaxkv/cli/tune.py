@@ -30,7 +30,7 @@ def run(workloads: list[Workload], args: Namespace, about: dict[str, Any]) -> in
             if args.json:
                 write_json(args.json, {**about, "trials": rows})
     if not rows:
-        raise ValueError("no selected shape runs a kernel that can be tuned: attention on mosaic_gpu and triton can be")
+        raise ValueError("no selected shape runs attention on mosaic_gpu or triton, whose kernels can be tuned")
     return 0
 
 

@@ -17,9 +17,9 @@ MAY_BE_EMPTY = ("T", "n")
 
 
 class Dims:
-    """The lengths of axes by letter: the first array with an axis sets its length, the others must have the same.
+    """The lengths of axes by letter: the first array with an axis sets its length, and later ones must have the same.
 
-    `known` lengths are set from the start, each with a phrase for messages that names its origin.
+    `known` lengths are set from the start, each with a phrase that says in messages where it comes from.
     """
 
     def __init__(self, **known: tuple[int, str]):
@@ -130,7 +130,7 @@ def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
     if not entry.codec.scaled:
         if scale is not None:
             raise ValueError(
-                f"`{name}` is {describe(scale)}: entries of format {entry.format!r} have no scale, expected None"
+                f"`{name}` is {describe(scale)}: expected None, as entries of format {entry.format!r} have no scale"
             )
         return None
     if scale is None:
@@ -212,8 +212,8 @@ def logit_cap_of(value) -> float | None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 2.0**-126 <= in_float32(value) <= 2.0**126):
         raise ValueError(
-            f"`logit_cap` is {value!r}: expected None, or a positive number (static) from 2**-126 to 2**126, which "
-            "float32 holds together with its inverse"
+            f"`logit_cap` is {value!r}: expected None, or a positive number (static) from 2**-126 to 2**126, so that "
+            "float32 holds it and its inverse"
         )
     return value
 
@@ -225,10 +225,10 @@ def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.
         raise ValueError(f"`{name}` is {describe(ids)}: expected block ids, ints [n]")
     outside = found[(found < 0) | (found >= num_blocks)]
     if outside.size:
-        raise ValueError(f"`{name}` has {outside[0]}: expected ids from 0 to {num_blocks - 1}, those of the cache")
+        raise ValueError(f"`{name}` contains {outside[0]}: expected block ids of the cache, from 0 to {num_blocks - 1}")
     some, counts = np.unique(found, return_counts=True)
     if distinct and (counts > 1).any():
-        raise ValueError(f"`{name}` has {some[counts > 1][0]} more than once: expected distinct blocks")
+        raise ValueError(f"`{name}` contains {some[counts > 1][0]} more than once: expected distinct blocks")
     return found.astype(np.int32)
 
 

@@ -208,7 +208,7 @@ class Logits(Queries):
 
 
 def _exact_queries(entry: Entry) -> tuple[str, ...]:
-    """The dtypes of the indexer's queries in which keys of `entry` are exact, so that scores have no rounding error."""
+    """The dtypes of indexer queries that represent keys of `entry` exactly, so that scores have no rounding error."""
     own = str(entry.dtype)
     if own in ("bfloat16", "float16", "float32"):
         return (own, own, "float32", *(["float8_e4m3fn"] if own == "bfloat16" else []))
@@ -335,7 +335,7 @@ OPERATIONS = tuple(operation.name for operation in DECLARED)
 
 
 def draw_case(seed: int, implementation: str) -> Case | str:
-    """The case of a seed that the implementation supports, or the reasons against the last one drawn."""
+    """A case drawn from a seed that the implementation supports, or the reasons why it rejects the last one drawn."""
     rng, operation = np.random.default_rng(seed), DECLARED[seed % len(DECLARED)]
     kernels = {backend.name: backend.kernels for backend in backends.BACKENDS}[implementation]
     reasons: tuple[str, ...] = ()

@@ -156,7 +156,7 @@ def bands(groups: Descriptions) -> list[Band]:
 
 @dataclass(frozen=True)
 class _View:
-    """A group.  At depth d, the d outermost axes are fixed."""
+    """A group as the memory map shows it.  At depth d, the indices of the d outermost axes are fixed."""
 
     name: str
     about: Description
@@ -184,8 +184,8 @@ class _View:
         for depth, axis in enumerate(self.axes, 1):
             if axis.count > 1 and axis.stride < self.span(depth):
                 raise ValueError(
-                    f"the {axis.count:,} {axis.name}s interleave, one every {axis.stride:,} B, each over "
-                    f"{self.span(depth):,} B: a memory map shows only what lies one after the other"
+                    f"the {axis.count:,} {axis.name}s interleave: one begins every {axis.stride:,} B and spans "
+                    f"{self.span(depth):,} B.  A memory map can show only parts that lie one after the other"
                 )
 
     def pieces(self, depth: int, start: int) -> list[Piece]:

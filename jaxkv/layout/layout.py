@@ -204,7 +204,7 @@ class CacheLayout:
         counts, strides = self._counts(), vars(self.strides)
         if self.strides.content != 1:
             raise ValueError(
-                f"`strides.content` is {self.strides.content}: the content of an entry is contiguous, always 1"
+                f"`strides.content` is {self.strides.content}: expected 1, as the content of an entry is contiguous"
             )
         stepped = {axis: (count, strides[axis]) for axis, count in counts.items() if count > 1}
         for axis, (count, stride) in stepped.items():

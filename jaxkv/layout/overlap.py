@@ -20,7 +20,7 @@ Vector = tuple[Fraction, ...]
 def overlapping_entries(
     axes: Mapping[str, tuple[int, int]], width: int
 ) -> tuple[dict[str, int], dict[str, int]] | None:
-    """The indices by axis of two entries of `width` elements that share elements; None if no two entries do.
+    """Two entries of `width` elements that share elements, as their indices by axis; None if no two entries do.
 
     Args:
       axes: count, at least 2, and stride, at least 1, of each axis by name.

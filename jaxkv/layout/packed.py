@@ -38,7 +38,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
       block_size: tokens per block, the same for all groups.
       groups: the groups, in the order in which they lie in a block.
       order: order of the axes within a block: one of the block-major orders.
-      dtype: dtype of the buffer; default that of the entries where they agree, else uint8.
+      dtype: dtype of the buffer; default the dtype of the entries if all have the same, else uint8.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, groups: Mapping[str, Group], order="BLNHC", dtype=None):

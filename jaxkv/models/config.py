@@ -38,7 +38,7 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding; `interleaved`: a pair is (x[2i], x[2i + 1]) in the weights, else (x[i], x[i + half])."""
+    """Rotary embedding.  Pairs are (x[2i], x[2i + 1]) in the weights if `interleaved`, else (x[i], x[i + half])."""
 
     theta: float
     interleaved: bool
@@ -85,7 +85,7 @@ class MLA:
 
     @property
     def rotary_dim(self) -> int:
-        """Values of a query or key that rotary embedding turns."""
+        """The number of values of a query or key that rotary embedding rotates."""
         return self.qk_rope_head_dim
 
     def entry(self, entry_format: str) -> MLAEntry:

@@ -86,7 +86,8 @@ def _layers(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 
 
 def head(model: Model, x) -> jax.Array:
-    """Logits, float32 [..., vocab], of what `forward` gives, [..., hidden]: the final norm and the output matrix."""
+    """Logits, float32 [..., vocab], from the result of `forward`, [..., hidden]: the final norm and the output
+    matrix."""
     params = model.params
     x = rms_norm(x, params["norm"], model.config.rms_norm_eps)
     weight = params["embed"] if model.config.tie_word_embeddings else params["head"]

@@ -88,7 +88,8 @@ class JsonObject:
         return value
 
     def spelling(self, *keys: str) -> str:
-        """Which of several names for one value is used, or the first; ValueError where two hold different values."""
+        """Which of several names for one value the object has (if none, the first); ValueError if two have different
+        values."""
         used = [key for key in keys if key in self]
         for other in used[1:]:
             if self._values[other] != self._values[used[0]]:

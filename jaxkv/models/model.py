@@ -45,7 +45,7 @@ class Model:
 
     @property
     def entry(self) -> MLAEntry | KVEntry:
-        """What the cache stores per token and head; of V3.2, beside the indexer's key."""
+        """The entry that the cache stores per token and head (with V3.2, in addition to the indexer's key)."""
         return self.config.attention.entry(self.entry_format)
 
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:

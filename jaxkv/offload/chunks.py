@@ -26,7 +26,7 @@ class Chunk:
 
 
 class Chunks:
-    """Chunks by the keys of their blocks.  A chunk is added and removed as a whole."""
+    """A mapping from keys of blocks to the chunks that hold them.  A chunk is added and removed as a whole."""
 
     def __init__(self):
         self._places: dict[bytes, tuple[Chunk, int]] = {}
@@ -34,7 +34,7 @@ class Chunks:
         """Least recently used first."""
 
     def __len__(self) -> int:
-        """Blocks in all."""
+        """The number of blocks in all chunks."""
         return len(self._places)
 
     def __contains__(self, key: bytes) -> bool:
@@ -49,7 +49,7 @@ class Chunks:
         return self._places[key]
 
     def add(self, chunk: Chunk) -> None:
-        """Adds a chunk of blocks that are in no other."""
+        """Adds a chunk; none of its blocks may be in another chunk."""
         self._chunks[chunk] = None
         self._places.update((key, (chunk, row)) for row, key in enumerate(chunk.keys))
 

@@ -1,4 +1,4 @@
-"""Blocks in host memory: a pool that caches store into and load from."""
+"""Blocks in host memory: the pool into which blocks of caches are stored, and from which they are loaded."""
 
 import time
 import warnings
@@ -51,9 +51,9 @@ class HostPool:
     reused as soon as `store` returns.  Everything that uses the cache that `load` returns sees the loaded blocks.  A
     block can be loaded as soon as `store` returns; the load waits until the block has arrived.
 
-    Blocks that are stored together form a chunk.  A chunk is evicted as a whole, a hold of one of its blocks holds all,
-    and a load of some of its blocks transfers all.  When room is needed, the least recently used chunks that are not
-    held are evicted.
+    Blocks that are stored together form a chunk.  A chunk is held, evicted and transferred as a whole: holding one of
+    its blocks holds all, and loading some of its blocks transfers all.  When the pool is full, the least recently used
+    chunks that are not held are evicted.
 
     With a disk pool, blocks are also written to disk in the background, and found there after they are evicted.
 
@@ -62,12 +62,12 @@ class HostPool:
     Args:
       layout: the layout of the cache, or the `PackedLayout` of which the cache views a group; blocks move with all
         groups.
-      num_blocks: the most blocks in host memory.  A load of more blocks from disk is divided into portions that fit; if
-        all room is held, a portion is one additional chunk (an eighth of `num_blocks`, at least one block).  On GPUs,
-        the memory is pinned at once, which takes half a second per GB.
+      num_blocks: the most blocks in host memory.  A load of more blocks from disk is divided into portions that
+        fit.  If all blocks of the pool are held, a portion is one additional chunk (an eighth of `num_blocks`, at least
+        one block).  On GPUs, all memory is pinned when the pool is made, which takes half a second per GB.
       disk: a pool of the same layout, for more blocks and for blocks that survive the process.
       device: the device to whose host the memory belongs; default the first of this process.
-      implementation: that of `read_blocks` and `write_blocks`.
+      implementation: the `implementation` with which `read_blocks` and `write_blocks` are called.
 
     Raises:
       ValueError: `num_blocks` is not a positive int, `layout` is not a layout, or `disk` has another one.

@@ -24,7 +24,7 @@ def to_device(rows: HostArray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def to_pinned(rows: np.ndarray, sharding: jax.sharding.Sharding) -> HostArray:
-    """A NumPy array, moved to where `to_host` puts arrays of that sharding."""
+    """A NumPy array, copied to the memory in which `to_host` puts arrays of that sharding."""
     return jax.device_put(rows, sharding.with_memory_kind(PINNED)) if has_pinned_memory(sharding) else rows
 
 

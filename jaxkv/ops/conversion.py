@@ -25,9 +25,9 @@ def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | Pac
 
     Args:
       data: [n, src.block_nbytes / itemsize] of its buffer's dtype, as `read_blocks` returns them for `src`.
-      src: the layout of the payloads.  Of a packed block, the layout of a group converts that group alone, and the
-        PackedLayout converts all groups.
-      dst: a layout with the same entries, layers, heads and block size; of a PackedLayout, with the same groups.
+      src: the layout of the payloads.  For packed blocks, pass the layout of a group to convert only that group, or the
+      PackedLayout to convert all groups.  dst: a layout with the same entries, layers, heads and block size; of a
+      PackedLayout, with the same groups.
 
     Returns:
       [n, dst.block_nbytes / itemsize] of its buffer's dtype, for `write_blocks` to a cache of `dst`; 0 in padding and

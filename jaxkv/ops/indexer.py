@@ -1,4 +1,4 @@
-"""The DeepSeek V3.2 indexer: score every cached key, select the best; sparse attention attends to those."""
+"""The DeepSeek V3.2 indexer scores all cached keys and selects the best, to which sparse attention then attends."""
 
 import jax
 import jax.numpy as jnp

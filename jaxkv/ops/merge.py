@@ -34,16 +34,16 @@ def merge_states(
 def _bind(outs, lses) -> Call:
     outs, lses = _stacked("outs", outs, FLOATS), _stacked("lses", lses, ("float32",))
     if not outs.shape or not outs.shape[0]:
-        raise ValueError(f"`outs` has shape {outs.shape}: expected [N, ..., D] of at least 1 part")
+        raise ValueError(f"`outs` has shape {outs.shape}: expected [N, ..., D] with N at least 1")
     if lses.shape != outs.shape[:-1]:
         raise ValueError(
-            f"`lses` has shape {lses.shape}: expected that of `outs` less its last axis, {outs.shape[:-1]}"
+            f"`lses` has shape {lses.shape}: expected {outs.shape[:-1]}, that of `outs` without its last axis"
         )
     return Call("merge_states", {"outs": outs, "lses": lses}, {})
 
 
 def _stacked(name, parts, dtypes):
-    """The parts as one array of one of `dtypes`."""
+    """The parts as one array, whose dtype must be one of `dtypes`."""
     several = isinstance(parts, list | tuple)
     for part in parts if several else (parts,):
         if str(getattr(part, "dtype", None)) not in dtypes:
@@ -54,7 +54,7 @@ def _stacked(name, parts, dtypes):
         return parts
     shapes = {tuple(part.shape) for part in parts}
     if len(shapes) != 1:
-        raise ValueError(f"`{name}` have shapes {sorted(shapes)}: expected at least one array, and one shape")
+        raise ValueError(f"`{name}` have shapes {sorted(shapes)}: expected at least one array, all of one shape")
     return jnp.stack(parts)
 
 

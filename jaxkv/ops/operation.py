@@ -15,7 +15,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Sample(NamedTuple):
-    """A call that shows whether an entry format is supported; arrays are `jax.ShapeDtypeStruct`s."""
+    """A sample call, to determine whether an entry format is supported; arrays are `jax.ShapeDtypeStruct`s."""
 
     format: str
     """The format of the cache's entries; empty if the operation has no cache argument."""

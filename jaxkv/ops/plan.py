@@ -165,7 +165,7 @@ def run_planned(call: Call, plan: DecodePlan | None, implementation) -> Any:
         call = replace(call, arrays={**call.arrays, "plan": plan.schedule})
     elif plan is not None and plan.batch_invariant:
         raise ValueError(
-            f"`plan` is batch-invariant on {plan.implementation} only: expected no `implementation={backend.name!r}`"
+            f"`plan` is batch-invariant on {plan.implementation} only: `implementation={backend.name!r}` cannot use it"
         )
     return backend.run(call)
 

@@ -1,4 +1,4 @@
-"""The ingredients of sample calls: a small cache of each entry format, and shapes in place of arrays."""
+"""Arguments for sample calls: a small cache of each entry format, with shapes instead of arrays."""
 
 from typing import Any
 

@@ -17,7 +17,7 @@ def write_mla(cache: KVCache, kv_c, k_pe, slot_mapping, *, layer, kv_scale=None,
       kv_c: float [T, R], latents after their norm.
       k_pe: float [T, P], rotary keys after RoPE.
       slot_mapping: int32 [T], the slot of each token.  Slots that are negative or past the cache are skipped.  If two
-        tokens have the same slot, it holds parts of either entry.
+      tokens have the same slot, the slot may hold a mixture of both entries.
       layer: int, or traced int32 scalar.  A traced layer outside the cache writes nothing.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; stored = value / kv_scale.
       implementation: None (the best that supports the call), a name, or a sequence of names.

@@ -55,7 +55,7 @@ class BlockPool:
             self._keys[block], self._blocks[key] = key, block
 
     def find(self, key: bytes) -> int | None:
-        """The block with this key, held or free; None if there is none."""
+        """The block with this key, whether in use or free; None if there is none."""
         return self._blocks.get(key)
 
     def is_free(self, block: int) -> bool:
@@ -67,7 +67,7 @@ class BlockPool:
         return self._references[self._held(block)] > 1
 
     def share(self, block: int) -> int:
-        """Holds a block once more.  ValueError if it is neither held nor findable."""
+        """Adds a holder to a block.  ValueError if it is neither in use nor can be found by its key."""
         if block in self._kept:
             del self._kept[block]
             self._references[block] = 1

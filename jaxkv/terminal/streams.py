@@ -11,7 +11,7 @@ INTERRUPTED, CLOSED_PIPE = 128 + 2, 128 + 13
 
 
 def notice(text: str, end: str = "\n") -> None:
-    """`text` on standard error, at once; silently dropped if that cannot be written, because results matter more."""
+    """Prints `text` to standard error at once.  If that fails, `text` is dropped, because results matter more."""
     with suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
 
@@ -53,7 +53,7 @@ def _open_closed_streams() -> None:
 
 
 def _discard_unwritten() -> None:
-    """Discards what standard output could not write; the interpreter would fail to write it again at exit."""
+    """Discards what could not be written to standard output, which the interpreter would try to write again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

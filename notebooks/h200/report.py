@@ -101,17 +101,17 @@ def models() -> str:
     lines = [
         (
             f"{step['what']}; {step['requests']} requests x {step['tokens']:,} tokens",
-            f"{step['step_ms']:.1f} ms, of which all kernels {step['kernels_ms']:.1f} ms "
-            f"and those of jaxkv {step['jaxkv_kernels_ms']:.1f} ms",
+            f"{step['step_ms']:.1f} ms; all its kernels take {step['kernels_ms']:.1f} ms, "
+            f"those of jaxkv {step['jaxkv_kernels_ms']:.1f} ms",
         ),
         (
             f"{ttft['what']}",
-            f"prefix computed {ms['cold']:.0f} ms; found on the device {ms['device']:.1f}, "
-            f"in host memory {ms['host']:.1f}, on disk {ms['disk']:.0f} ms",
+            f"{ms['cold']:.0f} ms if the prefix is computed; if it is found: on the device {ms['device']:.1f} ms, "
+            f"in host memory {ms['host']:.1f} ms, on disk {ms['disk']:.0f} ms",
         ),
         (
             f"{offload['what']}",
-            f"{rates('BLNHC')}; {rates('LBNHC')}; fractions of one large array",
+            f"{rates('BLNHC')}; {rates('LBNHC')}; in brackets: as a fraction of the rate of one large array",
         ),
     ]
     return "\n".join(["| what, and by which command | result |", "|---|---|", *(f"| {a} | {b} |" for a, b in lines)])

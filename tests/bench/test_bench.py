@@ -233,7 +233,7 @@ def test_a_chain_makes_all_its_calls(monkeypatch, clock, has_clock, pace, sustai
 
 
 @pytest.mark.usefixtures("has_clock")
-def test_a_chain_that_takes_no_time_is_told(monkeypatch):
+def test_a_chain_that_takes_no_time_is_reported(monkeypatch):
     pace = timing.pace("gpu", 1.0)
     monkeypatch.setattr(timing, "pace", lambda backend, least: pace)
     chain = timing.Chain(lambda i, carry, fixed: carry, jnp.float32(1), (), least=1.0).compile()
@@ -241,8 +241,8 @@ def test_a_chain_that_takes_no_time_is_told(monkeypatch):
         chain.time(jnp.float32(1), (), repeats=1)
 
 
-@pytest.mark.parametrize(("seconds", "by_host", "told"), [(3, 3.1, 3), (5, 5.1, 5.1 * 3 / 4)])
-def test_stamps_begin_anew(monkeypatch, seconds, by_host, told):
+@pytest.mark.parametrize(("seconds", "by_host", "expected"), [(3, 3.1, 3), (5, 5.1, 5.1 * 3 / 4)])
+def test_timestamps_restart(monkeypatch, seconds, by_host, expected):
     stamped(monkeypatch, iter([2**31 - 1, 2**31 - 1 + seconds * 10**9]).__next__)
     monkeypatch.setattr(chains, "time", SimpleNamespace(perf_counter=iter([7.0, 7.0 + by_host]).__next__))
     zero = jnp.int32(0)
@@ -250,7 +250,7 @@ def test_stamps_begin_anew(monkeypatch, seconds, by_host, told):
     chain.compile()
     carry, found = chain.run(zero, (), 1)
     assert carry == 4
-    assert found == pytest.approx(told)
+    assert found == pytest.approx(expected)
 
 
 def test_a_gpu_s_clock_is_read_by_a_kernel_a_time():
@@ -312,10 +312,10 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     assert "kernel ms" in headings
     assert [line.split()[0] for line in lines] == list(NAMES)
     assert {len(line) for line in lines} == {len(headings)}
-    told = json.loads(file.read_text())
-    assert told["command"] == " ".join(["jaxkv", "bench", "--shape", *NAMES, *options])
-    assert told["ceilings"] == {"read": 4.5e12, "copy": 4e12, "matmul": 8e14}
-    row = told["rows"][1]
+    recorded = json.loads(file.read_text())
+    assert recorded["command"] == " ".join(["jaxkv", "bench", "--shape", *NAMES, *options])
+    assert recorded["ceilings"] == {"read": 4.5e12, "copy": 4e12, "matmul": 8e14}
+    row = recorded["rows"][1]
     assert row["layers"] == 4
     assert row["implementation"] == "xla"
     assert row["memory_fraction"] == pytest.approx(WORKLOADS[NAMES[1]].traffic / 4.5e9 / row["ms"])
@@ -357,7 +357,7 @@ def test_rows_are_out_before_the_next_shape_is_timed(monkeypatch, tmp_path, caps
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_price_of_the_layout_is_told(monkeypatch, capsys):
+def test_the_cost_of_the_layout_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(bench, "Program", Stub)
     names = ["decode_mla-2x16x1x2048-1", "decode_mla-2x16x1x2048-4", "decode_mla-4x16x2x1024v-4"]
     assert bench.run(bench_args("--shape", *names)) == 0
@@ -367,7 +367,7 @@ def test_the_price_of_the_layout_is_told(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_refused_shape_shows_its_reason(monkeypatch, capsys):
+def test_a_rejected_shape_shows_its_reason(monkeypatch, capsys):
     def refuse(workload, *, implementation):
         raise NotImplementedError("write_kv: none of the requested implementations supports this call (other: 3 heads)")
 
@@ -401,14 +401,14 @@ def test_the_table_is_aligned_and_at_most_140_columns(monkeypatch, capsys):
         (["--json", "no/such/folder/x.json"], "folder"),
     ],
 )
-def test_misuse_is_told_with_what_exists(arguments, listed, capsys):
+def test_misuse_is_reported_with_the_names_that_exist(arguments, listed, capsys):
     with pytest.raises(SystemExit) as stopped:
         bench_args(*arguments)
     assert stopped.value.code == 2
     assert listed in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_no_shape_in_common_is_told(capsys):
+def test_having_no_shape_in_common_is_reported(capsys):
     assert bench.run(bench_args("decode_kv", "--suite", "peers")) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "decode_kv --suite peers" in line

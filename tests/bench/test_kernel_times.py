@@ -22,16 +22,16 @@ def profiled(monkeypatch):
     """`profiled(lines)` has profilers find events (name, begin, end; microseconds) in the lines of the first GPU."""
 
     def profile(lines, device="GPU:0"):
-        told = ""
+        text = ""
         for line, events in lines.items():
             texts = [
                 f"events {{ metadata_id: {NAMES.index(name)} offset_ps: {begin}000000 duration_ps: {took}000000 }}"
                 for name, begin, took in ((name, begin, end - begin) for name, begin, end in events)
             ]
-            told += f'lines {{ name: "{line}" {" ".join(texts)} }}'
+            text += f'lines {{ name: "{line}" {" ".join(texts)} }}'
         for i, name in enumerate(NAMES):
-            told += f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
-        found = ProfileData.from_text_proto(f'planes {{ name: "/device:{device}" {told} }}')
+            text += f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
+        found = ProfileData.from_text_proto(f'planes {{ name: "/device:{device}" {text} }}')
         monkeypatch.setattr(kernel_times, "ProfileData", type("", (), {"from_file": lambda file: found}))
 
     monkeypatch.setattr(kernel_times.jax, "devices", lambda: [Device])
@@ -58,7 +58,7 @@ def test_what_overlaps_is_counted_once(profiled):
     assert found.median == pytest.approx(10e-6)
 
 
-def test_kernels_of_several_streams_are_told_in_order(profiled):
+def test_kernels_of_several_streams_are_listed_in_order(profiled):
     profiled({STREAM: [("combine", 5, 6)], "Stream #14(Compute)": [("attend", 1, 4)]})
     assert timed(1) == KernelTimes(
         pytest.approx(4e-6), (("attend", pytest.approx(3e-6)), ("combine", pytest.approx(1e-6)))
@@ -75,7 +75,7 @@ def test_kernels_of_several_streams_are_told_in_order(profiled):
     ],
     ids=["one too many", "different ones", "none", "another GPU"],
 )
-def test_calls_that_cannot_be_told_apart_have_no_times(profiled, capsys, events, device):
+def test_calls_that_cannot_be_distinguished_have_no_times(profiled, capsys, events, device):
     profiled({STREAM: events}, device)
     assert timed(2) is None
     assert "expected the same of each" in capsys.readouterr().err

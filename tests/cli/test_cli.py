@@ -1,4 +1,4 @@
-"""What all commands share: options, mistakes, and how they end where a stream fails or Ctrl-C comes."""
+"""What all commands share: options, mistakes, and how they end if a stream fails or on Ctrl-C."""
 
 import argparse
 import importlib
@@ -39,8 +39,8 @@ def test_hostile_values_end_in_a_line(command, monkeypatch, capsys):
             with pytest.raises(SystemExit) as ended:
                 sys.exit(main([command, *REQUIRED.get(command, []), f"{option.option_strings[0]}={value}"]))
             *_, last = ["", *capsys.readouterr().err.splitlines()]
-            refused = last.startswith(f"jaxkv {command}: error: argument ")
-            assert ended.value.code == (2 if refused else 0), (option.option_strings, value)
+            rejected = last.startswith(f"jaxkv {command}: error: argument ")
+            assert ended.value.code == (2 if rejected else 0), (option.option_strings, value)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_hostile_values_end_in_a_line(command, monkeypatch, capsys):
     ],
 )
 def test_numbers_have_bounds(arguments, capsys):
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit) as stopped:
         main(arguments.split())
-    assert refused.value.code == 2
+    assert stopped.value.code == 2
     assert " is not an integer from " in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -66,7 +66,7 @@ def test_numbers_are_bounded_by_the_shared_types(command):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (ValueError("`order` is 'X':\n  expected Y"), "`order` is 'X': expected Y"),
         (MemoryError(), "MemoryError"),
@@ -74,18 +74,18 @@ def test_numbers_are_bounded_by_the_shared_types(command):
         (NotImplementedError("mosaic_gpu: needs a GPU"), "mosaic_gpu: needs a GPU"),
         (
             jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 9 bytes."),
-            "does not fit in memory, take smaller sizes (INTERNAL: Out of memory allocating 9 bytes.)",
+            "does not fit in memory: choose smaller sizes (INTERNAL: Out of memory allocating 9 bytes.)",
         ),
     ],
 )
-def test_mistakes_end_in_a_line(error, told, monkeypatch):
+def test_mistakes_end_in_a_line(error, message, monkeypatch):
     def fail(args):
         raise error
 
     monkeypatch.setattr(layout, "run", fail)
     with pytest.raises(SystemExit) as stopped:
         main(["layout"])
-    assert stopped.value.code == f"jaxkv layout: {told}"
+    assert stopped.value.code == f"jaxkv layout: {message}"
     assert stopped.value.__suppress_context__ or stopped.value.__context__ is None
 
 
@@ -100,7 +100,7 @@ def test_faults_of_jaxkv_keep_their_traceback(monkeypatch):
             main(["layout"])
 
 
-def test_a_machine_without_a_device_is_told(monkeypatch):
+def test_a_machine_without_a_device_is_reported(monkeypatch):
     def devices():
         raise AssertionError  # as jax.devices() does for some values of JAX_PLATFORMS
 
@@ -109,7 +109,7 @@ def test_a_machine_without_a_device_is_told(monkeypatch):
         main(["bench"])
 
 
-def test_sizes_beyond_the_memory_are_refused_before_anything_is_allocated(monkeypatch):
+def test_sizes_beyond_the_memory_are_rejected_before_anything_is_allocated(monkeypatch):
     monkeypatch.setattr(demo, "_serve", None)
     with pytest.raises(SystemExit, match=r"^jaxkv demo: two caches of 9000000 blocks: .* GB do not fit in memory"):
         main(["demo", "--blocks", "9000000"])
@@ -124,7 +124,7 @@ def test_sizes_beyond_the_memory_are_refused_before_anything_is_allocated(monkey
 
 
 class TestNothing:
-    """A command that checked or timed nothing does not end well."""
+    """A command that checked or timed nothing exits with an error."""
 
     def test_no_operation_was_checked(self, monkeypatch, capsys):
         monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
@@ -146,7 +146,7 @@ class TestNothing:
         assert "reason" in json.loads(file.read_text())["rows"][0]
 
 
-def test_verify_tells_refusals_from_faults(monkeypatch, capsys):
+def test_verify_distinguishes_rejected_calls_from_faults(monkeypatch, capsys):
     orders = ("LBNHC", "BLNHC")
     cases = [verify.Case("write_mla", order) for order in orders]
     cases += [verify.Case("decode_mla", orders[0]), verify.Case("decode_mla", orders[1], rejected="needs more")]

@@ -12,18 +12,18 @@ FINE = {"jax": "0.11.2", "jaxlib": "0.11.2", "jax-triton": "0.4.1", "triton": "3
 
 def test_the_report_is_complete(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    told = doctor.report()
+    printed = doctor.report()
     for section in ("versions", "conflicts", "environment", "devices", "implementations"):
-        assert f"{section}\n  " in told
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5" in told
-    assert jaxkv.__version__ in told
-    assert jax.__version__ in told
-    assert jax.devices()[0].device_kind in told
+        assert f"{section}\n  " in printed
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5" in printed
+    assert jaxkv.__version__ in printed
+    assert jax.__version__ in printed
+    assert jax.devices()[0].device_kind in printed
     for name, devices in jaxkv.implementations().items():
-        assert f"{name} ({devices}): " in told
+        assert f"{name} ({devices}): " in printed
     count = len(list(sample_calls()))
-    assert f"supports {count} of {count} sample calls" in told
-    assert "unknown (" not in told
+    assert f"supports {count} of {count} sample calls" in printed
+    assert "unknown (" not in printed
 
 
 def test_the_command_prints_the_report(capsys):
@@ -42,37 +42,37 @@ def test_an_implementation_lists_what_it_rejects(monkeypatch):
 
     monkeypatch.setattr(jaxkv, "explain", explain)
     monkeypatch.setattr(jaxkv, "implementations", lambda: {"xla": "any device"})
-    headline, taken, *refused = doctor._implementations()
+    headline, taken, *rejected = doctor._implementations()
     assert headline.startswith("xla (any device): usable, supports 4 of ")
     assert taken == "  supports decode_kv bf16, decode_kv f16, decode_kv f32, decode_kv fp8"
-    assert any(line.startswith("  rejects write_mla bf16, ") and line.endswith(": needs a GPU") for line in refused)
-    assert any(line.endswith("write_kv fp8: unknown (RuntimeError: no driver)") for line in refused)
+    assert any(line.startswith("  rejects write_mla bf16, ") and line.endswith(": needs a GPU") for line in rejected)
+    assert any(line.endswith("write_kv fp8: unknown (RuntimeError: no driver)") for line in rejected)
 
 
-def test_a_reason_against_all_calls_is_told_once(monkeypatch):
+def test_a_reason_that_applies_to_all_calls_is_printed_once(monkeypatch):
     def explain(operation, *args, **kwargs):
         return jaxkv.Explanation(operation.__name__, {"triton": ("needs a GPU", "needs triton")})
 
     monkeypatch.setattr(jaxkv, "explain", explain)
     monkeypatch.setattr(jaxkv, "implementations", lambda: {"triton": "NVIDIA GPUs"})
-    headline, *refused = doctor._implementations()
+    headline, *rejected = doctor._implementations()
     assert headline.startswith("triton (NVIDIA GPUs): not usable, supports none of ")
-    assert refused == ["  rejects all: needs a GPU", "  rejects all: needs triton"]
+    assert rejected == ["  rejects all: needs a GPU", "  rejects all: needs triton"]
 
 
 @pytest.mark.parametrize("probe", ["_version", "_environment", "jax.local_devices", "sample_calls"])
-def test_a_failing_probe_says_so_and_the_others_go_on(monkeypatch, probe):
+def test_a_failing_probe_is_reported_and_the_others_continue(monkeypatch, probe):
     def fail(*args):
         raise RuntimeError(f"{probe} is broken")
 
     monkeypatch.setattr(f"jaxkv.cli.doctor.{probe}", fail)
-    told = doctor.report()
-    assert f"unknown (RuntimeError: {probe} is broken)" in told
-    assert told.count("\n\n") == 4
+    printed = doctor.report()
+    assert f"unknown (RuntimeError: {probe} is broken)" in printed
+    assert printed.count("\n\n") == 4
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "expected"),
     [
         ({}, []),
         ({"jax-triton": None, "triton": None, "jax-cuda13-plugin": None}, []),
@@ -84,8 +84,8 @@ def test_a_failing_probe_says_so_and_the_others_go_on(monkeypatch, probe):
         ({"jax-cuda13-plugin": "0.10.1"}, ["jax-cuda13-plugin 0.10.1 does not match jaxlib 0.11.2"]),
     ],
 )
-def test_conflicts(changed, told):
+def test_conflicts(changed, expected):
     found = doctor.conflicts({**FINE, **changed})
-    assert len(found) == len(told)
-    for line, part in zip(found, told, strict=True):
+    assert len(found) == len(expected)
+    for line, part in zip(found, expected, strict=True):
         assert part in line

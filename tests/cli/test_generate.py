@@ -83,20 +83,20 @@ def test_text_goes_in_and_comes_out(with_tokenizer, capsys):
 
 
 def refusal(*arguments, model):
-    """The one line with which the command refuses."""
+    """The one line with which the command reports a mistake."""
     with pytest.raises(SystemExit, match=r"^jaxkv generate: [^\n]+\Z") as error:
         generate(*arguments, model=model)
     return error.value.code
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"null", b"\xff", b'{"model": {"type": "BPE"}}'])
-def test_a_tokenizer_that_cannot_be_read_is_told(with_tokenizer, text):
+def test_a_tokenizer_that_cannot_be_read_is_reported(with_tokenizer, text):
     folder, _ = with_tokenizer
     (folder / "tokenizer.json").write_bytes(text)
     assert f"{folder / 'tokenizer.json'} cannot be read by" in refusal("--ids", "1", model=folder)
 
 
-def test_a_prompt_that_the_tokenizer_cannot_encode_is_told(with_tokenizer):
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_reported(with_tokenizer):
     folder, _ = with_tokenizer
     Tokenizer(WordLevel({"a": 0}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     assert f"{folder / 'tokenizer.json'} cannot encode 'b'" in refusal("--prompt", "b", model=folder)
@@ -139,7 +139,7 @@ def word_piece():
 
 
 class Script:
-    """An engine whose model says what it is told to, and the request that is served."""
+    """An engine whose model generates given tokens, and the request that is served."""
 
     def __init__(self, ids):
         self._ids = iter(ids)
@@ -216,7 +216,7 @@ def test_drawn_tokens_are_those_of_the_seed(capsys):
     assert drawn("--top-p", "1e-6") == drawn("--temperature", "0")
 
 
-def test_logits_that_are_nan_are_told(monkeypatch, capsys):
+def test_logits_that_are_nan_are_reported(monkeypatch, capsys):
     model = jaxkv.models.load(FOLDER)
     broken = replace(model, params=jax.tree.map(lambda weight: weight * jnp.nan, model.params))
     monkeypatch.setattr(jaxkv.models, "load", lambda *args, **kwargs: broken)
@@ -226,13 +226,13 @@ def test_logits_that_are_nan_are_told(monkeypatch, capsys):
     assert "jaxkv generate: the logits of prompt 1 are NaN" in printed.err
 
 
-def test_another_entry_format_is_told(capsys):
+def test_another_entry_format_is_printed(capsys):
     assert generate("--ids", "1 2 3", "--max-tokens", "2", "--entry-format", "bf16", "--implementation", "xla") == 0
     assert "MLAEntry(format='bf16', latent=128, rope=8)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ((), "no prompt: give --prompt or --ids"),
         (("--prompt", "Hi"), "--prompt 'Hi': .* has no tokenizer.json; give the prompt as --ids"),
@@ -244,18 +244,18 @@ def test_another_entry_format_is_told(capsys):
         (("--ids", "1", "--seed", "4294967295", "--ids", "2"), "`seed` is 4294967296"),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments, told):
-    with pytest.raises(SystemExit, match=f"^jaxkv generate: .*{told}"):
+def test_mistakes_are_reported_in_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=f"^jaxkv generate: .*{message}"):
         generate(*arguments)
 
 
-def test_a_folder_without_a_checkpoint_is_told(tmp_path):
+def test_a_folder_without_a_checkpoint_is_reported(tmp_path):
     with pytest.raises(SystemExit, match=r"expected a folder with a config.json"):
         generate("--ids", "1", model=tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--ids", "1 two"), "argument --ids: 'two' is not a token id"),
         (("--ids", "1", "--entry-format", "int3"), "argument --entry-format: invalid choice: 'int3'"),
@@ -263,7 +263,7 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path):
         (("--ids", "1", "--implementation", "xla", "foo"), "argument --implementation: invalid choice: 'foo'"),
     ],
 )
-def test_options_are_refused_before_anything_is_done(arguments, told, capsys):
+def test_invalid_options_are_rejected_before_anything_runs(arguments, message, capsys):
     with pytest.raises(SystemExit):
         generate(*arguments, model="nowhere")
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`jaxkv offload`: what it prints, and that it is what was moved."""
+"""`jaxkv offload`: what it prints, and that the blocks it times are really moved."""
 
 import json
 
@@ -17,7 +17,7 @@ def brief(monkeypatch):
     monkeypatch.setattr(command, "STEPS", 2)
 
 
-def test_rates_and_steps_are_told(capsys, tmp_path):
+def test_rates_and_steps_are_printed(capsys, tmp_path):
     file = tmp_path / "numbers.json"
     assert main(["offload", *SMALL, "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -39,7 +39,7 @@ def test_rates_and_steps_are_told(capsys, tmp_path):
     assert min(*rates, *found["steps"].values()) > 0
 
 
-def test_all_blocks_move_and_come_back(monkeypatch):
+def test_all_blocks_are_stored_and_loaded(monkeypatch):
     counts = []
     load = offload.HostPool.load
 

@@ -21,11 +21,11 @@ def brief(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "form"), [("deepseek_v2_lite", "fp8"), ("deepseek_v32", "fp8_ds_mla"), ("llama", "fp8")]
 )
-def test_sizes_and_the_time_of_a_step_are_told(family, form, capsys):
+def test_sizes_and_the_time_of_a_step_are_printed(family, form, capsys):
     assert main(["step", str(MODELS / family), "--requests", "3", "--tokens", "100", "--entry-format", form]) == 0
-    told = capsys.readouterr().out
-    assert f" MB of {form} entries" in told
-    assert "a step of 3 requests x 100 tokens: " in told
+    printed = capsys.readouterr().out
+    assert f" MB of {form} entries" in printed
+    assert "a step of 3 requests x 100 tokens: " in printed
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2_lite", "llama"])
@@ -37,7 +37,7 @@ def test_the_step_attends_to_full_caches(family):
     assert (cache.buffer != 0).mean() > 0.99
 
 
-def test_the_share_of_the_kernels_is_told(monkeypatch, capsys):
+def test_the_share_of_the_kernels_is_printed(monkeypatch, capsys):
     names = "gemm_fusion", "_ZN7cutlass", "decode_mla_mosaic_gpu_kernel", "_store_entries"
     kernels = tuple(zip(names, (5e-3, 1e-3, 3e-3, 1e-3), strict=True))
 
@@ -48,9 +48,9 @@ def test_the_share_of_the_kernels_is_told(monkeypatch, capsys):
     monkeypatch.setattr(step, "time_kernels", timed)
     monkeypatch.setattr(step, "_seconds", lambda model, cache, tokens, index: (20e-3, cache))
     main(["step", str(MODELS / "deepseek_v3" / "config.json"), "--requests", "1", "--tokens", "1"])
-    told = capsys.readouterr().out
-    assert "a step of 1 request x 1 token: " in told
-    assert "10.000 ms (50% of the step); those of jaxkv: 2, 4.000 ms (20%)" in told
+    printed = capsys.readouterr().out
+    assert "a step of 1 request x 1 token: " in printed
+    assert "10.000 ms (50% of the step); those of jaxkv: 2, 4.000 ms (20%)" in printed
 
 
 def test_the_configuration_may_have_any_name(tmp_path, capsys):
@@ -61,30 +61,30 @@ def test_the_configuration_may_have_any_name(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nowhere/config.json"], "`path` is 'nowhere/config.json'"),
         (["/nowhere"], "`path` is '/nowhere'"),
         ([str(MODELS / "deepseek_v3"), "--tokens", "1", "--implementation", "mosaic_gpu"], "mosaic_gpu: "),
     ],
 )
-def test_misuse_is_told(arguments, told):
-    with pytest.raises(SystemExit, match=f"jaxkv step: .*{told}"):
+def test_misuse_is_reported(arguments, message):
+    with pytest.raises(SystemExit, match=f"jaxkv step: .*{message}"):
         main(["step", *arguments])
 
 
 @pytest.mark.parametrize(
-    ("error", "raised", "told"),
+    ("error", "raised", "message"),
     [
-        ("RESOURCE_EXHAUSTED: Out of memory", SystemExit, "jaxkv step: does not fit in memory, take smaller sizes"),
+        ("RESOURCE_EXHAUSTED: Out of memory", SystemExit, "jaxkv step: does not fit in memory: choose smaller sizes"),
         ("INTERNAL: a fault", jax.errors.JaxRuntimeError, "a fault"),
     ],
 )
-def test_only_what_does_not_fit_is_told_so(error, raised, told, monkeypatch, capsys):
+def test_only_out_of_memory_errors_are_reported_as_such(error, raised, message, monkeypatch, capsys):
     def fail(model, num_blocks):
         raise jax.errors.JaxRuntimeError(error)
 
     monkeypatch.setattr(step, "_filled", fail)
-    with pytest.raises(raised, match=told):
+    with pytest.raises(raised, match=message):
         main(["step", str(MODELS / "deepseek_v3"), "--requests", "2", "--tokens", "1"])
     assert not capsys.readouterr().out

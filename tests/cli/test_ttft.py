@@ -14,18 +14,18 @@ SIZES = ["--prefix", "128", "--chunk", "64", "--rounds", "2"]
 
 def test_each_case_finds_its_prefix_and_draws_the_same_tokens(tmp_path, capsys):
     arguments = [str(MODEL / "config.json"), *SIZES, "--disk", str(tmp_path / "blocks"), "--order", "LBNHC"]
-    assert main(["ttft", *arguments, "--json", str(tmp_path / "told.json")]) == 0
+    assert main(["ttft", *arguments, "--json", str(tmp_path / "times.json")]) == 0
     printed = capsys.readouterr().out
     assert "a prefix of 128 tokens is 0.1 MB of f32 entries" in printed
     assert "every case found the expected prefix and generated the same 16 tokens" in printed
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert told["prefix"] == {"tokens": 128, "bytes": 128 * 136 * 2 * 4, "order": "LBNHC", "chunk": 64}
-    assert {name: len(times) for name, times in told["ms"].items()} == {"cold": 2, "device": 2, "host": 2, "disk": 2}
+    found = json.loads((tmp_path / "times.json").read_text())
+    assert found["prefix"] == {"tokens": 128, "bytes": 128 * 136 * 2 * 4, "order": "LBNHC", "chunk": 64}
+    assert {name: len(times) for name, times in found["ms"].items()} == {"cold": 2, "device": 2, "host": 2, "disk": 2}
     assert len(list((tmp_path / "blocks").rglob("*.block"))) == 3 * 2
 
 
 @pytest.mark.parametrize("change", [{"tokens": [0] * 16}, {"found": 64}])
-def test_a_case_that_is_wrong_is_told(change, monkeypatch, capsys):
+def test_a_wrong_case_is_reported(change, monkeypatch, capsys):
     served = iter(range(100))
 
     def pretend(engine, prompt):
@@ -41,7 +41,7 @@ def test_a_case_that_is_wrong_is_told(change, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nowhere/config.json"], "`path` is 'nowhere/config.json': expected a folder with a config.json"),
         (["/nowhere"], "`path` is '/nowhere'"),
@@ -52,12 +52,12 @@ def test_a_case_that_is_wrong_is_told(change, monkeypatch, capsys):
         ([str(MODELS / "deepseek_v32"), "--order", "LBNHC"], "`order` is 'LBNHC'"),
     ],
 )
-def test_misuse_is_told_before_there_are_weights(arguments, told, monkeypatch):
+def test_misuse_is_reported_before_weights_are_made(arguments, message, monkeypatch):
     monkeypatch.setattr(random_models.jax, "jit", None)
-    with pytest.raises(SystemExit, match=f"jaxkv ttft: .*{told}"):
+    with pytest.raises(SystemExit, match=f"jaxkv ttft: .*{message}"):
         main(["ttft", *arguments])
 
 
-def test_an_implementation_that_does_not_run_here_is_told():
+def test_an_implementation_that_cannot_run_here_is_reported():
     with pytest.raises(SystemExit, match=r"jaxkv ttft: .*mosaic_gpu: "):
         main(["ttft", str(MODEL), *SIZES, "--implementation", "mosaic_gpu"])

@@ -93,9 +93,9 @@ def test_every_command_is_documented(capsys):
         assert f"`jaxkv {command}`" in (ROOT / "jaxkv" / "cli" / "README.md").read_text(), command
     with pytest.raises(SystemExit):
         main(["--help"])
-    told = capsys.readouterr().out
+    usage = capsys.readouterr().out
     for command in COMMANDS:
-        assert command in told
+        assert command in usage
 
 
 def test_kernels_is_a_source_root_and_no_package():

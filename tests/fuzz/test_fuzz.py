@@ -82,7 +82,7 @@ def drops_a_request(kernel):
 
 
 def touches_a_neighbour(kernel):
-    """Clears an element of the buffer that it has not been asked to write."""
+    """Clears an element of the buffer that it should not write."""
     return lambda *args, **keywords: kernel(*args, **keywords).at[-1].set(0)
 
 
@@ -149,15 +149,15 @@ def test_faults_are_found_and_repeat(operation, fault, broken, capsys):
         first, first + 5 * len(families.OPERATIONS), len(families.OPERATIONS)
     )  # not every layout shows every fault
     assert any(fuzz.fuzz(calls=6, seed=seed, implementation="broken") for seed in seeds)
-    told = capsys.readouterr().out
-    assert "WRONG" in told
-    call, errors, again, calls = re.search(r"call (\d+): errors (.*) x tol.*--seed (\d+) --calls (\d+)", told).groups()
+    shown = capsys.readouterr().out
+    assert "WRONG" in shown
+    call, errors, again, calls = re.search(r"call (\d+): errors (.*) x tol.*--seed (\d+) --calls (\d+)", shown).groups()
     assert int(calls) == int(call) + 1
     assert fuzz.fuzz(calls=int(calls), seed=int(again), implementation="broken") > 0
     assert f"call {call}: errors {errors} x" in capsys.readouterr().out
 
 
-def test_a_call_that_hangs_is_told(broken, monkeypatch, capsys):
+def test_a_call_that_hangs_is_reported(broken, monkeypatch, capsys):
     def slow(kernel):
         def run(**arguments):
             def sleep(x):
@@ -179,7 +179,7 @@ def test_a_call_that_hangs_is_told(broken, monkeypatch, capsys):
     assert f"HANGS, no answer in 0.5 s: seed {seed}, call 0: read_blocks " in capsys.readouterr().err
 
 
-def test_a_case_that_does_not_compile_is_told_and_the_next_one_runs(broken, capsys):
+def test_a_case_that_does_not_compile_is_reported_and_the_next_one_runs(broken, capsys):
     def raises_once(kernel):
         made = []
 
@@ -194,12 +194,12 @@ def test_a_case_that_does_not_compile_is_told_and_the_next_one_runs(broken, caps
     broken(read_blocks=raises_once)
     seed = families.OPERATIONS.index("read_blocks")
     assert fuzz.fuzz(calls=12, seed=seed, implementation="broken") == 1
-    told = capsys.readouterr().out
-    assert f"seed {seed}: DOES NOT COMPILE, ValueError: dimension 1 must be a multiple of 8: read_blocks " in told
-    assert f"seed {seed + len(families.OPERATIONS)}: 6 calls ok" in told
+    shown = capsys.readouterr().out
+    assert f"seed {seed}: DOES NOT COMPILE, ValueError: dimension 1 must be a multiple of 8: read_blocks " in shown
+    assert f"seed {seed + len(families.OPERATIONS)}: 6 calls ok" in shown
 
 
-def test_a_call_that_raises_is_told(broken):
+def test_a_call_that_raises_is_reported(broken):
     def raises(kernel):
         def run(**arguments):
             def fail(x):
@@ -221,16 +221,16 @@ def test_an_implementation_that_takes_nothing_ends_with_its_reasons(broken, caps
     broken()
     with pytest.raises(ValueError, match="nothing was checked: broken supports no call on this machine"):
         fuzz.fuzz(calls=3, seed=5, implementation="broken")
-    told = capsys.readouterr().out
-    assert told.count("not called") == len(families.OPERATIONS)
-    assert "has no kernel for decode_kv" in told
+    shown = capsys.readouterr().out
+    assert shown.count("not called") == len(families.OPERATIONS)
+    assert "has no kernel for decode_kv" in shown
 
 
 def test_the_command(capsys):
     assert main(["verify", "--calls", "8", "--seed", "11"]) == 0
-    told = capsys.readouterr().out
-    assert "seed 11: 6 calls ok" in told
-    assert "seed 12: 2 calls ok" in told
+    shown = capsys.readouterr().out
+    assert "seed 11: 6 calls ok" in shown
+    assert "seed 12: 2 calls ok" in shown
 
 
 @pytest.mark.parametrize("order", ["BLHNC", "LHBNC"])

@@ -30,7 +30,7 @@ class Mosaic:
     gaps = (
         "entries of format",  # float32 has no wgmma; quantised entries are to come
         "blocks of",  # TMA tiles are of whole 16-token pages
-        "block stride",  # padding that is no multiple of the token stride: pages are no rows
+        "block stride",  # padding that is not a multiple of the token stride: pages are no rows
         "`buffer` of",  # a buffer of another dtype, shared with other groups
         "`q_latent` of",  # queries of another dtype than the entries
         "`logit_cap` of",  # too large for tanh by way of exp2
@@ -164,7 +164,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_explain_tells_the_reason_for_a_layout(reason):
+def test_explain_reports_why_a_layout_is_unsupported(reason):
     sizes = dict(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
     layout = jaxkv.CacheLayout(**{**sizes, **REFUSED[reason]})
     q = [jax.ShapeDtypeStruct((1, 16, n), layout.entry.dtype) for n in layout.entry.sizes]
@@ -173,7 +173,7 @@ def test_explain_tells_the_reason_for_a_layout(reason):
     with interpreting(True):
         found = jaxkv.explain(jaxkv.decode_mla, *q, cache, tables, lengths, layer=0, scale=1.0)
         assert found.chosen == "xla"
-        assert any(told.startswith(reason) for told in found.reasons["mosaic_gpu"]), found
+        assert any(given.startswith(reason) for given in found.reasons["mosaic_gpu"]), found
 
 
 def test_without_a_hopper_gpu_the_reason_is_the_device():

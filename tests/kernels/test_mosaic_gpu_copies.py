@@ -183,7 +183,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_explain_tells_the_reason_against_entries(reason):
+def test_explain_reports_unsupported_entries(reason):
     entry, more = REFUSED[reason]
     layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=entry, **more)
     cache = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout)
@@ -197,7 +197,7 @@ def test_explain_tells_the_reason_against_entries(reason):
         assert found.reasons["mosaic_gpu"][0].startswith(reason), found
 
 
-def test_explain_tells_the_reason_against_other_dtypes():
+def test_explain_reports_unsupported_dtypes():
     layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=MLA)
     cache = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout)
     new = [shape(5, n, dtype="float32") for n in MLA.sizes]
@@ -208,7 +208,7 @@ def test_explain_tells_the_reason_against_other_dtypes():
     assert gather.reasons["mosaic_gpu"][0] == "`dtype` of float32: supports that of the entries, bfloat16"
 
 
-def test_explain_tells_the_reason_against_blocks():
+def test_explain_reports_unsupported_blocks():
     sizes = dict(num_layers=3, num_blocks=4, block_size=63, entry=jaxkv.IndexerEntry())
     for order, reason in {
         "BLNHC": "run of a block of 24948 bytes: supports multiples of 16",

@@ -196,7 +196,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_explain_tells_the_reason_for_a_layout(reason):
+def test_explain_reports_why_a_layout_is_unsupported(reason):
     layout = REFUSED[reason]
     q = jax.ShapeDtypeStruct((1, 4, layout.entry.sizes[0]), layout.entry.dtype)
     tables, lengths = jax.ShapeDtypeStruct((1, 4), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -204,4 +204,4 @@ def test_explain_tells_the_reason_for_a_layout(reason):
     with interpreting(True):
         found = jaxkv.explain(jaxkv.decode_kv, q, cache, tables, lengths, layer=0, scale=1.0)
         assert found.chosen == "xla"
-        assert any(told.startswith(reason) for told in found.reasons["mosaic_gpu"]), found
+        assert any(given.startswith(reason) for given in found.reasons["mosaic_gpu"]), found

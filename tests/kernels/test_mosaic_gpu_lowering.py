@@ -1,4 +1,4 @@
-"""Random calls that the Mosaic GPU kernels take lower for CUDA: what cannot must be refused with a reason."""
+"""Random calls that the Mosaic GPU kernels support lower for CUDA: those that cannot must be rejected with a reason."""
 
 import jax
 import numpy as np

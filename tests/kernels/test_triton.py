@@ -58,7 +58,7 @@ def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):
         assert built.shared <= SHARED[90] * 1024, f"seed {seed}: {case}"
 
 
-def test_parts_that_no_tile_holds_are_refused():
+def test_parts_too_large_for_a_tile_are_rejected():
     entry = jaxkv.MLAEntry("bf16", latent=2**21)
     layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=entry)
     cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
@@ -120,7 +120,7 @@ def test_without_a_gpu_the_reason_is_the_device():
     assert reasons()[0] == "needs an NVIDIA GPU; the default backend is cpu"
 
 
-def test_an_old_gpu_is_refused(monkeypatch):
+def test_an_old_gpu_is_rejected(monkeypatch):
     turing = SimpleNamespace(compute_capability="7.5", device_kind="Tesla T4")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [turing])
@@ -178,6 +178,6 @@ class TestPackages:
         assert reasons()[0].startswith("TRITON_INTERPRET is set")
 
 
-def test_doctor_tells_the_reasons():
+def test_doctor_reports_the_reasons():
     for reason in reasons() or ("usable",):
         assert reason in doctor.report()

@@ -1,4 +1,4 @@
-"""Triton kernels that copy: the whole suites on a GPU (`-m gpu`), telling parts of them in Triton's interpreter."""
+"""Triton kernels that copy: the whole suites on a GPU (`-m gpu`), selected parts of them in Triton's interpreter."""
 
 import pytest
 

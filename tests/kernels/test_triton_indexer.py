@@ -108,7 +108,7 @@ def unsupported_reasons(call):
         ("keys of 256 values", 64, 256, "bfloat16"),
     ],
 )
-def test_explain_tells_why_tiles_do_not_fit(reason, heads, dim, dtype):
+def test_explain_reports_why_tiles_do_not_fit(reason, heads, dim, dtype):
     layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=64, entry=jaxkv.IndexerEntry(head_dim=dim))
     shape = jax.ShapeDtypeStruct
     found = call_of(
@@ -124,6 +124,6 @@ def test_explain_tells_why_tiles_do_not_fit(reason, heads, dim, dtype):
     assert [why.startswith(reason) for why in unsupported_reasons(found)] == [True]
 
 
-def test_explain_tells_the_largest_k():
+def test_explain_reports_the_largest_k():
     call = call_of(jaxkv.select_topk, jax.ShapeDtypeStruct((2, 9000), jnp.float32), 4097)
     assert unsupported_reasons(call) == ["`k` of 4097: supports at most 4096"]

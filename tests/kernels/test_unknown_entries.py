@@ -96,8 +96,8 @@ def test_a_format_that_is_not_listed_is_rejected(candidate, toy):
         elif candidate.name == "xla":  # the format itself encodes and decodes
             assert reasons == []
         elif operation in candidate.kernels:
-            told = [reason.split(": supports")[0] for reason in reasons]
-            assert told == [f"entries of format {toy.name!r}"], operation
+            shown = [reason.split(": supports")[0] for reason in reasons]
+            assert shown == [f"entries of format {toy.name!r}"], operation
     of_keys = {"write_indexer_k", "gather_indexer_k", "indexer_logits"} if toy.scaled else set()
     assert {*candidate.kernels} - of_keys <= seen
 
@@ -110,8 +110,8 @@ def test_a_kind_of_entry_that_is_not_listed_is_rejected(candidate, kind):
         if type(call.options.get("entry")) is kind and operation in candidate.kernels:
             options = {**call.options, "entry": other(call.options["entry"].format)}
             reasons = candidate.unsupported_reasons(replace(call, options=options))
-            told = [reason.split(": supports")[0] for reason in reasons]
-            assert told == ["entries of kind Other"], operation
+            shown = [reason.split(": supports")[0] for reason in reasons]
+            assert shown == ["entries of kind Other"], operation
             rejected.add(operation)
     assert rejected or (candidate.name, kind) == ("mosaic_gpu", IndexerEntry)
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints: what is missing, damaged or not supported is refused, with the file and the key or weight."""
+"""Reading checkpoints: missing, damaged and unsupported parts are rejected, with the file and the key or weight."""
 
 import json
 import re
@@ -21,7 +21,7 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 
 
 def copied(family, folder):
-    """A copy of a checkpoint, to be spoilt."""
+    """A copy of a checkpoint, which the test may corrupt."""
     shutil.copytree(RECORDED / family, folder, ignore=shutil.ignore_patterns("truth.npz"), dirs_exist_ok=True)
     return folder
 
@@ -64,7 +64,7 @@ def assert_same(model, other):
     assert jax.tree.all(jax.tree.map(np.array_equal, model.params, other.params))
 
 
-def refuses(folder, *words, **options):
+def rejects(folder, *words, **options):
     """Loading raises a ValueError of one line with all of the words."""
     with pytest.raises(ValueError, match=".*".join(map(re.escape, words))) as error:
         jaxkv.models.load(folder, **options)
@@ -123,9 +123,9 @@ def refuses(folder, *words, **options):
         ({"rope_parameters": [1]}, ["`rope_parameters` is [1]", "object"]),
     ],
 )
-def test_configurations_that_are_not_supported(folder, changes, words):
+def test_unsupported_configurations_are_rejected(folder, changes, words):
     configure(folder, **changes)
-    refuses(folder, str(folder / "config.json"), *words)
+    rejects(folder, str(folder / "config.json"), *words)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_configurations_that_are_not_supported(folder, changes, words):
         ({"quantization_config": {"quant_method": "fp8"}}, ["`quantization_config`", "unquantised"]),
     ],
 )
-def test_configurations_of_llama_that_are_not_supported(tmp_path, changes, words):
+def test_unsupported_llama_configurations_are_rejected(tmp_path, changes, words):
     folder = copied("llama", tmp_path)
     configure(folder, **changes)
-    refuses(folder, str(folder / "config.json"), *words)
+    rejects(folder, str(folder / "config.json"), *words)
 
 
 def test_the_heads_of_llama_by_default():
@@ -169,7 +169,7 @@ def test_the_heads_of_llama_by_default():
 def test_a_null_in_the_configuration(folder, key):
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, key: None}))
-    refuses(folder, str(folder / "config.json"), f"`{key}` is None: expected ")
+    rejects(folder, str(folder / "config.json"), f"`{key}` is None: expected ")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_null_in_the_configuration(folder, key):
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_json_files_that_cannot_be_read(shards, name, text, words):
     (shards / name).write_bytes(text)
-    refuses(shards, str(shards / name), *words)
+    rejects(shards, str(shards / name), *words)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -214,32 +214,32 @@ def test_the_indexer_needs_the_latent_of_the_queries(tmp_path):
     folder = copied("deepseek_v32", tmp_path)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "q_lora_rank": None}))
-    refuses(folder, "config.json", "`q_lora_rank` is None", "indexer")
+    rejects(folder, "config.json", "`q_lora_rank` is None", "indexer")
     (folder / "config.json").write_text(json.dumps({**values, "index_head_dim": 4}))
-    refuses(folder, "config.json", "`index_head_dim` is 4", "at least `qk_rope_head_dim`, which is 8")
+    rejects(folder, "config.json", "`index_head_dim` is 4", "at least `qk_rope_head_dim`, which is 8")
 
 
 def test_a_folder_without_a_checkpoint(tmp_path):
-    refuses(tmp_path, str(tmp_path), "config.json")
+    rejects(tmp_path, str(tmp_path), "config.json")
     shutil.copy(RECORDED / "deepseek_v3" / "config.json", tmp_path)
-    refuses(tmp_path, str(tmp_path), "model.safetensors")
+    rejects(tmp_path, str(tmp_path), "model.safetensors")
 
 
 def test_a_missing_weight(folder):
     spoil(folder, lambda weights: weights.pop(GATE))
-    refuses(folder, "model.safetensors lacks", GATE)
+    rejects(folder, "model.safetensors lacks", GATE)
 
 
 def test_a_missing_shard(shards):
     (shards / FIRST).unlink()
-    refuses(shards, INDEX, FIRST, "none of that name")
+    rejects(shards, INDEX, FIRST, "none of that name")
 
 
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
 @pytest.mark.parametrize("name", [FIRST, SECOND])
 def test_a_truncated_shard(shards, name, length):
     (shards / name).write_bytes((shards / name).read_bytes()[:length])
-    refuses(shards, str(shards / name), "cannot be read as a safetensors file")
+    rejects(shards, str(shards / name), "cannot be read as a safetensors file")
 
 
 @pytest.mark.parametrize("zeros_in", [FIRST, SECOND])
@@ -254,12 +254,12 @@ def test_each_weight_is_read_from_the_file_that_the_index_names(shards, zeros_in
 
 def test_a_shard_without_a_weight_that_the_index_expects_there(shards):
     spoil_index(shards, lambda weight_map: weight_map.update({EMBED: SECOND}))
-    refuses(shards, str(shards / SECOND), EMBED, INDEX)
+    rejects(shards, str(shards / SECOND), EMBED, INDEX)
 
 
 def test_a_weight_that_the_index_omits(shards):
     spoil_index(shards, lambda weight_map: weight_map.pop(EMBED))
-    refuses(shards, str(shards / INDEX), "lacks", EMBED)
+    rejects(shards, str(shards / INDEX), "lacks", EMBED)
 
 
 @pytest.mark.parametrize("name", ["../stolen.safetensors", "a/../../stolen.safetensors", "{parent}/stolen.safetensors"])
@@ -269,7 +269,7 @@ def test_an_index_cannot_point_outside_its_folder(tmp_path, name):
     shutil.copy(shards / FIRST, tmp_path / "stolen.safetensors")
     name = name.format(parent=tmp_path)
     spoil_index(shards, lambda weight_map: weight_map.update({EMBED: name}))
-    refuses(shards, str(shards / INDEX), f"`weight_map.{EMBED}`", "in the folder of the index")
+    rejects(shards, str(shards / INDEX), f"`weight_map.{EMBED}`", "in the folder of the index")
 
 
 def test_shards_may_be_symbolic_links(tmp_path):
@@ -296,12 +296,12 @@ def test_shards_may_be_symbolic_links(tmp_path):
 )
 def test_an_index_without_files(shards, index, words):
     (shards / INDEX).write_text(json.dumps(index))
-    refuses(shards, str(shards / INDEX), *words)
+    rejects(shards, str(shards / INDEX), *words)
 
 
 def test_one_file_and_an_index_of_others(shards):
     shutil.copy(shards / FIRST, shards / "model.safetensors")
-    refuses(shards, str(shards), "model.safetensors", INDEX, "remove one")
+    rejects(shards, str(shards), "model.safetensors", INDEX, "remove one")
 
 
 UNKNOWN = ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.input_layernorm.weight", "enorm.weight", "a\nb"]
@@ -310,24 +310,24 @@ UNKNOWN = ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.input_layerno
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_weight_that_the_model_does_not_have(folder, name):
     spoil(folder, lambda weights: weights.update({name: np.ones(48, np.float32)}))
-    refuses(folder, str(folder / "model.safetensors"), repr(name))
+    rejects(folder, str(folder / "model.safetensors"), repr(name))
 
 
 def test_a_weight_that_neither_the_model_nor_the_index_has(shards):
     spoil(shards, lambda weights: weights.update({UNKNOWN[0]: np.ones(96, np.float32)}), SECOND)
-    refuses(shards, str(shards / SECOND), UNKNOWN[0])
+    rejects(shards, str(shards / SECOND), UNKNOWN[0])
 
 
 def test_a_layer_that_the_configuration_omits(folder):
     configure(folder, num_hidden_layers=2, num_nextn_predict_layers=1)
-    refuses(folder, str(folder / "model.safetensors"), "config.json", "model.layers.2.")
+    rejects(folder, str(folder / "model.safetensors"), "config.json", "model.layers.2.")
 
 
 def test_more_layers_or_experts_than_the_checkpoint_has(folder):
     configure(folder, num_hidden_layers=2**31 - 1)
-    refuses(folder, str(folder / "model.safetensors"), "lacks", "model.layers.3.")
+    rejects(folder, str(folder / "model.safetensors"), "lacks", "model.layers.3.")
     configure(folder, num_hidden_layers=3, n_routed_experts=2**31 - 2)  # divisible by the three groups
-    refuses(folder, str(folder / "model.safetensors"), "lacks", "experts.12.")
+    rejects(folder, str(folder / "model.safetensors"), "lacks", "experts.12.")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite"])
@@ -349,7 +349,7 @@ def test_published_weights_without_a_use_are_skipped(family, tmp_path):
     spoil(folder, change)
     assert_same(jaxkv.models.load(folder), jaxkv.models.load(RECORDED / family))
     spoil(folder, lambda weights: weights.pop("model.layers.3.eh_proj.weight"))
-    refuses(folder, str(folder / "model.safetensors"), "model.layers.3.")
+    rejects(folder, str(folder / "model.safetensors"), "model.layers.3.")
 
 
 def test_saved_rotary_frequencies_of_llama_are_skipped(tmp_path):
@@ -362,7 +362,7 @@ def test_saved_rotary_frequencies_of_llama_are_skipped(tmp_path):
 def test_llama_may_tie_its_head_to_the_embedding(tmp_path):
     folder = copied("llama", tmp_path)
     spoil(folder, lambda weights: weights.pop("lm_head.weight"))
-    refuses(folder, "model.safetensors lacks", "lm_head.weight")
+    rejects(folder, "model.safetensors lacks", "lm_head.weight")
     configure(folder, tie_word_embeddings=True)
     assert "head" not in jaxkv.models.load(folder).params
 
@@ -370,7 +370,7 @@ def test_llama_may_tie_its_head_to_the_embedding(tmp_path):
 def test_a_bias_of_llama_is_not_ignored(tmp_path):
     folder, name = copied("llama", tmp_path), "model.layers.0.self_attn.q_proj.bias"
     spoil(folder, lambda weights: weights.update({name: np.ones(384, np.float32)}))
-    refuses(folder, str(folder / "model.safetensors"), repr(name))
+    rejects(folder, str(folder / "model.safetensors"), repr(name))
 
 
 def test_a_tied_head_is_a_copy_of_the_embedding(tmp_path):
@@ -378,19 +378,19 @@ def test_a_tied_head_is_a_copy_of_the_embedding(tmp_path):
     spoil(folder, lambda weights: weights.update({"lm_head.weight": weights[EMBED]}))
     assert_same(jaxkv.models.load(folder), jaxkv.models.load(RECORDED / "youtu"))
     spoil(folder, lambda weights: weights.update({"lm_head.weight": weights[EMBED] + 1}))
-    refuses(folder, str(folder / "model.safetensors"), "lm_head.weight", EMBED)
+    rejects(folder, str(folder / "model.safetensors"), "lm_head.weight", EMBED)
     spoil(folder, lambda weights: weights.update({"lm_head.weight": weights[EMBED].astype(np.int8)}))
-    refuses(folder, str(folder / "model.safetensors"), "lm_head.weight", "I8")
+    rejects(folder, str(folder / "model.safetensors"), "lm_head.weight", "I8")
 
 
 def test_a_misshapen_weight(folder):
     spoil(folder, lambda weights: weights.update({GATE: weights[GATE][:, 1:].copy()}))
-    refuses(folder, GATE, "(16, 47)", "(16, 48)")
+    rejects(folder, GATE, "(16, 47)", "(16, 48)")
 
 
 def test_a_weight_of_integers(folder):
     spoil(folder, lambda weights: weights.update({GATE: weights[GATE].astype(np.int8)}))
-    refuses(folder, GATE, "I8", "BF16, F16 or F32")
+    rejects(folder, GATE, "I8", "BF16, F16 or F32")
 
 
 def test_nan_in_a_weight(folder):
@@ -398,13 +398,13 @@ def test_nan_in_a_weight(folder):
         weights[GATE][5, 7] = np.nan
 
     spoil(folder, change)
-    refuses(folder, str(folder / "model.safetensors"), GATE, "1 NaN of 768")
+    rejects(folder, str(folder / "model.safetensors"), GATE, "1 NaN of 768")
 
 
 def test_arguments(folder):
-    refuses(folder, "`dtype`", "int8", "bfloat16", dtype="int8")
-    refuses(folder, "MLAEntry format 'fp4'", "fp8_ds_mla", entry_format="fp4")
-    refuses(RECORDED / "llama", "KVEntry format 'fp8_ds_mla'", "fp8", entry_format="fp8_ds_mla")
+    rejects(folder, "`dtype`", "int8", "bfloat16", dtype="int8")
+    rejects(folder, "MLAEntry format 'fp4'", "fp8_ds_mla", entry_format="fp4")
+    rejects(RECORDED / "llama", "KVEntry format 'fp8_ds_mla'", "fp8", entry_format="fp8_ds_mla")
     configure(folder, kv_lora_rank=96)
     refuses(folder, "fp8_ds_mla", "96", "128", entry_format="fp8_ds_mla")
 
@@ -414,7 +414,7 @@ def test_an_entry_format_that_cannot_hold_the_indexers_keys(tmp_path):
     refuses(tmp_path, "indexer_fp8", "33", "a multiple of 4", entry_format="fp8_ds_mla")
 
 
-def test_the_dtype_asked_for_and_the_progress(folder):
+def test_the_requested_dtype_and_the_progress(folder):
     taken = []
 
     def progress(pieces):

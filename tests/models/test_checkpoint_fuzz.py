@@ -149,7 +149,7 @@ class Configuration:
         return values
 
     def check_refused(self, *names):
-        """Reading is refused with the file and one of the keys, and so are the commands (a tenth of the cases)."""
+        """Reading fails with the file and one of the keys, and so do the commands (a tenth of the cases)."""
         message = refusal(self.read, self.file)
         assert any(name in message for name in names), (message, names)
         if self.generator.random() < 0.1:
@@ -157,7 +157,7 @@ class Configuration:
             command_refuses("generate", self.folder, "--model", str(self.folder), "--ids", "1")
 
     def check_absent(self, path):
-        """The configuration as written, without a key, is refused, or is what the absent key stands for."""
+        """The configuration, written without a key, is rejected or has the default of that key."""
         key = path[-1]
         if key in self.ignored:
             assert self.read() == self.config
@@ -428,7 +428,7 @@ def test_missing_and_truncated_files(tmp_path):
 def test_damaged_headers_of_shards(tmp_path):
     shards = Shards(random.Random(0))
     shards.write(tmp_path)
-    refused = 0
+    rejected = 0
     for name in shards.files:
         whole = (tmp_path / name).read_bytes()
         header = 8 + int.from_bytes(whole[:8], "little")
@@ -440,6 +440,6 @@ def test_damaged_headers_of_shards(tmp_path):
                 check_same(tmp_path)  # a space for another
             except ValueError:
                 check_refused(tmp_path, Refused((*shards.files, INDEX)))
-                refused += 1
+                rejected += 1
         (tmp_path / name).write_bytes(whole)
-    assert refused > 80
+    assert rejected > 80

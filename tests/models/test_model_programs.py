@@ -1,4 +1,4 @@
-"""The two programs of a model: the cache is updated in place, and what is no cache of the model is refused."""
+"""The two programs of a model: the cache is updated in place, and anything but a cache of the model is rejected."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Language models on the cache, held to what Hugging Face's own answer: tokens equal, logits within 1e-4."""
+"""Language models on the cache, compared with Hugging Face's own: equal tokens, logits within 1e-4."""
 
 import dataclasses
 import itertools
@@ -170,7 +170,7 @@ def test_requests_join_at_very_different_steps(family):
 
 @families
 def test_strict_programs_may_run_every_model(family):
-    """Programs may refuse to promote ranks and dtypes: of their own arrays, not of a model's."""
+    """A program may disable promotion of ranks and dtypes; models then still run."""
     config = jaxkv.models.ModelConfig.read(FOLDER / family)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         model = jax.eval_shape(partial(jaxkv.models.random_model, config, dtype="bfloat16"))

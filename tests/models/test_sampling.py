@@ -53,7 +53,7 @@ def test_rows_are_drawn_each_in_its_way():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"temperature": -0.5}, "`temperature` is -0.5: expected a finite number, 0 .greedy. or more"),
         ({"temperature": float("nan")}, "`temperature` is nan"),
@@ -71,8 +71,8 @@ def test_rows_are_drawn_each_in_its_way():
         ({"seed": "1"}, "`seed` is '1': expected an int"),
     ],
 )
-def test_settings_without_meaning_are_refused(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_meaningless_settings_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
         Sampling(**options)
 
 

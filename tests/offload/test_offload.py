@@ -52,7 +52,7 @@ class TestKeys:
         for tokens in ([1, 2, 3, 4], (1, 2, 3, 4), np.asarray([1, 2, 3, 4], np.uint8), jnp.asarray([1, 2, 3, 4])):
             assert self.keys(tokens) == [expected]
 
-    def test_misuse_is_told(self):
+    def test_misuse_is_reported(self):
         with pytest.raises(ValueError, match="`block_size` is 0: expected a positive int"):
             self.keys([1], block_size=0)
         with pytest.raises(ValueError, match=r"`tokens` is float64\[1\]: expected token ids, integers \[T\]"):
@@ -98,13 +98,13 @@ def test_blocks_are_exchanged_only_where_all_their_groups_are_the_same():
     ours, theirs = packed_with(jaxkv.IndexerEntry("bf16", 16)), packed_with(jaxkv.IndexerEntry("f16", 16))
     assert ours["latent"].block_nbytes == theirs["latent"].block_nbytes
     assert ours["latent"] != theirs["latent"]
-    told = re.escape("`cache` has other blocks than the pool") + f".*{theirs.fingerprint}.*{ours.fingerprint}"
+    message = re.escape("`cache` has other blocks than the pool") + f".*{theirs.fingerprint}.*{ours.fingerprint}"
     pool = offload.HostPool(ours, 8)
     for cache in (jaxkv.KVCache.zeros(theirs["latent"]), jaxkv.KVCache.zeros(theirs["latent"]).view(theirs["other"])):
         for operation in (pool.store, pool.load):
-            with pytest.raises(ValueError, match=re.compile(told, re.DOTALL)):
+            with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
                 operation(cache, [0], names(1))
-        with pytest.raises(ValueError, match=re.compile(told, re.DOTALL)):
+        with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
             pool.warm_up(cache)
     cache = jaxkv.KVCache.zeros(packed_with(jaxkv.IndexerEntry("bf16", 16), num_blocks=5)["other"])
     assert pool.store(cache, [0], names(1)) == 1  # as many blocks as it has
@@ -281,7 +281,7 @@ class TestFailures:
         assert_same_bits(blocks_of(cache, untouched), before[untouched])
         assert_same_bits(blocks_of(pool.load(cache, range(8, 13), names(5)), range(8, 13)), before[:5])
 
-    def test_memory_that_cannot_be_pinned_is_told(self, monkeypatch):
+    def test_memory_that_cannot_be_pinned_is_reported(self, monkeypatch):
         def full(array, sharding):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
@@ -315,7 +315,7 @@ def test_what_has_been_done_is_counted():
     assert (pool.stats.read_rate, pool.stats.write_rate) == (0, 0)
 
 
-def test_misuse_is_told():
+def test_misuse_is_reported():
     cache, before = filled(LAYOUT)
     pool = offload.HostPool(LAYOUT, 8)
     with pytest.raises(ValueError, match="`layout` is 3: expected a CacheLayout or a PackedLayout"):
@@ -326,15 +326,15 @@ def test_misuse_is_told():
         pool.store(cache, [0, 1], names(1))
     with pytest.raises(ValueError, match="`keys` has a str: expected bytes, as `prefix_keys` makes them"):
         pool.store(cache, [0], ["key"])
-    with pytest.raises(ValueError, match="`blocks` has 3 more than once: expected distinct blocks"):
+    with pytest.raises(ValueError, match="`blocks` contains 3 more than once: expected distinct blocks"):
         pool.load(cache, [3, 3], names(2))
     with pytest.raises(ValueError, match="`disk` is a str: expected a DiskPool, or None"):
         offload.HostPool(LAYOUT, 8, disk="folder")
     for operation in (pool.store, pool.load):
-        with pytest.raises(ValueError, match="`blocks` has 16: expected ids from 0 to 15"):
+        with pytest.raises(ValueError, match="`blocks` contains 16: expected block ids of the cache, from 0 to 15"):
             operation(cache, [16], names(1))
         other = jaxkv.KVCache.zeros(jaxkv.CacheLayout(**SIZES, entry=ENTRY, order="BHLNC", block_padding=8))
-        told = re.escape("`cache` has other blocks than the pool") + ".*" + other.layout.fingerprint
-        with pytest.raises(ValueError, match=re.compile(told, re.DOTALL)):
+        message = re.escape("`cache` has other blocks than the pool") + ".*" + other.layout.fingerprint
+        with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
             operation(other, [0], names(1))
     assert_same_bits(blocks_of(cache, range(16)), before)

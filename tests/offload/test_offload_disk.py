@@ -1,4 +1,4 @@
-"""Blocks on disk: they survive the process, and what is not exactly the block that is asked for is refused by name."""
+"""Blocks on disk: they survive the process, and files that are not exactly the requested block are rejected by name."""
 
 import hashlib
 import json
@@ -156,7 +156,7 @@ class TestFiles:
                 disk.load(KEY)
         assert_same_bits(disk.load(KEY), row)
 
-    def test_misuse_is_told(self, disk, row, tmp_path):
+    def test_misuse_is_reported(self, disk, row, tmp_path):
         with pytest.raises(ValueError, match=r"`row` is bfloat16\[143\]: expected bfloat16\[144\]"):
             disk.store(KEY, row[1:])
         with pytest.raises(ValueError, match=r"`row` is uint16\[144\]: expected bfloat16\[144\]"):
@@ -191,13 +191,13 @@ NBYTES = block_file.HEADER_BYTES + LAYOUT.block_nbytes
 
 
 class TestDamage:
-    def not_loaded(self, disk, error, told):
+    def not_loaded(self, disk, error, message):
         """KEY's file reaches no cache, and from then on the pool does not list it; the error."""
         cache, before = filled(LAYOUT, seed=5)
         host = offload.HostPool(LAYOUT, 8, disk=disk)
         host.store(cache, [1], [OTHER])
         assert host.matched([OTHER, KEY]) == 2
-        with pytest.raises(error, match=told) as raised:
+        with pytest.raises(error, match=message) as raised:
             host.load(cache, [2, 3], [OTHER, KEY])
         assert_same_bits(blocks_of(cache, range(16)), before)
         assert host.matched([OTHER, KEY]) == 1
@@ -206,24 +206,24 @@ class TestDamage:
         host.flush()
         return raised.value
 
-    def refused(self, disk, told):
+    def rejected(self, disk, message):
         """KEY's file is damaged: it is kept under another name, and the block can be stored again."""
         contents, kept = disk.file(KEY).read_bytes(), disk.file(KEY).with_suffix(".damaged")
-        error = self.not_loaded(disk, offload.DamagedBlock, told)
+        error = self.not_loaded(disk, offload.DamagedBlock, message)
         assert str(disk.file(KEY)) in str(error)
         assert f"it is kept as {kept.name}" in str(error)
         assert not disk.file(KEY).exists()
         assert kept.read_bytes() == contents
 
-    def missed(self, disk, told):
+    def missed(self, disk, message):
         """KEY's file is of another pool: as if it were not there, and it stays as it is."""
         contents = disk.file(KEY).read_bytes()
         error = self.not_loaded(disk, KeyError, KEY.hex())
-        assert told in str(error.__cause__)
+        assert message in str(error.__cause__)
         assert disk.file(KEY).read_bytes() == contents
 
     @pytest.mark.parametrize(
-        ("damage", "told"),
+        ("damage", "message"),
         [
             (cut(0), "is truncated: it has 0 bytes"),
             (cut(100), "is truncated: it has 100 bytes"),
@@ -237,10 +237,10 @@ class TestDamage:
             (flip(-1), "was altered: its contents do not have the digest"),
         ],
     )
-    def test_damaged_files_are_refused(self, disk, row, damage, told):
+    def test_damaged_files_are_rejected(self, disk, row, damage, message):
         disk.store(KEY, row)
         damage(disk.file(KEY))
-        self.refused(disk, told)
+        self.rejected(disk, message)
 
     @pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["checksum", "secret"])
     def test_every_flipped_byte_is_noticed(self, tmp_path, row, secret):
@@ -255,7 +255,7 @@ class TestDamage:
                 block_file.read_block(disk.file(KEY), disk._description(KEY), disk._row, secret)
 
     @pytest.mark.parametrize(
-        ("options", "told"),
+        ("options", "message"),
         [
             ({"order": "BHLNC", "block_padding": 8}, "holds a block of another fingerprint: '"),
             ({"entry": jaxkv.MLAEntry("f16", 8, 4)}, "another dtype: 'float16', expected 'bfloat16'"),
@@ -264,7 +264,7 @@ class TestDamage:
         ],
     )
     def test_files_of_other_pools_that_were_moved_here_are_missed_and_left_alone(
-        self, disk, row, tmp_path, options, told
+        self, disk, row, tmp_path, options, message
     ):
         pool = {name: options.pop(name) for name in ("model", "secret") if name in options}
         layout = jaxkv.CacheLayout(**{**SIZES, "entry": ENTRY, **options})
@@ -272,20 +272,20 @@ class TestDamage:
         other.store(KEY, np.zeros(layout.block_nbytes // 2, layout.dtype))
         disk.store(KEY, row)
         os.replace(other.file(KEY), disk.file(KEY))
-        self.missed(disk, told)
+        self.missed(disk, message)
 
     def test_files_of_another_version_are_missed_and_left_alone(self, disk, row):
         disk.store(KEY, row)
         another_version(disk.file(KEY))
         self.missed(disk, "is of version 1 of the format: this program reads version 2")
 
-    def test_a_file_under_the_name_of_another_key_is_refused(self, disk, row):
+    def test_a_file_under_the_name_of_another_key_is_rejected(self, disk, row):
         disk.store(KEY, row)
         disk.store(OTHER, row)
         os.replace(disk.file(OTHER), disk.file(KEY))
-        self.refused(disk, f"holds a block of another key: '{OTHER.hex()}', expected '{KEY.hex()}'")
+        self.rejected(disk, f"holds a block of another key: '{OTHER.hex()}', expected '{KEY.hex()}'")
 
-    def test_a_refused_block_can_be_stored_again(self, disk, row, tmp_path):
+    def test_a_rejected_block_can_be_stored_again(self, disk, row, tmp_path):
         disk.store(KEY, row)
         for _ in range(2):
             flip(-1)(disk.file(KEY))
@@ -304,7 +304,7 @@ class TestDamage:
         assert KEY not in disk
 
     @pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["checksum", "secret"])
-    def test_forged_files_are_refused_or_are_right(self, tmp_path, row, secret):
+    def test_forged_files_are_rejected_or_correct(self, tmp_path, row, secret):
         disk, rng, outcomes = reopened(tmp_path, secret=secret), np.random.default_rng(0), Counter()
         disk.store(KEY, row)
         contents, file, expected = disk.file(KEY).read_bytes(), disk.file(KEY), disk._description(KEY)

@@ -1,7 +1,7 @@
-"""Any interleaving of writes, decodes, stores, reuses and loads is what it would be without offload.
+"""Any interleaving of writes, decodes, stores, reuses and loads gives the same results as without offload.
 
-Two caches see the same steps.  One gets its blocks back from a pool that is nearly full, in front of a small disk,
-where transfers fail at times; the other from a dictionary of everything that was ever stored.
+Two caches run the same steps.  One loads its blocks from a nearly full pool, in front of a small disk, whose transfers
+sometimes fail; the other loads them from a dictionary of everything that was ever stored.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from support.compare import assert_same_bits
 STEPS = 2500
 BLOCKS, BLOCK_SIZE, LAYERS = 12, 4, 2
 MOST = 6
-"""Blocks a step."""
+"""The most blocks per step."""
 REMEMBERED = 60
-"""Of everything that was stored, this much is asked for again."""
+"""The number of most recently stored blocks that may be loaded again."""
 HELD = 6
 
 MLA = jaxkv.MLAEntry("f32", latent=4, rope=2)
@@ -37,7 +37,7 @@ SIZES = dict(num_layers=LAYERS, num_blocks=BLOCKS, block_size=BLOCK_SIZE)
 
 
 class Injected(RuntimeError):
-    """A transfer that failed because the test wants it."""
+    """A failure of a transfer that the test injects."""
 
 
 def mla_write(rng):
@@ -118,7 +118,7 @@ class Walk:
             assert_same_bits(one, other)
 
     def store(self):
-        """Blocks, named by their content, which are then free: the next writes go over them."""
+        """Stores blocks, named by their content, and frees them: the next writes overwrite them."""
         blocks = self.some()
         rows = np.asarray(self.read_twin(self.twin, self.padded(blocks)))[: blocks.size]
         keys = [hashlib.sha256(row.tobytes()).digest() for row in rows]
@@ -135,9 +135,9 @@ class Walk:
             return
         known = list(self.stored)[-REMEMBERED:]
         here = [key for key in known if key in self.pool]
-        asked = known if self.rng.random() < 0.1 else here
-        blocks = self.some()[: len(asked)]
-        keys = [asked[i] for i in self.rng.integers(len(asked), size=blocks.size)] if asked else []
+        wanted = known if self.rng.random() < 0.1 else here
+        blocks = self.some()[: len(wanted)]
+        keys = [wanted[i] for i in self.rng.integers(len(wanted), size=blocks.size)] if wanted else []
         try:
             self.pool.hold(keys)  # on disk they might go meanwhile
         except KeyError as error:
@@ -208,7 +208,7 @@ class Walk:
 
 
 def failing(rng, transfer):
-    """`transfer`, which fails now and then."""
+    """`transfer`, but sometimes failing."""
 
     def maybe(*args):
         if rng.random() < 0.03:

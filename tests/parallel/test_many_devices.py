@@ -75,7 +75,7 @@ def layout_of(entry, num_heads=None):
 
 
 def poisoned(layout, mesh=None):
-    """A cache of NaN, or one a device."""
+    """A cache of NaN, or one per device."""
     buffer = scenes.garbage(layout, None).view(layout.dtype)
     if mesh is None:
         return jaxkv.KVCache(jnp.asarray(buffer), layout)
@@ -100,8 +100,8 @@ def written_and_read(cache, new, positions, q, tables, lengths):
     return cache, decode(q, cache, tables, lengths)
 
 
-def arguments(told):
-    return told.new, told.positions, told.q, told.tables, told.lengths
+def arguments(inputs):
+    return inputs.new, inputs.positions, inputs.q, inputs.tables, inputs.lengths
 
 
 @cache
@@ -341,8 +341,8 @@ def test_several_axes(requests, tokens):
 
 def test_every_device_updates_its_cache_in_place():
     """In a scan over layers, with a plan for all of them."""
-    entry, mesh, told = ENTRIES["bf16"], mesh_of(2), batch(ENTRIES["bf16"])
-    tokens, specs = [x[:, 0] for x in told.new], (P("x"), *[P()] * 4)
+    entry, mesh, inputs = ENTRIES["bf16"], mesh_of(2), batch(ENTRIES["bf16"])
+    tokens, specs = [x[:, 0] for x in inputs.new], (P("x"), *[P()] * 4)
 
     def step(cache, tokens, q, tables, lengths):
         me = dict(shard=jax.lax.axis_index("x"), num_shards=2)
@@ -359,7 +359,7 @@ def test_every_device_updates_its_cache_in_place():
     sizes = dict(num_layers=8, num_blocks=4096, block_size=BLOCK)
     cache = parallel.zeros(jaxkv.CacheLayout(**sizes, entry=entry), mesh, "x")
     sharded = over(mesh, step, specs, (P("x"), P()))
-    compiled = jax.jit(sharded, donate_argnums=0).lower(cache, tokens, told.q, told.tables, told.lengths).compile()
+    compiled = jax.jit(sharded, donate_argnums=0).lower(cache, tokens, *arguments(inputs)[2:]).compile()
     memory, size = compiled.memory_analysis(), cache.layout.nbytes
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 10
@@ -405,10 +405,10 @@ def test_the_readme_runs():
     scope = {}
     exec(code[1], scope)
     layout = jaxkv.CacheLayout(num_layers=1, num_blocks=16, block_size=64, entry=scope["entry"])
-    rope, told = jnp.ones((1000, 64)), (jnp.arange(16)[None], jnp.asarray([1000]))
+    rope, inputs = jnp.ones((1000, 64)), (jnp.arange(16)[None], jnp.asarray([1000]))
     cache = jaxkv.write_mla(jaxkv.KVCache.zeros(layout), scope["latents"], rope, jnp.arange(1000), layer=0)
     q = scope["queries"], jnp.ones((1, 16, 64), jnp.bfloat16)
-    right = jaxkv.decode_mla(*q, cache, *told, layer=0, scale=192**-0.5)
+    right = jaxkv.decode_mla(*q, cache, *inputs, layer=0, scale=192**-0.5)
     assert_close(scope["out"], right.astype(jnp.float32), magnitude=1)
 
 

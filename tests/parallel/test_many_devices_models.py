@@ -101,7 +101,7 @@ def test_replicas():
     assert [len(engine.waiting) for engine in served.engines] == [2, 2]
     served.cancel(requests[3])
     stream = list(served.run())
-    assert [len([token for told, token in stream if told is request]) for request in requests] == [2, 2, 2, 0]
+    assert [len([token for owner, token in stream if owner is request]) for request in requests] == [2, 2, 2, 0]
     assert requests[3].finish_reason == "cancelled"
     with pytest.raises(ValueError, match="neither waits nor runs"):
         served.cancel(requests[0])
@@ -122,7 +122,7 @@ def test_where_a_replica_raises_the_others_keep_their_tokens(monkeypatch):
             served.step()
     assert [len(engine.running) for engine in (broken, healthy)] == [0, 1]
     stream = list(served.run())
-    assert [len([token for told, token in stream if told is request]) for request in requests] == [3, 3]
+    assert [len([token for owner, token in stream if owner is request]) for request in requests] == [3, 3]
 
 
 def step(model, cache, prompts, blocks, columns=64):
@@ -254,28 +254,28 @@ class TestTransferBlocks:
         sizes = dict(num_blocks=4, block_size=4, dtype="uint8")
         ours, theirs = (jaxkv.PackedLayout(**sizes, groups={"latent": latent, "keys": keys}) for keys in others)
         alone = jaxkv.CacheLayout(num_layers=2, num_blocks=4, block_size=4, entry=latent.entry, dtype="uint8")
-        told = f"`target` has other groups packed in its blocks than `source`.*{ours.fingerprint}, `target` has "
+        message = f"`target` has other groups packed in its blocks than `source`.*{ours.fingerprint}, `target` has "
         for layout, has in ((theirs["latent"], f"those of .*{theirs.fingerprint}"), (alone, "one group")):
             source, target = jaxkv.KVCache.zeros(ours["latent"]), jaxkv.KVCache.zeros(layout)
-            with pytest.raises(ValueError, match=told + has):
+            with pytest.raises(ValueError, match=message + has):
                 parallel.transfer_blocks(source, [0], target, [0])
         more = jaxkv.PackedLayout(**sizes | {"num_blocks": 7}, groups={"latent": latent, "keys": others[0]})
         parallel.transfer_blocks(source, [0], jaxkv.KVCache.zeros(more["keys"]), [6])
 
     @pytest.mark.parametrize(
-        ("source", "target", "told"),
+        ("source", "target", "message"),
         [
             ([0.5], [0], r"`source_blocks` is \[0.5\]: expected block ids"),
             ([0], [0, 1], "`target_blocks` has 2 ids: expected as many as `source_blocks`, 1"),
-            ([4], [0], "`source_blocks` has 4: expected ids from 0 to 3"),
-            ([0], [-1], "`target_blocks` has -1: expected ids from 0 to 3"),
-            ([2**32], [0], f"`source_blocks` has {2**32}: expected"),
-            ([0, 1], [2, 2], "`target_blocks` has 2 more than once"),
+            ([4], [0], "`source_blocks` contains 4: expected block ids of the cache, from 0 to 3"),
+            ([0], [-1], "`target_blocks` contains -1: expected block ids of the cache, from 0 to 3"),
+            ([2**32], [0], f"`source_blocks` contains {2**32}: expected"),
+            ([0, 1], [2, 2], "`target_blocks` contains 2 more than once"),
         ],
     )
-    def test_ids_that_do_not_fit(self, source, target, told):
+    def test_ids_that_do_not_fit(self, source, target, message):
         ours = load(SMALL).cache(4, 16)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             parallel.transfer_blocks(ours, source, ours, target)
 
     def test_of_no_blocks(self):
@@ -308,7 +308,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("call", "words"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_divided_is_refused(call, words):
+def test_models_that_cannot_be_divided_are_rejected(call, words):
     with pytest.raises(ValueError, match=r"^`") as refusal:
         call()
     for word in words:

@@ -38,11 +38,11 @@ def test_two_processes():
         for number in range(2)
     ]
     try:
-        told = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, output in zip(processes, told, strict=True):
+    for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
         assert "equal" in output.splitlines(), output
 
@@ -195,7 +195,7 @@ def plan_of_two():
 
 
 @pytest.mark.parametrize(("call", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_calls_are_refused(call, words):
+def test_wrong_calls_are_rejected(call, words):
     with pytest.raises(ValueError, match=r"^`") as refusal:
         inside(call)
     for word in words:

@@ -21,12 +21,12 @@ def test_the_command(divided, tmp_path, monkeypatch, capsys):
     file = tmp_path / "rows.json"
     sizes = f"--requests 2 --tokens 150 --heads 8 --layers 3 --repeats 1 --devices 2 1 --format fp8 --json {file}"
     assert main(["parallel", divided, *sizes.split()]) == 0
-    printed, told = capsys.readouterr().out, json.loads(file.read_text())
+    printed, recorded = capsys.readouterr().out, json.loads(file.read_text())
     assert float(printed.split("results differ by ")[1].split()[0]) < 1e-2
     assert re.findall(r"^ +(\d) ", printed, re.MULTILINE) == ["1", "2"]
     assert re.search(r"^2 devices take \d+\.\d{3} times as long as 1; ", printed, re.MULTILINE)
-    assert [row["devices"] for row in told["rows"]] == [1, 2]
-    for row in told["rows"]:
+    assert [row["devices"] for row in recorded["rows"]] == [1, 2]
+    for row in recorded["rows"]:
         share = 1 / row["devices"] if divided == "context" else 1
         moved = row["gigabytes_per_s"] * row["attention_ms"] * 1e6
         computed = row["tflop_per_s"] * row["attention_ms"] * 1e9
@@ -44,7 +44,7 @@ def test_the_command(divided, tmp_path, monkeypatch, capsys):
         ("context --implementation mosaic_gpu", "mosaic_gpu: "),
     ],
 )
-def test_the_command_refuses_and_prints_no_table(arguments, words, capsys):
+def test_the_command_rejects_misuse_and_prints_no_table(arguments, words, capsys):
     with pytest.raises(SystemExit, match=f"jaxkv parallel: .*{words}"):
         main(["parallel", *arguments.split()])
     assert not capsys.readouterr().out

@@ -31,8 +31,8 @@ layout = jaxkv.CacheLayout(num_layers=2, num_blocks=25, block_size=BLOCK, entry=
 def generate(cache, slots_of, decode):
     """Every request, token by token: each is written, and attends to all so far.  Results [TOKENS, 5, HEADS, 32]."""
 
-    def step(cache, told):
-        position, new, q = told
+    def step(cache, inputs):
+        position, new, q = inputs
         lengths = jnp.minimum(position + 1, LENGTHS)
         slots = slots_of(tables, jnp.where(position < LENGTHS, position, -1)[:, None])[:, 0]
         cache = jaxkv.write_mla(cache, *new, slots, layer=1)

@@ -1,4 +1,4 @@
-"""The engine: whatever runs beside a request, waits, is shared or is computed again, its tokens are its own."""
+"""The engine: a request's tokens depend on no other request, whether blocks are shared, awaited or recomputed."""
 
 from functools import cache
 
@@ -34,7 +34,7 @@ def right(tokens, count):
 
 
 def finish(served):
-    """Runs to the end; the pool is whole again."""
+    """Runs to the end, and checks that all blocks are free again."""
     stream = list(served.run())
     assert not served.running
     assert not served.waiting
@@ -65,11 +65,11 @@ def test_the_stream_is_what_the_requests_hold():
     requests = [served.submit(prompt(length), max_tokens=5 + length % 3) for length in range(1, 8)]
     stream = finish(served)
     for request in requests:
-        assert [token for told, token in stream if told is request] == request.generated
+        assert [token for owner, token in stream if owner is request] == request.generated
     assert len(stream) == sum(len(request.generated) for request in requests)
 
 
-def test_twenty_requests_come_and_go_with_one_trace_of_each_program(monkeypatch):
+def test_twenty_requests_join_and_leave_with_one_trace_of_each_program(monkeypatch):
     chex.clear_trace_counter()
     for program in ("_prefill_step", "_decode_step"):
         once = chex.assert_max_traces(getattr(engine_module, program), n=1)
@@ -125,7 +125,7 @@ def test_equal_prompts_share_all_but_the_last_token(monkeypatch):
         assert request.generated == right(request.prompt, request.max_tokens)
 
 
-def test_a_prefix_outlives_the_request_that_brought_it():
+def test_a_prefix_outlives_the_request_that_computed_it():
     served = engine()
     first = served.submit(prompt(21), max_tokens=4)
     while not first.generated:
@@ -155,20 +155,20 @@ def test_a_request_waits_for_blocks():
 
 
 @pytest.mark.parametrize("num_blocks", [10, 11, 13, 17])
-def test_out_of_blocks_the_youngest_waits_and_is_computed_again(num_blocks, monkeypatch):
+def test_out_of_blocks_the_most_recent_request_is_preempted_and_recomputed(num_blocks, monkeypatch):
     served = engine(num_blocks=num_blocks)
     left = []
     leave = served._leave
     monkeypatch.setattr(served, "_leave", lambda request: left.append(request) or leave(request))
     requests = [served.submit(prompt(9, seed=n), max_tokens=28) for n in range(4)]
     finish(served)
-    assert len(left) > len(requests), "nobody was sent back"
+    assert len(left) > len(requests), "no request was preempted"
     assert requests[0] not in left[: left.index(requests[0])]
     for request in requests:
         assert request.generated == right(request.prompt, 28)
 
 
-def test_who_was_sent_back_is_next_to_join():
+def test_a_preempted_request_is_the_next_to_join():
     served = engine(num_blocks=8, max_requests=2)
     first, second, third = (served.submit(prompt(9, seed=n), max_tokens=16) for n in range(3))
     while second not in served.running:
@@ -191,7 +191,7 @@ def test_a_request_may_fill_the_whole_cache():
     assert other.generated == right(other.prompt, 3)
 
 
-def test_what_can_never_be_served_is_refused_at_once():
+def test_a_request_that_can_never_be_served_is_rejected_at_once():
     served = engine(num_blocks=8)
     with pytest.raises(ValueError, match=r"`prompt` has 30 tokens and `max_tokens` is 4, 33 entries: .*cache 32"):
         served.submit(prompt(30), max_tokens=4)
@@ -232,7 +232,7 @@ def test_the_checkpoints_stop_tokens_are_the_default():
     assert other.generated == right(prompt(11), 8)
 
 
-def test_a_cancelled_request_gives_its_blocks_back():
+def test_a_cancelled_request_releases_its_blocks():
     served = engine(num_blocks=10)
     requests = [served.submit(prompt(16, seed=n), max_tokens=8) for n in range(3)]
     served.step()
@@ -262,7 +262,7 @@ def test_cancel_inside_run_ends_the_stream_of_the_request():
     assert requests[0].generated == right(requests[0].prompt, 8)
 
 
-def test_logits_that_are_nan_end_their_request_alone():
+def test_logits_that_are_nan_end_only_their_request():
     bad = 5
     poisoned = {**PARAMS, "embedding": PARAMS["embedding"].copy()}
     poisoned["embedding"][bad] = np.nan
@@ -278,7 +278,7 @@ def test_logits_that_are_nan_end_their_request_alone():
 DRAWS = [Sampling(0.8, 0.9, seed) for seed in range(3)] + [Sampling(2.0, 1.0, 7), Sampling()]
 
 
-def test_drawn_tokens_depend_on_the_seed_alone():
+def test_drawn_tokens_depend_only_on_the_seed():
     def serve(order, **options):
         served = engine(**options)
         requests = {n: served.submit(prompt(13), max_tokens=24, sampling=DRAWS[n]) for n in order}
@@ -292,7 +292,7 @@ def test_drawn_tokens_depend_on_the_seed_alone():
     assert together[-1] == right(prompt(13), 24)
 
 
-def test_the_pool_refuses_what_nobody_holds():
+def test_the_pool_rejects_blocks_that_nobody_holds():
     pool = BlockPool(2)
     block = pool.take()
     pool.share(block)

@@ -253,13 +253,13 @@ def compiled():
     """The names of the programs that are compiled."""
     names = []
 
-    def told(event, seconds, *, fun_name="", **_):
+    def listener(event, seconds, *, fun_name="", **_):
         if event == "/jax/core/compile/backend_compile_duration":
             names.append(fun_name)
 
-    jax.monitoring.register_event_duration_secs_listener(told)
+    jax.monitoring.register_event_duration_secs_listener(listener)
     yield names
-    jax.monitoring.unregister_event_duration_listener(told)
+    jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):
@@ -286,7 +286,7 @@ def test_models_of_one_layout_do_not_find_each_others_blocks():
     assert len(host) == 11
 
 
-def test_blocks_of_another_layout_are_refused():
+def test_blocks_of_another_layout_are_rejected():
     with pytest.raises(ValueError, match="`offload` is a pool of other blocks\n"):
         engine(offload=host_pool(order="LBNHC"), order="BHLNC", block_size=8)
 
@@ -360,6 +360,6 @@ def test_an_interrupted_load_gives_its_blocks_back(monkeypatch):
     assert served.pool.num_free == served.pool.num_blocks
 
 
-def test_what_is_no_host_pool_is_refused(tmp_path):
+def test_anything_but_a_host_pool_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="`offload` is a DiskPool: expected a HostPool"):
         engine(offload=disk_pool(tmp_path))

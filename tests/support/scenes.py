@@ -197,12 +197,12 @@ def scene(entry, *, num_heads=1, block_size=64, lengths=None, num_blocks=BLOCKS,
     if entry.codec.scaled:
         scales = (0.03, 0.03) if isinstance(entry, jaxkv.MLAEntry) else (rng.uniform(0.01, 0.04, num_heads), 0.02)
     values = [rng.standard_normal((num_blocks, num_heads, n, size)).astype(np.float32) for size in entry.sizes]
-    told = Scene(entry, num_heads, n, lengths, tables, np.empty(0), scales, kind)
-    spread = tuple(s[:, None] if np.ndim(s) > 1 else s for s in told.oracle_scales)
+    draft = Scene(entry, num_heads, n, lengths, tables, np.empty(0), scales, kind)
+    spread = tuple(s[:, None] if np.ndim(s) > 1 else s for s in draft.oracle_scales)
     encoded = oracle.encode(entry, values, spread)
     entries = np.full(encoded.shape, 0xFF, np.uint8)
     for request, count in enumerate(needed):
         tables[request, :count] = [next(blocks) for _ in range(count)]
-        slots = told.slots(request)
+        slots = draft.slots(request)
         entries[slots // n, :, slots % n] = encoded[slots // n, :, slots % n]
-    return replace(told, entries=entries)
+    return replace(draft, entries=entries)

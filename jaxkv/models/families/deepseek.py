@@ -49,7 +49,7 @@ def _indexer(fields: JsonObject, attention: MLA) -> Indexer:
 
 
 def _attention_weights(config: ModelConfig, attention: MLA, weight) -> dict[str, Any]:
-    """Those of MLA, and the indexer's."""
+    """The weights of MLA, and those of the indexer."""
     tree, indexer, prefix = mla.weights(config, attention, weight), attention.indexer, "self_attn.indexer"
     if indexer is not None:
         tree["indexer"] = {

@@ -1,4 +1,5 @@
-"""Youtu-LLM: MLA and a dense feed-forward in every layer; the head is the embedding unless config.json denies it."""
+"""Youtu-LLM: MLA and a dense feed-forward in every layer; the head is tied to the embedding unless config.json says
+otherwise."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Feed-forward: dense, and a mixture of experts beside a shared one."""
+"""Feed-forward layers: dense, and a mixture of experts with a shared expert."""
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ def dense(weights, x) -> jax.Array:
 
 
 def mixture(config: Experts, weights, x) -> jax.Array:
-    """Each token's experts, weighted, plus the shared expert: x [..., hidden] to [..., hidden].
+    """The weighted sum of each token's experts, plus the shared expert: x [..., hidden] to [..., hidden].
 
-    All experts side by side are one wide feed-forward, whose inner values are weighted by expert, with 0 for those not
-    chosen.  A decode step of some dozens of requests reads every expert's weights anyway, and reads them once here;
-    a long prefill pays `count / per_token` times the products it needs.
+    All experts side by side are computed as one wide feed-forward, whose inner values are multiplied by the weight of
+    their expert: 0 for experts that were not chosen.  A decode step of some dozens of requests needs every expert's
+    weights anyway, and reads them once here.  A long prefill computes `count / per_token` times the products it needs.
     """
     share = route(config, weights, x)[..., None]
     experts = weights["experts"]

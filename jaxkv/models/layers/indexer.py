@@ -52,6 +52,7 @@ def select_slots(
 
 
 def _rotate_first(x, cos, sin):
-    """The rotary part comes first here, and its pairs are always halves, whatever the attention's are."""
+    """Rotates the rotary part, which comes first here.  Its pairs are always (x[i], x[i + half]), also if the
+    attention's are not."""
     rotary = 2 * cos.shape[-1]
     return jnp.concatenate([rope.rotate(x[..., :rotary], cos, sin, interleaved=False), x[..., rotary:]], axis=-1)

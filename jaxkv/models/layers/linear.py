@@ -17,7 +17,7 @@ def linear(x, weight) -> jax.Array:
 
 
 def with_rank(vector, ndim: int) -> jax.Array:
-    """vector [n] as [1, ..., 1, n] of `ndim` axes: NumPy's rank promotion, which a user's program may refuse."""
+    """vector [n] as [1, ..., 1, n] of `ndim` axes: NumPy's rank promotion, which a user's program may have disabled."""
     return jnp.expand_dims(vector, range(ndim - 1))
 
 

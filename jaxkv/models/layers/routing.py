@@ -12,8 +12,9 @@ def route(config: Experts, weights, x) -> jax.Array:
     """x [..., hidden] to the weights of all experts, float32 [..., count]; 0 for those not chosen.
 
     V2 (arXiv 2405.04434, 2.1): softmax scores.  V3 (arXiv 2412.19437, 2.1.2): sigmoid scores; a bias of each expert,
-    which balances the load, takes part in the choice and not in the weights.  With groups, only experts of the best
-    groups may be chosen: a group is as good as its best expert (V2), or as its two best together (V3).
+    which balances the load, is added for the choice of experts, but not for their weights.  With groups, only experts
+    of the best groups may be chosen; the score of a group is that of its best expert (V2), or the sum of its two best
+    (V3).
     """
     logits = linear(x.astype(jnp.float32), weights["router"])
     if config.scoring == "softmax":

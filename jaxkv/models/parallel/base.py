@@ -66,7 +66,7 @@ class Parallel(ABC):
         return decode_mla(*args, **options)
 
     def decode_kv(self, *args, **options) -> jax.Array:
-        """`jaxkv.decode_kv` of the device's heads to all cached tokens."""
+        """`jaxkv.decode_kv` of the device's heads, over all cached tokens."""
         return decode_kv(*args, **options)
 
     def indexer_logits(self, *args, **options) -> jax.Array:

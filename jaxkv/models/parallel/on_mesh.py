@@ -48,7 +48,7 @@ class OnMesh(Parallel):
         return PartitionSpec()
 
     def divides_cache(self, layout: CacheLayout) -> bool:
-        """Whether each device has a cache of its own, of that layout; else all have the same."""
+        """Whether each device has a cache of its own, with that layout.  If not, the cache is replicated."""
         return True
 
     @override

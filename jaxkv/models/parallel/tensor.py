@@ -1,4 +1,4 @@
-"""Tensor parallelism: devices divide the heads of attention and the inner values of feed-forwards."""
+"""Tensor parallelism: the heads of attention and the inner dimension of feed-forwards are divided over devices."""
 
 from dataclasses import dataclass
 from typing import override

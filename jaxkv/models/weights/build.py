@@ -1,4 +1,4 @@
-"""From the arrays of a checkpoint's weights to a model."""
+"""Builds a model from the arrays of a checkpoint's weights."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class Build:
         self._config = config
         self._dtype = float_dtype("dtype", dtype)
         self._entry_format = entry_format or unquantised(self._dtype)
-        # Refuses here, before gigabytes are read, what it would refuse when a cache is made.
+        # Raises here, before gigabytes are read, what would be raised when a cache is made.
         config.attention.entry(self._entry_format)
         if config.indexer is not None:
             IndexerEntry.beside(self._entry_format, config.indexer.head_dim)

@@ -34,7 +34,7 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
-    """Those of `names` that published checkpoints have and these programs have no use for.
+    """The weights among `names` that published checkpoints contain but these programs do not use.
 
     - `model.layers.N.self_attn.rotary_emb.inv_freq` (Moonlight, Kimi-K2): the frequencies that follow from the rotary
       embedding's values in config.json.

@@ -9,7 +9,7 @@ NO_LAYERS = range(0)
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the checkpoint, or one a layer and perhaps expert, stacked; `name` has numbers as placeholders."""
+    """A weight of the checkpoint, or a stack of one per layer (and per expert); `name` has placeholders for numbers."""
 
     name: str
     shape: tuple[int, ...]

@@ -16,7 +16,7 @@ class Suite:
 
     implementation: str
     gaps: tuple[str, ...] = ()
-    """Beginnings of the reasons for which this implementation is expected to refuse calls of this suite."""
+    """Beginnings of the reasons for which this implementation is expected to reject calls of this suite."""
 
     def run(self, operation, *args, **kwargs):
         """The operation's result on this implementation; a declared gap skips the test, an undeclared one fails it."""

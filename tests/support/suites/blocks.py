@@ -1,4 +1,4 @@
-"""Whole blocks: copies, and round trips through rows that travel."""
+"""Whole blocks: copies, and round trips through exported rows."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,1 +1,1 @@
-"""What families are made of: each file reads keys of `config.json` and names the weights that they imply."""
+"""Parts that families share: each file reads keys of `config.json`, and names the weights of that part."""

@@ -64,7 +64,7 @@ def read_routing(fields: JsonObject, scoring: str, *, grouped: bool, normalize: 
 
 
 def weights(config: ModelConfig, experts: Experts, weight) -> dict[str, Any]:
-    """The router, the experts and the shared one; `weight` as in `decoder.weights`."""
+    """The weights of the router, the experts and the shared expert; `weight` as in `decoder.weights`."""
     hidden, size = config.hidden_size, experts.intermediate_size
     tree = {
         "router": weight("mlp.gate.weight", experts.count, hidden, exact=True),

@@ -1,11 +1,13 @@
 """Combines the splits of requests into their rows of the result.
 
-A CTA of one warpgroup has a chunk of the columns of a row of a split request.  Where requests have few splits, it has
-four rows or more, each in one warp: log-sum-exps and scales, which most loads are for, are then loaded by one warp
-instead of four.  Splits are read in groups, all loads of a group before their first use, into running softmaxes over
-their log-sum-exps (base 2).  Most plans split few requests or none: the grid, which must have room for all, is small.
+A CTA of one warpgroup combines one chunk of columns, of one row of a split request.  If requests have few splits, it
+combines four rows or more, each in one warp.  Most loads are then of log-sum-exps and scales, and those of a row are
+loaded by one warp instead of four.  Splits are read in groups: all loads of a group are issued before the first is
+used, and an online softmax over log-sum-exps (base 2) adds the group.  Most plans split few requests or none, so the
+grid, which must have room for all requests, is kept small.
 
-A CTA starts where one of the attention kernel has ended, and finds its request while others are still running.
+A CTA starts where a CTA of the attention kernel has ended (programmatic dependent launch), and looks up its request
+while others are still running.
 """
 
 import math
@@ -41,11 +43,11 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     """The result [B, >= rows, R] and lse [B, >= rows], with `rows` rows of split requests combined from their splits.
 
     split_out [splits, >= rows, R] holds the bits of SPLIT_DTYPE, split_lse [splits, >= rows] log-sum-exps in base 2.
-    The equal parts of a row's values are to be multiplied by split_scale [splits, parts, >= rows].
+    split_scale [splits, parts, >= rows] has a factor for each of the equal parts of a row's values.
     """
     split_out = jax.lax.bitcast_convert_type(split_out, SPLIT_DTYPE)
     batch, height, latent = out.shape
-    # About the splits of a request.  Always the same for batch-invariant plans, whose sums must keep their order.
+    # An estimate of the splits per request: constant for batch-invariant plans, whose sums must keep their order.
     splits = max(plan.max_splits // batch, 2)
     group = min(1 << (splits.bit_length() - 1), AT_ONCE)
     parts = split_scale.shape[1]
@@ -90,7 +92,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
             return running_max, row_sum, acc
 
         def combine_rows(step, _):
-            at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the last: those again
+            at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the end: the last again
             groups = lax.div(count + (group - 1), jnp.int32(group))
             start = filled(per_row, EMPTY, together), filled(per_row, 0, together), filled(tile, 0, together, width)
             running_max, row_sum, acc = lax.fori_loop(0, groups, partial(add, at_rows), start)

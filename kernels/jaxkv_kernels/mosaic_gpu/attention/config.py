@@ -20,23 +20,23 @@ At 16 rows it is bound by reading.  32 rows would fit, with half of the query st
 schedule.
 """
 SPLIT_COST_UNIT = 256
-"""What walking one step costs, in the units of `SplitCosts`."""
+"""The cost of walking one step, in the unit of `SplitCosts.combining` and `SplitCosts.split`."""
 THREE_WARPGROUPS = 504
-"""Registers per lane that three warpgroups have together; a kernel that asks for more waits for them forever."""
+"""Registers per lane that three warpgroups have together; a kernel that requests more hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCosts:
-    """What a plan weighs when it divides requests: costs that are not walking over keys."""
+    """The costs, besides walking over keys, that a plan weighs when it divides requests."""
 
     least: int
     """The fewest steps of a partition: more splits than that take longer to combine than they save."""
     overhead: int
-    """What beginning and ending a request costs, in steps."""
+    """The cost of beginning and ending a request, in steps."""
     combining: int
-    """What combining costs if any request is split, a step being SPLIT_COST_UNIT."""
+    """The cost of combining, if any request is split; a step costs SPLIT_COST_UNIT."""
     split: int
-    """What each split costs, likewise."""
+    """The cost of each split, in the same unit."""
 
     def __post_init__(self):
         require(self.least >= 1, self, "least", "at least 1 step")
@@ -70,7 +70,7 @@ class WideConfig:
     """Whether a cluster prefetches its next pair of tiles to the L2 cache, where a page is contiguous.  CTAs without a
     cluster never do: bound by reading, they lose 10 % to the additional requests."""
     split_costs: SplitCosts = _PAIR_COSTS
-    """In steps of two tiles.  A request begins with 64 KiB of queries per CTA, and ends with as much of results."""
+    """In steps of two tiles.  For each request, a CTA loads 64 KiB of queries and stores as much of results."""
 
     def __post_init__(self):
         _check_registers(self, most=56)
@@ -94,7 +94,7 @@ class FewRowsConfig:
     rescale_threshold: int = 8
     """As in WideConfig.  Here a rescale costs more, since all warps must agree on the maximum."""
     split_costs: SplitCosts = _TILE_COSTS
-    """In steps of one tile.  Requests begin and end beside the walk over keys, and splits are small."""
+    """In steps of one tile.  Queries and results are copied during the walk over keys, and splits are small."""
 
     def __post_init__(self):
         require(self.stages == 2, self, "stages", "2, which is what shared memory holds")
@@ -139,10 +139,10 @@ def consumer_registers(producer_registers: int) -> int:
 
 def _check_registers(config, most: int) -> None:
     ok = config.producer_registers % 16 == 8 and 24 <= config.producer_registers <= most
-    # Of 504, so that half of what remains is a multiple of 8 as well.
+    # Half of what remains of THREE_WARPGROUPS must be a multiple of 8 as well.
     require(ok, config, "producer_registers", f"24, 40 or {most}")
 
 
 def _check_threshold(config) -> None:
     ok = 0 <= config.rescale_threshold <= 14
-    require(ok, config, "rescale_threshold", "0 to 14: weights reach 2**threshold, and float16 ends at 65,504")
+    require(ok, config, "rescale_threshold", "0 to 14: weights reach 2**threshold, and float16 at most 65,504")

@@ -1,7 +1,7 @@
 """What attention kernels store: results of whole requests, and splits in float16.
 
-A split's values are weighted means of a part of the keys.  They are stored in float16, each row (or half of a row)
-divided by its largest magnitude, and that factor beside them: half the bytes of float32, and the range of any entries.
+A split's values are weighted means of a part of the keys.  They are stored in float16, with each row (or half of a
+row) divided by its largest magnitude, which is stored as well: half the bytes of float32, with the range of float32.
 """
 
 from functools import partial
@@ -20,8 +20,8 @@ def result_types(
 ) -> tuple[Any, ...]:
     """Values and log-sum-exps of whole requests; values, log-sum-exps (base 2) and scales of splits.
 
-    `leading` is (requests,) or (requests, heads).  `lse` and `split_lse` are how many rows the arrays of one value per
-    row have.  A row of a split has `scales` scales, one for each equal part of its values.
+    `leading` is (requests,) or (requests, heads).  `lse` and `split_lse` are the numbers of rows of the arrays with one
+    value per row.  A row of a split has `scales` scales, one for each equal part of its values.
     """
     batch, *heads = leading
     shape, per_row = jax.ShapeDtypeStruct, partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -35,5 +35,5 @@ def result_types(
 
 
 def split_scale(magnitude):
-    """What the rows of a split are divided by, from their largest magnitudes."""
+    """The divisors of the rows of a split, from the rows' largest magnitudes."""
     return jnp.where(magnitude < FINITE, jnp.maximum(magnitude, 1 / FINITE), 1.0)

@@ -1,6 +1,7 @@
 """Loaders: where an attention kernel's keys and values come from, and how they reach shared memory.
 
-A schedule names the stages and barriers; a loader knows memory.  Every loader has the interface of `Keys`.
+A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Every loader has the
+interface of `Keys`.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -31,13 +32,13 @@ class Keys(Protocol):
     """A loader of tiles of 64 keys, used by the producer warpgroup."""
 
     def look_up(self, request, first_token):
-        """What says where a tile lies, loaded from device memory but not used yet: call it a tile ahead."""
+        """Loads where a tile lies.  Call it one tile ahead, so that nothing waits for these loads."""
 
     def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
         """Starts the copies of a tile that was looked up; `copy` are options of the copies (multicast)."""
 
     def prefetch(self, found, first_token, *, interpret: bool) -> None:
-        """Prefetches such a tile to the L2 cache."""
+        """Prefetches a tile that was looked up to the L2 cache."""
 
 
 class PagedKeys:
@@ -62,12 +63,12 @@ class PagedKeys:
                 plgpu.copy_gmem_to_smem(source.at[:, columns], into.at[rows], full, **copy)
 
     def prefetch(self, found, first_token, *, interpret: bool) -> None:
-        """Whole rows: those of a layer, where rows hold nothing else."""
+        """Prefetches whole rows of the view, which should hold one layer only."""
         for c, block in enumerate(found):
             prefetch_to_l2(self._rows(block, first_token + c * self._table.copy_rows), interpret=interpret)
 
     def _rows(self, block, first_token):
-        """Where the tokens of a copy lie; for a block that is not the cache's, in block 0: they are masked later."""
+        """Rows of a copy's tokens.  For a block outside the cache, those of block 0: its tokens are masked later."""
         in_block = lax.rem(first_token, jnp.int32(self._table.pages.block_size))
         block = jnp.where(self._table.known(block), block, 0)
         index, row = self._view.index(self._layer, block, in_block, self._head)

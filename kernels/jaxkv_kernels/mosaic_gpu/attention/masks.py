@@ -1,4 +1,4 @@
-"""Masks: of scores, and of values that no row sees but that a product would still read."""
+"""Masks scores, and clears values that no row sees but that a product would still read."""
 
 import math
 
@@ -38,7 +38,7 @@ def clear_values(
 ):
     """Zeroes values in shared memory of tokens that no row sees: their weights are 0, but 0 x NaN is NaN.
 
-    Unseen are tokens from `length` on, those before `first_seen`, and those of unknown blocks.
+    No row sees tokens from `length` on, tokens before `first_seen`, and tokens of unknown blocks.
     """
     token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + first_token
 

@@ -2,13 +2,13 @@
 
 The tokens of a request are counted in steps: pairs of 64-token tiles, or single tiles for MLA calls with few rows.  By
 default, the steps of all requests are laid end to end, and the line is divided into equal partitions: as many as fill
-the GPU, with a CTA for each partition, tile of rows and KV head.  Several such lines are considered: with and without
-gaps for what beginning and ending a request costs, and divided into somewhat fewer partitions than fill the GPU.  The
-one whose longest partition takes the least time is used, the time to combine splits included.  A batch-invariant plan
-splits a request by its own length alone.
+the GPU, with a CTA for each partition, tile of rows and KV head.  Several divisions are compared: with and without gaps
+between requests, for the cost of beginning and ending one, and into as many partitions as fill the GPU or somewhat
+fewer.  The division with the least estimated time is used: that of its longest partition, and of combining its splits.
+A batch-invariant plan splits a request by its own length alone.
 
-A work tile is what lies between two divisions.  The work tiles of a request that was divided store splits, which
-`combine` merges.
+A work tile is the part of a request that lies in one partition.  The work tiles of a request that was divided store
+splits, which `combine` merges.
 """
 
 from dataclasses import dataclass, field
@@ -82,9 +82,9 @@ def planned(plan: Plan | None, buffer, block_tables, seq_lens, *, pages, entry, 
 
 
 def _lay_out(sizes, partitions: int, costs: SplitCosts):
-    """Where requests of `sizes` [B] begin on the line, and the length of a partition, both in steps: at least cost."""
+    """The division of least cost: where requests of `sizes` [B] begin, and the length of a partition, both in steps."""
     used = jnp.arange(partitions - partitions // 8, partitions + 1, dtype=jnp.int32)  # the others stay empty
-    gap = jnp.asarray([costs.overhead, 0], jnp.int32)[:, None]  # without gaps, requests of one length are split alike
+    gap = jnp.asarray([costs.overhead, 0], jnp.int32)[:, None]  # without gaps, equal requests are split alike
     ends = jnp.cumsum(sizes + gap, axis=1)
     begins = ends - sizes - gap
     length = jnp.maximum(-(-ends[:, -1:] // used), costs.least)

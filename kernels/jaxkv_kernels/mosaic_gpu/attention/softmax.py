@@ -2,9 +2,9 @@
 
 Weights are exp2(score - running max), and the sums over keys (of weights, and of weighted values) are relative to the
 same running max.  Textbook online softmax raises the running max in nearly every tile, and multiplies all sums each
-time.  Here the running max is raised only when a score exceeds it by more than a threshold: until then weights grow
-beyond 1, up to 2**threshold, which costs no precision.  Whether any score does is a vote of the lanes on their own
-values, so most tiles need no maximum over a row and no rescale.
+time.  Here the running max is raised only when a score exceeds it by more than a threshold: until then, weights may
+exceed 1, up to 2**threshold, which costs no precision.  To detect such a score, each lane checks its own values, and
+the lanes vote; most tiles thus need no maximum over a row and no rescale.
 """
 
 import math
@@ -32,7 +32,7 @@ EMPTY = float(jnp.finfo(jnp.float32).min)
 class OnlineSoftmax:
     """For tiles of scores in base 2 (times log2(e)), whose keys lie along axis `keys`.
 
-    With keys along axis 1, a quad of lanes holds a row, and warps vote each for its own rows.  With keys along axis 0
+    With keys along axis 1, a quad of lanes holds a row, and each warp votes on its own rows.  With keys along axis 0
     (swapped operands) all warps hold keys of every row, so the warpgroup votes, and its warps wait for each other.
     """
 
@@ -45,7 +45,7 @@ class OnlineSoftmax:
         return filled(ROW if self.keys == 1 else COLUMN, EMPTY, rows)
 
     def update_max(self, scores, running_max, on_raise=None):
-        """The running max after a tile of `scores`; `on_raise` is called with one that differs."""
+        """The running max after a tile of `scores`; `on_raise` is called with it if it was raised."""
 
         def raised():
             new = self._raise(scores, running_max)
@@ -61,7 +61,7 @@ class OnlineSoftmax:
         return lax.cond(changed, lambda: self._multiply(jnp.exp2(old_max - new_max), sums), lambda: sums)
 
     def update(self, scores, running_max, *sums):
-        """Both at once: the running max after a tile of `scores`, and `sums` relative to it."""
+        """`update_max` and `rescale` at once: the running max after a tile of `scores`, and `sums` relative to it."""
 
         def raised(running_max, *sums):
             new = self._raise(scores, running_max)
@@ -74,7 +74,8 @@ class OnlineSoftmax:
         return jnp.exp2(scores - self._spread(running_max, scores))
 
     def finalize(self, row_sum, running_max):
-        """What sums of weighted values are to be multiplied by, and log-sum-exps in base 2; 0 and -inf without keys."""
+        """Factors that normalize sums of weighted values, and log-sum-exps in base 2; 0 and -inf for rows without
+        keys."""
         empty = row_sum == 0
         row_sum = jnp.where(empty, 1.0, row_sum)
         return jnp.where(empty, 0.0, 1 / row_sum), jnp.where(empty, -math.inf, running_max + jnp.log2(row_sum))

@@ -44,7 +44,7 @@ def fetch(source, stage, full):
 
 
 def clear(stage):
-    """Zeros instead of a chunk."""
+    """Fills the stage with zeros instead of a chunk."""
 
     def one(i, _):
         stage[pl.ds(i * CLEARED, CLEARED)] = jnp.zeros((CLEARED,), stage.dtype)

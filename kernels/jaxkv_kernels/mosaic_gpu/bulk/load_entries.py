@@ -1,21 +1,21 @@
-"""Loads the entries of ragged runs of tokens into arrays of their parts: bulk copies only, of any row width.
+"""Loads the entries of ragged runs of tokens into arrays of their parts: with bulk copies only, for any row width.
 
 Work.  A CTA of one warpgroup has up to four consecutive rows of the result; each of its warps has a share of them
 (`warp_share`).
 
 Timeline of a warp:
 
-    find the places of its tokens; start the copies of their entries, one per run of heads that touch
-    with the other warps: zeros to shared memory
+    find the places of its tokens; start the copies of their entries, one per run of adjacent heads
+    together with the other warps: write zeros to shared memory
     find the places again, which is cheaper than keeping them
     per token -> full: start the copies of the entry's parts, or of zeros, to their rows of the result
     wait until shared memory has been read
 
-Rows without a token, and rows beyond the last, fetch some entry and drop it, so that every barrier completes after the
-same number of copies.
+Rows without a token, and rows beyond the last, fetch some entry and discard it, so that every barrier completes after
+the same number of copies.
 
-Barriers.  full, one per token of a warp: the warp's heads of it have landed.  Shared memory is filled once and never
-reused.
+Barriers.  full, one per token of a warp: the warp's heads of that token have landed.  Shared memory is filled once and
+never reused.
 Budget.  Shared memory: 32 KiB, or four entries (one token) where that is more, and the zeros.  Registers: scalars only.
 """
 
@@ -37,7 +37,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "interpret"))
 def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, interpret):
-    """Parts [total, (H,) n_i] of the tokens of ragged runs, as the entry has them; 0 in rows without one."""
+    """The entry's parts [total, (H,) n_i] of the tokens of ragged runs; 0 in rows without a token."""
     view, dtype, heads, width = row_view(pages), buffer.dtype, pages.num_heads, pages.width
     sizes = [size * entry.dtype.itemsize // dtype.itemsize for size in entry.sizes]
     share = warp_share(total, heads, heads * width * dtype.itemsize, interpret=interpret, least=token_ways(heads))
@@ -52,7 +52,7 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
         in_cache = (layer >= 0) & (layer < pages.num_layers)
 
         def tokens_of(warp):
-            """The warp's tokens, counted within the CTA, their places, and the barriers of their entries."""
+            """The warp's tokens (as indices within the CTA), their places, and the barriers of their entries."""
             token = share.token(warp, 0)
             places = places_of(first + token, share.rounds, table_ref, cu_ref, start_ref, pages=pages)
             return [(token + i, place, full.at[warp * share.rounds + i]) for i, place in enumerate(places)]

@@ -1,4 +1,4 @@
-"""Device-side: where the tokens of ragged runs lie, as `ragged_slots` of `addressing/slots.py`, computed per warp."""
+"""Where the tokens of ragged runs lie: the device-side `ragged_slots` (`addressing/slots.py`), computed per warp."""
 
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ def _place(row, request, table_ref, cu_ref, start_ref, pages):
 
 def _passed(row, cu_ref, requests):
     """How many requests end at or before `row`."""
-    # At least `passed`, at most `left` more.
+    # The answer is at least `passed`, and at most `passed + left`.
     passed, left = jnp.int32(0), requests
     while left:
         step = -(-(left + 1) // (PROBES + 1))

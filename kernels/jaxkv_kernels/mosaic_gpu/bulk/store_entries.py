@@ -1,10 +1,10 @@
-"""Stores entries at slots of a layer, in place, from arrays of their parts: bulk copies only, of any row width.
+"""Stores entries at slots of a layer, in place, from arrays of their parts: with bulk copies only, for any row width.
 
 Work.  A CTA of one warpgroup has up to four consecutive tokens; each of its warps has a share of them (`warp_share`).
 
 Timeline of a warp:
 
-    with the other warps: start the copies of the tokens' parts, one per part
+    together with the other warps: start the copies of the tokens' parts, one per part
     load the slots of its tokens
     -> full: per entry, start the copies of its parts to the cache
     wait until shared memory has been read
@@ -43,7 +43,7 @@ def store_entries(buffer, parts, slots, layer, *, pages, interpret):
     def store(*refs):
         *part_refs, slot_ref, layer_ref, cache_ref, staged, full = refs
         wanted = lax.axis_index("cta") * share.tokens
-        first = jnp.minimum(wanted, count - share.tokens)  # of the last CTA: some of them are the neighbour's
+        first = jnp.minimum(wanted, count - share.tokens)  # the last CTA also loads tokens of its neighbour
         for ref, stage in zip(part_refs, staged, strict=True):
             plgpu.copy_gmem_to_smem(ref.at[pl.ds(first, share.tokens)], stage, full, oob_mode=IN_BOUNDS)
 

@@ -1,4 +1,4 @@
-"""How tokens are divided: among CTAs by tokens, within a CTA among warps by heads, then by tokens."""
+"""How work is divided: among CTAs by tokens; within a CTA, among warps by heads first, then by tokens."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -23,7 +23,7 @@ MOST_BYTES = 160 * 1024
 
 @dataclass(frozen=True)
 class WarpShare:
-    """A warp's share: `rounds` consecutive tokens, of each `heads` consecutive heads."""
+    """A warp's share: `rounds` consecutive tokens, and of each of them `heads` consecutive heads."""
 
     tokens: int
     """Tokens per CTA: a power of two."""
@@ -42,7 +42,8 @@ class WarpShare:
         return -(-self.tokens // self.token_ways)
 
     def token(self, warp, i: int):
-        """The i-th token of a warp, counted within the CTA; beyond `tokens` if there are fewer than warps."""
+        """The i-th token of a warp, as an index within the CTA; `tokens` or more if there are fewer tokens than
+        warps."""
         return lax.div(warp, jnp.int32(self.head_ways)) * self.rounds + i
 
     def first_head(self, warp):

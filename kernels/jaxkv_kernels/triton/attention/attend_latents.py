@@ -4,15 +4,16 @@ It computes softmax(scale * (q_latent . latent + q_pe . rope)) . latent: keys ar
 latents.
 
 A program has a work tile of the plan (a range of a request's tokens) and a tile of query rows (query tokens x heads).
-It loads each latent once and uses it as key and as value.  Its loop is that of `attend_tiles.py`; a latent is several
-tiles there, `columns` wide.
+It loads each latent once and uses it as key and as value.  It runs the loop of `attend_tiles.py`, where a latent is
+several tiles of `columns` values.
 
-What bounds it.  Few rows: memory bandwidth, which takes two programs per multiprocessor to fill.  64 rows: registers,
-half of which hold results, and shared memory, which has room for two tiles of keys; `config.py` has the budgets.
+What bounds it.  With few rows: memory bandwidth, which takes two programs per multiprocessor to saturate.  With 64
+rows: registers, half of which hold results, and shared memory, which has room for two tiles of keys.  `config.py` has
+the budgets.
 
-Operands of products have the queries' dtype.  Those of `fp8` entries are float16 instead, which holds every e4m3 value
-exactly and which the GPU converts to, two values at a time (`codecs/e4m3_pairs.py`).  Queries are then divided by a
-power of two per row, so that float16 holds them, too.
+Operands of products have the queries' dtype.  For `fp8` entries they are float16 instead, which represents every e4m3
+value exactly; the GPU converts two values per instruction (`codecs/e4m3_pairs.py`).  Queries are then divided by a
+power of two per row, so that they fit in float16, too.
 """
 
 import jax
@@ -44,7 +45,7 @@ def attend_latents(
 ):  # fmt: skip
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
 
-    `table` [B, M] has blocks of `table_block` tokens: those of the cache, or slots where that is 1.
+    `table` [B, M] holds the ids of blocks of `table_block` tokens: blocks of the cache, or slots if `table_block` is 1.
     """
     batch, q_len, heads, latent = q_latent.shape
     dtype = q_latent.dtype
@@ -102,7 +103,7 @@ def _power_of_two_per_row(tiles):
 
 @triton.jit
 def _split_into_pairs(tiles, divisor, DTYPE: tl.constexpr):
-    """Tiles of queries, divided by `divisor` [n], as tiles of their even and of their odd columns."""
+    """Divides tiles of queries by `divisor` [n], and splits them into tiles of their even and of their odd columns."""
     found = ()
     for i in tl.static_range(len(tiles)):
         low, high = in_halves(rounded(tiles[i].to(tl.float32) / divisor[:, None], DTYPE))
@@ -147,7 +148,7 @@ def _attend_latents(
         scale *= tl.load(kv_scales) * divisor[:, None]
         q, q_rope = _split_into_pairs(q, divisor, LOADS.dtype), _split_into_pairs(q_rope, divisor, LOADS.dtype)
 
-    # Few rows leave registers for a sum per column.
+    # With few rows, there are registers left for a sum per column.
     SUM_PER_COLUMN: tl.constexpr = LOADS.in_pairs and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
         q_rope + q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,

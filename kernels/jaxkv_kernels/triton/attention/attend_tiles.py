@@ -30,7 +30,7 @@ from jaxkv_kernels.triton.runtime.arithmetic import dot, rounded
 
 @triton.jit
 def load_range(work_tiles, index):
-    """First token, end, and whether it is a split, of a work tile of the plan; its request comes before them."""
+    """The first token of a work tile of the plan, its end, and whether it is a split: all but its request."""
     tile = work_tiles + index * 4
     return tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
@@ -138,7 +138,7 @@ def store_results(
     """Stores a whole request's rows to `out` [B, ALL, SIZE], `lse` [B, ALL]; a split's to `split_out`, `split_lse`.
 
     Both are normalized; the LSE of a whole request is natural, that of a split base 2.  Sinks count once per request:
-    `combine` adds them to those that are split.
+    `combine` adds them to requests that are split.
     """
     divisor = normalizer(row_sum)
     if SINKS:

@@ -1,4 +1,4 @@
-"""Combines the splits of requests, in place of the rows of the result that those requests have.
+"""Combines the splits of requests, and writes the result in place to the rows of those requests.
 
 A program loops over units of work: some columns of a row of a split request.  It reads the splits in groups and keeps
 an online softmax over their base-2 log-sum-exps:
@@ -6,11 +6,11 @@ an online softmax over their base-2 log-sum-exps:
     for each unit:   for each group of splits:  load LSEs, values | max, weights | acc = acc * rescale + sum
                      normalize, store
 
-Before that, it copies LSEs of requests that are not split, because a launch updates one array only, which is the
-results.  No two programs write the same bytes.
+Before that, it copies the LSEs of requests that are not split, because a launch can update only one array in place, and
+that is the result.  No two programs write the same bytes.
 
-What bounds it: the latency of the loads, hence groups about as large as the number of splits that a request usually
-has.  4,096 values of a group take 32 registers of each of 128 threads.
+What bounds it: the latency of the loads.  A group is therefore about as large as the usual number of splits per
+request.  4,096 values of a group take 32 registers of each of 128 threads.
 """
 
 import jax

@@ -34,16 +34,16 @@ class Config:
     stages: int
     """Stages of Triton's software pipeline over the tiles of keys; 1 is no pipeline."""
     programs_per_sm: int
-    """Programs that fit on a multiprocessor together, which plans count on."""
+    """Programs that run on a multiprocessor at the same time; plans rely on it."""
     split_multiple: int = 64
-    """Splits are a multiple of so many tokens.  64 is the largest tile of keys and the usual block, so that no tile is
-    loaded for a few keys only."""
+    """The length of a split is a multiple of this many tokens.  64 is the largest tile of keys and the usual block, so
+    that no tile is loaded for a few keys only."""
     split_cost: int = 64
-    """The fixed cost of a split, as the number of tokens that take as long.  On an H200, a program that starts, loads
-    its queries and stores its split takes about as long as one tile of keys."""
+    """The fixed cost of a split, as the number of tokens that take as long to process.  On an H200, a program that
+    starts, loads its queries and stores its split takes about as long as one tile of keys."""
     max_waves: int = 4
-    """Plans try split sizes that fill the GPU once, twice, ... up to so many times.  Beyond 4, the fixed costs of the
-    splits exceed what more even work saves."""
+    """Plans try split sizes that fill the GPU once, twice, ... up to this many times.  Beyond 4, the fixed
+    costs of the splits exceed what more even work saves."""
 
     def __post_init__(self):
         for name in ("rows", "keys"):

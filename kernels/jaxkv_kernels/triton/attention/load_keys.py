@@ -17,7 +17,7 @@ SCALE_TILE = tl.constexpr(TILE)
 
 @dataclass(frozen=True)
 class EntryLoads:
-    """How a kernel loads entries: one of its constants.
+    """How a kernel loads entries; a compile-time constant of the kernel.
 
     An entry is a latent and a rotary key (`latents`: the keys are both, the values are the latents), or a key and a
     value.
@@ -30,14 +30,14 @@ class EntryLoads:
     second: int
     """Values of the rotary key, or of the value."""
     first_columns: int
-    """Columns of a load of them, a power of two.  A latent may take several loads."""
+    """Columns of one load of these values, a power of two.  A latent may take several loads."""
     second_columns: int
     stored: tl.dtype
     """The element type in memory; "uint8" for quantized entries."""
     dtype: tl.dtype
     """The element type of the operands of products."""
     native: bool
-    """Whether the GPU converts e4m3."""
+    """Whether the GPU has instructions that convert e4m3."""
     even: bool
     """Whether all sizes and strides are even numbers of bytes."""
 
@@ -53,12 +53,12 @@ class EntryLoads:
 
     @property
     def value_tiles(self) -> int:
-        """How many tiles the values are."""
+        """The number of tiles that hold the values."""
         return (2 if self.in_pairs else 1) * (self.loads if self.latents else 1)
 
     @property
     def value_columns(self) -> int:
-        """Columns of each of them."""
+        """Columns of each tile of values."""
         return self.first_columns // (2 if self.in_pairs else 1) if self.latents else self.second_columns
 
 
@@ -101,7 +101,7 @@ def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
 
 @triton.jit
 def _rope_tile(entry, known, LOADS: tl.constexpr):
-    """The rotary keys, likewise."""
+    """The rotary keys: one tile, or two where they come in pairs."""
     COLUMNS: tl.constexpr = LOADS.second_columns
     if LOADS.format == "fp8_ds_mla":
         ropes = (entry + LOADS.first + 4 * (LOADS.first // SCALE_TILE)).to(tl.pointer_type(tl.bfloat16))
@@ -116,6 +116,6 @@ def _rope_tile(entry, known, LOADS: tl.constexpr):
 
 @triton.jit
 def _plain_tile(entry, known, FIRST: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr):
-    """SIZE values from FIRST on, of the element type `stored`."""
+    """The SIZE values from FIRST on of entries whose element type is `stored`."""
     values = load_pieces(entry.to(tl.pointer_type(LOADS.stored)) + FIRST, known, SIZE, COLUMNS)
     return widened(values, None, LOADS.dtype, LOADS.native) if LOADS.format == "fp8" else rounded(values, LOADS.dtype)

@@ -1,7 +1,7 @@
 """Split-KV plans: which program attends to which tokens of a request, computed on the device from the lengths.
 
 A plan has one split size for all requests.  Large splits leave multiprocessors idle; small ones cost a start each, and
-must be combined afterwards.  Of a few sizes, the plan takes the one with the earliest estimated end.
+must be combined afterwards.  The plan compares a few sizes, and takes the one with the least estimated time.
 """
 
 from dataclasses import dataclass, field
@@ -71,7 +71,7 @@ def make_plan(
 ) -> Plan:
     """The schedule for requests of `seq_lens` [B] (clamped to 0 and `longest`) on `sms` multiprocessors.
 
-    `row_tiles` programs share each work tile.  With a window, requests begin at the first token in sight of a query.
+    `row_tiles` programs share each work tile.  With a window, requests begin at the first token that some query sees.
     """
     batch = seq_lens.size
     places = sms * config.programs_per_sm  # programs that run at a time
@@ -82,7 +82,7 @@ def make_plan(
     lengths = ends - begins
 
     longest_length = jnp.maximum(lengths.max(), 1)
-    share = jnp.maximum(lengths.sum(dtype=jnp.float32), 1) * row_tiles / places  # tokens per place if work were even
+    share = jnp.maximum(lengths.sum(dtype=jnp.float32), 1) * row_tiles / places  # tokens per place, spread evenly
     splits = jnp.maximum(jnp.arange(1, config.max_waves + 1) * longest_length // share, 1)
     sizes = jnp.ceil(longest_length / splits / config.split_multiple).astype(jnp.int32) * config.split_multiple
     counts = jnp.maximum(-(-lengths // sizes[:, None]), 1)

@@ -23,9 +23,9 @@ POLYNOMIAL_LIMIT = tl.constexpr(0.55)
 
 @triton.jit
 def cap_scores(score, CAP: tl.constexpr, DTYPE: tl.constexpr):
-    """CAP * tanh(score / CAP), multiplied by log2(e).  For a CAP of None, only multiplied.
+    """CAP * tanh(score / CAP), multiplied by log2(e).  If CAP is None, `score` is only multiplied.
 
-    DTYPE is the dtype of the weights.  Weights in 16 bits do not show the error of the shorter formula near 0.
+    DTYPE is the dtype of the weights.  For 16-bit weights, a shorter formula is precise enough near 0.
     """
     if CAP is None:
         result = score * LOG2E
@@ -46,7 +46,7 @@ def update_max(score, row_max, DTYPE: tl.constexpr):
     """Adds a tile of scores [rows, keys] to the running maximum `row_max` [rows].
 
     Returns the weights exp2(score - new maximum) of the tile, the factor [rows] by which earlier sums are rescaled, and
-    the new maximum.  Where weights will be float16 (DTYPE), the maximum is taken lower by HALF_HEADROOM.
+    the new maximum.  Where weights will be float16 (DTYPE), the maximum is lowered by HALF_HEADROOM.
     """
     new_max = tl.max(score, axis=1)
     if tl.float16 == DTYPE:
@@ -71,13 +71,13 @@ def update_sum(row_sum, rescale, weight):
 
 @triton.jit
 def normalizer(row_sum):
-    """What results are divided by: the row sum, or 1 for rows without keys."""
+    """The divisor of results: the row sum, or 1 for rows without keys."""
     return tl.where(row_sum == 0, 1.0, row_sum)
 
 
 @triton.jit
 def normalizer_with_sink(row_max, row_sum, sink):
-    """The same with one more key that has the score `sink`, in natural units, and a value of 0."""
+    """The same, with one more key whose score is `sink` (natural, not base 2) and whose value is 0."""
     return normalizer(row_sum) + tl.exp2(sink * LOG2E - tl.where(row_sum == 0, 0.0, row_max))
 
 

@@ -9,8 +9,8 @@ shared memory.  The loop, as a timeline (loads are asynchronous copies, up to BU
     keys of tile i + 1     load ............................................ arrive
     tile i                 decode to q's dtype | q k^T | relu, sum over heads | mask, store
 
-Past what the query token sees, the program stores -inf.  Programs of the query tokens of one request are neighbours in
-the grid, so that they share its keys in the L2 cache.  Every logit is stored by one program.
+For tokens that the query token does not see, the program stores -inf.  Programs of the query tokens of one request are
+neighbours in the grid, so that they share its keys in the L2 cache.  Every logit is stored by one program.
 
 What bounds it: memory bandwidth, with four programs per multiprocessor on Hopper.  With 64 heads x 128 values, bf16 q
 takes 16 KiB of shared memory, a tile of e4m3 keys 8 KiB, and the products 32 of about 120 registers of 128 threads.

@@ -1,9 +1,9 @@
 """The positions of the k largest logits.
 
-`_keep_best`: a program has up to CHUNK logits of a row in registers.  It finds the k-th largest bit by bit, counting
-the chunk once per bit, and stores the k best in the order of their positions; among logits equal to the k-th, the
-earliest.  The launch is repeated on what is left of a row until that is the k of a single chunk.  `_sorted`: a program
-sorts those.
+`_keep_best`: a program has up to CHUNK logits of a row in registers.  It finds the k-th largest bit by bit, with one
+count over the chunk per bit.  It keeps the k largest, in the order of their positions; of logits equal to the k-th, the
+earliest are kept.  The launch is repeated on the kept logits of a row until they come from a single chunk.  `_sorted`:
+a program sorts the kept logits of a row.
 
     for each of 32 bits:   count the logits at or above the threshold with this bit | keep or drop the bit
     then                   prefix sums give each kept logit its place | store
@@ -39,7 +39,7 @@ def select_topk(logits, *, k):
     kept = min(k, length)
     values = logits.reshape(-1, length)
     rows = values.shape[0]
-    places, first = values, True  # at first a place is a position, and not read
+    places, first = values, True  # the first launch does not read `places`: they are the positions
     while first or values.shape[1] > kept:
         length = values.shape[1]
         chunk = min(CHUNK, max(LEAST, triton.next_power_of_2(length)))
@@ -70,7 +70,7 @@ def _keep_best(
     here = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(values + row * LENGTH + here, mask=here < LENGTH, other=float("-inf"))
     key = (_key(value) ^ -0x80000000).to(tl.uint32, bitcast=True)
-    least = tl.full([], 0, tl.uint32)  # grows to the KEPT-th largest key, or to what parts it from the next
+    least = tl.full([], 0, tl.uint32)  # grows to the KEPT-th largest key, or to a threshold below it
     bit = tl.full([], 31, tl.int32)
     while bit >= 0:
         more = least | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
@@ -78,8 +78,8 @@ def _keep_best(
         least = tl.where(reached >= KEPT, more, least)
         bit = tl.where(reached == KEPT, -1, bit - 1)
     above, equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
-    wanted = KEPT - tl.sum(above)  # of the equal ones
-    # Both running sums in one: neither passes 2**15.
+    wanted = KEPT - tl.sum(above)  # how many of the equal ones to keep
+    # Both running sums in one cumsum: neither exceeds 2**15.
     both = above + (equal << 16)
     before = tl.cumsum(both, 0) - both
     equal_before = before >> 16

@@ -6,7 +6,7 @@ few queries its columns:
     S' = K Q'     [64 keys, rows]      K as it is stored, Q likewise
     O' += V' P'   [512, rows]          V is K's first 512 columns, transposed; P is stored as [rows, 64 keys]
 
-What remains is reading memory: the tensor cores are busy for half of the time that a tile takes to arrive.
+The schedule is bound by reading memory: the tensor cores are busy for half of the time that a tile takes to arrive.
 
 Work.  A CTA of two warpgroups walks its partition of the plan: work tiles, each a range of key tiles of a request.
 
@@ -24,19 +24,19 @@ Timeline, downwards; `->` names the barrier that a line waits for.
                                                 after the last tile: the result in place of the queries,
                                                   arrives done[stage]
 
-Keys are copied in whole rows, since device memory delivers whole pages fastest.  O' stays in registers.  All lanes and
-warps hold keys of every row, and all must use the same running max: that is one vote of the warpgroup per tile.  Row
-sums stay with the lanes until the work tile ends.  A result stays in shared memory until another work tile's queries
-need its stage, or until the end.  Most CTAs have no more work tiles than stages, and so store nothing while they read:
-4 MB of splits written between 853 MB of reads cost 3 % of the time.
+Keys are copied in whole rows, since device memory delivers whole pages fastest.  O' stays in registers.  Every warp
+holds keys of every row, and all warps must use the same running max, so the warpgroup votes once per tile.  Each lane
+keeps row sums of its own keys until the work tile ends.  A result stays in shared memory until another work tile's
+queries need its stage, or until the end.  Most CTAs have no more work tiles than stages, and so store nothing while
+they read.  This matters: writing 4 MB of splits in between 853 MB of reads costs 3 % of the time.
 
 Barriers, and how many arrivals complete them: TMA copies for `full`, the consumer for the others.
     q_full[stage]    the queries have landed (2: their rotary part is a copy of its own)
     k_full[stage]    a tile of keys has landed (1 per page)
     k_free[stage]    the tile has been multiplied (1)
     done[stage]      the result is in place of the queries (1)
-Within the consumer warpgroup, the vote separates the last use of P, and of the tile by the first product, from what
-overwrites P or clears values.
+Within the consumer warpgroup, the vote is also a barrier: after it, all warps have finished with the previous tile's P
+and with the first product of this tile, so that P may be overwritten and values may be cleared.
 
 Budget, for 16 rows.  Shared memory: K 144 KiB + queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats
 and barriers 1 KiB = 221 KiB of 227.  Registers: O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255
@@ -146,7 +146,7 @@ def attend_few_rows(
                 ahead = load_work_tile(work_tiles_ref, n + 1)
                 carry = fetch(request, begin, (used, found))
                 fetch_queries(request, n)
-                next_found = look_up_first(ahead)  # before this work tile's keys are all on their way
+                next_found = look_up_first(ahead)  # early, while keys of this work tile are still to be fetched
                 used, _ = lax.fori_loop(begin + 1, end, partial(fetch, request), carry)
                 return used, next_found, ahead
 
@@ -154,7 +154,7 @@ def attend_few_rows(
 
             @pl.loop(jnp.maximum(used - stages, 0), used)
             def _(use):
-                plgpu.barrier_wait(k_free.at[stage_of(use)])  # a barrier is waited on as often as it completes
+                plgpu.barrier_wait(k_free.at[stage_of(use)])  # every completion of a barrier must be waited for
 
             pl.loop(jnp.maximum(end - query_stages, first), end)(store_result)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -196,8 +196,8 @@ def attend_few_rows(
                 plgpu.barrier_arrive(k_free.at[stage])
                 return used + 1, acc, running_max, row_sum + w
 
-            def hand_over(query_stage, values, *per_row):
-                """Leaves a result to the producer: values in place of the queries, and arrays of one value per row."""
+            def stage_result(query_stage, values, *per_row):
+                """Puts a result where the producer stores it from: values in place of the queries, and `per_row`."""
                 q.at[query_stage].transpose((1, 0))[...] = values
                 for i, x in enumerate(per_row):
                     stats[query_stage, i] = x
@@ -217,15 +217,15 @@ def attend_few_rows(
 
                 @pl.when(split < 0)
                 def _():
-                    hand_over(query_stage, acc.astype(dtype), lse * (1 / LOG2E))
+                    stage_result(query_stage, acc.astype(dtype), lse * (1 / LOG2E))
 
                 @pl.when(split >= 0)
                 def _():
                     parts = [acc[at : at + TILE] for at in range(0, LATENT, TILE)]
-                    # Part by part first, which every lane does for itself.
+                    # Reduced over the parts first, which needs no exchange between lanes.
                     magnitude = split_scale(reduce(jnp.maximum, [jnp.maximum(x, -x) for x in parts]).max(axis=0))
                     values = (acc * over_rows(1 / magnitude, LATENT)).astype(SPLIT_DTYPE)
-                    hand_over(query_stage, lax.bitcast_convert_type(values, dtype), lse, magnitude)
+                    stage_result(query_stage, lax.bitcast_convert_type(values, dtype), lse, magnitude)
 
                 plgpu.barrier_arrive(done.at[query_stage])
                 return used, ahead
@@ -238,7 +238,7 @@ def attend_few_rows(
         body,
         interpret=interpret,
         auto_barriers=False,
-        reduction_bytes=128 * rows,  # a row in each lane of each warp, of which no two read each other's
+        reduction_bytes=128 * rows,    # of maxima across warps: a place for each lane of each warp
         out_type=result_types(
             (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=rows, split_lse=rows, scales=1
         ),

@@ -3,8 +3,9 @@
 Work.  A tile is 64 rows by 64 keys with their values.  The rows of one KV head of a request are its query tokens x
 query heads.  A CTA owns one KV head and 64 rows, and walks its partition of the plan: work tiles, each a range of pairs
 of key tiles of a request.  With fewer rows the tile is partly empty, which costs nothing: reading keys and values takes
-three times as long as multiplying full tiles.  CTAs of neighbouring heads are neighbours, and so are their reads where
-the heads of a token lie side by side.  With a window, requests begin at the tile of the first key that some row sees.
+three times as long as multiplying full tiles.  CTAs of neighbouring heads are neighbours in the grid, so that they read
+neighbouring memory where the heads of a token lie side by side.  With a window, the tiles of a request begin at the one
+with the first key that some row sees.
 
 Timeline, downwards; `->` names the barrier that a line waits for.
 
@@ -78,12 +79,12 @@ CHUNK = 64
 
 
 def chunks_of(columns: int):
-    """Its chunks."""
+    """Slices of CHUNK columns, which together are `columns`."""
     return [pl.ds(first, CHUNK) for first in range(0, columns, CHUNK)]
 
 
 def _stages(config: KVConfig, head_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
-    """Stages of keys and values per consumer, and of queries: as many as shared memory holds, up to the config's."""
+    """Stages of keys and values per consumer, and of queries: as in `config`, or as many as shared memory holds."""
     room = SHARED_MEMORY - TILE * value_dim * 4 - STATS_AND_BARRIERS  # beside `other`
     queries, tiles = TILE * max(head_dim, value_dim) * itemsize, 2 * TILE * (head_dim + value_dim) * itemsize
     stages = min((room - queries) // tiles, config.stages)
@@ -100,10 +101,10 @@ def attend_kv(
     """
     batch, heads, padded, head_dim = q.shape
     value_dim, dtype = entry.value_dim, q.dtype
-    columns = value_dim + -value_dim % 128  # the lanes of `combine` take whole rows
+    columns = value_dim + -value_dim % 128  # `combine` loads rows of whole chunks
     row_tiles = -(-tokens * group // TILE)
-    stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, those that TMA clips included
-    per_tile = min(padded, TILE)  # of arrays of one value per row, whose copies TMA does not clip
+    stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, including those that TMA clips
+    per_tile = min(padded, TILE)  # the same for arrays with one value per row, whose copies TMA does not clip
     view = token_rows(pages)
     stages, query_stages = _stages(config, head_dim, value_dim, dtype.itemsize)
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
@@ -125,7 +126,7 @@ def attend_kv(
             return lax.rem(n - first, jnp.int32(query_stages))
 
         def end_of(side, tile: WorkTile):
-            """Where this side's tiles end: the last pair of a request may lack its second."""
+            """The end of this side's tiles: the last pair of a request may lack its second tile."""
             return tile.end if side == 0 else jnp.minimum(tile.end, floordiv(tile.keys + (PAIR - 1 - TILE), PAIR))
 
         def first_token_of(tile: WorkTile, i, side):
@@ -186,7 +187,7 @@ def attend_kv(
 
             def run(n, carry):
                 used, tile = carry
-                next_tile = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed
+                next_tile = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is fetched
                 second_end = end_of(1, tile)
 
                 def pair(i, carry):
@@ -209,11 +210,11 @@ def attend_kv(
 
             @pl.when(work_end > first)
             def _():
-                fetch_queries(first_tile.request, first)  # behind the first keys of all CTAs they would come last
+                fetch_queries(first_tile.request, first)  # before the keys: after those of all CTAs, they come last
 
             used, _ = lax.fori_loop(first, work_end, run, ((jnp.int32(0), jnp.int32(0)), first_tile))
             pl.loop(jnp.maximum(work_end - query_stages, first), work_end)(store_result)
-            for side in range(2):  # a barrier is waited on as often as it completes
+            for side in range(2):  # every completion of a barrier must be waited for
 
                 @pl.loop(jnp.maximum(used[side] - stages, 0), used[side])
                 def _(use, side=side):
@@ -256,8 +257,8 @@ def attend_kv(
                     s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
                     if logit_cap is not None:
                         s = cap_scores(s, logit_cap)
-                    # Also keeps the product with the scale from being fused with the subtraction of the maximum: the
-                    # largest score less itself would not be 0, and far from it where scores are huge.
+                    # The branch also keeps the compiler from fusing the scaling of scores with the subtraction of their
+                    # maximum: the largest score minus itself would not be 0, and far from it if scores are huge.
                     return lax.cond(masked, partial(mask, i), lambda s: s, s)
 
                 def step(i, carry):
@@ -311,8 +312,8 @@ def attend_kv(
                     def _():
                         plgpu.barrier_arrive(taken)
 
-                    def hand_over(values, *per_row):
-                        """Leaves a result to the producer."""
+                    def stage_result(values, *per_row):
+                        """Puts a result where the producer stores it from."""
                         for c, columns in enumerate(chunks_of(value_dim)):
                             q[query_stage, c] = values[:, columns.start : columns.start + columns.size]
                         for i, x in enumerate(per_row):
@@ -321,20 +322,20 @@ def attend_kv(
 
                     @pl.when(split < 0)
                     def _():
-                        hand_over(acc.astype(dtype), lse * (1 / LOG2E))
+                        stage_result(acc.astype(dtype), lse * (1 / LOG2E))
 
                     @pl.when(split >= 0)
                     def _():
                         magnitude = split_scale(jnp.abs(acc).max(axis=1))
                         values = (acc * over_columns(1 / magnitude, value_dim)).astype(SPLIT_DTYPE)
-                        hand_over(lax.bitcast_convert_type(values, dtype), lse, magnitude)
+                        stage_result(lax.bitcast_convert_type(values, dtype), lse, magnitude)
 
                     plgpu.barrier_arrive(done.at[query_stage])
                 return used + jnp.maximum(end - begin, 0), ahead
 
             lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
 
-        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
+        # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     return kernel(
@@ -350,7 +351,7 @@ def attend_kv(
         thread_name="wg",
         kernel_name="decode_kv",
         scratch_types={
-            # Chunks of columns: an array as wide as keys, or as values, could not be copied to or from the other.
+            # In chunks of columns, so that it can hold queries, as wide as keys, and results, as wide as values.
             "q": swizzled(query_stages, max(head_dim, value_dim) // CHUNK, TILE, CHUNK, dtype=dtype),
             "kv": swizzled(2 * stages, TILE, head_dim + value_dim, dtype=dtype),
             "other": swizzled(TILE, value_dim, dtype=jnp.float32),

@@ -28,10 +28,9 @@ Around the pairs of a work tile:
     (-> q_free, for Q)             consumer 1 arrives p_free after O1 += P0 K0 right of the last pair
     (-> p_free, for p[0])          results, staged in K1: arrive k_free[2], k_free[3] once TMA has read them
 
-The longest cycle is S0, P0, K0's release and its return from memory: it sets the time of a pair.  So both consumers use
-K0 first, and S1 leaves the tensor cores to S0 until all of its products have been issued.  P goes to the other consumer
-through shared memory.  The running max goes from one to the other in `stats`; each consumer sums the weights of its own
-tiles.
+The longest cycle is S0, P0, the release of K0 and the load of the next K0: it determines the time per pair.  So both
+consumers use K0 first, and S1 waits until all products of S0 have been issued.  Each consumer passes its P to the other
+through shared memory, and the running max in `stats`.  Each sums the weights of its own tiles.
 
 Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
     q_full, qr_full    the queries have landed (2: halves); their rotary part has, in p[0] (1)
@@ -125,7 +124,7 @@ def attend_wide(
         table = PageTable(table_ref, pages)
 
         def load_work():
-            """The work of this CTA, and the layer: loads that do not wait for one another."""
+            """The work of this CTA, and the layer, in independent loads."""
             first, end, tile = load_work_range(partitions_ref, partition)
             layer = layer_ref[0]
             return first, end, tile, layer, (layer >= 0) & (layer < pages.num_layers)
@@ -154,7 +153,7 @@ def attend_wide(
                 paged.prefetch(own, (2 * pair + cta) * TILE, interpret=interpret)
 
             def fetch_queries(request, again):
-                """The queries of a request; `again`, once those of the last one are no longer needed."""
+                """Fetches the queries of a request; if `again`, waits until the previous ones are no longer needed."""
                 if again:
                     plgpu.barrier_wait(q_free)
                 for half in range(2):
@@ -180,10 +179,10 @@ def attend_wide(
                     fetch(found, i, 1, 1, True, used)
                     fetch(found, i, 1, 0, False, used)
                     if prefetching:
-                        for half in range(2):  # all CTAs begin at once: sooner, it delays the first keys of others
+                        for half in range(2):  # all CTAs begin at once: prefetch only after their first keys
                             plgpu.barrier_wait(k_full.at[half])
                         pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
-                    # After the copies: values that are spilled to local memory are waited for at once.
+                    # After the copies are issued: if these values are spilled to local memory, that waits for the load.
                     next_tile = lax.cond(
                         i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
                     )
@@ -195,7 +194,7 @@ def attend_wide(
 
             @pl.when(end > first)
             def _():
-                fetch_queries(first_tile.request, again=False)  # behind the first keys of all CTAs they would come last
+                fetch_queries(first_tile.request, again=False)  # before the keys of all CTAs, or they would come last
 
             lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
 
@@ -255,7 +254,7 @@ def attend_wide(
                 clear_values(k.at[opaque_zero(i) + t, side], 0, HALF, table, request, (2 * i + t) * TILE, length)
 
             def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
-                """acc + weights @ (this side's half of a tile's values), and what `meanwhile` returned."""
+                """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
                 z = opaque_zero(i)
                 pl.when(masked)(partial(clear, i, t, request, length))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
@@ -384,7 +383,7 @@ def attend_wide(
 
             lax.fori_loop(first, end, run, first_tile)
 
-        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
+        # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     free = (
