@@ -406,12 +406,12 @@ def test_arguments(folder):
     rejects(folder, "MLAEntry format 'fp4'", "fp8_ds_mla", entry_format="fp4")
     rejects(RECORDED / "llama", "KVEntry format 'fp8_ds_mla'", "fp8", entry_format="fp8_ds_mla")
     configure(folder, kv_lora_rank=96)
-    refuses(folder, "fp8_ds_mla", "96", "128", entry_format="fp8_ds_mla")
+    rejects(folder, "fp8_ds_mla", "96", "128", entry_format="fp8_ds_mla")
 
 
 def test_an_entry_format_that_cannot_hold_the_indexers_keys(tmp_path):
     configure(copied("deepseek_v32", tmp_path), index_head_dim=33)
-    refuses(tmp_path, "indexer_fp8", "33", "a multiple of 4", entry_format="fp8_ds_mla")
+    rejects(tmp_path, "indexer_fp8", "33", "a multiple of 4", entry_format="fp8_ds_mla")
 
 
 def test_the_requested_dtype_and_the_progress(folder):
