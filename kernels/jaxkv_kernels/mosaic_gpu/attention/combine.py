@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import divided
 from jaxkv_kernels.mosaic_gpu.runtime.build import (
     EMPTY,
+    LOG2E,
     MULTIPROCESSORS,
     across,
     filled,
@@ -42,17 +43,19 @@ CHUNK = 256
 """The most columns of a CTA: 16 bytes of float16 a lane, where a warp has a row."""
 
 
-def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
+def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret, sinks=None):
     """The result [B, >= rows, R] and lse [B, >= rows], with `rows` rows of cut requests made from their pieces.
 
     Pieces: part_out [pieces, >= rows, R], part_lse [pieces, >= rows]; part_scale [pieces, parts, >= rows] is what the
-    equal parts of a row's values are to be multiplied by, None where by nothing.
+    equal parts of a row's values are to be multiplied by, None where by nothing.  `sinks` [>= rows] are logits that
+    take part in the softmax of their row without a value; lse does not count them.
     """
     batch, height, latent = out.shape
     # About the pieces of a request.  Always the same for batch-invariant plans, whose sums must keep their order.
     pieces = max(plan.pieces // batch, 2)
     group = min(1 << (pieces.bit_length() - 1), AT_ONCE)
     scales = [] if part_scale is None else [part_scale]
+    optional = [*scales, *([] if sinks is None else [sinks])]
     parts = 1 if part_scale is None else part_scale.shape[1]
     width = math.gcd(latent // parts, CHUNK)
     chunks = latent // width
@@ -68,7 +71,8 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
     steps = max(plan.cuts.shape[0] * chunks * rows // (together * MOST_CTAS), 1)
 
     def body(part_out_ref, part_lse_ref, *refs):
-        *scale_refs, cut_ref, out_ref, lse_ref = refs
+        *optional_refs, cut_ref, out_ref, lse_ref = refs
+        scale_refs, sink_refs = optional_refs[: len(scales)], optional_refs[len(scales) :]
         cut, step0, chunk = lax.axis_index("cut"), lax.axis_index("rows") * steps, lax.axis_index("chunk")
         part, columns = divided(chunk * parts, chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
         b, first, count = (cut_ref[cut, i] for i in range(3))
@@ -107,6 +111,8 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
             def _():
                 store(lse_ref.at[b, at_rows], jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * LN2))
 
+            for ref in sink_refs:
+                total += jnp.exp2(read(ref.at[at_rows], layout=a_row) * LOG2E - top)
             store(out_ref.at[b, at_rows, columns], (acc / across(total, width)).astype(out.dtype))
 
         @pl.when(b >= 0)
@@ -123,5 +129,5 @@ def combine(out, lse, part_out, part_lse, part_scale, plan, *, rows, interpret):
         num_threads=1,
         thread_name="wg",
         waits=True,
-    )(part_out, part_lse, *scales, plan.cuts, out_ref, lse_ref)
+    )(part_out, part_lse, *optional, plan.cuts, out_ref, lse_ref)
     return frozen(out_ref), frozen(lse_ref)
