@@ -9,7 +9,13 @@ import pytest
 from jaxkv.bench.tuning import configurations, search
 from jaxkv.cli import main
 from jaxkv_kernels import tuning
-from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, KVConfig, SplitCosts, WideConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import (
+    FewRowsConfig,
+    KVConfig,
+    SparseConfig,
+    SplitCosts,
+    WideConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,9 @@ def test_configurations_in_use_are_recorded_once():
         (FewRowsConfig(), "stages", 3, "2, which is what shared memory holds"),
         (FewRowsConfig(), "query_stages", 5, "2 to 4"),
         (KVConfig(), "stages", 0, "1 or more"),
+        (SparseConfig(), "producer_registers", 40, "88, 104 or 120"),
+        (SparseConfig(), "units_ahead", 2, "a divisor of 9"),
+        (SparseConfig(), "quantised_units_ahead", 4, "a divisor of 6"),
         (KVConfig().split_costs, "least", 0, "at least 1 step"),
         (SplitCosts(least=1, overhead=0, combining=0, split=0), "split", -1, "0 or more"),
     ],
@@ -82,7 +91,7 @@ def test_invalid_configurations_are_rejected(config, field, value, expected):
 
 
 def test_values_to_search_are_valid():
-    for config in (WideConfig(), FewRowsConfig(), KVConfig()):
+    for config in (WideConfig(), FewRowsConfig(), SparseConfig(), KVConfig()):
         for field, values in type(config).SEARCH.items():
             assert getattr(config, field) in values
             for value in values:

@@ -27,6 +27,7 @@ def _kernel(
 
 _COPIED = ("bf16", "f16", "f32")
 _MLA: Listed = {MLAEntry: ("bf16", "f16")}
+_SPARSE: Listed = {MLAEntry: ("bf16", "f16", "fp8_ds_mla")}
 _KV: Listed = {KVEntry: ("bf16", "f16")}
 
 KERNELS: dict[str, Kernel] = {
@@ -36,6 +37,9 @@ KERNELS: dict[str, Kernel] = {
     "gather_kv": _kernel("bulk.gathers.gather_kv", {KVEntry: _COPIED}, unsupported.gather_kv, BULK_COPIES),
     "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
+    "decode_mla_sparse": _kernel(
+        "attention.decode_mla_sparse.decode_mla_sparse", _SPARSE, unsupported.decode_mla_sparse, WGMMA
+    ),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),

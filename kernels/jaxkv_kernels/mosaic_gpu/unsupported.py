@@ -29,6 +29,17 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
     yield from too_large(options)
 
 
+def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `decode_mla_sparse` call."""
+    entry, pages, q = options["entry"], options["pages"], arrays["q_latent"]
+    if entry.sizes != (LATENT, ROPE):
+        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports {LATENT} + {ROPE}"
+    if q.dtype != entry.input_dtype:
+        yield f"`q_latent` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+    yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
+    yield from too_large(options)
+
+
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
     yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"]})

@@ -17,6 +17,14 @@ LENGTHS = (190, 64, 1)
 class DecodeMLASparseChecks(Suite):
     """How a result of `decode_mla_sparse` is held against the truth."""
 
+    latent, rope = 128, 16
+    exact = "f32"
+    """The format of the tests that are not about formats."""
+
+    def entry(self, name=None):
+        """Entries of a format, of sizes that the implementation supports."""
+        return jaxkv.MLAEntry(name or self.exact, latent=self.latent, rope=self.rope)
+
     def choose(self, scene, tokens, k, rng):
         """Slots [B, Q, K] of random tokens, some entries negative or past the cache."""
         slots = np.full((len(scene.lengths), tokens, k), -1, np.int32)
@@ -38,8 +46,16 @@ class DecodeMLASparseChecks(Suite):
         """Compares with float64; returns the result."""
         given = {"counts": counts, "sinks": sinks, **keywords}
         out, lse = self.decode(q, cache, slots, layer, scene, **given)
+        right_out, right_lse = self.truth(q, slots, scene, **given)
+        dtype = str(q[0].dtype)
+        assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
+        assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
+        return out, lse
+
+    def truth(self, q, slots, scene, counts=None, sinks=None, **keywords):
+        """out and lse in float64."""
         wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in q]
-        right_out, right_lse = np.zeros(out.shape), np.zeros(lse.shape)
+        right_out, right_lse = np.zeros(wide[0].shape), np.zeros(wide[0].shape[:-1])
         for b, t in np.ndindex(*slots.shape[:2]):
             chosen = slots[b, t] if counts is None else slots[b, t, : counts[b, t]]
             chosen = chosen[(chosen >= 0) & (chosen < scenes.BLOCKS * scene.block_size)]
@@ -49,10 +65,7 @@ class DecodeMLASparseChecks(Suite):
             k = np.concatenate([latent, rope], axis=-1)
             found = oracle.attention(joined, k, latent, SCALE, sinks=sinks, **keywords)
             right_out[b, t], right_lse[b, t] = found[0][0], found[1][0]
-        dtype = str(q[0].dtype)
-        assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
-        assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
-        return out, lse
+        return right_out, right_lse
 
 
 class DecodeMLASparse(DecodeMLASparseChecks):
@@ -60,6 +73,7 @@ class DecodeMLASparse(DecodeMLASparseChecks):
 
     @on_layouts(scenes.MLA_ENTRIES)
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
+        entry = self.entry(entry.format)
         scene = scenes.scene(entry, lengths=LENGTHS)
         layout = layout_of(name, entry)
         q = queries(entry, 3, 2, 3)
@@ -70,13 +84,13 @@ class DecodeMLASparse(DecodeMLASparseChecks):
 
     @pytest.mark.parametrize("k", [1, 100, 700])
     def test_numbers_of_slots(self, k):
-        entry = scenes.MLA_ENTRIES[2]
+        entry = self.entry()
         scene = scenes.scene(entry, lengths=(640, 70))
         slots = self.choose(scene, 1, k, np.random.default_rng(k))
         self.check(queries(entry, 2, 1, 2), scene.cache(layout_of("BLNHC", entry), 1), slots, 1, scene)
 
     def test_counts_and_sinks(self):
-        entry = scenes.MLA_ENTRIES[2]
+        entry = self.entry()
         scene = scenes.scene(entry, lengths=LENGTHS)
         cache = scene.cache(layout_of("BLNHC", entry), 0)
         slots = self.choose(scene, 2, 32, np.random.default_rng(1))
@@ -87,7 +101,7 @@ class DecodeMLASparse(DecodeMLASparseChecks):
         assert (np.asarray(lse)[1, 0] == -np.inf).all()
 
     def test_no_live_slot_at_all(self):
-        entry = scenes.MLA_ENTRIES[4]
+        entry = self.entry("fp8_ds_mla")
         scene = scenes.scene(entry, lengths=LENGTHS)
         cache = scene.cache(layout_of("BLNHC", entry), 0)
         slots = np.full((3, 1, 8), -1, np.int32)
@@ -96,14 +110,14 @@ class DecodeMLASparse(DecodeMLASparseChecks):
         assert (np.asarray(lse) == -np.inf).all()
 
     def test_logit_cap(self):
-        entry = scenes.MLA_ENTRIES[2]
+        entry = self.entry()
         scene = scenes.scene(entry, lengths=LENGTHS)
         slots = self.choose(scene, 1, 32, np.random.default_rng(2))
         cache = scene.cache(layout_of("BLNHC", entry), 0)
         self.check(queries(entry, 3, 1, 2), cache, slots, 0, scene, logit_cap=2.0)
 
     def test_all_slots_is_dense(self):
-        entry = scenes.MLA_ENTRIES[2]
+        entry = self.entry()
         scene = scenes.scene(entry, lengths=(130, 65))
         cache = scene.cache(layout_of("BLNHC", entry), 1)
         q = queries(entry, 2, 1, 3)

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE
 from jaxkv_kernels.mosaic_gpu.attention.softmax import EMPTY
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel, wait_for_previous
@@ -39,11 +40,12 @@ CHUNK = 256
 """The most columns of a CTA: 16 bytes of float16 per lane, where a warp has a row."""
 
 
-def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpret):
+def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpret, sinks=None):
     """The result [B, >= rows, R] and lse [B, >= rows], with `rows` rows of split requests combined from their splits.
 
     split_out [splits, >= rows, R] holds the bits of SPLIT_DTYPE, split_lse [splits, >= rows] log-sum-exps in base 2.
-    split_scale [splits, parts, >= rows] has a factor for each of the equal parts of a row's values.
+    split_scale [splits, parts, >= rows] has a factor for each of the equal parts of a row's values.  `sinks` [>= rows]
+    are logits that take part in the softmax of their row without a value; lse does not count them.
     """
     split_out = jax.lax.bitcast_convert_type(split_out, SPLIT_DTYPE)
     batch, height, latent = out.shape
@@ -64,7 +66,8 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     read = partial(plgpu.load, optimized=False)  # `optimized` loads are of shared memory
     steps = max(plan.split_requests.shape[0] * chunks * rows // (together * MOST_CTAS), 1)
 
-    def body(split_out_ref, split_lse_ref, split_scale_ref, split_requests_ref, out_ref, lse_ref):
+    def body(split_out_ref, split_lse_ref, split_scale_ref, split_requests_ref, *refs):
+        *sink_refs, out_ref, lse_ref = refs
         n, step0, chunk = lax.axis_index("request"), lax.axis_index("rows") * steps, lax.axis_index("chunk")
         part, columns = floordiv(chunk * parts, chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
         request, first, count = (split_requests_ref[n, i] for i in range(3))
@@ -104,6 +107,8 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
                 lse = jnp.where(empty, -jnp.inf, (running_max + jnp.log2(row_sum)) * LN2)
                 store(lse_ref.at[request, at_rows], lse)
 
+            for ref in sink_refs:
+                row_sum += jnp.exp2(read(ref.at[at_rows], layout=per_row) * LOG2E - running_max)
             store(out_ref.at[request, at_rows, columns], (acc / over_columns(row_sum, width)).astype(out.dtype))
 
         @pl.when(request >= 0)
@@ -120,5 +125,5 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
         num_threads=1,
         thread_name="wg",
         waits=True,
-    )(split_out, split_lse, split_scale, plan.split_requests, out_ref, lse_ref)
+    )(split_out, split_lse, split_scale, plan.split_requests, *([] if sinks is None else [sinks]), out_ref, lse_ref)
     return freeze(out_ref), freeze(lse_ref)

@@ -13,6 +13,8 @@ TILE = 64
 """Rows of a tile of queries, and keys (tokens) of a tile of keys."""
 PAIR = 2 * TILE
 """Keys of two tiles: one for each consumer warpgroup."""
+HALF = 256
+"""Columns of an MLA latent, and of the output, that one of two consumer warpgroups accumulates."""
 FEW_ROWS = 16
 """Rows (query tokens x heads of a request) up to which `decode_mla` runs the schedule with swapped operands.
 
@@ -73,7 +75,7 @@ class WideConfig:
     """In steps of two tiles.  For each request, a CTA loads 64 KiB of queries and stores as much of results."""
 
     def __post_init__(self):
-        _check_registers(self, most=56)
+        _check_registers(self, 24, 40, 56)
         _check_threshold(self)
 
 
@@ -128,7 +130,43 @@ class KVConfig:
     def __post_init__(self):
         require(self.stages >= 1, self, "stages", "1 or more")
         require(1 <= self.query_stages <= 4, self, "query_stages", "1 to 4")
-        _check_registers(self, most=56)
+        _check_registers(self, 24, 40, 56)
+        _check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig:
+    """`decode_mla_sparse`."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "producer_registers": (88, 104, 120),
+        "units_ahead": (1, 3),
+        "quantised_units_ahead": (1, 2, 3),
+        "prefetch": (True, False),
+        "rescale_threshold": _THRESHOLDS,
+        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+    }
+
+    producer_registers: int = 104
+    """Registers per lane of the producer warpgroup, which holds the units that are on their way and the slots of two
+    tiles.  The consumers get the rest, 200 each."""
+    units_ahead: int = 3
+    """Units of bf16 and f16 entries, 16 registers per lane each, that are loaded before the first of them is stored.
+    A divisor of the 9 units of a tile, so that each unit always has the same registers."""
+    quantised_units_ahead: int = 2
+    """The same for `fp8_ds_mla` entries, whose tiles have 6 units; converting them takes registers as well."""
+    prefetch: bool = True
+    """Whether the rows of the next tile are prefetched to the L2 cache: loads are bound by latency."""
+    rescale_threshold: int = 8
+    """As in WideConfig."""
+    split_costs: SplitCosts = _PAIR_COSTS
+    """In steps of two tiles, as in WideConfig."""
+
+    def __post_init__(self):
+        _check_registers(self, 88, 104, 120)
+        for field, units in (("units_ahead", 9), ("quantised_units_ahead", 6)):
+            ahead = getattr(self, field)
+            require(ahead >= 1 and units % ahead == 0, self, field, f"a divisor of {units}, the units of a tile")
         _check_threshold(self)
 
 
@@ -137,10 +175,11 @@ def consumer_registers(producer_registers: int) -> int:
     return (THREE_WARPGROUPS - producer_registers) // 2
 
 
-def _check_registers(config, most: int) -> None:
-    ok = config.producer_registers % 16 == 8 and 24 <= config.producer_registers <= most
+def _check_registers(config, *supported: int) -> None:
     # Half of what remains of THREE_WARPGROUPS must be a multiple of 8 as well.
-    require(ok, config, "producer_registers", f"24, 40 or {most}")
+    *others, most = supported
+    ok = config.producer_registers in supported
+    require(ok, config, "producer_registers", f"{', '.join(map(str, others))} or {most}")
 
 
 def _check_threshold(config) -> None:

@@ -4,11 +4,21 @@ A split's values are weighted means of a part of the keys.  They are stored in f
 row) divided by its largest magnitude, which is stored as well: half the bytes of float32, with the range of float32.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
+from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
+from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, store
 
 SPLIT_DTYPE = jnp.float16
 FINITE = 1e37
@@ -37,3 +47,63 @@ def result_types(
 def split_scale(magnitude):
     """The divisors of the rows of a split, from the rows' largest magnitudes."""
     return jnp.where(magnitude < FINITE, jnp.maximum(magnitude, 1 / FINITE), 1.0)
+
+
+@dataclass(frozen=True)
+class HalvesEpilogue:
+    """Stores the results of 64 rows from two consumer warpgroups: each has half of the columns, and its own row sums.
+
+    Whole results need the row sums of both.  A split stores its values before those are known: each consumer divides
+    its half of a row by the half's own largest magnitude, and neither waits for the other.
+    """
+
+    refs: Any
+    """The results, in the order of `result_types`."""
+    stats: Any
+    """Shared memory [>= 3, 64]: log-sum-exps in row 0, the row sums of each consumer in rows 1 and 2."""
+    wait_for_both: Callable[[], None]
+    softmax: OnlineSoftmax
+    first_row: Any
+    stored: int
+    """Rows of a tile in the log-sum-exps of whole requests, whose copies TMA does not clip."""
+
+    def store(
+        self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None
+    ) -> None:
+        """Starts the stores of consumer `side`, staged in `stage` [64, 256]; `split` < 0: of a whole request.
+
+        `load_sinks` returns the sinks of the rows, in base 2.  Splits do not count them: `combine` does.
+        """
+        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = self.refs
+        rows = pl.ds(self.first_row, TILE)
+
+        def store_values(values, to, place):
+            stage[...] = values
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(stage, to.at[place, rows, pl.ds(side * HALF, HALF)])
+
+        def finalize(*sinks):
+            self.stats[1 + side] = row_sum.sum(axis=1)
+            self.wait_for_both()
+            sums = plgpu.load(self.stats.at[1], layout=ROW) + plgpu.load(self.stats.at[2], layout=ROW)
+            return self.softmax.finalize(sums, running_max, *sinks)
+
+        @pl.when(split < 0)
+        def _():
+            inverse, lse = finalize(*([] if load_sinks is None else [load_sinks()]))
+            store_values((acc * over_columns(inverse, HALF)).astype(out_ref.dtype), out_ref, request)
+            if side == 0:
+                self.stats[0] = lse * (1 / LOG2E)
+                plgpu.commit_smem()
+                into = lse_ref.at[request, pl.ds(self.first_row, self.stored)]
+                plgpu.copy_smem_to_gmem(self.stats.at[0, pl.ds(0, self.stored)], into)
+
+        @pl.when(split >= 0)
+        def _():
+            magnitude = split_scale(jnp.abs(acc).max(axis=1))
+            values = (acc * over_columns(1 / magnitude, HALF)).astype(SPLIT_DTYPE)
+            store_values(lax.bitcast_convert_type(values, split_out_ref.dtype), split_out_ref, split)
+            inverse, lse = finalize()  # after the values are on their way: it waits for the other consumer
+            store(split_scale_ref.at[split, side, rows], magnitude * inverse)
+            if side == 0:
+                store(split_lse_ref.at[split, rows], lse)

@@ -73,12 +73,18 @@ class OnlineSoftmax:
         """exp2(score - running max)."""
         return jnp.exp2(scores - self._spread(running_max, scores))
 
-    def finalize(self, row_sum, running_max):
-        """Factors that normalize sums of weighted values, and log-sum-exps in base 2; 0 and -inf for rows without
-        keys."""
+    def finalize(self, row_sum, running_max, sinks=None):
+        """Factors that normalize sums of weighted values, and log-sum-exps in base 2; 0 and -inf for rows without keys.
+
+        `sinks`, logits in base 2, take part in the softmax of their row without a value.  Log-sum-exps do not count
+        them.
+        """
         empty = row_sum == 0
         row_sum = jnp.where(empty, 1.0, row_sum)
-        return jnp.where(empty, 0.0, 1 / row_sum), jnp.where(empty, -math.inf, running_max + jnp.log2(row_sum))
+        lse = jnp.where(empty, -math.inf, running_max + jnp.log2(row_sum))
+        if sinks is not None:
+            row_sum += jnp.exp2(sinks - running_max)
+        return jnp.where(empty, 0.0, 1 / row_sum), lse
 
     def _exceeded(self, scores, running_max):
         limit = running_max + self.threshold

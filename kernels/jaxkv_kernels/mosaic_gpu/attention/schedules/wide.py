@@ -65,8 +65,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, WideConfig, consumer_registers
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.attention.config import HALF, PAIR, TILE, WideConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
 from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
@@ -82,15 +82,10 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     ROW,
     WGMMA,
     fold_columns,
-    over_columns,
-    store,
     zeros,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
-
-HALF = 256
-"""Columns of the latent, and of the output, that a consumer warpgroup accumulates."""
 
 
 def attend_wide(
@@ -215,6 +210,8 @@ def attend_wide(
 
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile, _, in_cache = load_work()
+            results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
+            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored)
             scale = scale_ref[0] * LOG2E
 
             def scores(q_rope, i, request, length, masked, last):
@@ -343,40 +340,8 @@ def attend_wide(
                 pair = partial(step, q_rope, request, length, unmasked_end, last)
                 acc, running_max, row_sum = lax.fori_loop(begin, end, pair, carry)
 
-                def store_values(values, to, place):
-                    """Stores this half of the values, staged in this half of K1."""
-                    stage = k.at[opaque_zero(last) + 1, side]
-                    stage[...] = values
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(stage, to.at[place, pl.ds(first_row, TILE), pl.ds(side * HALF, HALF)])
-
-                def finalize():
-                    """Factors and log-sum-exps from the row sums of both consumers."""
-                    stats[1 + side] = row_sum.sum(axis=1)
-                    wait_for_both()
-                    sums = plgpu.load(stats.at[1], layout=ROW) + plgpu.load(stats.at[2], layout=ROW)
-                    return softmax.finalize(sums, running_max)
-
-                @pl.when(split < 0)
-                def _():
-                    inverse, lse = finalize()
-                    store_values((acc * over_columns(inverse, HALF)).astype(dtype), out_ref, request)
-                    if side == 0:
-                        stats[0] = lse * (1 / LOG2E)
-                        plgpu.commit_smem()
-                        into = lse_ref.at[request, pl.ds(first_row, stored)]
-                        plgpu.copy_smem_to_gmem(stats.at[0, pl.ds(0, stored)], into)
-
-                @pl.when(split >= 0)
-                def _():
-                    magnitude = split_scale(jnp.abs(acc).max(axis=1))
-                    values = (acc * over_columns(1 / magnitude, HALF)).astype(SPLIT_DTYPE)
-                    store_values(lax.bitcast_convert_type(values, dtype), split_out_ref, split)
-                    inverse, lse = finalize()  # after the values are on their way: it waits for the other consumer
-                    store(split_scale_ref.at[split, side, pl.ds(first_row, TILE)], magnitude * inverse)
-                    if side == 0:
-                        store(split_lse_ref.at[split, pl.ds(first_row, TILE)], lse)
-
+                stage = k.at[opaque_zero(last) + 1, side]
+                epilogue.store(side, acc, row_sum, running_max, request, split, stage)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free.at[2 + side])
                 return ahead

@@ -1,0 +1,79 @@
+"""The loader of `rows.py` for Pallas's interpreter, which runs no inline PTX."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
+from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
+    EXPONENT,
+    LARGEST,
+    LEAST_FACTOR,
+    MASKED_KEY,
+    MOST_FACTOR,
+    SMALLEST,
+)
+
+
+class InterpretedRows(GatheredRows):
+    """Arrays have a slot or a row per element of axis 0."""
+
+    def buffer(self, buffer):
+        """Bytes: a copy, where the dtype is wider."""
+        return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
+
+    def slots(self, slot_ref, request, tile, length):
+        """[64]."""
+        position = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        found = slot_ref[...][request, jnp.minimum(position, slot_ref.shape[1] - 1)]
+        return jnp.where(position < length, found, -1)
+
+    def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
+        """[64, bytes]."""
+        valid = (slots >= 0) & (slots < limit)
+        first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x)
+        nbytes = 16 if unit.kind == "scales" else 128
+        byte = first[:, None] + (unit.offset + jnp.arange(nbytes, dtype=jnp.int32))
+        return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
+
+    def prefetch(self, kv_ref, zero_ref, slots, layer, limit):
+        """Nothing."""
+
+    def factors(self, stats_ref, row, flag, slots, limit, raw=None):
+        """Returns what latents are multiplied by, float16 [64, 4]."""
+        factor, scales = jnp.ones(TILE, jnp.float32), None
+        if raw is not None:
+            scale = lax.bitcast_convert_type(raw.reshape(TILE, 4, 4), jnp.float32)
+            bits = lax.bitcast_convert_type(jnp.abs(scale), jnp.int32)
+            least, most = bits.min(axis=1), bits.max(axis=1)
+            power = jnp.clip(most & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
+            factor = jnp.where(
+                (least >= SMALLEST) & (most < LARGEST), 1.0, lax.bitcast_convert_type(power, jnp.float32)
+            )
+            scales = (scale / factor[:, None]).astype(jnp.float16)
+        factor = jnp.where((slots >= 0) & (slots < limit), factor, MASKED_KEY)
+        stats_ref[row] = factor
+        stats_ref[flag[0], pl.ds(flag[1], 4)] = jnp.full(4, (factor != 1).any(), jnp.float32)
+        return scales
+
+    def store(self, unit, stage, k_ref, r_ref, raw, scales, stats_ref, row):
+        """`raw` [64, bytes]."""
+        if unit.kind == "rope":
+            values = _elements(raw, self.rope_dtype)
+            if self.quantised:
+                values = values * (1 / jnp.abs(stats_ref[row])).astype(values.dtype)[:, None]
+            r_ref[stage] = values
+            return
+        if self.quantised:
+            values = lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
+            values = values * scales[:, unit.number, None]
+        else:
+            values = _elements(raw, self.latent_dtype)
+        half, column = divmod(unit.number * values.shape[1], HALF)
+        k_ref[stage, half, :, pl.ds(column, values.shape[1])] = values
+
+
+def _elements(raw, dtype):
+    """Bytes [n, 2 m] as values [n, m]."""
+    return lax.bitcast_convert_type(raw.reshape(raw.shape[0], -1, 2), dtype)

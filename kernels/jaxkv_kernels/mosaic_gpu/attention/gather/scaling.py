@@ -1,0 +1,43 @@
+"""How the scales of `fp8_ds_mla` entries, and queries, are made to fit float16.
+
+The latent becomes float16, which represents every e4m3 value exactly.  A token's scales are multiplied into it where
+that is safe: where all four are from 2**-14 to 2**7, products neither overflow nor lose bits of a scale.  Otherwise
+they are first divided by a power of two, the token's factor.  Scores and weights of the token are multiplied by its
+factor in float32, and its rotary key is divided by it.  Products with scales that are powers of two are exact; other
+scales are rounded to float16.
+
+Bits of float32 values that are compared or computed with as integers:
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+MASKED_KEY = -1.0
+"""The factor of a masked key."""
+SMALLEST, LARGEST = 0x38800000, 0x43000000
+"""2**-14 and 2**7: scales from the first up to the second are multiplied into values as they are."""
+EXPONENT = 0x7F800000
+"""The exponent, which is also the largest power of two that is not above a value."""
+LEAST_FACTOR, MOST_FACTOR = 27 << 23, 253 << 23
+"""2**-100 and 2**126."""
+INVERSE = 254 << 23
+"""What a power of two and its inverse add up to."""
+_FIT = 14 << 23
+"""2**14, as a difference: rows of queries have their largest magnitude from there up to 2**15."""
+_LEAST_QUERY, _MOST_QUERY = 20 << 23, 254 << 23
+"""2**-107, below which rows of queries are not scaled up further, and 2**127."""
+
+
+def scale_to_fit(largest):
+    """Powers of two by which rows of queries are multiplied to fit float16, and by which their scores are then.
+
+    `largest` has the largest magnitude of each row.
+    """
+    bits = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) & EXPONENT, _LEAST_QUERY, _MOST_QUERY)
+    factor = _int32(INVERSE + _FIT) - bits
+    return tuple(lax.bitcast_convert_type(x, jnp.float32) for x in (factor, bits - _FIT))
+
+
+def _int32(bits: int):
+    """An int32 of these 32 bits."""
+    return jnp.int32(bits - (1 << 32) if bits >= 1 << 31 else bits)

@@ -1,0 +1,160 @@
+"""The producer of sparse attention: gathers tiles of keys, pair by pair, for the consumers of `slots.py`.
+
+A tile is stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is converted and stored, the
+next ones are on their way, also across the ends of tiles and work tiles.  Rows are brought to the L2 cache half a tile
+before they are loaded, and slots are loaded half a tile before that.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, warpgroup_barrier
+from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
+
+FACTOR, FLAG, STATS = 5, 7, 8
+"""Rows of `stats`: the factors of either tile; whether any is not 1, four values per tile.  The number of all rows."""
+
+
+@dataclass(frozen=True)
+class GatherTiles:
+    """Where tiles come from and go to."""
+
+    config: SparseConfig
+    rows: GatheredRows
+    kv_ref: Any
+    zero_ref: Any
+    slot_ref: Any
+    k: Any
+    r: Any
+    stats: Any
+    k_full: Any
+    """Barriers [2 * tile + half]: a half is stored; with the far half also the rotary keys."""
+    k_free: Any
+    interpret: bool
+
+    def run(self, layer, first, end, load_work_tile, q_free, fetch_queries) -> None:
+        """Gathers the keys of the work tiles from `first` to `end`, and has their queries fetched.
+
+        `load_work_tile` loads the columns of a work tile; `fetch_queries` fetches the queries of a request, for which
+        this waits until `q_free` completes.
+        """
+        pages = self.rows.pages
+        in_cache = (layer >= 0) & (layer < pages.num_layers)
+        limit = jnp.where(in_cache, pages.num_slots, 0)
+        layer = jnp.where(in_cache, layer, 0)
+        fetch_tile = partial(self._fetch_tile, layer, limit)
+        find = partial(self.rows.slots, self.slot_ref)
+
+        def load_work(n):
+            """Request, first pair, end of the pairs, and slots to attend to: none past the last work tile."""
+            tile = load_work_tile(n)
+            return tile.request, tile.begin, tile.end, jnp.where(n < end, tile.keys, 0)
+
+        def work_tile(n, carry):
+            request, begin, stop, keys = load_work(n)
+
+            def pair(i, carry):
+                used, ring, here, ahead = carry
+
+                def of_next_work_tile():  # loaded when it is needed: registers are scarce
+                    request, begin, _, keys = load_work(n + 1)
+                    return request, begin, keys
+
+                following, next_pair, next_keys = lax.cond(
+                    i + 1 < stop, lambda: (request, i + 1, keys), of_next_work_tile
+                )
+                beyond = [(following, 2 * next_pair + tile, next_keys) for tile in range(2)]
+                ring, here, ahead = fetch_tile(0, used, ring, here, ahead, beyond[0])
+
+                @pl.when((i == begin) & (n > first))
+                def _():
+                    plgpu.barrier_wait(q_free)
+                    fetch_queries(request)
+
+                ring, here, ahead = fetch_tile(1, used, ring, here, ahead, beyond[1])
+                return used + 1, ring, here, ahead
+
+            return lax.fori_loop(begin, stop, pair, carry)
+
+        request, begin, _, keys = load_work(first)
+
+        @pl.when(end > first)
+        def _():
+            fetch_queries(request)
+
+        here, ahead = (find(request, 2 * begin + tile, keys) for tile in range(2))
+        ring = tuple(self._load(here, layer, limit, unit) for unit in self._units(0)[: self._ring])
+        lax.fori_loop(first, end, work_tile, (jnp.int32(0), ring, here, ahead))
+
+        @pl.when(end > first)
+        def _():  # a barrier is waited on as often as it completes
+            plgpu.barrier_wait(q_free)
+            for half in range(4):
+                plgpu.barrier_wait(self.k_free[half])
+
+    @property
+    def _ring(self) -> int:
+        """How many units are on their way."""
+        return self.config.quantised_units_ahead if self.rows.quantised else self.config.units_ahead
+
+    def _units(self, tile):
+        """All units of a tile, in the order in which they are stored: half `tile` is the near one."""
+        near, far = self.rows.order(tile)
+        return near + far
+
+    def _load(self, slots, layer, limit, unit):
+        return self.rows.load(self.kv_ref, self.zero_ref, slots, layer, limit, unit)
+
+    def _fetch_tile(self, layer, limit, tile, used, ring, here, ahead, beyond):
+        """Stores a tile, whose first units are in `ring`; loads those of the next one.
+
+        `here`, `ahead`: slots of this tile and of the next one; `beyond`: where those of the one after are.
+        """
+        rows, stats, near = self.rows, self.stats, len(self.rows.order(tile)[0])
+        units = self._units(tile)
+        coming = units + self._units(1 - tile)
+        ring, scales, after = list(ring), None, ahead
+        factors = partial(rows.factors, stats, FACTOR + tile, (FLAG, 4 * tile), here, limit)
+        if self.config.prefetch:
+            # Plus an opaque zero: the compiler would otherwise keep the addresses until they are loaded from.
+            rows.prefetch(self.kv_ref, self.zero_ref, ahead + opaque_zero(used), layer, limit)
+        self._wait_free(tile, tile, used)
+        if not rows.quantised:
+            factors()
+        for n, unit in enumerate(units):
+            if n == near:
+                self._stored(2 * tile + tile)
+                after = rows.slots(self.slot_ref, *beyond)
+                self._wait_free(tile, 1 - tile, used)
+            raw = ring[n % self._ring]
+            if unit.kind == "scales":
+                scales = factors(raw)
+            else:
+                rows.store(unit, tile, self.k, self.r, raw, scales, stats, FACTOR + tile)
+            slots = here if n + self._ring < len(units) else ahead
+            ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
+        self._stored(2 * tile + 1 - tile)
+        return tuple(ring), ahead, after
+
+    def _wait_free(self, tile, half, used):
+        @pl.when(used > 0)
+        def _():
+            plgpu.barrier_wait(self.k_free[2 * tile + half])
+
+    def _stored(self, half):
+        """Signals that all lanes have stored a half; the consumers make it visible to wgmma.
+
+        A fence here might wait for the loads that are on their way.
+        """
+        if self.interpret:
+            plgpu.commit_smem()
+        else:
+            warpgroup_barrier()
+        plgpu.barrier_arrive(self.k_full[half])

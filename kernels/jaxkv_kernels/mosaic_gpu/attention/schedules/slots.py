@@ -1,0 +1,341 @@
+"""Sparse MLA decode in tiles of 64 rows: each query token attends to slots of its own.
+
+Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
+the plan: work tiles, each a range of pairs of key tiles of a query token.  With more than 64 heads, each CTA gathers
+keys for itself: converting a tile takes less time than its products.
+
+Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
+64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.
+
+    producer (all lanes gather)      consumer 0                          consumer 1
+    next tile to the L2 cache
+    K0 left           -> k_free[0]   S0 = Q K0'     -> k_full[0], [1]
+    slots of the tile after next       arrives s_issued
+    K0 right + rope   -> k_free[1]   softmax, P0: arrives p_ready[0]     S1 = Q K1'      -> s_issued, k_full[3], [2]
+    queries of the next work tile    O0 += P0 K0 left                    O1 += P0 K0 right  -> p_ready[0]
+                      -> q_free        arrives k_free[0]                   beside it softmax of S1
+    K1 right          -> k_free[3]                                         arrives k_free[1]
+    K1 left + rope    -> k_free[2]                                       O1 += P1 K1 right, arrives k_free[3]
+                                                                           beside it P1: arrives p_ready[1]
+                                     O0 += P1 K1 left  -> p_ready[1]
+                                       arrives k_free[2]
+
+This is the order of `wide.py`.  The producer loads some units of a tile ahead of those that it stores, across the ends
+of tiles and work tiles (`gather/tiles.py`).  P0 and P1 share a place, since the rotary queries keep theirs: registers
+that hold them in `wide.py` are the producer's here.
+
+Numbers.  A key has a factor: what its values, as they lie in shared memory, are to be multiplied by
+(`gather/scaling.py`).  Tiles in which all factors are 1, nearly all tiles, skip what deals with them.  Otherwise scores
+are multiplied by the factors, and the running max is that of score + log2(factor), so that weights,
+exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
+without factors.  Queries of quantised entries become float16 in place, each row divided by a power of two that makes it
+fit; the rotary part stays bf16.
+
+Barriers.
+    q_full           the queries have landed
+    q_free           both consumers have multiplied with the queries for the last time
+    k_full[2t + h]   half h of key tile t is stored; with the half that is stored last, also the rotary keys.  Factors
+                     are stored with the first.
+    k_free[2t + h]   the consumer that multiplies this half last is done with it.  K1's halves stage the result of a
+                     work tile, and are free once it has been stored.
+    s_issued         S0's products have been issued
+    p_ready[t]       P of tile t is in p, and the running max after tile t is in stats[0]
+    both             named barrier of the two consumers: largest queries, scaled queries, or row sums of both are there
+These order every reuse.  P0 is overwritten by P1 once consumer 1, its only reader, has multiplied it, and P1 by the
+next P0 once consumer 0 has.  Factors and rotary keys of a tile are read by one consumer, before it frees the half that
+was stored first.  Automatic barriers are off, as in `wide.py`.
+
+Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
+200 per lane for consumers, 104 for the producer.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
+from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
+from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import FACTOR, FLAG, STATS, GatherTiles
+from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
+from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
+from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
+from jaxkv_kernels.mosaic_gpu.runtime.registers import (
+    COLUMN,
+    LANE_COLUMNS,
+    ROW,
+    WGMMA,
+    filled,
+    fold_columns,
+    over_columns,
+    over_rows,
+    zeros,
+)
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
+
+Q_MAX = 3
+"""Of `stats`: the row of consumer 0's largest queries; those of consumer 1 follow."""
+
+
+def attend_slots(
+    q_latent, q_pe, buffer, slots, sinks, layer, scale, plan: Plan,
+    *, rows: GatheredRows, logit_cap, config: SparseConfig, interpret,
+):  # fmt: skip
+    """Results of whole query tokens, and of splits (`result_types`).
+
+    q_latent [N, heads rounded up to 8, R], slots [N, K], sinks [heads rounded up to 64] or None.
+    """
+    batch, heads, _ = q_latent.shape
+    groups = -(-heads // TILE)
+    stored = min(heads, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
+    dtype, k_dtype = q_latent.dtype, rows.latent_dtype
+    softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+
+    def body(*refs, **scratch):
+        (
+            q_ref, qr_ref, kv_ref, zero_ref, slot_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref,
+            split_requests_ref, *sink_refs, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
+        ) = refs  # fmt: skip
+        r, p, stats, qr = (scratch[name] for name in ("r", "p", "stats", "qr"))
+        q_full = scratch["q_full"]
+        # Barriers of equal arrivals in one array each: their addresses and phases take fewer registers.
+        one, two = scratch["one_arrives"], scratch["two_arrive"]
+        k_full, k_free = [one.at[n] for n in range(4)], [one.at[4 + n] for n in range(4)]
+        s_issued, *p_ready = (one.at[8 + n] for n in range(3))
+        q_free, both = (two.at[n] for n in range(2))
+        # Two views of the same memory: as it is multiplied, and as it comes from and goes to device memory.
+        (q, q_in), (k, stages) = (
+            (scratch[name], scratch[name]) if dtype == k_dtype else tuple(scratch[name]) for name in ("q", "k")
+        )
+        pdl_launch_dependents(split_requests_ref, interpret=interpret)
+        partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
+        first_row = group * TILE
+
+        def fetch_queries(request):
+            for half in range(2):
+                columns = pl.ds(half * HALF, HALF)
+                plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
+            plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr, q_full)
+
+        def producer():
+            plgpu.set_max_registers(config.producer_registers, action="decrease")
+            first, end, _ = load_work_range(partitions_ref, partition)
+            gather = GatherTiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
+            gather.run(layer_ref[0], first, end, partial(load_work_tile, work_tiles_ref), q_free, fetch_queries)
+
+        def consumer(side):
+            operand = scratch["operands"].at[side] if interpret else None
+
+            def wait_for_both():
+                plgpu.barrier_arrive(both)
+                plgpu.barrier_wait(both)
+
+            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
+            first, end, first_tile = load_work_range(partitions_ref, partition)
+            results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
+            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored)
+            scale = scale_ref[0] * LOG2E
+
+            def load_sinks(ref):
+                return plgpu.load(ref.at[pl.ds(first_row, TILE)], layout=ROW, optimized=False) * LOG2E
+
+            def scale_queries():
+                """Makes the queries float16; returns what the scores of each row are to be multiplied by."""
+                if dtype == k_dtype:
+                    return filled(ROW, 1.0, TILE) * scale
+                latent, rope = (plgpu.load(ref, layout=WGMMA).astype(jnp.float32) for ref in (q_in.at[side], qr))
+                stats[Q_MAX + side] = jnp.maximum(jnp.abs(latent).max(axis=1), jnp.abs(rope).max(axis=1))
+                wait_for_both()
+                largest = jnp.maximum(*(plgpu.load(stats.at[Q_MAX + n], layout=ROW) for n in range(2)))
+                factor, inverse = scale_to_fit(largest)
+                q[side] = (latent * over_columns(factor, HALF)).astype(k_dtype)
+                if side == 0:
+                    qr[...] = (rope * over_columns(factor, ROPE)).astype(dtype)
+                plgpu.commit_smem()
+                wait_for_both()
+                return inverse * scale
+
+            def scores(row_scale, i, last):
+                """Scores of this side's tile, with the logarithms of factors; and how its weights are summed."""
+                z = opaque_zero(i)
+                tile = z + side
+                near, far = side, 1 - side
+
+                def product(acc):
+                    if side == 1:
+                        plgpu.barrier_wait(s_issued)
+                    for half in (near, far):
+                        plgpu.barrier_wait(k_full[2 * side + half])
+                        async_fence(interpret=interpret)
+                        plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
+                    plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
+                    if side == 0:
+                        plgpu.barrier_arrive(s_issued)
+                    return acc[...]
+
+                s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * over_columns(row_scale, TILE)
+
+                @pl.when(i == last)
+                def _():
+                    plgpu.barrier_arrive(q_free)  # the next request's queries may come
+
+                flags = [stats[FLAG, 4 * side + warp] for warp in range(4)]
+                special = flags[0] + flags[1] + flags[2] + flags[3] > 0
+
+                def load_factors():
+                    return plgpu.load(stats.at[FACTOR + side], layout=COLUMN)
+
+                def multiply_factors(s):
+                    return s * over_rows(jnp.abs(load_factors()), TILE)
+
+                def add_logarithms(s):
+                    factors = load_factors()
+                    masked = over_rows(factors, TILE) < 0
+                    return jnp.where(masked, MASKED, s + over_rows(jnp.log2(jnp.abs(factors)), TILE))
+
+                if logit_cap is None:
+                    s = lax.cond(special, lambda s: add_logarithms(multiply_factors(s)), lambda s: s, s)
+                else:
+                    s = cap_scores(lax.cond(special, multiply_factors, lambda s: s, s), logit_cap)
+                    s = lax.cond(special, add_logarithms, lambda s: s, s)
+
+                def row_sums(w):
+                    """Sums per lane of weights without their factors."""
+                    return lax.cond(
+                        special,
+                        lambda w: fold_columns(jnp.add, w * over_rows(1 / jnp.abs(load_factors()), TILE)),
+                        partial(fold_columns, jnp.add),
+                        w,
+                    )
+
+                return s, row_sums
+
+            def share_max(running_max):
+                stats[0] = running_max
+
+            def weights(s, running_max, row_sums):
+                w = softmax.weights(s, running_max)
+                return w.astype(k_dtype), row_sums(w)
+
+            def share_weights(w16, t):
+                """Gives the weights of a tile to the other consumer."""
+                p[...] = w16
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready[t])
+
+            def add_values(weights, i, t, acc, meanwhile=None):
+                """acc + weights @ (this side's half of a tile's values), and what `meanwhile` returned."""
+                z = opaque_zero(i)
+                return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=operand)
+
+            def pair0(row_scale, last, i, carry):
+                acc, old_max, row_sum = carry
+                s, row_sums = scores(row_scale, i, last)
+                max0 = softmax.update_max(s, old_max, share_max)
+                w16, added = weights(s, max0, row_sums)
+                share_weights(w16, 0)
+                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
+                acc, _ = add_values(w16, i, 0, acc)
+                plgpu.barrier_arrive(k_free[0])
+                plgpu.barrier_wait(p_ready[1])
+                max1 = plgpu.load(stats.at[0], layout=ROW)
+                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
+                acc, _ = add_values(p, i, 1, acc)
+
+                @pl.when(i != last)
+                def _():
+                    plgpu.barrier_arrive(k_free[2])
+
+                return acc, max1, row_sum
+
+            def pair1(row_scale, last, i, carry):
+                acc, old_max, row_sum = carry
+                s, row_sums = scores(row_scale, i, last)
+                plgpu.barrier_wait(p_ready[0])
+                max0 = plgpu.load(stats.at[0], layout=ROW)
+                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
+
+                def softmax_of_tile_1():
+                    max1 = softmax.update_max(s, max0, share_max)
+                    return max1, *weights(s, max1, row_sums)
+
+                acc, (max1, w16, added) = add_values(p, i, 0, acc, meanwhile=softmax_of_tile_1)
+                plgpu.barrier_arrive(k_free[1])
+                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
+                acc, _ = add_values(w16, i, 1, acc, meanwhile=partial(share_weights, w16, 1))
+
+                @pl.when(i != last)
+                def _():
+                    plgpu.barrier_arrive(k_free[3])
+
+                return acc, max1, row_sum + added
+
+            step = (pair0, pair1)[side]
+
+            def run(n, tile: WorkTile):
+                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                request, begin, end, _, _, split, _ = tile
+                plgpu.barrier_wait(q_full)
+                row_scale = scale_queries()
+                last = end - 1
+                if side == 0:
+                    stats[0] = softmax.empty_max(TILE)
+                carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
+                acc, running_max, row_sum = lax.fori_loop(begin, end, partial(step, row_scale, last), carry)
+
+                stage = stages.at[opaque_zero(last) + 1, side]
+                own_sinks = [partial(load_sinks, ref) for ref in sink_refs]
+                epilogue.store(side, acc, row_sum, running_max, request, split, stage, *own_sinks)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(k_free[2 + side])
+                return ahead
+
+            lax.fori_loop(first, end, run, first_tile)
+
+        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
+        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
+
+    def viewed(*shape):
+        """Shared memory of the dtype that is multiplied, and of that of queries and results."""
+        own = swizzled(*shape, dtype=k_dtype)
+        return own if dtype == k_dtype else plgpu.RefUnion(own, swizzled(*shape, dtype=dtype))
+
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        out_type=result_types(
+            (batch,), plan.max_splits, dtype,
+            rows=heads, width=LATENT, lse=(groups - 1) * TILE + stored, split_lse=groups * TILE, scales=2,
+        ),
+        grid=(groups, plan.num_partitions),
+        grid_names=("group", "partition"),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="decode_mla_sparse",
+        scratch_types={
+            "q": viewed(2, TILE, HALF),
+            "qr": swizzled(TILE, ROPE, dtype=dtype),
+            "k": viewed(2, 2, TILE, HALF),
+            "r": swizzled(2, TILE, ROPE, dtype=rows.rope_dtype),
+            "p": swizzled(TILE, TILE, dtype=k_dtype),
+            "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=3),
+            "one_arrives": plgpu.Barrier(num_barriers=11),
+            "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            # The interpreter wants register operands of wgmma in shared memory.
+            **({"operands": swizzled(2, TILE, TILE, dtype=k_dtype)} if interpret else {}),
+        },
+    )(
+        q_latent, q_pe, rows.buffer(buffer), rows.zeros(), slots, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        plan.partitions, plan.work_tiles, plan.split_requests, *([] if sinks is None else [sinks]),
+    )  # fmt: skip

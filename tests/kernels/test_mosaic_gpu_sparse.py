@@ -1,0 +1,202 @@
+"""The Mosaic GPU kernel of `decode_mla_sparse`: lowered, interpreted, the whole suite on a Hopper GPU (`-m gpu`)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+import jaxkv
+from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu import interpreting
+from support import suites
+from support.compare import assert_close
+from support.hopper import kernel_operands, on_hopper, read_early
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
+
+QUERY_SCALES = (-60, 40)
+"""Powers of two by which queries are scaled: float16 holds neither."""
+ROUNDED = [(-9, -8), (-17, -16)]
+"""Exponents of scales with a mantissa: as quantisers choose them, and too small to be multiplied into values."""
+
+
+class Mosaic:
+    """What every suite of this kernel says of itself."""
+
+    implementation = "mosaic_gpu"
+    latent, rope = 512, 64
+    exact = "bf16"
+    gaps = (
+        "entries of format",  # float32 has no wgmma; entries of one scale are not gathered yet
+        "offset of",  # loads are of 16 bytes, aligned to as many
+        "layer stride of",
+        "block stride of",
+        "token stride of",
+        "`logit_cap` of",  # too large for tanh by way of exp2
+    )
+
+    def sparse(self, form, lengths, heads, slots, *, tokens=1, layout="BLNHC", layer=1, scene=None, q=None, **keywords):
+        """Checks random slots of requests of those lengths."""
+        entry = self.entry(form)
+        scene = scene or suites.scenes.scene(entry, lengths=lengths)
+        q = q or suites.queries(entry, len(lengths), tokens, heads)
+        chosen = self.choose(scene, tokens, slots, np.random.default_rng(slots))
+        return self.check(q, scene.cache(suites.layout_of(layout, entry), layer), chosen, layer, scene, **keywords)
+
+    def check_scales_that_are_not_powers_of_two(self, exponents, heads):
+        """The kernel rounds such scales to float16, which scores show, and with them lse."""
+        scene = self.with_scales(exponents, mantissa=1.37)
+        q, rng = suites.queries(scene.entry, 2, 1, heads), np.random.default_rng(6)
+        slots = self.choose(scene, 1, 130, rng)
+        out, lse = self.decode(q, scene.cache(suites.layout_of("BLNHC", scene.entry), 1), slots, 1, scene)
+        right_out, right_lse = self.truth(q, slots, scene)
+        assert_close(out, right_out, roundings=4, magnitude=1, what="out")
+        assert_close(lse, right_lse, dtype="float16", roundings=2, magnitude=4, what="lse")
+
+    def with_scales(self, exponents, mantissa=1.0):
+        """A scene of fp8_ds_mla entries with scales of either sign and a token of zeros.
+
+        `exponents`: a token's scales are about 2 to the power of a number between these, times `mantissa`.
+        """
+        scene, rng = suites.scenes.scene(self.entry("fp8_ds_mla"), lengths=(190, 64)), np.random.default_rng(5)
+        for request in range(2):
+            for position in range(scene.lengths[request]):
+                scales = 2.0 ** (rng.integers(*exponents) + rng.integers(-3, 4, 4)) * rng.choice(
+                    [-mantissa, mantissa], 4
+                )
+                scales = (scales * (position != 7)).astype(np.float32)
+                scene = scene.holding(scales.view(np.uint8), request, position, slice(512, 528))
+        return scene
+
+
+@on_hopper
+class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
+    """The whole suite, and what only sizes of real calls show, on the GPU."""
+
+    @pytest.mark.parametrize("form", ["bf16", "f16", "fp8_ds_mla"])
+    @pytest.mark.parametrize("heads", [8, 64, 100, 128])
+    def test_many_slots(self, form, heads):
+        self.sparse(form, (640, 100, 1), heads, 700, tokens=2)
+
+    @pytest.mark.parametrize("exponents", [(-1, 1), (-12, 6), (-40, 40)])
+    def test_any_scales(self, exponents):
+        scene = self.with_scales(exponents)
+        self.sparse("fp8_ds_mla", (190, 64), 128, 200, scene=scene)
+
+    @pytest.mark.parametrize("exponents", ROUNDED)
+    def test_scales_that_are_not_powers_of_two(self, exponents):
+        self.check_scales_that_are_not_powers_of_two(exponents, 128)
+
+    @pytest.mark.parametrize("power", QUERY_SCALES)
+    def test_any_queries(self, power):
+        q = [x * jnp.bfloat16(2.0**power) for x in suites.queries(self.entry("fp8_ds_mla"), 2, 1, 64)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("support.suites.decode_mla_sparse.SCALE", 0.11 * 2.0**-power)
+            self.sparse("fp8_ds_mla", (190, 64), 64, 130, q=q)
+
+    def test_a_scan_over_layers_stacks_the_results(self):
+        entry = self.entry("fp8_ds_mla")
+        scene = suites.scenes.scene(entry)
+        cache = scene.cache(suites.layout_of("BLNHC", entry), 1)
+        q, slots = suites.queries(entry, 6, 1, 16), self.choose(scene, 1, 130, np.random.default_rng(3))
+        suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, slots, layer, scene), cache)
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
+    """Numerics, barriers and races of a few cases, each of which takes the interpreter many seconds."""
+
+    @pytest.mark.parametrize("form", ["bf16", "fp8_ds_mla"])
+    def test_two_row_tiles_sinks_counts_and_splits(self, form):
+        heads = 72
+        sinks = np.random.default_rng(0).normal(0, 3, heads).astype(np.float32)
+        sinks[:2] = -np.inf, np.inf
+        self.sparse(form, (190, 64), heads, 300, counts=np.asarray([[300], [70]], np.int32), sinks=sinks)
+
+    def test_no_slots_at_all_and_a_cap(self):
+        counts = np.asarray([[0, 64], [3, 65]], np.int32)
+        self.sparse("f16", (130, 1), 5, 70, tokens=2, layout="LBNHC", counts=counts, logit_cap=2.0)
+
+    @pytest.mark.parametrize("exponents", [(-1, 1), (-40, 40)])
+    def test_any_scales(self, exponents):
+        self.sparse("fp8_ds_mla", (190, 64), 8, 130, scene=self.with_scales(exponents))
+
+    @pytest.mark.parametrize("exponents", ROUNDED)
+    def test_scales_that_are_not_powers_of_two(self, exponents):
+        self.check_scales_that_are_not_powers_of_two(exponents, 8)
+
+    @pytest.mark.parametrize("power", QUERY_SCALES)
+    def test_any_queries(self, power, monkeypatch):
+        monkeypatch.setattr("support.suites.decode_mla_sparse.SCALE", 0.11 * 2.0**-power)
+        q = [x * jnp.bfloat16(2.0**power) for x in suites.queries(self.entry("fp8_ds_mla"), 2, 1, 8)]
+        self.sparse("fp8_ds_mla", (64, 1), 8, 66, q=q)
+
+    def test_an_odd_layout_in_a_buffer_of_another_dtype(self):
+        self.sparse("fp8_ds_mla", (190, 64), 8, 66, layout="packed, bfloat16")
+
+    def test_traced_layer_outside_the_cache_is_empty(self):
+        entry = self.entry()
+        scene = suites.scenes.scene(entry, lengths=(64,))
+        cache = scene.cache(suites.layout_of("BLNHC", entry), 1)
+        slots = self.choose(scene, 1, 32, np.random.default_rng(0))
+        out, lse = jax.jit(lambda layer: self.decode(suites.queries(entry, 1, 1, 8), cache, slots, layer, scene))(3)
+        assert not np.asarray(out).any()
+        assert (np.asarray(lse) == -np.inf).all()
+
+
+@pytest.mark.parametrize("form", ["bf16", "f16", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    ("order", "heads", "counts", "sinks", "cap"),
+    [("BLNHC", 128, False, False, None), ("LBNHC", 20, True, True, 30.0)],
+)
+def test_lowers_for_hopper(form, order, heads, counts, sinks, cap):
+    entry = jaxkv.MLAEntry(form)
+    layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=64, entry=entry, order=order)
+    shape = jax.ShapeDtypeStruct
+    arrays = (
+        shape((4, 2, heads, 512), entry.input_dtype),
+        shape((4, 2, heads, 64), entry.input_dtype),
+        shape((layout.size,), layout.dtype),
+        shape((4, 2, 300), jnp.int32),
+        shape((4, 2), jnp.int32) if counts else None,
+        shape((heads,), jnp.float32) if sinks else None,
+        shape((), jnp.int32),
+        shape((), jnp.float32),
+    )
+
+    def decode(*arrays):
+        run = mosaic_gpu.KERNELS["decode_mla_sparse"].run
+        return run(*arrays, None, pages=layout.pages, entry=entry, logit_cap=cap)
+
+    traced = jax.jit(decode).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(kernel_operands(text)) == 2
+    assert read_early(traced.jaxpr) == [
+        [],
+        3 * [(8, 3)],
+    ]  # combine reads only split_requests before attention has ended
+    for operation in ("concatenate", "transpose", "pad", "dynamic_slice", "bitcast_convert"):
+        assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
+
+
+SIZES = dict(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("fp8_ds_mla"))
+UNSUPPORTED = {
+    "entries of format 'f32'": dict(entry=jaxkv.MLAEntry("f32")),
+    "entries of 256 + 64 values": dict(entry=jaxkv.MLAEntry("fp8_ds_mla", latent=256)),
+    "block stride of": dict(block_padding=8),
+    "`q_latent` of float16": dict(dtype=jnp.float16),
+}
+
+
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_explain_reports_the_reason(reason):
+    found = {**SIZES, **UNSUPPORTED[reason]}
+    dtype = found.pop("dtype", None)
+    layout = jaxkv.CacheLayout(**found)
+    q = [jax.ShapeDtypeStruct((1, 1, 16, n), dtype or layout.entry.input_dtype) for n in layout.entry.sizes]
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    with interpreting(True):
+        slots = jax.ShapeDtypeStruct((1, 1, 8), jnp.int32)
+        explained = jaxkv.explain(jaxkv.decode_mla_sparse, *q, cache, slots, layer=0, scale=1.0)
+    assert any(why.startswith(reason) for why in explained.reasons["mosaic_gpu"]), explained
