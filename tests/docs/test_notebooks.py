@@ -12,7 +12,7 @@ from support.cases import slow
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-LONG = ("3_a_tiny_deepseek", "4_performance", "5_blocks_that_travel")
+LONG = ("3_a_tiny_deepseek", "4_performance", "5_moving_blocks")
 """What these call, the tests of models, measurements and pools call as well."""
 
 # As Jupyter does it, but for what it shows: one namespace for all cells, and a mistake names its cell.

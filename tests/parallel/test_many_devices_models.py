@@ -298,7 +298,7 @@ WRONG = {
     "an engine of data": (lambda: serving.Engine(load("deepseek_v3", data(2)), num_blocks=4), ["`model`", "Replicas"]),
     "replicas of one pool": (
         lambda: serving.Replicas(load(SMALL, data(2)), num_blocks=4, offload=object()),
-        ["`offload`", "one engine"],
+        ["`offload`", "several engines cannot share a pool"],
     ),
     "replicas of heads": (
         lambda: serving.Replicas(load("deepseek_v3", tensor(4)), num_blocks=4),

@@ -21,6 +21,7 @@ from support.compare import assert_same_bits
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_two_processes():
     with socket.socket() as free:
         free.bind(("localhost", 0))
