@@ -79,7 +79,7 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     def test_many_slots(self, form, heads):
         self.sparse(form, (640, 100, 1), heads, 700, tokens=2)
 
-    @pytest.mark.parametrize("exponents", [(-1, 1), (-12, 6), (-40, 40)])
+    @pytest.mark.parametrize("exponents", [(-8, -6), (-12, 6), (-40, 40)])  # the first as encoders write them
     def test_any_scales(self, exponents):
         scene = self.with_scales(exponents)
         self.sparse("fp8_ds_mla", (190, 64), 128, 200, scene=scene)
@@ -118,7 +118,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
         counts = np.asarray([[0, 64], [3, 65]], np.int32)
         self.sparse("f16", (130, 1), 5, 70, tokens=2, layout="LBNHC", counts=counts, logit_cap=2.0)
 
-    @pytest.mark.parametrize("exponents", [(-1, 1), (-40, 40)])
+    @pytest.mark.parametrize("exponents", [(-8, -6), (-40, 40)])  # the first as encoders write them
     def test_any_scales(self, exponents):
         self.sparse("fp8_ds_mla", (190, 64), 8, 130, scene=self.with_scales(exponents))
 
