@@ -123,5 +123,5 @@ def test_interleaving_entries_are_taken_and_read():
         assert kv_c[:, 0].tolist() == [6 * layer + 9 * block for block in (3, 0, 2, 1)]
     assert "layer" in str(layout)
     assert layout._repr_svg_() is None
-    with pytest.raises(ValueError, match="the 4 blocks interleave, one every 18 B, each over 30 B"):
+    with pytest.raises(ValueError, match="the 4 blocks interleave: one begins every 18 B and spans 30 B"):
         layout.draw()
