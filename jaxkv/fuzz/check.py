@@ -97,10 +97,11 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
             return [_excess(found, expected, roundings=128, dtype="float32", magnitude=terms, floor=terms)]
         dtype = case.dtype.name
         # Scores have this size.  Capped ones are computed from the cap, as in 1 - 2 / (1 + exp(2 s / cap)).
-        scores = 4 + (dict(case.options).get("logit_cap") or 0)
+        cap = dict(case.options).get("logit_cap") or 0
+        scores = 4 + cap
         # A weight is as far off, relative to itself, as its score is absolutely.  The best float32 tanh is off by up to
-        # 2 roundings, and so are two of them from each other by 4.  Far more than that is rounded away in 16 bits.
-        size = 1 + 4 / 64 * scores if dtype == "float32" else 1
+        # 2 roundings, so two of them differ by up to 4, of the size of the cap.  Results in 16 bits round away more.
+        size = 1 + 4 / 64 * cap if dtype == "float32" else 1
         return [
             _excess(found[0], expected[0], roundings=64 if dtype == "float32" else 4, dtype=dtype, magnitude=size),
             _excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=scores, floor=scores),

@@ -125,8 +125,8 @@ MISUSE = {
 
 @pytest.mark.parametrize("case", MISUSE)
 def test_misuse_is_reported_by_argument_position_and_value(case):
-    operation, given, told = MISUSE[case]
-    with pytest.raises(ValueError, match=re.escape(told)):
+    operation, given, fragments = MISUSE[case]
+    with pytest.raises(ValueError, match=re.escape(fragments)):
         jaxkv.checked(lambda: operation(**given))()
 
 
@@ -140,8 +140,8 @@ UNREPORTED = {
 
 @pytest.mark.parametrize("case", UNREPORTED)
 def test_misuse_that_should_be_reported(case):
-    operation, given, told = UNREPORTED[case]
-    with pytest.raises(ValueError, match=re.escape(told)):
+    operation, given, fragments = UNREPORTED[case]
+    with pytest.raises(ValueError, match=re.escape(fragments)):
         jaxkv.checked(lambda: operation(**given))()
 
 

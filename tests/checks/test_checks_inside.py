@@ -84,7 +84,7 @@ class TestTransformations:
 class TestPlans:
     """A plan made for other lengths, which gives wrong results where it is used, is misuse."""
 
-    told = re.escape("`seq_lens`[1] is 3: `plan` was made for 4, make one for the lengths of the call")
+    fragments = re.escape("`seq_lens`[1] is 3: `plan` was made for 4, make one for the lengths of the call")
 
     def plan(self, lengths, cache=None):
         cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache
@@ -92,9 +92,9 @@ class TestPlans:
 
     def test_made_before_the_checked_call(self):
         plan = self.plan(ints([7, 4]))
-        with pytest.raises(ValueError, match=self.told):
+        with pytest.raises(ValueError, match=self.fragments):
             jaxkv.checked(lambda: decode_mla(plan=plan))()
-        with pytest.raises(ValueError, match=self.told):
+        with pytest.raises(ValueError, match=self.fragments):
             jaxkv.checked(lambda plan: decode_mla(plan=plan))(plan)
         jaxkv.checked(lambda: decode_mla(lengths=[7, 4], plan=plan))()
 
@@ -112,7 +112,7 @@ class TestPlans:
         found, expected = (step(cache, ints(LENGTHS), ints(LENGTHS)) for step in (check, model))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert_same_bits(a, b)
-        with pytest.raises(ValueError, match=self.told):
+        with pytest.raises(ValueError, match=self.fragments):
             check(cache, ints([7, 4]), ints(LENGTHS))
 
     def test_unchecked_programs_do_not_read_the_lengths_of_a_plan(self):

@@ -180,16 +180,18 @@ OF_RUNS = {"gather_mla": gather_mla, "gather_kv": gather_kv, "gather_indexer_k":
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
 
-def check(wrong, told):
+def check(wrong, fragments):
     """The call raises ValueError, as it stands and while it is traced with all arrays unknown."""
     modes = {"eager": lambda a: wrong(a), "traced": lambda a: jax.eval_shape(wrong, a)}
     for mode, run in modes.items():
         with pytest.raises(ValueError, match="`") as caught:
             run(arrays())
         assert type(caught.value) is ValueError, mode
-        for fragment in told:
+        for fragment in fragments:
             assert fragment in str(caught.value), mode
 
 
 def cases(table):
-    return pytest.mark.parametrize(("wrong", "told"), [case[1:] for case in table], ids=[case[0] for case in table])
+    return pytest.mark.parametrize(
+        ("wrong", "fragments"), [case[1:] for case in table], ids=[case[0] for case in table]
+    )

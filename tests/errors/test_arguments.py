@@ -93,7 +93,7 @@ SCALES = [
         ["`kv_scale`", "True", "expected a number"],
     ),
     (
-        "kv_scale a layer",
+        "kv_scale per layer",
         lambda a: write_mla(a, cache=a.mla_fp8, kv_scale=jnp.ones(3)),
         ["`kv_scale`", "float32[3]", "scalar"],
     ),
@@ -124,7 +124,7 @@ SCALES = [
     ),
     ("no softmax scale", lambda a: decode_mla(a, scale=None), ["`scale`", "None", "expected a number"]),
     ("softmax scale of a string", lambda a: decode_kv(a, scale="auto"), ["`scale`", "'auto'", "expected a number"]),
-    ("softmax scale a head", lambda a: decode_mla_sparse(a, scale=jnp.ones(3)), ["`scale`", "float32[3]", "scalar"]),
+    ("softmax scale per head", lambda a: decode_mla_sparse(a, scale=jnp.ones(3)), ["`scale`", "float32[3]", "scalar"]),
 ]
 
 
@@ -205,10 +205,10 @@ CACHES = [
         (
             f"{what} in {name}",
             lambda a, broken=broken, run=run, stored=stored: run(a, cache=broken(getattr(a, stored))),
-            told,
+            fragments,
         )
         for name, (run, stored, _) in {**OF_ONE_CACHE, **OF_ANY_CACHE}.items()
-        for what, broken, told in [
+        for what, broken, fragments in [
             (
                 "buffer too short",
                 lambda c: jaxkv.KVCache(c.buffer[:-1], c.layout),
@@ -304,28 +304,28 @@ HELPERS = [
 
 
 @cases(STATICS)
-def test_static_arguments(wrong, told):
-    check(wrong, told)
+def test_static_arguments(wrong, fragments):
+    check(wrong, fragments)
 
 
 @cases(CACHES)
-def test_caches(wrong, told):
-    check(wrong, told)
+def test_caches(wrong, fragments):
+    check(wrong, fragments)
 
 
 @cases(HELPERS)
-def test_helpers_and_the_rest(wrong, told):
-    check(wrong, told)
+def test_helpers_and_the_rest(wrong, fragments):
+    check(wrong, fragments)
 
 
 @cases(IMPLEMENTATIONS)
 @pytest.mark.parametrize("operation", DISPATCHED)
-def test_implementations(operation, wrong, told):
-    check(lambda a: OPERATIONS[operation](a, implementation=wrong), ["`implementation`", *told])
+def test_implementations(operation, wrong, fragments):
+    check(lambda a: OPERATIONS[operation](a, implementation=wrong), ["`implementation`", *fragments])
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "fragments"),
     [
         (lambda: jaxkv.MLAEntry("int4"), ["MLAEntry", "'int4'", "bf16, f16, f32, fp8, fp8_ds_mla"]),
         (lambda: jaxkv.KVEntry("fp8_ds_mla"), ["KVEntry", "'fp8_ds_mla'", "bf16, f16, f32, fp8"]),
@@ -339,19 +339,19 @@ def test_implementations(operation, wrong, told):
         (lambda: jaxkv.IndexerEntry(head_dim=30), ["indexer_fp8", "multiple of 4", "30"]),
     ],
 )
-def test_entries(build, told):
+def test_entries(build, fragments):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the fragments are the match)
         build()
-    for fragment in told:
+    for fragment in fragments:
         assert fragment in str(caught.value)
 
 
 @cases(SCALES)
-def test_scales(wrong, told):
-    check(wrong, told)
+def test_scales(wrong, fragments):
+    check(wrong, fragments)
 
 
 @cases(LAYERS)
 @pytest.mark.parametrize("operation", OF_ONE_CACHE)
-def test_layers(operation, wrong, told):
-    check(lambda a: OF_ONE_CACHE[operation][0](a, layer=wrong), ["`layer`", *told])
+def test_layers(operation, wrong, fragments):
+    check(lambda a: OF_ONE_CACHE[operation][0](a, layer=wrong), ["`layer`", *fragments])

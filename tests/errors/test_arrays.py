@@ -314,20 +314,20 @@ LISTS = [
 
 
 @cases(SHAPES)
-def test_shapes(wrong, told):
-    check(wrong, told)
+def test_shapes(wrong, fragments):
+    check(wrong, fragments)
 
 
 @cases(DTYPES)
-def test_dtypes(wrong, told):
-    check(wrong, told)
+def test_dtypes(wrong, fragments):
+    check(wrong, fragments)
 
 
 @cases(TABLES)
-def test_empty_axes(wrong, told):
-    check(wrong, told)
+def test_empty_axes(wrong, fragments):
+    check(wrong, fragments)
 
 
 @cases(LISTS)
-def test_lists_are_no_arrays(wrong, told):
-    check(wrong, told)
+def test_lists_are_not_arrays(wrong, fragments):
+    check(wrong, fragments)

@@ -59,6 +59,7 @@ def test_capped_float32_scores_are_accurate_near_zero(score):
         q, cache, tables, lengths,
         layer=0, scale=1.0, logit_cap=cap, return_lse=True, implementation="triton",
     )  # fmt: skip
+    # 16 roundings, for the scale, tanh, and the exponential and logarithm around it.
     np.testing.assert_allclose(lse[0, 0], cap * np.tanh(np.float64(score) / cap), rtol=2**-20)
 
 

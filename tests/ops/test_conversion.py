@@ -102,17 +102,17 @@ SIZES = {"num_layers": 3, "num_blocks": 3, "block_size": 4, "entry": MLA}
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         ({"num_layers": 4}, "`num_layers` is 3 in `src` and 4 in `dst`"),
         ({"block_size": 8}, "`block_size` is 4 in `src` and 8 in `dst`"),
         ({"entry": DS_MLA}, "`entry` is MLAEntry.* in `src` and MLAEntry.*fp8_ds_mla.* in `dst`"),
     ],
 )
-def test_blocks_of_other_entries_are_refused(other, told):
+def test_blocks_of_other_entries_are_rejected(other, message):
     src, dst = jaxkv.CacheLayout(**SIZES), jaxkv.CacheLayout(**SIZES | other)
     rows = jnp.zeros((1, src.block_nbytes // 2), src.dtype)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         jaxkv.convert_blocks(rows, src, dst)
 
 

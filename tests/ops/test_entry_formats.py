@@ -1,4 +1,4 @@
-"""What quantised entries do to the logits of whole models, against what their precision tells."""
+"""Logits of whole models with quantised entries, held to what the precision of the entries allows."""
 
 from functools import cache
 from pathlib import Path

@@ -115,17 +115,17 @@ def plan_batch_invariant(form):
 
 @pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla", "f32"])
 def test_entries_without_batch_invariant_plans_are_named_with_what_to_do(form):
-    told = (
+    message = (
         rf"mosaic_gpu: .*entries of format '{form}': supports bf16, f16; .*no implementation can be batch-invariant on "
         rf"this cache of MLAEntry\(format='{form}', .*: plan without it, or use a cache that one of them supports"
     )
-    with pytest.raises(NotImplementedError, match=told):
+    with pytest.raises(NotImplementedError, match=message):
         plan_batch_invariant(form)
 
 
 def test_the_device_that_a_batch_invariant_plan_needs_is_named():
-    told = r"; only mosaic_gpu \(NVIDIA Hopper\) can be batch-invariant on this cache: elsewhere, plan without it"
-    with pytest.raises(NotImplementedError, match=told):
+    message = r"; only mosaic_gpu \(NVIDIA Hopper\) can be batch-invariant on this cache: elsewhere, plan without it"
+    with pytest.raises(NotImplementedError, match=message):
         plan_batch_invariant("f16")
 
 

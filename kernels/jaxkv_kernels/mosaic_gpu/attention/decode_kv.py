@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE, KVConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import planned
+from jaxkv_kernels.mosaic_gpu.attention.plan import plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.schedules.kv import attend_kv
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tuning import configuration
@@ -19,7 +19,7 @@ def decode_kv(
     """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
     del k_scale, v_scale
     _, tokens, heads, _ = q.shape
-    plan = planned(
+    plan = plan_or_default(
         plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens, window=window
     )
     return _decode(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, FewRowsConfig, WideConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import planned
+from jaxkv_kernels.mosaic_gpu.attention.plan import plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
@@ -24,7 +24,7 @@ def decode_mla(
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     del kv_scale
     _, tokens, heads, _ = q_latent.shape
-    plan = planned(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
+    plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
     config = configuration(FewRowsConfig() if tokens * heads <= FEW_ROWS else WideConfig())
     return _decode(
         q_latent, q_pe, buffer, block_tables, layer, scale, plan,

@@ -54,7 +54,7 @@ class HalvesEpilogue:
     """Stores the results of 64 rows from two consumer warpgroups: each has half of the columns, and its own row sums.
 
     Whole results need the row sums of both.  A split stores its values before those are known: each consumer divides
-    its half of a row by the half's own largest magnitude, and neither waits for the other.
+    its half of a row by the half's own largest magnitude.  Only scales and log-sum-exps wait for the other consumer.
     """
 
     refs: Any

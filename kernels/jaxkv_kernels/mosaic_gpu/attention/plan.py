@@ -71,7 +71,9 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
     )  # fmt: skip
 
 
-def planned(plan: Plan | None, buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window=None) -> Plan:
+def plan_or_default(
+    plan: Plan | None, buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window=None
+) -> Plan:
     """`plan`, or else the default plan of a decode call."""
     if plan is not None:
         return plan
