@@ -14,9 +14,7 @@ from jaxkv.terminal import streams
 COMMANDS = ("demo", "generate", "verify", "bench", "step", "ttft", "offload", "parallel", "doctor", "layout", "matrix")
 
 MISTAKES = (ValueError, ImportError, OSError, NotImplementedError, MemoryError)
-"""Exceptions that a user's mistake raises; they are reported in one line.  Other exceptions are bugs and keep their
-traceback.
-"""
+"""Exceptions of user errors, which are reported in one line.  Other exceptions are bugs and keep their traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -41,9 +41,7 @@ MEMORY_FRACTION = 0.6
 """The fraction of the device's memory that a cache may use.  If not all layers fit, fewer are timed."""
 
 BATCH = 8
-"""Shapes that are compiled before any of them is timed.  Lowering and compiling overlap; nothing else runs during
-timing.
-"""
+"""Shapes that are compiled before any of them is timed.  Lowering and compiling overlap, but not with timing."""
 
 COLUMNS = (
     ("layers", "layers", 6, "d"),

@@ -181,9 +181,7 @@ def _bits(array: jax.Array) -> np.ndarray:
 
 
 def _error(cache, tables, lengths, trace) -> float:
-    """The largest relative error of any layer's attention in the last step, compared with float64 on the stored
-    entries.
-    """
+    """The largest relative error of the last step's attention in any layer, against float64 on the stored entries."""
     queries, outs = (np.asarray(x.astype(jnp.float32), np.float64) for x in trace)
     worst = 0.0
     cu_seq_lens = jnp.asarray([0, *np.cumsum(lengths)], jnp.int32)

@@ -56,8 +56,7 @@ def report() -> str:
 
 
 def conflicts(versions: Mapping[str, str | None]) -> list[str]:
-    """Messages about installed versions that are known not to work together.  None means that a package is not
-    installed.
+    """Messages about installed versions that are known not to work together; None is a package that is not installed.
     """
     found = []
     jax_, jax_triton, triton = (_release(versions.get(name)) for name in ("jax", "jax-triton", "triton"))

@@ -101,8 +101,9 @@ def _ids(text: str) -> list[int]:
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Callable[[], IdStream | TextStream]]:
-    """A function from a prompt to token ids, and a function that makes a stream of text, or of ids without a
-    tokenizer.json.
+    """A function from a prompt to token ids, and a function that makes a stream of text.
+
+    Without a tokenizer.json, the stream is one of token ids.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():

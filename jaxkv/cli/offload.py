@@ -28,9 +28,7 @@ BLOCK_SIZE = 64
 LARGE_BYTES = 2**31
 """Size of the array that shows the ceiling, unless the blocks together are smaller."""
 CPU_LARGE_BYTES = 2**24
-"""The same on CPUs.  The memory of larger arrays is returned to the operating system there, so page faults would be
-timed.
-"""
+"""The same on CPUs, where the operating system takes back the memory of larger arrays: page faults would be timed."""
 WARM_UP = 5
 """Untimed transfers of the large array, until its memory is pinned (on CPUs: touched)."""
 PATTERN_BLOCKS = 16
@@ -187,8 +185,9 @@ def _layerwise(cache: jaxkv.KVCache, repeats: int) -> dict[str, float]:
 
 
 def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]:
-    """Milliseconds per decode step, without stores, and with a store after each step of as many blocks as may be in
-    flight.
+    """Milliseconds per decode step, alone and with a store after each step.
+
+    A store copies as many blocks as may be in flight.
     """
     per_request = _per_request(args)
     blocks = np.random.default_rng(1).permutation(args.requests * per_request)

@@ -13,9 +13,7 @@ from jaxkv.terminal.files import write_json
 
 
 def run(workloads: list[Workload], args: Namespace, about: dict[str, Any]) -> int:
-    """Prints a line per trial, and the best configuration.  ValueError if no selected shape runs a kernel with a
-    configuration.
-    """
+    """Prints a line per trial, and the best configuration.  ValueError if no selected shape runs a tunable kernel."""
     rows: list[dict[str, Any]] = []
     for workload in workloads:
         for default in _configurations(workload, args.implementation):

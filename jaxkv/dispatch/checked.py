@@ -1,5 +1,4 @@
-"""Checked mode: invalid data (slots, block ids, lengths) raises an error with the argument, the position and the value.
-"""
+"""Checked mode: invalid data (slots, block ids, lengths) raises an error with the argument, position and value."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -125,9 +125,7 @@ def softmax_scale(scale):
 
 
 def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
-    """The scale of a scaled format as float32, scalar or [H].  ValueError if it is missing, or if the format has no
-    scale.
-    """
+    """The scale of a format as float32, scalar or [H]; ValueError if it is missing or the format has none."""
     entry, count = cache.layout.entry, cache.layout.num_heads
     if not entry.codec.scaled:
         if scale is not None:
@@ -223,9 +221,7 @@ def logit_cap_of(value) -> float | None:
 
 
 def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
-    """`ids` as int32 [n] on the host; ValueError unless all are blocks of the cache and, with `distinct`, no two are
-    equal.
-    """
+    """`ids` as int32 [n] on the host; ValueError unless all are valid blocks and, with `distinct`, no two are equal."""
     found = np.asarray(ids)
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
         raise ValueError(f"`{name}` is {describe(ids)}: expected block ids, ints [n]")

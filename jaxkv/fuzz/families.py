@@ -16,9 +16,7 @@ from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Format
 
 TRIES = 300
-"""Draws before an operation counts as unsupported.  Several may be needed: GPU kernels support only some sizes and
-layouts.
-"""
+"""Draws before an operation counts as unsupported.  GPU kernels support only some sizes and layouts."""
 
 
 class Write(Case):

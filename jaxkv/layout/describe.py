@@ -131,8 +131,7 @@ class Band:
 
 
 def bands(groups: Descriptions) -> list[Band]:
-    """The rows of the memory map: the whole buffer, then the contents of the first step of its outer axis, down to an
-    entry.
+    """The rows of the memory map: the whole buffer, then its first step in more detail, and so on down to an entry.
 
     Below the second row, each group has its own rows.  ValueError if the steps of an axis interleave in memory.
     """

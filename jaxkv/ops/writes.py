@@ -84,8 +84,9 @@ def _bind_kv(cache, k, v, slot_mapping, layer, k_scale, v_scale) -> Call:
 
 
 def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=None) -> KVCache:
-    """Stores indexer keys.  Format `indexer_fp8` quantises them: a page holds the values of all its tokens, then their
-    scales.
+    """Stores indexer keys.
+
+    Format `indexer_fp8` quantises them: a page holds the values of all its tokens, then their scales.
 
     Args:
       cache: a cache of `IndexerEntry`.

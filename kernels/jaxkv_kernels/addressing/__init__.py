@@ -1,1 +1,2 @@
-"""Where entries lie in the flat buffer: addresses, slots, and encoded entries read and written at slots."""
+"""Where entries lie in the flat buffer: addresses, slots, and functions that read and write encoded entries at slots.
+"""
