@@ -70,9 +70,7 @@ class ByDevice:
         @partial(jax.jit, donate_argnums=0)
         def chain(carry, fixed, turns):
             def consecutive(calls: int, first, carry, now):
-                """Runs calls after the time stamp `now`; returns the carry, and the value that the next time stamp
-                depends on.
-                """
+                """Runs calls after the time stamp `now`; returns the carry, and the input of the next time stamp."""
 
                 def call(j, state):
                     carry, now = state

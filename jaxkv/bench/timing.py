@@ -138,9 +138,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: jax.Device, *, repeats: int) -> Ceilings:
-    """Measures the ceilings: a reduction of a large array, an update of it in place, a product of large square
-    matrices.
-    """
+    """Measures the ceilings: a reduction of a large array, an update of it in place, a product of square matrices."""
     cpu = device.platform == "cpu"
     size, side = (2**28, 1024) if cpu else (min(2**32, device_memory(device) // 16), 8192)
     tile = jax.random.normal(jax.random.key(0), (2**20,))

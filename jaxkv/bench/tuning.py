@@ -19,8 +19,7 @@ class Trial:
 
 
 def search(default: Any, measure: Callable[[Any], float]) -> Iterator[Trial]:
-    """Yields trials, beginning with `default`.  All values of each field in its `SEARCH` are tried, and the best one is
-    kept.
+    """Yields trials, beginning with `default`.  For each field of its `SEARCH`, the best of all values is kept.
 
     `measure` returns the seconds of a call with a configuration; it raises if the configuration cannot run.
     """

@@ -56,9 +56,7 @@ class DamagedBlock(ValueError):
 
 
 class ForeignBlock(LookupError):
-    """A file belongs to another pool (model, layout or secret) or format version.  It is treated as absent, not as
-    damaged.
-    """
+    """A file belongs to another pool (model, layout or secret) or format version; it is treated as absent."""
 
 
 @dataclass(frozen=True)

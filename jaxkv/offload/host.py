@@ -117,13 +117,11 @@ class HostPool:
 
     @property
     def blocks_in_flight(self) -> int:
-        """The number of blocks that can be stored without waiting for earlier stores: a good number to store at a time.
-        """
+        """The number of blocks that can be stored without waiting for earlier stores: a good number to store at a time."""
         return STORES_IN_FLIGHT * self._chunk_blocks
 
     def matched(self, keys: Sequence[bytes]) -> int:
-        """The number of leading keys whose blocks are in host memory or on disk; updates hits and misses in the
-        statistics.
+        """The number of leading keys whose blocks are in host memory or on disk; counts hits and misses in `stats`.
 
         To load these blocks later, `hold` them: blocks may be evicted from disk in the background.
         """
@@ -215,8 +213,7 @@ class HostPool:
         return cache
 
     def warm_up(self, cache: KVCache) -> KVCache:
-        """Compiles the programs of stores and loads, by running them without blocks, so that later calls do not
-        compile.
+        """Compiles the programs of stores and loads by running them without blocks.
 
         Args:
           cache: the cache; it is donated.
@@ -236,9 +233,7 @@ class HostPool:
         return cache
 
     def hold(self, keys: Iterable[bytes]) -> None:
-        """Prevents the eviction of blocks until `release` is called as often as `hold`.  KeyError if a block is
-        missing.
-        """
+        """Prevents the eviction of blocks until they are released as often as held.  KeyError if one is missing."""
         keys = list(keys)
         with self._holding(keys):  # hold before checking, because the disk pool evicts in the background
             self._check_present(keys)
@@ -328,7 +323,7 @@ class HostPool:
                 raise
 
     def _wait_for_disk(self, chunk: Chunk) -> None:
-        """Waits until the blocks of a chunk are on disk.  A failed write is only logged, because the memory is needed
+        """Waits until the blocks of a chunk are on disk.  A failed write is only a warning: the memory is needed
         anyway.
         """
         try:
@@ -361,9 +356,7 @@ class HostPool:
             raise errors[0]
 
     def _places(self, keys: Iterable[bytes], sharding: jax.sharding.Sharding) -> dict[bytes, tuple[Chunk, int]]:
-        """Chunks and rows of a portion of these blocks: those in host memory, and as many as fit from disk, which are
-        read.
-        """
+        """Chunks and rows of a portion of these blocks: those in host memory, and as many as fit from disk."""
         places = {key: self._chunks.place(key) for key in keys if key in self._chunks}
         if self.disk is None:
             return places

@@ -36,9 +36,7 @@ def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[s
 
 
 def imported_when_called(module: str, name: str) -> Callable[..., Any]:
-    """A function that imports `name` from `module` when it is first called, because Pallas and Triton are slow to
-    import.
-    """
+    """The function `name` of `module`, imported when it is first called: Pallas and Triton are slow to import."""
 
     def run(*args, **kwargs):
         return getattr(importlib.import_module(module), name)(*args, **kwargs)

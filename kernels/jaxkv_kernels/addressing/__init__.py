@@ -1,2 +1,1 @@
-"""Where entries lie in the flat buffer: addresses, slots, and functions that read and write encoded entries at slots.
-"""
+"""Where entries lie in the flat buffer: addresses, slots, and access to encoded entries at slots."""

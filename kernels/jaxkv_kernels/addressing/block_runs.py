@@ -24,9 +24,7 @@ class Runs:
 
 
 def runs_of(pages: Pages) -> Runs:
-    """The runs of blocks: a single run, with padding and other groups, if blocks are runs; otherwise those of the
-    entries.
-    """
+    """The runs of a block: one run, with padding and other groups, if blocks are runs; otherwise runs of entries."""
     if pages.blocks_are_runs:
         return Runs((), pages.block_stride, 0)
     axes: list[tuple[str, int, int]] = []

@@ -41,8 +41,7 @@ class Pages:
 
     @property
     def blocks_are_runs(self) -> bool:
-        """Whether each block b is the run of elements [b * block_stride, (b + 1) * block_stride) and the runs fill the
-        buffer.
+        """Whether the buffer is divided into blocks: block b is the run [b * block_stride, (b + 1) * block_stride).
 
         Padding and the other groups of a packed block are part of the run.
         """

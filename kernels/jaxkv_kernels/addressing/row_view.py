@@ -21,8 +21,7 @@ from jaxkv_kernels.addressing.pages import Pages
 ROW_LIMIT = 2**31
 
 MOST_COLUMNS, LARGEST_TRIED = 2**30, 2**20
-"""For `PieceView`: rows are shorter than `MOST_COLUMNS`, and divisors of the size are searched up to `LARGEST_TRIED`.
-"""
+"""For `PieceView`: rows are shorter than MOST_COLUMNS; divisors of the size are searched up to LARGEST_TRIED."""
 
 AXES = ("layer", "block", "head", "token")
 

@@ -130,9 +130,7 @@ class Format(ABC):
 
     @abstractmethod
     def encode(self, values: Sequence[jax.Array], scales: Sequence[jax.Array | None]) -> jax.Array:
-        """Converts values [..., n_i] to stored elements [..., width] of the format's `dtype`, laid out as pages of one
-        token.
-        """
+        """Converts values [..., n_i] to stored elements [..., width] of the format's `dtype`: pages of one token."""
 
     @abstractmethod
     def decode(

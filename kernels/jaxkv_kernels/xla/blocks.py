@@ -11,9 +11,7 @@ from jaxkv_kernels.addressing.rows import read_entries, write_entries
 
 
 def _moved(pages: Pages) -> Pages:
-    """Addresses of the units that are moved: whole blocks, described as single entries, if blocks are runs; otherwise
-    entries.
-    """
+    """Addresses of the units that are moved: whole blocks, as if they were entries, if blocks are runs; else entries."""
     if not pages.blocks_are_runs:
         return pages
     return replace(pages, num_layers=1, num_heads=1, block_size=1, offset=0, width=pages.block_stride)
@@ -50,8 +48,9 @@ def write_rows(buffer, pages, blocks, rows, keep=True):
 
 @partial(jax.jit, static_argnames="pages")
 def copy_blocks(buffer, src, dst, *, pages):
-    """Copies blocks `src` [n] over blocks `dst` [n].  All are read before any is written; pairs with an id outside the
-    cache are skipped.
+    """Copies blocks `src` [n] over blocks `dst` [n]; all are read before any is written.
+
+    Pairs with an id outside the cache are skipped.
     """
     keep = (src >= 0) & (src < pages.num_blocks)
     return write_rows(buffer, pages, dst, read_rows(buffer, pages, src), keep)

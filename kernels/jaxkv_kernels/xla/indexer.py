@@ -47,8 +47,7 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 
 @partial(jax.jit, static_argnames="k")
 def select_topk(logits, *, k):
-    """The positions, int32 [..., k], of the largest logits [..., N] in decreasing order; -1 in place of those with
-    -inf.
+    """The positions, int32 [..., k], of the largest logits [..., N], in decreasing order; -1 in place of -inf.
 
     Among equal logits, the earlier position comes first.
     """

@@ -14,9 +14,7 @@ CHUNK_TOKENS = 512
 
 
 def chunk_tokens(block_size: int, block_tables: jax.Array) -> int:
-    """Tokens per chunk: those of the fewest blocks with at least `CHUNK_TOKENS` tokens, or of the whole table if it is
-    shorter.
-    """
+    """Tokens per chunk: CHUNK_TOKENS rounded up to whole blocks, or those of the whole table if it is shorter."""
     return block_size * min(block_tables.shape[1], -(-CHUNK_TOKENS // block_size))
 
 

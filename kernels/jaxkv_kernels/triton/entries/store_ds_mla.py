@@ -4,8 +4,8 @@ A program has ROWS consecutive tokens.  It loads slots and values together, stor
 load is issued with the others), computes a scale per tile of 128 values, and stores values and scales.  No two programs
 write the same bytes, unless a slot is given twice.
 
-What bounds it: memory bandwidth.  2,048 values take 16 registers per thread.  Maxima of tiles that several warps share
-take one float32 per tile of shared memory.
+What bounds it: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread.  If several warps share a tile
+of 128 values, its maximum takes one float32 of shared memory.
 """
 
 from functools import partial

@@ -1,10 +1,11 @@
-"""Stores `indexer_fp8` keys at slots of a layer, in place: a page holds all its e4m3 values, then all its scales.
+"""Stores `indexer_fp8` keys at slots of a layer, in place.  A page holds the e4m3 values of all tokens, then their
+scales.
 
 A program has ROWS consecutive tokens.  It loads slots and keys together, computes a scale per key, and stores values
-and scales in the two halves of the pages.  No two programs write the same bytes, unless a slot is given twice.
+and scales in the two regions of the pages.  No two programs write the same bytes, unless a slot is given twice.
 
-What bounds it: memory bandwidth.  2,048 values take 16 registers per thread.  Maxima of keys that several warps share
-take one float32 per key of shared memory.
+What bounds it: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread.  If several warps share a key,
+its maximum takes one float32 of shared memory.
 """
 
 from functools import partial
