@@ -56,7 +56,7 @@ def report() -> str:
 
 
 def conflicts(versions: Mapping[str, str | None]) -> list[str]:
-    """Messages about installed versions that are known not to work together; None is a package that is not installed."""
+    """Messages about versions that are known not to work together.  None is a package that is not installed."""
     found = []
     jax_, jax_triton, triton = (_release(versions.get(name)) for name in ("jax", "jax-triton", "triton"))
     if jax_ and jax_triton and jax_ >= (0, 12) and jax_triton <= (0, 4):

@@ -138,6 +138,6 @@ def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
 
 
 def _is_own(kernel: str) -> bool:
-    """Whether a kernel of that name belongs to this library.  Kernels of `implementation="xla"` cannot be recognised."""
+    """Whether the kernel of that name belongs to this library.  Those of `xla` cannot be recognised."""
     # The names of this library's Triton kernels begin with an underscore.
     return kernel.endswith("mosaic_gpu_kernel") or re.match("_[a-z]", kernel) is not None

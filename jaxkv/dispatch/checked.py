@@ -82,7 +82,7 @@ def check_written_once(name, slots, what):
 
 
 def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None):
-    """Checks that all positions p with first <= p < lengths lie in the table, and those below `most` in valid blocks."""
+    """Checks that positions first <= p < lengths lie in the table, and that those below `most` have valid blocks."""
     capacity = table_tokens(block_tables, pages.block_size)
     fits = (lengths >= 0) & (lengths <= capacity)
     require(fits, name, lengths, f"the table holds {block_tables.shape[1]} blocks, {capacity} tokens")

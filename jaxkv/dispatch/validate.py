@@ -188,7 +188,7 @@ def float_dtype(name: str, dtype):
 
 
 def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
-    """`value` as a Python int; ValueError unless it is a positive integer below `below`, by default the limit of int32."""
+    """`value` as a Python int; ValueError unless it is a positive integer and less than `below` (None for no limit)."""
     number = None if isinstance(value, jax.Array) else as_int(value)
     if number is None or number < 1 or (below is not None and number >= below):
         limit = "" if below is None else f" below {below}"

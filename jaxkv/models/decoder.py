@@ -58,7 +58,7 @@ def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_ma
 
 
 def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
-    """`prefill` without the head: the cache, and x [B, Q, hidden] after the last layer.  x is meaningless for padding."""
+    """`prefill` without the head: the cache, and x [B, Q, hidden] after the last layer; padding has no meaning."""
     model.check_cache(cache)
     dims = Dims()
     dims.check_ints("tokens", tokens, "B Q")

@@ -187,7 +187,7 @@ class DiskPool:
             raise DamagedBlock(f"{error}; {fate}") from None
 
     def _quarantine(self, key: bytes) -> str:
-        """Renames a damaged file, replacing an earlier damaged one of the same key; returns the outcome for a message."""
+        """Renames a damaged file, replacing an earlier one of the same key; returns the outcome for a message."""
         kept = self.file(key).with_suffix(DAMAGED)
         try:
             os.replace(self.file(key), kept)

@@ -117,7 +117,7 @@ class HostPool:
 
     @property
     def blocks_in_flight(self) -> int:
-        """The number of blocks that can be stored without waiting for earlier stores: a good number to store at a time."""
+        """The number of blocks that can be stored without waiting for earlier stores; a good number per store."""
         return STORES_IN_FLIGHT * self._chunk_blocks
 
     def matched(self, keys: Sequence[bytes]) -> int:
@@ -323,9 +323,7 @@ class HostPool:
                 raise
 
     def _wait_for_disk(self, chunk: Chunk) -> None:
-        """Waits until the blocks of a chunk are on disk.  A failed write is only a warning: the memory is needed
-        anyway.
-        """
+        """Waits until the blocks of a chunk are on disk.  A failed write only warns: the memory is needed anyway."""
         try:
             if chunk.written is not None:
                 chunk.written.result()

@@ -26,7 +26,7 @@ def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def check_exchange(cache: KVCache, layout: Layout) -> None:
-    """ValueError unless `cache` has the blocks of `layout`.  If `layout` is packed, `cache` may be a view of any group."""
+    """ValueError unless `cache` has blocks of `layout`.  If `layout` is packed, `cache` may be a view of any group."""
     check_cache(cache, Entry)
     if cache.layout.fingerprint != layout.fingerprint:
         raise ValueError(

@@ -15,7 +15,7 @@ weights is at most 2**-17.
 
 
 def capped(scores: jax.Array, cap: float) -> jax.Array:
-    """cap * tanh(scores / cap), with an error of a few roundings if the cap and its inverse are normal float32 numbers."""
+    """cap * tanh(scores / cap), exact to a few roundings if the cap and its inverse are normal float32 numbers."""
     # Below this limit, tanh(x) rounds to x in float32.  Return the score itself, because its quotient by a large cap
     # may underflow.
     return jnp.where(jnp.abs(scores) < cap * 2.0**-13, scores, cap * jnp.tanh(scores / cap))

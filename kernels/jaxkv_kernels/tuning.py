@@ -22,7 +22,7 @@ _recorded: ContextVar[list[Any] | None] = ContextVar("recorded", default=None)
 
 
 class Configuration(Protocol):
-    """A frozen dataclass of tunable numbers; ValueError when it is made with values that no kernel can be built with."""
+    """A frozen dataclass of tunable numbers; ValueError if no kernel can be built with them."""
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]]
     """Values that are worth trying, by field name."""
@@ -38,7 +38,7 @@ def configuration[Config](default: Config) -> Config:
 
 @contextmanager
 def using(*configs: Any) -> Iterator[None]:
-    """A context in which kernels that are traced use `configs` instead of the default configurations of the same types."""
+    """A context in which kernels are traced with `configs` instead of the default configurations of the same types."""
     with _overrides((*configs, *_overrides.value)):
         yield
 

@@ -25,5 +25,4 @@ class Family:
     block: Callable[..., tuple[KVCache, jax.Array]]
     """`block(model, weights, x, cache, batch, layer)` computes a layer; it returns the cache and x [B, Q, hidden]."""
     arrange: Callable[..., Layer] = lambda config, attention, layer: layer
-    """`arrange(config, config.attention, layer)` converts the arrays of `weights` to those of `block`; default: none.
-    """
+    """`arrange(config, config.attention, layer)` converts the arrays of `weights` to those that `block` uses."""

@@ -29,7 +29,7 @@ class Fp8(Format):
         return join([to_fp8(_divided(x, s)) for x, s in zip(values, scales, strict=True)], self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
-        """Multiplies in float32 and rounds to `dtype`.  With a scale of None, the stored values are returned unchanged."""
+        """Multiplies in float32 and rounds to `dtype`.  With a scale of None, returns the stored values unchanged."""
         values = []
         for part, scale in zip(self.parts(sizes, 1), scales, strict=True):
             value = part.read(row)

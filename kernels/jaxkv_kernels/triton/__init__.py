@@ -13,7 +13,7 @@ from jaxkv_kernels.triton.runtime.interpreting import interpreting as interpreti
 
 
 def _kernel(name: str, entries: Listed, unsupported_reasons: Callable[..., Iterable[str]]) -> Kernel:
-    """The kernel `name`, given as folder, module and function.  All kernels have the same requirements on the machine."""
+    """The kernel `name` ("folder.module.function").  All kernels have the same requirements on the machine."""
     module, _, function = name.rpartition(".")
     run = imported_when_called(f"{__name__}.{module}", function)
     return Kernel(run, entries, unsupported_reasons, unavailable_reasons)

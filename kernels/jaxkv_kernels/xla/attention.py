@@ -15,7 +15,7 @@ from jaxkv_kernels.xla.softmax import attend
 def decode_mla(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
 ):
-    """Attention of queries q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)

@@ -11,7 +11,7 @@ from jaxkv_kernels.addressing.rows import read_entries, write_entries
 
 
 def _moved(pages: Pages) -> Pages:
-    """Addresses of the units that are moved: whole blocks, as if they were entries, if blocks are runs; else entries."""
+    """Addresses of the units that are moved: if blocks are runs, whole blocks as single entries; otherwise entries."""
     if not pages.blocks_are_runs:
         return pages
     return replace(pages, num_layers=1, num_heads=1, block_size=1, offset=0, width=pages.block_stride)

@@ -31,12 +31,14 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import filled, over_columns, sto
 LN2 = math.log(2)
 WARPS, LANES = 4, 32
 MOST_CTAS = 4 * MULTIPROCESSORS
-"""The most CTAs, as many as run at once.  With more rows of split requests, rows share CTAs, because idle CTAs also
-take time.
+"""The most CTAs: as many as run at once.  With more rows of split requests, rows share CTAs.
+
+Idle CTAs take time, too.
 """
 MANY_SPLITS, AT_ONCE = 16, 32
-"""The number of splits per request from which a CTA has only one row (there are then few rows), and the most splits
-that it loads at once.
+"""MANY_SPLITS: splits per request from which a CTA has only one row, because there are few rows then.
+
+AT_ONCE: the most splits that it loads at once.
 """
 FEW_SPLITS = MANY_SPLITS // 2
 """The largest group of splits for which a row has one warp.  With smaller groups, a warp has several rows."""
@@ -45,8 +47,7 @@ CHUNK = 256
 
 
 def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpret, sinks=None):
-    """Returns out [B, >= rows, R] and lse [B, >= rows], in which `rows` rows of each split request are combined from
-    its splits.
+    """Returns out [B, >= rows, R] and lse [B, >= rows] after combining the `rows` rows of each split request.
 
     split_out [splits, >= rows, R] holds the bits of SPLIT_DTYPE, split_lse [splits, >= rows] log-sum-exps in base 2.
     split_scale [splits, parts, >= rows] has a factor for each of the equal parts of a row's values.  `sinks` [>= rows]
@@ -101,7 +102,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
             return running_max, row_sum, acc
 
         def combine_rows(step, _):
-            at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the end: the last again
+            at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the end: the last rows
             groups = lax.div(count + (group - 1), jnp.int32(group))
             start = filled(per_row, EMPTY, together), filled(per_row, 0, together), filled(tile, 0, together, width)
             running_max, row_sum, acc = lax.fori_loop(0, groups, partial(add, at_rows), start)

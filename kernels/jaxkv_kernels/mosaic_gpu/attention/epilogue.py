@@ -28,8 +28,7 @@ FINITE = 1e37
 def result_types(
     leading: tuple[int, ...], splits: int, dtype, *, rows: int, width: int, lse: int, split_lse: int, scales: int
 ) -> tuple[Any, ...]:
-    """The arrays of results: values and log-sum-exps of whole requests; values, log-sum-exps (base 2) and scales of
-    splits.
+    """Shapes of the results: values, log-sum-exps of whole requests; values, log-sum-exps (base 2), scales of splits.
 
     `leading` is (requests,) or (requests, heads).  `lse` and `split_lse` are the numbers of rows of the arrays with one
     value per row.  A row of a split has `scales` scales, one for each equal part of its values.
@@ -52,12 +51,11 @@ def split_scale(magnitude):
 
 @dataclass(frozen=True)
 class HalvesEpilogue:
-    """Stores the results of 64 rows from two consumer warpgroups.  Each has half of the columns, and row sums of its
-    keys.
+    """Stores the results of 64 rows from two consumer warpgroups, which have half of the columns each.
 
-    Results of whole requests need the row sums of both.  Values of a split can be stored before these are known,
-    because each consumer divides its half of a row by that half's largest magnitude.  Only scales and log-sum-exps wait
-    for the other consumer.
+    A consumer's row sums are over half of the keys, so results of whole requests need those of both.  Values of a split
+    can be stored before these are known, because each consumer divides its half of a row by that half's largest
+    magnitude.  Only scales and log-sum-exps wait for the other consumer.
     """
 
     refs: Any
@@ -68,9 +66,7 @@ class HalvesEpilogue:
     softmax: OnlineSoftmax
     first_row: Any
     stored: int
-    """Rows per tile to store of the log-sum-exps of whole requests.  It is limited here because TMA does not clip 1-D
-    copies.
-    """
+    """Rows per tile to store in the log-sum-exps of whole requests: TMA does not clip 1-D copies at the array's end."""
 
     def store(
         self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None
@@ -111,7 +107,7 @@ class HalvesEpilogue:
             magnitude = split_scale(jnp.abs(acc).max(axis=1))
             values = (acc * over_columns(1 / magnitude, HALF)).astype(SPLIT_DTYPE)
             store_values(lax.bitcast_convert_type(values, split_out_ref.dtype), split_out_ref, split)
-            inverse, lse = finalize()  # after the values are on their way: it waits for the other consumer
+            inverse, lse = finalize()  # after the stores of values, because it waits for the other consumer
             store(split_scale_ref.at[split, side, rows], magnitude * inverse)
             if side == 0:
                 store(split_lse_ref.at[split, rows], lse)

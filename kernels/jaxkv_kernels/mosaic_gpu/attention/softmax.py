@@ -25,9 +25,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 )
 
 EMPTY = float(jnp.finfo(jnp.float32).min)
-"""The running max of a row that has seen no key.  It is finite, so that differences are finite, and no finite score is
-lower.
-"""
+"""The running max of a row that has seen no key: finite, so that differences are, but no finite score is lower."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,7 @@ class OnlineSoftmax:
         return lax.cond(changed, lambda: self._multiply(jnp.exp2(old_max - new_max), sums), lambda: sums)
 
     def update(self, scores, running_max, *sums):
-        """`update_max` and `rescale` in one step; returns the running max after a tile of `scores`, and the rescaled
-        `sums`.
-        """
+        """`update_max` and `rescale` in one step: the running max after a tile of `scores`, and the rescaled `sums`."""
 
         def raised(running_max, *sums):
             new = self._raise(scores, running_max)

@@ -30,7 +30,7 @@ def load_work_tile(work_tiles, n) -> WorkTile:
 
 
 def load_work_range(partitions, partition) -> tuple[Any, Any, WorkTile]:
-    """Loads the indices of a partition's first work tile and of the one after its last, and the columns of the first."""
+    """Loads the index of a partition's first work tile, that of the one after its last, and the first work tile."""
     n = jnp.minimum(partition, partitions.shape[0] - 1)
     first, *tile = (partitions[n, column] for column in range(partitions.shape[1]))
     return first, partitions[partition + 1, 0], WorkTile(*tile)

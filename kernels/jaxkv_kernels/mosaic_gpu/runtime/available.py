@@ -14,8 +14,7 @@ WGMMA: Mapping[str, str] = {"9.0": "Hopper"}
 """Capabilities for attention, which multiplies with wgmma, an instruction of Hopper only."""
 
 BULK_COPIES: Mapping[str, str] = {"9.0": "Hopper"}
-"""Capabilities for copies of entries and blocks.  Later generations also have bulk copies, but only Hopper was tested.
-"""
+"""Capabilities for copies of entries and blocks.  Later GPUs also have bulk copies, but only Hopper was tested."""
 
 CLOCK: Mapping[str, str] = {"9.0": "Hopper"}
 """Capabilities for `stamp`.  All generations have the global timer, but only Hopper was tested."""

@@ -48,7 +48,7 @@ def store(to, x: jax.Array) -> None:
 
 
 def fold_columns(op: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Reduces the columns of a WGMMA tile by `op` to LANE_COLUMNS.  Each lane reduces its own values, without shuffles."""
+    """Reduces the columns of a WGMMA tile by `op` to LANE_COLUMNS.  Each lane reduces its own, without shuffles."""
     while x.shape[1] > LANE_COLUMNS:
         half = x.shape[1] // 2
         x = op(x[:, :half], x[:, half:])

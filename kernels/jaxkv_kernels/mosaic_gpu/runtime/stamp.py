@@ -11,9 +11,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 
 def stamp(after) -> jax.Array:
-    """The time in nanoseconds modulo 2**32, int32 [1], read after everything that the array `after` depends on has
-    finished.
-    """
+    """The time in nanoseconds modulo 2**32, int32 [1], read once all work that the array `after` depends on is done."""
 
     def body(after_ref, time_ref):
         del after_ref

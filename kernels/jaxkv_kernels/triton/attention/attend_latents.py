@@ -43,7 +43,7 @@ def attend_latents(
     q_latent, q_pe, buffer, table, seq_lens, layer, scale, kv_scale, sinks, plan: Plan,
     *, pages, entry, logit_cap, table_block,
 ):  # fmt: skip
-    """Attention of queries q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
 
     `table` [B, M] holds the ids of blocks of `table_block` tokens: blocks of the cache, or slots if `table_block` is 1.
     """

@@ -135,8 +135,7 @@ def store_results(
     acc, row_max, row_sum, out, lse, split_out, split_lse, sinks, index, request, is_split, line, live, head_of_row,
     ALL: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Stores rows of a whole request to `out` [B, ALL, SIZE] and `lse` [B, ALL], or of a split to `split_out`,
-    `split_lse`.
+    """Stores rows of whole requests to `out` [B, ALL, SIZE] and `lse` [B, ALL], those of splits to `split_*`.
 
     Both are normalized.  The LSE of a whole request is natural, that of a split in base 2.  Sinks must count once per
     request, so `combine` adds them to split requests.

@@ -48,9 +48,7 @@ class EntryLoads:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether each load results in two tiles: one of its even and one of its odd columns (see
-        `codecs/e4m3_pairs.py`).
-        """
+        """Whether each load gives two tiles: its even and its odd columns (see `codecs/e4m3_pairs.py`)."""
         return self.latents and self.format == "fp8"
 
     @property

@@ -23,9 +23,7 @@ class Plan:
     """A schedule.  All arrays are int32."""
 
     work_tiles: jax.Array
-    """[tiles, 4]: request (-1 for none), first token, end, and whether the tile is one of several splits of the
-    request.
-    """
+    """[tiles, 4]: request (-1 for none), first token, end, and whether the request has several work tiles."""
     split_requests: jax.Array
     """[B, 3]: request, its first work tile, and its number of work tiles.  Split requests come first, then the others.
     """

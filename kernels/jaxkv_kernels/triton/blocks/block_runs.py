@@ -64,9 +64,7 @@ def block_runs(pages: Pages, itemsize: int) -> BlockRuns:
 
 @triton.jit
 def chunk_of(RUNS: tl.constexpr):
-    """The chunk of this program: the index of its block in the call's arguments, the run of the block, and the words of
-    the run.
-    """
+    """The chunk of this program: the position of its block in the call's ids, its run, and its words of the run."""
     chunk = tl.program_id(0)
     run = chunk // RUNS.chunks
     return run // RUNS.count, run % RUNS.count, chunk % RUNS.chunks * RUNS.chunk + tl.arange(0, RUNS.chunk)

@@ -6,9 +6,7 @@ import triton.language as tl
 from jaxkv_kernels.triton.runtime.arithmetic import INTERPRETED
 
 BIAS = tl.constexpr(2.0**120)
-"""The exponent bias of e4m3 is 7 and that of bfloat16 is 127, so shifted bits give values that are 2**120 times too
-small.
-"""
+"""The exponent biases of e4m3 and bfloat16 are 7 and 127, so shifted bits are values 2**120 times too small."""
 
 
 @triton.jit

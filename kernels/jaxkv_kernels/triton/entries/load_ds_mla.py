@@ -27,7 +27,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 def load_ds_mla(
     buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype
 ) -> tuple[jax.Array, ...]:
-    """Returns kv_c [total, R] and k_pe [total, P] of `dtype` for the tokens of ragged runs; rows without a token are 0."""
+    """Returns kv_c [total, R] and k_pe [total, P] of `dtype` for ragged runs of tokens; rows without a token are 0."""
     shape = tile_shape(entry.sizes)
     constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),

@@ -1,5 +1,4 @@
-"""Stores `indexer_fp8` keys at slots of a layer, in place.  A page holds the e4m3 values of all tokens, then their
-scales.
+"""Stores `indexer_fp8` keys at slots of a layer, in place: a page holds the values of all tokens, then their scales.
 
 A program has ROWS consecutive tokens.  It loads slots and keys together, computes a scale per key, and stores values
 and scales in the two regions of the pages.  No two programs write the same bytes, unless a slot is given twice.

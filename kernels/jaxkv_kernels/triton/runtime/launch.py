@@ -45,9 +45,7 @@ def launch(
 
 
 def capability() -> int:
-    """The GPU's compute capability times ten (90 for Hopper).  In the interpreter, it is that of the oldest supported
-    GPU.
-    """
+    """The GPU's compute capability times ten (90 for Hopper); in the interpreter, that of the oldest supported GPU."""
     return 80 if interpreting.value else _capability()
 
 
