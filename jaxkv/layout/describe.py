@@ -171,7 +171,7 @@ class _View:
         return self.about.entry.parts(self.about.block_size)
 
     def is_split_page(self, depth: int) -> bool:
-        """Whether the next axis is the tokens of a split page."""
+        """Whether the next axis enumerates the tokens of a split page."""
         inner = self.axes[depth:]
         return self.about.entry.split and bool(inner) and inner[0].name == "token"
 

@@ -22,7 +22,7 @@ def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with the blocks copied; updated in place where donated.
+      The cache with the blocks copied; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -83,7 +83,7 @@ def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCach
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with the blocks stored; updated in place where donated.
+      The cache with the blocks stored; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape or dtype is wrong.

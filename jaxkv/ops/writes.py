@@ -23,7 +23,7 @@ def write_mla(cache: KVCache, kv_c, k_pe, slot_mapping, *, layer, kv_scale=None,
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with T entries stored and every other byte as it was; updated in place where donated.
+      The cache with T entries stored and every other byte as it was; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
@@ -55,7 +55,7 @@ def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with T entries per head stored and every other byte as it was; updated in place where donated.
+      The cache with T entries per head stored and every other byte as it was; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
@@ -96,7 +96,7 @@ def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=No
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with T keys stored and every other byte as it was; updated in place where donated.
+      The cache with T keys stored and every other byte as it was; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape, dtype or static layer is wrong.

@@ -18,7 +18,7 @@ def lengths_in_table(seq_lens: jax.Array, block_tables: jax.Array, block_size: i
 
 
 def slots_for(block_tables: jax.Array, positions: jax.Array, *, block_size: int) -> jax.Array:
-    """Slots of `positions` [B, ...] by the tables [B, M]; -1 for positions without a slot."""
+    """Slots of `positions` [B, ...], looked up in the tables [B, M]; -1 for positions without a slot."""
     batch = jnp.arange(block_tables.shape[0], dtype=jnp.int32)
     request = jnp.broadcast_to(batch.reshape(-1, *[1] * (positions.ndim - 1)), positions.shape)
     return _lookup(block_tables, request, positions, block_size)

@@ -51,7 +51,7 @@ class Entry:
 
     @property
     def codec(self) -> Format:
-        """The registered format."""
+        """The registered format whose name is `format`."""
         return FORMATS[self.format]
 
     def parts(self, block_size: int = 1) -> tuple[Part, ...]:

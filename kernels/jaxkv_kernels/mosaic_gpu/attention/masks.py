@@ -38,7 +38,7 @@ def apply_mask(
 def clear_values(
     values_ref, first_column: int, columns: int, table: PageTable, request, first_token, length, *, first_seen=None
 ):
-    """Sets values of tokens that no row sees to zero in shared memory.  Their weights are 0, but 0 * NaN is NaN.
+    """Zeroes, in shared memory, the values of tokens that no row sees.  Their weights are 0, but 0 * NaN is NaN.
 
     These are the tokens from `length` on, those before `first_seen`, and those in blocks outside the cache.
     """

@@ -104,14 +104,15 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
     A program may have 227 KiB of shared memory on sm_90, 163 on sm_80, 99 on sm_86 and sm_89.  The sizes for sm_90 are
     the fastest measured on an H200.  Those for other GPUs are the largest that fit their shared memory and registers.
 
-    float32: products keep all operands of a thread in registers, which limits tiles to 16 x 16.  A tile of keys takes
-    36 KiB, so a second stage would not fit on sm_86.  Up to 16 rows: memory bandwidth is the limit, so two programs
-    share a multiprocessor, and one loads while the other computes.  On sm_90, bf16 takes 91 KiB of shared memory and
-    168 to 189 registers per thread (Triton 3.6 to 3.9); fp8 takes 92 KiB and 192 to 196 registers with tiles of 64
-    keys, which are half as large in bytes.  More rows: 64 on sm_90, where the queries (72 KiB) and two tiles of 64 keys
-    (72 KiB each) take 216 KiB, and the results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of
-    raw bytes: 226 KiB.  More rows on other GPUs: 32 keys fit; 64 rows fit on sm_80 only, and only for entries that need
-    no room for decoded values.
+    - float32: products keep all operands of a thread in registers, which limits tiles to 16 x 16.  A tile of keys takes
+      36 KiB, so a second stage would not fit on sm_86.
+    - Up to 16 rows: memory bandwidth is the limit, so two programs share a multiprocessor, and one loads while the
+      other computes.  On sm_90, bf16 takes 91 KiB of shared memory and 168 to 189 registers per thread (Triton 3.6 to
+      3.9).  fp8 takes 92 KiB and 192 to 196 registers with tiles of 64 keys, which are half as large in bytes.
+    - More rows on sm_90: tiles of 64 rows and 64 keys.  The queries (72 KiB) and two tiles of keys (72 KiB each) take
+      216 KiB, and the results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of raw bytes: 226 KiB.
+    - More rows on other GPUs: tiles of 32 keys fit.  64 rows fit on sm_80 only, and only for entries that need no room
+      for decoded values.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return LatentConfig(rows=16, keys=16, columns=128, warps=4, stages=1, programs_per_sm=1)
