@@ -19,7 +19,7 @@ class Write(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The parts of new entries."""
+        """Shapes and dtypes of the parts of new entries."""
         return self.entry_shapes(int(self.lengths.sum()))
 
     def index(self, requests, rng):
@@ -60,7 +60,7 @@ class DecodeMLA(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries for each part of an entry."""
+        """Shapes and dtypes of the queries, one array for each part of an entry."""
         return [((*self.queries, n), "bfloat16") for n in self.entry.sizes]
 
     @property
@@ -90,7 +90,7 @@ class DecodeKV(DecodeMLA):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries."""
+        """Shapes and dtypes of the queries."""
         return super().value_shapes[:1]
 
     @property
@@ -133,7 +133,7 @@ class Logits(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries and their weights."""
+        """Shapes and dtypes of the queries and their weights."""
         return [((*self.queries, self.entry.sizes[0]), "bfloat16"), (self.queries, "bfloat16")]
 
     @property
@@ -187,7 +187,7 @@ class TopK(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Logits."""
+        """Shape and dtype of the logits."""
         return [((self.requests, self.q_len, self.tokens), "float32")]
 
     def index(self, requests, rng):
@@ -212,7 +212,7 @@ class Merge(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Partial results and their log-sum-exps."""
+        """Shapes and dtypes of the partial results and their log-sum-exps."""
         parts = self.tokens, *self.queries
         return [((*parts, self.entry.sizes[0]), "bfloat16"), (parts, "float32")]
 
@@ -252,7 +252,7 @@ class WriteBlocks(ReadBlocks):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The payloads."""
+        """Shape and dtype of the payloads."""
         return [((self.num_blocks, self.layout.block_nbytes // self.layout.itemsize), str(self.layout.dtype))]
 
 

@@ -26,7 +26,7 @@ class Write(Case):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The parts of the new entries."""
+        """Shapes and dtypes of the parts of the new entries."""
         return [(shape, self.dtype) for shape in self.entry_shapes(self.count)]
 
     def index(self, rng, live) -> Index:
@@ -93,7 +93,7 @@ class DecodeMLA(Queries):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries for each part of an entry."""
+        """Shapes and dtypes of the queries, one array for each part of an entry."""
         return [((self.requests, self.q_len, self.heads, n), self.dtype) for n in self.layout.entry.sizes]
 
 
@@ -110,7 +110,7 @@ class DecodeKV(DecodeMLA):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The queries."""
+        """Shapes and dtypes of the queries."""
         return super().value_shapes[:1]
 
 
@@ -140,7 +140,7 @@ class Plan(Case):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries of the attention."""
+        """Shapes and dtypes of the attention's queries."""
         return self.attention.value_shapes
 
     def index(self, rng, live) -> Index:
@@ -202,7 +202,7 @@ class Logits(Queries):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries and their weights."""
+        """Shapes and dtypes of the queries and their weights."""
         queries = self.requests, self.q_len, self.heads
         return [((*queries, self.layout.entry.sizes[0]), self.dtype), (queries, jnp.dtype("float32"))]
 
@@ -247,7 +247,7 @@ class Merge(Case):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The partial results."""
+        """Shapes and dtypes of the partial results."""
         shape = self.count, self.requests, self.q_len, self.heads, self.layout.entry.sizes[0]
         return [(shape, self.dtype)]
 
@@ -302,7 +302,7 @@ class WriteBlocks(Blocks):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The payloads."""
+        """Shape and dtype of the payloads."""
         return [((self.count, self.layout.block_nbytes // self.layout.itemsize), self.layout.dtype)]
 
     def index(self, rng, live) -> Index:

@@ -176,7 +176,7 @@ class _View:
         return self.about.entry.split and bool(inner) and inner[0].name == "token"
 
     def span(self, depth: int) -> int:
-        """Bytes from the first to the last entry, both included."""
+        """Bytes from the start of the first entry at this depth to the end of the last one."""
         return sum((axis.count - 1) * axis.stride for axis in self.axes[depth:]) + self.about.entry.nbytes
 
     def check_order(self) -> None:

@@ -1,4 +1,4 @@
-"""The format of files of blocks: a description of the block, its bytes, and a digest of both.
+"""The format of block files: a description of the block, its bytes, and a digest of both.
 
 A file is a header of 4096 bytes, followed by the block.  Numbers are little-endian.  The header is:
 

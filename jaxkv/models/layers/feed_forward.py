@@ -16,12 +16,12 @@ def feed_forward(experts: Experts | None, weights, x) -> jax.Array:
 
 
 def dense(weights, x) -> jax.Array:
-    """The SwiGLU feed-forward of x [..., hidden]: [..., hidden]."""
+    """The SwiGLU feed-forward; x and the result are [..., hidden]."""
     return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
 
 
 def mixture(config: Experts, weights, x) -> jax.Array:
-    """The weighted sum of each token's experts, plus the shared expert, of x [..., hidden]: [..., hidden].
+    """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden].
 
     All experts are computed as one wide feed-forward, whose inner values are multiplied by the weight of their expert
     (0 if it is not chosen).  A decode step with dozens of requests needs nearly all experts' weights anyway, and this

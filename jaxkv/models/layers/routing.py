@@ -1,4 +1,4 @@
-"""Routing of tokens to experts, and the weights of these."""
+"""Routing: the experts of each token, and their weights."""
 
 import jax
 import jax.numpy as jnp

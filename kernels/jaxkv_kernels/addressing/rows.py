@@ -74,7 +74,7 @@ def _locate(pages, slots, layer):
 
 
 def _start(view, **indices):
-    """Start indices [..., windows of an entry, rank of the view]."""
+    """Start indices of the windows of entries, int32 [..., windows per entry, rank of the view]."""
     indices = {axis: i[..., None] for axis, i in indices.items()}
     place = view.index(**indices)
     shape = jnp.broadcast_shapes(indices["block"].shape, *(jnp.shape(i) for i in place))

@@ -28,7 +28,9 @@ FINITE = 1e37
 def result_types(
     leading: tuple[int, ...], splits: int, dtype, *, rows: int, width: int, lse: int, split_lse: int, scales: int
 ) -> tuple[Any, ...]:
-    """Shapes of the results: values, log-sum-exps of whole requests; values, log-sum-exps (base 2), scales of splits.
+    """Shapes and dtypes of the five results of an attention kernel.
+
+    These are the values and log-sum-exps of whole requests, and the values, log-sum-exps (base 2) and scales of splits.
 
     `leading` is (requests,) or (requests, heads).  `lse` and `split_lse` are the numbers of rows of the arrays with one
     value per row.  A row of a split has `scales` scales, one for each equal part of its values.
