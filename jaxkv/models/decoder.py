@@ -16,7 +16,7 @@ def prefill(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
     """Processes a chunk of new tokens of each request: stores their entries and attends to all cached tokens.
 
     If a request has fewer than Q new tokens, they are at the end of its row, as in `decode_mla`.  The positions before
-    them are padding: their slots must be -1, and their tokens may be any id.  A request without new tokens has
+    them are padding: their slots must be negative, and their tokens may be any id.  A request without new tokens has
     `seq_lens` 0 and slots -1.
 
     Args:

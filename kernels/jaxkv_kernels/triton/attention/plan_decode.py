@@ -71,7 +71,7 @@ def multiprocessors() -> int:
 def make_plan(
     seq_lens, *, config: Config, row_tiles: int, q_len: int, window: int | None, longest: int, sms: int
 ) -> Plan:
-    """The schedule for requests of `seq_lens` [B] (clamped to 0 and `longest`) on `sms` multiprocessors.
+    """The schedule for requests of `seq_lens` [B] (clamped to the range 0 to `longest`) on `sms` multiprocessors.
 
     `row_tiles` programs share each work tile.  With a window, requests begin at the first token that some query sees.
     """
