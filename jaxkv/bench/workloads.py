@@ -164,9 +164,7 @@ class Plan(Workload):
         return {"num_heads": self.heads, "q_len": self.q_len}
 
     def index(self, requests, rng):
-        """Block tables and lengths, passed as if each layer had its own.  Otherwise, XLA would compute a plan only
-        once.
-        """
+        """Block tables and lengths, passed as if each layer had its own, or XLA would compute the plan only once."""
         return [requests.tables, requests.lengths], []
 
     def arguments(self, cache, values, index, layer):

@@ -100,7 +100,7 @@ def check_ids(name, blocks, pages):
 
 
 def check_live_entries(cache, slots, live, layer):
-    """Checks that no entry at `slots` [...] holds NaN where `live` [...]."""
+    """Checks that no entry at `slots` [...] holds NaN where `live` [...] is true."""
     layout = cache.layout
     rows, valid = load_entries(cache.buffer, layout.pages, layout.entry, slots, layer)
     parts = layout.entry.decode(rows, jnp.float32)

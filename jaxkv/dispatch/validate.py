@@ -125,7 +125,10 @@ def softmax_scale(scale):
 
 
 def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
-    """The scale of a format as float32, scalar or [H]; ValueError if it is missing or the format has none."""
+    """The scale of entries as float32, scalar or [H]; None for a format without a scale.
+
+    ValueError if a scale is missing, or is passed for a format without one.
+    """
     entry, count = cache.layout.entry, cache.layout.num_heads
     if not entry.codec.scaled:
         if scale is not None:

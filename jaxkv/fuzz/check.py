@@ -96,8 +96,8 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
             terms = math.sqrt(layout.entry.sizes[0])  # size of the summed terms: products of random vectors
             return [_excess(found, expected, roundings=128, dtype="float32", magnitude=terms, floor=terms)]
         dtype = case.dtype.name
-        # The size of scores.  Capped scores also have errors of the size of the cap, because the kernels compute cap *
-        # tanh(s / cap) as a difference, such as cap * (1 - 2 / (1 + exp(2 s / cap))).
+        # The size of scores.  Capped scores also have errors of the size of the cap, because the kernels compute tanh
+        # as a difference, such as cap * (1 - 2 / (1 + exp(2 s / cap))).
         cap = dict(case.options).get("logit_cap") or 0
         scores = 4 + cap
         # The relative error of a softmax weight equals the absolute error of its score.  A good float32 tanh is off by

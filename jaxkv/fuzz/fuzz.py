@@ -97,7 +97,7 @@ def _prepared(count: int, seed: int, implementation: str) -> Iterator[Prepared]:
 
 
 def _compiling(compiler: ThreadPoolExecutor, case: Case, implementation: str) -> Future[Any]:
-    """The case's program: lowered now, compiled in the background."""
+    """The program of a case, lowered by this call and compiled in the background."""
     where, draw = address_map(case.layout), case.draw(np.random.default_rng(0))
     try:
         return compiler.submit(jax.jit(checker(case, implementation)).lower(where, draw).compile)

@@ -1,4 +1,4 @@
-"""The memory map of a layout, drawn: which bytes belong to which block, layer, head and token."""
+"""Draws the memory map of a layout, which shows the bytes of each block, layer, head and token."""
 
 import io
 import os
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # Inches.
 WIDTH, COLUMN, MARGIN = 12.0, 6.6, 0.3  # the least width of a picture, and of a group's column in it
-TOP, ROW, HEIGHT = 0.92, 1.36, 0.52  # the first row, row to row, the coloured part of each
-TITLE, ADDRESSES = 0.28, 0.24  # above and below the coloured part
+TOP, ROW, HEIGHT = 0.92, 1.36, 0.52  # top of the first row, distance between rows, height of the coloured part
+TITLE, ADDRESSES = 0.28, 0.24  # heights of the text above and below the coloured part
 ELIDED, SLIVER = (
     0.74,
     0.06,

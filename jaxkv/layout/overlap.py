@@ -28,8 +28,7 @@ def overlapping_entries(
       width: elements of an entry.
     """
     tangled = sorted(axes, key=lambda name: axes[name][1])
-    # Entries at different indices of an axis cannot overlap if its stride exceeds the extent of all inner axes
-    # together.
+    # Entries at different indices of an axis cannot overlap if its stride is at least the extent of all inner axes.
     while tangled and axes[tangled[-1]][1] >= width + sum((axes[name][0] - 1) * axes[name][1] for name in tangled[:-1]):
         tangled.pop()
     counts, strides = [axes[name][0] for name in tangled], [axes[name][1] for name in tangled]

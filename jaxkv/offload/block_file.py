@@ -143,7 +143,7 @@ def read_block(path: Path, expected: Description, row: jax.ShapeDtypeStruct, sec
             raise DamagedBlock(f"{path} became shorter than {whole} bytes while it was read")
     found = _digest(secret, header[_DIGESTED_FROM:], block.view(np.uint8))
     if not hmac.compare_digest(found, header[_START.size : _DIGESTED_FROM]):
-        # Do not print the expected digest: it would allow to forge a block.
+        # Do not print the expected digest: with it, a forged block could be completed.
         raise DamagedBlock(f"{path} was altered: its contents do not have the digest in its header")
     return block
 

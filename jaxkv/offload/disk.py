@@ -51,7 +51,7 @@ class DiskPool:
 
     Args:
       path: a folder, created if it is missing.
-      layout: the layout of the cache, or the `PackedLayout` of which the cache views a group.
+      layout: the layout of the cache, or the `PackedLayout` if the cache is a view of one of its groups.
       model: a name for the weights and everything else that changes what a token stores.
       num_blocks: the most files; there is one more while a block is written, and the least recently used are removed
         afterwards. Default: no limit.

@@ -61,8 +61,8 @@ class HostPool:
     A pool is not thread-safe: only one thread at a time may use it.
 
     Args:
-      layout: the layout of the cache, or the `PackedLayout` of which the cache views a group; blocks move with all
-        groups.
+      layout: the layout of the cache, or the `PackedLayout` if the cache is a view of one of its groups.  Blocks are
+        moved with all groups.
       num_blocks: the most blocks in host memory.  A load of more blocks from disk is divided into portions that fit.
         If all blocks of the pool are held, such a load uses memory for one additional chunk (an eighth of `num_blocks`,
         at least one block).  On GPUs, all memory is pinned when the pool is made, which takes about half a second per

@@ -19,9 +19,9 @@ def prefix_keys(
 ) -> list[bytes]:
     """A key for each full block of a prompt.
 
-    Keys are chained.  What a block stores depends on every token before it, so key i covers all of `tokens[: (i + 1) *
-    block_size]`, the layout and the model.  Two prompts therefore have as many leading keys in common as they have
-    leading full blocks in common.
+    Keys are chained.  What a block stores depends on every token before it.  Key i therefore covers the layout, the
+    model and all of `tokens[: (i + 1) * block_size]`.  Two prompts therefore have as many leading keys in common as
+    they have leading full blocks in common.
 
     Args:
       tokens: token ids, ints or an integer array [T].

@@ -41,7 +41,7 @@ class TextStream:
         self._held.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
-        except Exception:  # of no narrower type: a character that was already returned would change
+        except Exception:  # tokenizers raises this if text that was already returned would change
             self._stream = _stream()
             text = "".join(self._stream.step(self._tokenizer, held) or "" for held in self._held)
         if text:

@@ -12,7 +12,7 @@ def product(equation: str, *operands, dtype=None) -> jax.Array:
 
 
 def linear(x, weight) -> jax.Array:
-    """The product of x [..., in] and `weight` [out, in], the order in which checkpoints store it: [..., out]."""
+    """x @ weight.T for x [..., in] and `weight` [out, in], the order in which checkpoints store weights."""
     return product("...i,oi->...o", x, weight)
 
 

@@ -12,9 +12,9 @@ def route(config: Experts, weights, x) -> jax.Array:
     """The weights of all experts for x [..., hidden], float32 [..., count]; 0 for experts that are not chosen.
 
     V2 (arXiv 2405.04434, section 2.1) uses softmax scores.  V3 (arXiv 2412.19437, section 2.1.2) uses sigmoid scores.
-    It adds a bias per expert, which balances the load, when it chooses experts, but not in their weights.  With groups,
-    only experts of the best groups may be chosen; the score of a group is that of its best expert (V2), or the sum of
-    its two best (V3).
+    A bias per expert, which balances the load, is added to the scores for the choice of experts, but not for their
+    weights.  With groups, only experts of the best groups may be chosen; the score of a group is that of its best
+    expert (V2), or the sum of its two best (V3).
     """
     logits = linear(x.astype(jnp.float32), weights["router"])
     if config.scoring == "softmax":

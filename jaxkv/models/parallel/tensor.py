@@ -18,8 +18,8 @@ class TensorParallel(OnMesh):
     """Each device has a share of the weights of every layer and, for GQA, of the heads of the cache.
 
     MLA: all query heads share the latents, so each device holds and reads the whole cache.  The weights are divided,
-    and so is the arithmetic of attention, which dominates if heads are many.  GQA: each device has a cache of its share
-    of the KV heads.
+    and so is the arithmetic of attention, which dominates if there are many heads.  GQA: each device has a cache of its
+    share of the KV heads.
 
     Each layer has two all-reduces: after the attention and after the feed-forward.  Embedding, head, norms, routers and
     V3.2's indexer are replicated.

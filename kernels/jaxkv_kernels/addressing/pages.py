@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Pages:
     """Counts and strides of a cache, all of them Python ints; strides are in elements of the buffer.
 
-    Entry (layer, block, head, token) consists of the `width` elements from offset + layer * layer_stride + block *
-    block_stride + head * head_stride + token * token_stride.
+    Entry (layer, block, head, token) consists of `width` elements, beginning at element
+    offset + layer * layer_stride + block * block_stride + head * head_stride + token * token_stride.
     """
 
     num_layers: int

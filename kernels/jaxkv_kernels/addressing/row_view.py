@@ -3,10 +3,10 @@
 JAX indexes with int32 by default, and large caches have more than 2**31 elements.  Therefore the buffer is reshaped to
 rows, which is free, and an entry is addressed by its row and its first column.
 
-- `row_view`: has one row per block if the buffer is block-major, and one row per layer, or per layer and block, if it
-  is layer-major.  Each entry lies within one row.
-- `piece_view`: is for strides that do not divide the size of the buffer.  Its rows have some other length that does,
-  and an entry may cross rows.
+- `row_view` has one row per block if the buffer is block-major, and one row per layer, or per layer and block, if it is
+  layer-major.  Each entry lies within one row.
+- `piece_view` is for strides that do not divide the size of the buffer.  Its rows have some other length that does, and
+  an entry may cross rows.
 """
 
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ class PieceView:
     def index(self, **indices) -> tuple[Any, Any]:
         """Rows and columns [..., pieces] where the pieces of the entries at `layer`, `block`, `head` and `token` begin.
 
-        int32 arrays [..., 1].
+        The indices must be int32 arrays [..., 1], which broadcast over the pieces of an entry.
         """
         pages, (_, length) = self.pages, self.shape
         starts = divmod(pages.offset + np.arange(0, pages.width, self.window), length)

@@ -26,9 +26,11 @@ def to_fp8(x: jax.Array) -> jax.Array:
 def power_of_two_scale(amax: jax.Array, smallest_exponent: int) -> tuple[jax.Array, jax.Array]:
     """The smallest power of two s >= amax / 448, at least 2 ** smallest_exponent, and 1 / s; both float32.
 
-    Values of magnitude up to `amax`, divided by s, are within the range of e4m3.  s = 2 ** ceil(log2(amax / 448)),
-    computed on the bits so that all devices agree: with amax = m * 2**e and 1 <= m < 2, amax / 448 = (m / 1.75) * 2 **
-    (e - 8).  NaN returns NaN, so that invalid values stay visible.
+    Values of magnitude up to `amax`, divided by s, are within the range of e4m3.  NaN returns NaN, so that invalid
+    values stay visible.
+
+    s = 2 ** ceil(log2(amax / 448)) is computed on the bits, so that all devices agree: with amax = m * 2**e and
+    1 <= m < 2, amax / 448 = (m / 1.75) * 2**(e - 8).
     """
     bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)

@@ -25,7 +25,7 @@ class Fp8(Format):
         return together(*((name, "e4m3", count) for name, count in sizes.items()))
 
     def encode(self, values, scales):
-        """Divides in float32."""
+        """Divides in float32 and rounds to e4m3, saturating."""
         return join([to_fp8(_divided(x, s)) for x, s in zip(values, scales, strict=True)], self.dtype)
 
     def decode(self, row, sizes, scales, dtype):

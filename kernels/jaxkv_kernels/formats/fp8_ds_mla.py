@@ -20,7 +20,7 @@ SMALLEST_EXPONENT = -13
 
 
 class Fp8DsMla(Format):
-    """Latents whose size is a multiple of 128, and rotary parts whose size is even."""
+    """The number of values must be a multiple of 128 in the latent, and even in the rotary part."""
 
     name = "fp8_ds_mla"
     kinds = (MLAEntry,)

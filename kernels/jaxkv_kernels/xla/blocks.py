@@ -36,7 +36,7 @@ def read_rows(buffer, pages, blocks):
 
 
 def write_rows(buffer, pages, blocks, rows, keep=True):
-    """The buffer with rows [n, block_elements] in `blocks` [n].
+    """The buffer with rows [n, block_elements] stored in `blocks` [n].
 
     Ids that are outside the cache, or for which `keep` is false, are skipped.
     """

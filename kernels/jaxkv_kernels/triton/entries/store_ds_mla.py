@@ -26,7 +26,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 @partial(jax.jit, static_argnames=("pages", "entry"))
 def store_ds_mla(buffer, kv_c, k_pe, slots, layer, *, pages, entry):
-    """The buffer with kv_c [T, R], k_pe [T, P] at slots [T] of a layer; slots outside the cache are skipped."""
+    """The buffer with kv_c [T, R], k_pe [T, P] stored at slots [T] of a layer; slots outside the cache are skipped."""
     if not slots.size:
         return buffer
     shape = tile_shape(entry.sizes)

@@ -24,7 +24,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 @partial(jax.jit, static_argnames=("pages", "entry"))
 def store_split(buffer, k, slots, layer, *, pages, entry):
-    """The buffer with k [T, n] at slots [T] of a layer; slots outside the cache are skipped."""
+    """The buffer with k [T, n] stored at slots [T] of a layer; slots outside the cache are skipped."""
     if not slots.size:
         return buffer
     shape = tile_shape(entry.sizes)
