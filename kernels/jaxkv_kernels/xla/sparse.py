@@ -12,7 +12,10 @@ from jaxkv_kernels.xla.softmax import attend
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
 def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap):
-    """Queries q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] over slots [B, Q, K]: out [B, Q, Hq, R], lse [B, Q, Hq]."""
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
+
+    Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
+    """
     batch, tokens, heads, _ = q_latent.shape
     # Every query token has its own keys, so each is computed as a request.
     q = jnp.concatenate([q_latent, q_pe], axis=-1).reshape(batch * tokens, 1, 1, heads, -1)

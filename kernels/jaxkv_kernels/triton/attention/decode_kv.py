@@ -1,6 +1,6 @@
 """Grouped-query and multi-head attention over paged keys and values.
 
-It computes softmax(scale * q . k) . v per query head.  (query heads // KV heads) query heads share each KV head.
+It computes softmax(scale * q . k) . v per query head.  Each KV head is shared by (query heads / KV heads) query heads.
 
 A program has a work tile of the plan (a range of a request's tokens) and a tile of query rows (query tokens x query
 heads of one KV head), and runs the loop of `attend_tiles.py`.

@@ -68,5 +68,5 @@ def _half(bits):
 
 @triton.jit
 def in_halves(x):
-    """The even and the odd columns of x [n, 2 m], each [n, m]: the order of `halves`, for queries."""
+    """Splits x [n, 2 m] into its even and its odd columns, each [n, m], to match the tiles of `halves`."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
