@@ -70,7 +70,8 @@ def sample_calls() -> Iterator[tuple[Operation, Sample]]:
 def support_matrix() -> str:
     """A Markdown table of the supported entry formats, with a row per operation and a column per implementation.
 
-    The table is the same on every machine: it shows what an implementation supports on its devices.
+    The table is the same on every machine.  A column shows what the implementation supports on the devices that it is
+    for.
     """
     names = [f"`{backend.name}` ({backend.devices})" for backend in backends.BACKENDS]
     lines = [f"| operation | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]

@@ -38,7 +38,9 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding.  It rotates the pairs (x[2i], x[2i + 1]) if `interleaved`, otherwise (x[i], x[i + half])."""
+    """Rotary embedding.  In the order of the weights, pairs are (x[2i], x[2i + 1]) if `interleaved`, else (x[i], x[i +
+    half]).
+    """
 
     theta: float
     interleaved: bool
