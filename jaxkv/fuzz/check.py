@@ -38,7 +38,7 @@ class AddressMap(NamedTuple):
 
 
 def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
-    """The map of a layout."""
+    """The address map of a layout."""
     strides = layout.strides
     shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.num_heads, layout.width)
     steps = (strides.layer, strides.block, strides.token, strides.head, 1)

@@ -257,7 +257,7 @@ class Engine:
             self._release(blocks)
 
     def _extend_keys(self, request: Request) -> None:
-        """Adds the keys of the blocks that the request's tokens fill."""
+        """Adds the keys of the request's full blocks to `request.keys`."""
         known = len(request.keys) * self.block_size
         if len(request.tokens) - known >= self.block_size:
             request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)

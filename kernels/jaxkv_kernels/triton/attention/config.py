@@ -136,11 +136,11 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
 def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
     """The default for keys and values of `entry` and `rows` rows of queries of `dtype` per KV head.
 
-    Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than a large
-    one: 16 rows, 64 keys and 4 warps take 38 KiB of shared memory and 118 registers per thread at 128 + 128 bf16 values
-    with Triton 3.6, so that four programs fit on sm_90 (with Triton 3.9, 140 registers: three).  With heads wider than
-    128, tiles have half as many keys, so that their size in bytes is the same.  float32 products keep all operands in
-    registers, which limits tiles to 16 x 16.
+    Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than one
+    large program.  For 128 + 128 bf16 values, a program with 16 rows, 64 keys and 4 warps takes 38 KiB of shared
+    memory.  With Triton 3.6, it takes 118 registers per thread, so that four programs fit on sm_90; with Triton 3.9, it
+    takes 140, and three fit.  With heads wider than 128, tiles have half as many keys, so that their size in bytes is
+    the same.  float32 products keep all operands in registers, which limits tiles to 16 x 16.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return KVConfig(rows=16, keys=16, warps=4, stages=1, programs_per_sm=2)
