@@ -113,7 +113,7 @@ def run(call: Call, implementation: str | Sequence[str] | None):
 
 
 def _warn_of_slower(call: Call, chosen: str) -> None:
-    """Logs why a call runs on `chosen` instead of the fastest implementation, if this device has the latter's kernel."""
+    """Logs why a call does not run on the fastest implementation, on devices that have its kernel."""
     fastest = BACKENDS[0]
     kernel = fastest.kernels.get(call.operation)
     if chosen == fastest.name or kernel is None or jax.default_backend() != "gpu" or kernel.unavailable_reasons():
