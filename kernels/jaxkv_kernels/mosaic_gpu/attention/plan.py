@@ -90,15 +90,16 @@ def plan_or_default(
     ),
 )  # fmt: skip
 def make_plan(
-    seq_lens, block_tables, *, partitions: int, tokens: int, block_size: int, num_blocks: int, step: int,
+    seq_lens, block_tables, *, partitions: int, tokens: int, block_size: int, num_blocks: int | None, step: int,
     costs: SplitCosts, window: int | None = None, batch_invariant: bool = False, by_kernel: bool = False,
     interpret: bool = False,
 ) -> Plan:  # fmt: skip
     """The schedule of `partitions` for requests of `seq_lens` [B] with `tokens` query tokens each.
 
     A request without tokens has one step, all of it masked.  With a window, requests begin at the tile of the first key
-    that some query sees.  `by_kernel` computes it by two kernels on a Hopper GPU (with `interpret`, in the interpreter)
-    if they have room for it, otherwise by XLA, which takes several times as long.
+    that some query sees.  Without `num_blocks`, no block is unknown, and only the shape of the tables matters.
+    `by_kernel` computes the schedule by one or two kernels on a Hopper GPU (with `interpret`, in the interpreter) if
+    they have room for it, otherwise by XLA, which takes several times as long.
     """
     problem = Problem(
         batch=seq_lens.size, partitions=partitions, tokens=tokens, step=step, costs=costs, window=window,
@@ -110,6 +111,8 @@ def make_plan(
         )
         return Plan(*divided, max_splits=problem.max_splits)
     lengths = lengths_in_table(seq_lens, block_tables, block_size)
+    if num_blocks is None:
+        return Plan(*divide(lengths, jnp.zeros_like(lengths), problem), max_splits=problem.max_splits)
     columns = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
     seen = (columns + block_size > problem.origin(lengths)[:, None]) & (columns < lengths[:, None])
     unknown = (((block_tables < 0) | (block_tables >= num_blocks)) & seen).any(axis=1).astype(jnp.int32)

@@ -18,6 +18,7 @@ Budget.  Shared memory: 12 tables of requests and one of work tiles, 4 bytes eac
 Registers: `registers.CHUNK` / 128 per vector of candidates, requests / 128 per vector of requests.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,23 +50,29 @@ def fits(problem: Problem) -> bool:
 
 
 def divide(
-    seq_lens, block_tables, problem: Problem, *, block_size: int, num_blocks: int, interpret: bool
+    seq_lens, block_tables, problem: Problem, *, block_size: int, num_blocks: int | None, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`partitions`, `work_tiles` and `split_requests` of a plan; see `make_plan`."""
-    unknown = _check(seq_lens, block_tables, problem, block_size=block_size, num_blocks=num_blocks, interpret=interpret)
+    checked = []
+    if num_blocks is not None:
+        check = partial(_check, block_size=block_size, num_blocks=num_blocks, interpret=interpret)
+        checked.append(check(seq_lens, block_tables, problem))
     requests, width = padded(problem.batch), problem.partitions + 1 + -(problem.partitions + 1) % WARP
     candidates = 2 * (problem.partitions // 8 + 1) + chunk(width) // width
     at_once = min(padded(problem.tiles), AT_ONCE)
     chunks = -(-problem.tiles // at_once)
     most = table_tokens(block_tables, block_size)
 
-    def body(lengths_ref, unknown_ref, partitions_ref, work_tiles_ref, split_requests_ref, **scratch):
+    def body(lengths_ref, *refs, **scratch):
+        *unknown_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs
         vectors = (InterpretedRegisters if interpret else Registers)(scratch)
         lengths = jnp.clip(vectors.load(lengths_ref, problem.batch), 0, most)
 
         def unknown():
+            if not unknown_refs:
+                return jnp.zeros_like(lengths)
             wait_for_previous(interpret=interpret)
-            return vectors.load(unknown_ref, problem.batch)
+            return vectors.load(unknown_refs[0], problem.batch)
 
         division = Division(vectors, problem, lengths, unknown)
         ordered = scratch["ordered"]
@@ -91,7 +98,7 @@ def divide(
     return kernel(
         body,
         interpret=interpret,
-        waits=True,
+        waits=bool(checked),
         reduction_bytes=4 * LANES,
         kernel_name="plan_divide",
         grid=(1,),
@@ -107,7 +114,7 @@ def divide(
             "following": table(chunk(width)),
             "warps": table(requests // LANES * WARPS),
         },
-    )(seq_lens, unknown)
+    )(seq_lens, *checked)
 
 
 def _check(seq_lens, block_tables, problem: Problem, *, block_size: int, num_blocks: int, interpret: bool) -> jax.Array:
@@ -128,7 +135,7 @@ def _check(seq_lens, block_tables, problem: Problem, *, block_size: int, num_blo
             return jnp.where(seen & ((block < 0) | (block >= num_blocks)), 1, unknown)
 
         none = jnp.zeros_like(vectors.iota(AT_ONCE))
-        needed = lax.div(length + (block_size * AT_ONCE - 1), jnp.int32(block_size * AT_ONCE))
+        needed = lax.div(jnp.maximum(length, 1) - 1, jnp.int32(block_size * AT_ONCE)) + 1
         unknown_ref[request] = jnp.max(lax.fori_loop(0, needed, columns, none))
 
     out: Any = jax.ShapeDtypeStruct((problem.batch,), jnp.int32)

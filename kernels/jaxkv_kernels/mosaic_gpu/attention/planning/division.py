@@ -89,7 +89,8 @@ def _div(a, b):
 
 
 def _ceil_div(a, b):
-    return _div(a + (b - 1), b)
+    """The same rounded up; at least 1."""
+    return _div(jnp.maximum(a, 1) - 1, b) + 1
 
 
 class Division:
@@ -101,7 +102,7 @@ class Division:
         valid = request < problem.batch
         origin = problem.origin(lengths)
         keys = lengths - origin
-        sizes = jnp.where(valid, jnp.maximum(_ceil_div(keys, problem.step), 1), 0)
+        sizes = jnp.where(valid, _ceil_div(keys, problem.step), 0)
         sums = vectors.cumsum(sizes)
         self._total = jnp.sum(sizes)
         if problem.batch_invariant:
