@@ -13,6 +13,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, FewRowsConfig, W
 from jaxkv_kernels.mosaic_gpu.attention.plan import plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 from jaxkv_kernels.tuning import configuration
@@ -25,6 +26,7 @@ def decode_mla(
     del kv_scale
     _, tokens, heads, _ = q_latent.shape
     plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
+    buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
     config = configuration(FewRowsConfig() if tokens * heads <= FEW_ROWS else WideConfig())
     return _decode(
         q_latent, q_pe, buffer, block_tables, layer, scale, plan,
