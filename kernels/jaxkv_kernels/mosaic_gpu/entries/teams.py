@@ -1,0 +1,91 @@
+"""Which lanes move an entry, and which entries a CTA has.
+
+A team is a warp, or half a warp where no field of an entry has more chunks than that.  Each lane of a team computes the
+same indices.  Mosaic computes scalars in every lane, so that scalars of a kernel may differ from team to team, as long
+as nothing in which all lanes of a warp take part is inside a branch on them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.entries.fields import Field
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
+
+WARP, WARPGROUP = 32, 128
+WARPGROUPS = 2
+"""Warpgroups per CTA."""
+
+
+@dataclass(frozen=True)
+class Teams:
+    """Teams of `lanes` lanes that move `entries` entries."""
+
+    lanes: int
+    entries: int
+    interpret: bool
+
+    @property
+    def in_cta(self) -> int:
+        """Teams, and so entries, of a CTA."""
+        return self._warpgroups * WARPGROUP // self.lanes
+
+    @property
+    def _warpgroups(self) -> int:
+        return 1 if self.interpret else WARPGROUPS
+
+    def rounds(self, field: Field) -> int:
+        """Chunks of a field that a lane moves."""
+        return -(-field.chunks // self.lanes)
+
+    def run(self, move: Callable[..., None], body_name: str, *operands, out_type: Any = ()) -> Any:
+        """Runs a kernel in which `move(i, inside, *refs)` moves entry i.
+
+        Teams past the last entry move that again, with `inside` False: they must store nothing.
+        """
+
+        def body(*refs):
+            first = lax.axis_index("cta") * self.in_cta
+
+            def one(i):
+                inside = i < self.entries
+                move(jnp.minimum(i, self.entries - 1), inside, *refs)
+
+            if self.interpret:
+                lax.fori_loop(0, self.in_cta, lambda team, _: one(first + team), None)
+            else:
+                one(first + lax.div(_thread(), jnp.int32(self.lanes)))
+
+        body.__name__ = body_name
+        return kernel(
+            body,
+            interpret=self.interpret,
+            auto_barriers=False,
+            out_type=out_type,
+            grid=(-(-self.entries // self.in_cta),),
+            grid_names=("cta",),
+            num_threads=self._warpgroups,
+            thread_name="wg",
+        )(*operands)
+
+
+def teams(fields: tuple[Field, ...], entries: int, *, interpret: bool) -> Teams:
+    """Teams for entries of these fields."""
+    half = max(field.chunks for field in fields) <= WARP // 2
+    return Teams(WARP // 2 if half else WARP, entries, interpret)
+
+
+def _thread():
+    """The index of the calling thread in its CTA."""
+    from jax.experimental.mosaic import gpu as mgpu
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def thread(_):
+        return mgpu.FragmentedArray.splat(mgpu.utils.thread_idx(), (), is_signed=True)
+
+    return thread()
