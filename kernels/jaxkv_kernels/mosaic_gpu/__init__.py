@@ -33,13 +33,15 @@ _SPARSE: Listed = {MLAEntry: ("bf16", "f16", "fp8_ds_mla")}
 _KV: Listed = {KVEntry: ("bf16", "f16")}
 
 KERNELS: dict[str, Kernel] = {
-    "write_mla": _kernel("bulk.writes.write_mla", _MOVED_MLA, unsupported.write_mla, BULK_COPIES),
-    "write_kv": _kernel("bulk.writes.write_kv", _MOVED_KV, unsupported.write_kv, BULK_COPIES),
-    "write_indexer_k": _kernel("bulk.writes.write_indexer_k", _MOVED_INDEXER, unsupported.write_indexer_k, BULK_COPIES),
-    "gather_mla": _kernel("bulk.gathers.gather_mla", _MOVED_MLA, unsupported.gather_mla, BULK_COPIES),
-    "gather_kv": _kernel("bulk.gathers.gather_kv", _MOVED_KV, unsupported.gather_kv, BULK_COPIES),
+    "write_mla": _kernel("entries.writes.write_mla", _MOVED_MLA, unsupported.write_mla, BULK_COPIES),
+    "write_kv": _kernel("entries.writes.write_kv", _MOVED_KV, unsupported.write_kv, BULK_COPIES),
+    "write_indexer_k": _kernel(
+        "entries.writes.write_indexer_k", _MOVED_INDEXER, unsupported.write_indexer_k, BULK_COPIES
+    ),
+    "gather_mla": _kernel("entries.gathers.gather_mla", _MOVED_MLA, unsupported.gather_mla, BULK_COPIES),
+    "gather_kv": _kernel("entries.gathers.gather_kv", _MOVED_KV, unsupported.gather_kv, BULK_COPIES),
     "gather_indexer_k": _kernel(
-        "bulk.gathers.gather_indexer_k", _MOVED_INDEXER, unsupported.gather_indexer_k, BULK_COPIES
+        "entries.gathers.gather_indexer_k", _MOVED_INDEXER, unsupported.gather_indexer_k, BULK_COPIES
     ),
     "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
