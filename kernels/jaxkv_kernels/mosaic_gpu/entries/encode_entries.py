@@ -22,32 +22,32 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.entries.fields import fields_of
-from jaxkv_kernels.mosaic_gpu.entries.movers import mover, step_of
+from jaxkv_kernels.mosaic_gpu.entries.movers import mover, scale_of, step_of
 from jaxkv_kernels.mosaic_gpu.entries.teams import teams
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
+
+TOGETHER = 1
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "interpret"))
 def encode_entries(buffer, values, slots, layer, scales=(), *, pages, entry, interpret):
     """The buffer with values [T, (H,) n_i] stored at slots [T] of a layer; slots outside the cache are skipped.
 
-    `scales` has, of a format whose scales the caller keeps, a float32 scalar or [H] per value.
+    `scales` has, of a format whose scales the caller keeps, a float32 scalar or [H] per value, or one for all values.
     """
     if not slots.size:
         return buffer
     heads = pages.num_heads
     fields = fields_of(entry, pages, buffer.dtype.itemsize)
     entries = slots.size * heads
-    team = teams(fields, entries, interpret=interpret)
+    team = teams(fields, entries, interpret=interpret, together=TOGETHER)
     lanes = mover(team)
     values = [value.reshape(entries, -1) for value in values]
     scales = [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales]
 
-    def encode(i, inside, *refs):
-        value_refs, (slot_ref, layer_ref), (*scale_refs, cache_ref) = (
-            refs[: len(values)], refs[len(values) : len(values) + 2], refs[len(values) + 2 :]
-        )  # fmt: skip
+    def load(i, inside, *refs):
+        value_refs, (slot_ref, layer_ref, *scale_refs) = refs[: len(values)], refs[len(values) : -1]
         token = floordiv(i, heads)
         head = i - token * heads
         slot, layer = slot_ref[token], layer_ref[0]
@@ -57,10 +57,14 @@ def encode_entries(buffer, values, slots, layer, scales=(), *, pages, entry, int
         slot, layer = jnp.where(keep, slot, 0), jnp.where(keep, layer, 0)
         block = floordiv(slot, pages.block_size)
         index = {"layer": layer, "block": block, "head": head, "token": slot - block * pages.block_size}
-        for field, ref, chunks in zip(fields, value_refs, raw, strict=True):
-            scale = found_scales[field.number] if field.scaled else None
-            lanes.store_entry(field, cache_ref, chunks, str(ref.dtype), keep, index, scale)
+        return raw, keep, index, found_scales
+
+    def store(loaded, *refs):
+        raw, keep, index, found_scales = loaded
+        for field, value, chunks in zip(fields, values, raw, strict=True):
+            scale = scale_of(field, found_scales)
+            lanes.store_entry(field, refs[-1], chunks, str(value.dtype), keep, index, scale)
 
     ref = jax.new_ref(lanes.buffer(buffer))
-    team.run(encode, "encode_entries", *values, slots, jnp.reshape(layer, (1,)), *scales, ref)
+    team.run("encode_entries", load, store, *values, slots, jnp.reshape(layer, (1,)), *scales, ref)
     return view_as(freeze(ref), buffer.dtype)

@@ -8,7 +8,7 @@ from jaxkv_kernels.mosaic_gpu.unsupported import copied
 
 def gather_mla(buffer, block_tables, cu_seq_lens, seq_starts, layer, kv_scale, *, pages, entry, total, dtype):
     """kv_c [total, R], k_pe [total, P] of `dtype`; rows without a token are 0."""
-    scales = (kv_scale, kv_scale) if entry.codec.scaled else ()
+    scales = (kv_scale,) if entry.codec.scaled else ()
     runs = block_tables, cu_seq_lens, seq_starts
     return _gather(buffer, runs, layer, scales, pages=pages, entry=entry, total=total, dtype=dtype)
 

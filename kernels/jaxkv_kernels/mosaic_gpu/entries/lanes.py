@@ -68,15 +68,15 @@ class Lanes:
         def store(_, ref, raw, keep, index, scales):
             keep, index = true(keep), _by_axis(index)
             chunks = chunks_of(raw, _words_of(dtype))
+            first = self._in_entry(field, ref, index)
+
             if field.scales is not None:
                 chunks = self._quantised(field, chunks, dtype, ref, keep, index)
+            elif scales:
+                divisor = words.Divisor(scalar(scales[0]))
+                chunks = [words.narrow(divisor.quotients(words.widen(chunk, dtype)), field.stored) for chunk in chunks]
             elif field.stored != dtype:
-                values = [words.widen(chunk, dtype) for chunk in chunks]
-                if scales:
-                    divisor = words.Divisor(scalar(scales[0]))
-                    values = [divisor.quotients(each) for each in values]
-                chunks = [words.narrow(each, field.stored) for each in values]
-            first = self._in_entry(field, ref, index)
+                chunks = [words.narrow(words.widen(chunk, dtype), field.stored) for chunk in chunks]
             self._store(field, first, chunks, field.address.alignment, keep)
 
         store(cache_ref, raw, keep.astype(jnp.int32), tuple(index[axis] for axis in AXES), scales)

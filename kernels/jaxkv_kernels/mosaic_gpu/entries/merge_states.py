@@ -47,13 +47,19 @@ def _merge(outs, lses, *, interpret):
     team = teams((field,), count, interpret=interpret)
     lanes = mover(team)
 
-    def merge(i, inside, out_refs, lse_refs, out_ref, lse_ref):
-        def row(part):
-            return lanes.load_values(field, out_refs, part * count + i)
+    def row_of(part, i, out_refs):
+        return lanes.load_values(field, out_refs, part * count + i)
 
-        def lse_of(part):
-            found = lse_refs[part * count + i]
-            return jnp.where(found < jnp.inf, found, -jnp.inf)  # some kernels return +inf or NaN without keys
+    def lse_of(part, i, lse_refs):
+        found = lse_refs[part * count + i]
+        return jnp.where(found < jnp.inf, found, -jnp.inf)  # some kernels return +inf or NaN without keys
+
+    def load(i, inside, out_refs, lse_refs, out_ref, lse_ref):
+        few = range(parts if parts <= TOGETHER else 0)
+        return i, inside, [row_of(part, i, out_refs) for part in few], [lse_of(part, i, lse_refs) for part in few]
+
+    def store(loaded, out_refs, lse_refs, out_ref, lse_ref):
+        i, inside, raw, found = loaded
 
         def add(part_lse, raw, sums, base):
             acc, total = sums
@@ -61,8 +67,7 @@ def _merge(outs, lses, *, interpret):
             return lanes.add_weighted(field, acc, raw, str(out_refs.dtype), weight), total + weight
 
         zero = jnp.float32(0)
-        if parts <= TOGETHER:
-            raw, found = [row(part) for part in range(parts)], [lse_of(part) for part in range(parts)]
+        if found:
             top = found[0]
             for other in found[1:]:
                 top = jnp.maximum(top, other)
@@ -71,15 +76,18 @@ def _merge(outs, lses, *, interpret):
             for part_lse, values in zip(found, raw, strict=True):
                 sums = add(part_lse, values, sums, base)
         else:
-            top = lax.fori_loop(0, parts, lambda part, top: jnp.maximum(top, lse_of(part)), -jnp.float32(jnp.inf))
+            lowest = -jnp.float32(jnp.inf)
+            top = lax.fori_loop(0, parts, lambda part, top: jnp.maximum(top, lse_of(part, i, lse_refs)), lowest)
             base = jnp.where(top == -jnp.inf, zero, top)
-            sums = lax.fori_loop(
-                0, parts, lambda part, sums: add(lse_of(part), row(part), sums, base), (lanes.zeros(field), zero)
-            )
+
+            def add_part(part, sums):
+                return add(lse_of(part, i, lse_refs), row_of(part, i, out_refs), sums, base)
+
+            sums = lax.fori_loop(0, parts, add_part, (lanes.zeros(field), zero))
         acc, total = sums
         divisor = jnp.where(total > 0, total, jnp.float32(1))
         lanes.store_scaled(field, out_ref, acc, 1 / divisor, i, inside)
         lanes.store_scalar(lse_ref, jnp.where(total > 0, base + jnp.log(divisor), -jnp.inf), i, inside)
 
-    out, lse = team.run(merge, "merge_states", outs.reshape(-1, size), lses.reshape(-1), out_type=shapes)
+    out, lse = team.run("merge_states", load, store, outs.reshape(-1, size), lses.reshape(-1), out_type=shapes)
     return out.reshape(outs.shape[1:]), lse.reshape(rows)

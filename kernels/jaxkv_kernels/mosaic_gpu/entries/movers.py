@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxkv_kernels.mosaic_gpu.entries.fields import Field
 from jaxkv_kernels.mosaic_gpu.entries.teams import Teams
 
 
@@ -19,3 +20,8 @@ def mover(teams: Teams) -> Any:
 def step_of(scale_ref) -> int:
     """What the head is multiplied by to index scales [H], or [1] for all heads."""
     return int(scale_ref.shape[0] > 1)
+
+
+def scale_of(field: Field, scales) -> Any:
+    """The caller's scale of a field, from those of all values, or one for all; None if it has none."""
+    return scales[min(field.number, len(scales) - 1)] if field.scaled else None

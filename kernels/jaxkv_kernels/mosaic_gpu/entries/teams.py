@@ -29,11 +29,17 @@ class Teams:
     lanes: int
     entries: int
     interpret: bool
+    together: int = 1
+    """Entries per team."""
 
     @property
     def in_cta(self) -> int:
-        """Teams, and so entries, of a CTA."""
-        return self._warpgroups * WARPGROUP // self.lanes
+        """Entries of a CTA."""
+        return self._warpgroups * WARPGROUP // self.lanes * self._together
+
+    @property
+    def _together(self) -> int:
+        return 1 if self.interpret else self.together
 
     @property
     def _warpgroups(self) -> int:
@@ -43,25 +49,30 @@ class Teams:
         """Chunks of a field that a lane moves."""
         return -(-field.chunks // self.lanes)
 
-    def run(self, move: Callable[..., None], body_name: str, *operands, out_type: Any = ()) -> Any:
-        """Runs a kernel in which `move(i, inside, *refs)` moves entry i.
+    def run(
+        self, name: str, load: Callable[..., Any], store: Callable[..., None], *operands, out_type: Any = ()
+    ) -> Any:
+        """Runs a kernel in which `store(load(i, inside, *refs), *refs)` moves entry i.
 
-        Teams past the last entry move that again, with `inside` False: they must store nothing.
+        Where a team has several entries, it loads all of them before it stores the first.  Teams past the last entry
+        move that again, with `inside` False: they must store nothing.
         """
 
         def body(*refs):
             first = lax.axis_index("cta") * self.in_cta
 
-            def one(i):
-                inside = i < self.entries
-                move(jnp.minimum(i, self.entries - 1), inside, *refs)
+            def move(i):
+                entries = [i + n for n in range(self._together)]
+                loaded = [load(jnp.minimum(i, self.entries - 1), i < self.entries, *refs) for i in entries]
+                for one in loaded:
+                    store(one, *refs)
 
             if self.interpret:
-                lax.fori_loop(0, self.in_cta, lambda team, _: one(first + team), None)
+                lax.fori_loop(0, self.in_cta, lambda team, _: move(first + team), None)
             else:
-                one(first + lax.div(_thread(), jnp.int32(self.lanes)))
+                move(first + lax.div(_thread(), jnp.int32(self.lanes)) * self._together)
 
-        body.__name__ = body_name
+        body.__name__ = name
         return kernel(
             body,
             interpret=self.interpret,
@@ -74,10 +85,10 @@ class Teams:
         )(*operands)
 
 
-def teams(fields: tuple[Field, ...], entries: int, *, interpret: bool) -> Teams:
+def teams(fields: tuple[Field, ...], entries: int, *, interpret: bool, together: int = 1) -> Teams:
     """Teams for entries of these fields."""
     half = max(field.chunks for field in fields) <= WARP // 2
-    return Teams(WARP // 2 if half else WARP, entries, interpret)
+    return Teams(WARP // 2 if half else WARP, entries, interpret, together)
 
 
 def _thread():

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, scf
+from jax.extend.mlir.dialects import arith
 
 ptx = mgpu.utils.inline_ptx
 
@@ -47,8 +47,6 @@ DIVIDE = (
     "mov.b32 t, q; lop3.b32 t, t, s, 0x80000000, 0xD8; mov.b32 $0, t; }"
 )
 """$1 / $2, where $3 is the rounded reciprocal of $2 (`quotients`)."""
-NEAR = 60
-"""Largest exponent, up or down, of a divisor by which values are divided with its reciprocal."""
 
 
 def i32() -> Any:
@@ -104,45 +102,27 @@ class Divisor:
     whose remainder would overflow; it saturates in e4m3 anyway.  The sign is that of the first quotient, as the
     correction of a zero loses it.
 
-    This holds for divisors within 2**+-60.  For others, values and divisor are first multiplied by powers of two that
-    make the divisor at least 1 and less than 2; where that overflows or underflows, so does the quotient in e4m3.
-    Instead of dividing by 0, inf or NaN, values are multiplied by its reciprocal.
+    This needs a divisor that is far from the ends of float32.  So values and divisor are first multiplied by a power of
+    two that brings it near 1; where that overflows or underflows, so does the quotient in e4m3.  Instead of dividing by
+    0, inf or NaN, values are multiplied by the reciprocal.
     """
 
     def __init__(self, value):
-        exponent, one = _exponent(value), mgpu.c(1.0, f32())
-        self._near = arith.cmpi(arith.CmpIPredicate.ule, arith.subi(exponent, c32(127 - NEAR)), c32(2 * NEAR))
+        one, exponent = mgpu.c(1.0, f32()), _exponent(value)
         zero = arith.cmpf(arith.CmpFPredicate.OEQ, value, mgpu.c(0.0, f32()))
         special = arith.ori(zero, arith.cmpi(arith.CmpIPredicate.eq, exponent, c32(255)))
-        subnormal = arith.cmpi(arith.CmpIPredicate.eq, exponent, c32(0))
-        up = arith.select(subnormal, mgpu.c(2.0**32, f32()), one)
-        power = arith.subi(c32(127), _exponent(_product(value, up)))
-        half = arith.shrsi(power, c32(1))
-        self._factors = [up, _power_of_two(half), _power_of_two(arith.subi(power, half))]
-        by = value
-        for factor in self._factors:
-            by = _product(by, factor)
-        by = arith.select(special, one, by)
+        power = _power_of_two(arith.minsi(arith.maxsi(arith.subi(c32(254), exponent), c32(1)), c32(253)))
         reciprocal = ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=f32())
-        special_factors = (reciprocal, one, one)
-        self._factors = [
-            arith.select(special, instead, factor)
-            for instead, factor in zip(special_factors, self._factors, strict=True)
-        ]
-        self._value = arith.select(self._near, value, by)
+        self._factor = arith.select(special, reciprocal, power)
+        self._value = arith.select(special, one, _product(value, power))
         self._reciprocal = ptx(RECIPROCAL, self._value, result_types=f32())
 
     def quotients(self, values: list[Any]) -> list[Any]:
         """Values divided by it."""
-        branches: Any = scf.IfOp(self._near, [f32()] * len(values), has_else=True)
-        with ir.InsertionPoint(branches.then_block):
-            scf.YieldOp(values)
-        with ir.InsertionPoint(branches.else_block):
-            for factor in self._factors:
-                values = scaled(values, factor)
-            scf.YieldOp(values)
-        values = list(branches.results)
-        return [ptx(DIVIDE, value, self._value, self._reciprocal, result_types=f32()) for value in values]
+        return [
+            ptx(DIVIDE, value, self._value, self._reciprocal, result_types=f32())
+            for value in scaled(values, self._factor)
+        ]
 
 
 def _product(a, b) -> Any:
@@ -154,8 +134,9 @@ def _exponent(x) -> Any:
     return arith.andi(arith.shrui(arith.bitcast(i32(), x), c32(23)), c32(255))
 
 
-def _power_of_two(exponent) -> Any:
-    return arith.bitcast(f32(), arith.shli(arith.addi(exponent, c32(127)), c32(23)))
+def _power_of_two(biased) -> Any:
+    """2**(biased - 127)."""
+    return arith.bitcast(f32(), arith.shli(biased, c32(23)))
 
 
 def largest(values: list[Any]) -> Any:

@@ -8,7 +8,7 @@ from jaxkv_kernels.mosaic_gpu.unsupported import copied
 
 def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry):
     """kv_c [T, R], k_pe [T, P] into slots [T] of a layer; the new buffer."""
-    scales = (kv_scale, kv_scale) if entry.codec.scaled else ()
+    scales = (kv_scale,) if entry.codec.scaled else ()
     return _write(buffer, (kv_c, k_pe), slot_mapping, layer, scales, pages=pages, entry=entry)
 
 
