@@ -1,6 +1,6 @@
 """Reads the entries of ragged runs of tokens, decoded: every format, to values of any float dtype.
 
-Work.  A team of lanes (`teams.py`) has an entry: one head of one row of the result.
+Work.  A team of lanes (`teams.py`) has an entry: one head of one row of the result, or two where there are many.
 
 Timeline of a team:
 
@@ -27,8 +27,6 @@ from jaxkv_kernels.mosaic_gpu.entries.movers import mover, scale_of, step_of
 from jaxkv_kernels.mosaic_gpu.entries.teams import teams
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 
-TOGETHER = 1
-
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype", "interpret"))
 def decode_entries(
@@ -40,7 +38,7 @@ def decode_entries(
     """
     heads = pages.num_heads
     fields = fields_of(entry, pages, buffer.dtype.itemsize)
-    team = teams(fields, total * heads, interpret=interpret, together=TOGETHER)
+    team = teams(fields, total * heads, interpret=interpret)
     lanes = mover(team)
     starts = [] if seq_starts is None else [seq_starts]
     scales = [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales]

@@ -1,6 +1,6 @@
 """Encodes new entries and stores them at slots of a layer, in place: every format, from values of any float dtype.
 
-Work.  A team of lanes (`teams.py`) has an entry: one head of one token.
+Work.  A team of lanes (`teams.py`) has an entry: one head of one token, or two where there are many.
 
 Timeline of a team:
 
@@ -27,8 +27,6 @@ from jaxkv_kernels.mosaic_gpu.entries.teams import teams
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
-TOGETHER = 1
-
 
 @partial(jax.jit, static_argnames=("pages", "entry", "interpret"))
 def encode_entries(buffer, values, slots, layer, scales=(), *, pages, entry, interpret):
@@ -41,7 +39,7 @@ def encode_entries(buffer, values, slots, layer, scales=(), *, pages, entry, int
     heads = pages.num_heads
     fields = fields_of(entry, pages, buffer.dtype.itemsize)
     entries = slots.size * heads
-    team = teams(fields, entries, interpret=interpret, together=TOGETHER)
+    team = teams(fields, entries, interpret=interpret)
     lanes = mover(team)
     values = [value.reshape(entries, -1) for value in values]
     scales = [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales]

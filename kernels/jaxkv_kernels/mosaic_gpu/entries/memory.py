@@ -12,8 +12,6 @@ from jaxkv_kernels.mosaic_gpu.entries.fields import PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP
 from jaxkv_kernels.mosaic_gpu.entries.words import c32, i32, ptx
 
-LOAD, STORE = "ld.global", "st.global"
-
 
 def strided(per_lane: int, together: int) -> Any:
     """Layout of int32 arrays [128 * per_lane] of which a lane holds vectors of `together`."""
@@ -86,7 +84,7 @@ def load_words(pointer, offset: int, nbytes: int, alignment: int, active) -> lis
     found: list[Any] = []
     for first in range(0, nbytes, 4 * width):
         names = ", ".join(f"${n}" for n in range(width))
-        load = f"{LOAD}.{_kind(width)} {names if width == 1 else '{' + names + '}'}, [${width} + {offset + first}];"
+        load = f"ld.global.{_kind(width)} {names if width == 1 else '{' + names + '}'}, [${width} + {offset + first}];"
         operands = [pointer]
         if active is not None:
             zeros = " ".join(f"mov.b32 ${n}, 0;" for n in range(width))
@@ -101,5 +99,5 @@ def store_words(pointer, offset: int, values, alignment: int, active) -> None:
     width = min(alignment // 4, len(values))
     for first in range(0, len(values), width):
         names = ", ".join(f"${n + 1}" for n in range(width))
-        store = f"{STORE}.{_kind(width)} [$0 + {offset + 4 * first}], {names if width == 1 else '{' + names + '}'};"
+        store = f"st.global.{_kind(width)} [$0 + {offset + 4 * first}], {names if width == 1 else '{' + names + '}'};"
         ptx(store, pointer, *values[first : first + width], predicate=active)

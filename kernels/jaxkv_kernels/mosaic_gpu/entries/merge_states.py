@@ -44,7 +44,7 @@ def _merge(outs, lses, *, interpret):
     if not count:
         return jnp.zeros(outs.shape[1:], outs.dtype), jnp.zeros(rows, jnp.float32)
     field = Field(0, size, str(outs.dtype), PartAddress(0, ()))
-    team = teams((field,), count, interpret=interpret)
+    team = teams((field,), count, interpret=interpret, most=1)
     lanes = mover(team)
 
     def row_of(part, i, out_refs):
