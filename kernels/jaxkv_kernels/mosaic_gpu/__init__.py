@@ -6,7 +6,7 @@ Pallas is imported by the first kernel that is traced, not by this module.
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from jaxkv_kernels.formats.entries import KVEntry, Listed, MLAEntry
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
 from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.mosaic_gpu.runtime.available import BULK_COPIES, WGMMA, unavailable_reasons
@@ -25,22 +25,31 @@ def _kernel(
     return Kernel(run, entries, unsupported_reasons, partial(unavailable_reasons, capabilities))
 
 
-_COPIED = ("bf16", "f16", "f32")
+_MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla")}
+_MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8")}
+_MOVED_INDEXER: Listed = {IndexerEntry: ("bf16", "f16", "f32", "indexer_fp8")}
 _MLA: Listed = {MLAEntry: ("bf16", "f16")}
 _SPARSE: Listed = {MLAEntry: ("bf16", "f16", "fp8_ds_mla")}
 _KV: Listed = {KVEntry: ("bf16", "f16")}
 
 KERNELS: dict[str, Kernel] = {
-    "write_mla": _kernel("bulk.writes.write_mla", {MLAEntry: _COPIED}, unsupported.write_mla, BULK_COPIES),
-    "write_kv": _kernel("bulk.writes.write_kv", {KVEntry: _COPIED}, unsupported.write_kv, BULK_COPIES),
-    "gather_mla": _kernel("bulk.gathers.gather_mla", {MLAEntry: _COPIED}, unsupported.gather_mla, BULK_COPIES),
-    "gather_kv": _kernel("bulk.gathers.gather_kv", {KVEntry: _COPIED}, unsupported.gather_kv, BULK_COPIES),
+    "write_mla": _kernel("entries.writes.write_mla", _MOVED_MLA, unsupported.write_mla, BULK_COPIES),
+    "write_kv": _kernel("entries.writes.write_kv", _MOVED_KV, unsupported.write_kv, BULK_COPIES),
+    "write_indexer_k": _kernel(
+        "entries.writes.write_indexer_k", _MOVED_INDEXER, unsupported.write_indexer_k, BULK_COPIES
+    ),
+    "gather_mla": _kernel("entries.gathers.gather_mla", _MOVED_MLA, unsupported.gather_mla, BULK_COPIES),
+    "gather_kv": _kernel("entries.gathers.gather_kv", _MOVED_KV, unsupported.gather_kv, BULK_COPIES),
+    "gather_indexer_k": _kernel(
+        "entries.gathers.gather_indexer_k", _MOVED_INDEXER, unsupported.gather_indexer_k, BULK_COPIES
+    ),
     "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
     "decode_mla_sparse": _kernel(
         "attention.decode_mla_sparse.decode_mla_sparse", _SPARSE, unsupported.decode_mla_sparse, WGMMA
     ),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
+    "merge_states": _kernel("entries.merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
     "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),

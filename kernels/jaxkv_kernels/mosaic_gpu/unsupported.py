@@ -4,15 +4,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
+from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
+from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
 
 LATENT, ROPE = 512, 64
 HEAD_DIMS = (64, 128, 192, 256)
 BULK = 16
 """Bytes: addresses and sizes of bulk copies are multiples of it."""
+PLAIN = ("bf16", "f16", "f32")
+"""Formats of entries that can be copied as they are."""
+WORD = 4
+"""Bytes: addresses of entries that lanes convert are multiples of it."""
+MOST_VALUES = 2048
+"""Values of an entry that a team of lanes keeps in registers."""
 
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -68,20 +76,33 @@ def _attention(entry, pages, arrays) -> Iterator[str]:
 
 def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `write_mla` call."""
-    yield from _entries_moved(arrays, options, {name: arrays[name].dtype for name in ("kv_c", "k_pe")})
+    yield from _entries_moved(arrays, options, [arrays[name].dtype for name in ("kv_c", "k_pe")])
 
 
 def write_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `write_kv` call."""
-    yield from _entries_moved(arrays, options, {name: arrays[name].dtype for name in ("k", "v")})
+    yield from _entries_moved(arrays, options, [arrays[name].dtype for name in ("k", "v")])
+
+
+def write_indexer_k(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `write_indexer_k` call."""
+    yield from _entries_moved(arrays, options, [arrays["k"].dtype])
 
 
 def gather_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `gather_mla` or `gather_kv` call."""
-    yield from _entries_moved(arrays, options, {"dtype": options["dtype"]})
+    """Reasons against a call that gathers entries."""
+    yield from _entries_moved(arrays, options, [options["dtype"]])
 
 
-gather_kv = gather_mla
+gather_kv = gather_indexer_k = gather_mla
+
+
+def merge_states(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `merge_states` call."""
+    del options
+    size = arrays["outs"].shape[-1]
+    if size % CHUNK or not 0 < size <= MOST_VALUES:
+        yield f"results of {size} values: supports multiples of {CHUNK} up to {MOST_VALUES}"
 
 
 def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -101,13 +122,25 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 read_blocks = write_blocks = copy_blocks
 
 
+def copied(entry, dtypes) -> bool:
+    """Whether moving an entry to or from values of `dtypes` copies them as they are, in bulk.
+
+    Indexer keys are too short to gain from bulk copies.
+    """
+    return entry.format in PLAIN and not isinstance(entry, IndexerEntry) and all(entry.dtype == d for d in dtypes)
+
+
 def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
-    """Reasons against moving entries between the cache and arrays of their parts, of `dtypes` by name."""
-    entry, pages = options["entry"], options["pages"]
-    for name, dtype in dtypes.items():
-        if dtype != entry.dtype:
-            yield f"`{name}` of {dtype}: supports that of the entries, {entry.dtype}"
-    itemsize = arrays["buffer"].dtype.itemsize
+    """Reasons against moving entries between the cache and arrays of their values, of `dtypes`."""
+    entry, pages, itemsize = options["entry"], options["pages"], arrays["buffer"].dtype.itemsize
+    if copied(entry, dtypes):
+        yield from _entries_copied(entry, pages, itemsize)
+    else:
+        yield from _entries_converted(entry, pages, itemsize)
+
+
+def _entries_copied(entry, pages, itemsize) -> Iterator[str]:
+    """Reasons against moving entries by bulk copies."""
     yield from _unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
     yield from _unaligned(_steps(pages, ("layer", "token", "head")), itemsize)
     token = pages.num_heads * entry.nbytes
@@ -118,6 +151,20 @@ def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
         row_view(pages)
     except ValueError as error:
         yield str(error)
+
+
+def _entries_converted(entry, pages, itemsize) -> Iterator[str]:
+    """Reasons against encoding or decoding entries by lanes."""
+    for size in entry.sizes:
+        if size % CHUNK:
+            yield f"part of {size} values: supports multiples of {CHUNK} where they are converted"
+    if sum(entry.sizes) > MOST_VALUES:
+        yield f"entries of {sum(entry.sizes)} values: supports at most {MOST_VALUES} where they are converted"
+    for field in fields_of(entry, pages, itemsize):
+        for address in (field.address, *(() if field.scales is None else (field.scales,))):
+            if address.alignment % WORD:
+                yield f"entries at multiples of {address.alignment} bytes: supports multiples of {WORD}"
+                return
 
 
 def _steps(pages, axes) -> dict[str, int]:

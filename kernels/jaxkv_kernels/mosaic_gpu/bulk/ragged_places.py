@@ -33,6 +33,11 @@ def places_of(first, count, table_ref, cu_ref, start_ref, *, pages) -> list[Plac
     return [_place(row, n, table_ref, cu_ref, start_ref, pages) for row, n in zip(rows, passed, strict=True)]
 
 
+def place_of(row, table_ref, cu_ref, start_ref, *, pages) -> Place:
+    """The place of the token of one row, without branches."""
+    return _place(row, _passed(row, cu_ref, table_ref.shape[0]), table_ref, cu_ref, start_ref, pages)
+
+
 def _place(row, request, table_ref, cu_ref, start_ref, pages):
     requests = table_ref.shape[0]
     inside = request < requests

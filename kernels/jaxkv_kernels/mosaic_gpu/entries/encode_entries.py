@@ -1,0 +1,68 @@
+"""Encodes new entries and stores them at slots of a layer, in place: every format, from values of any float dtype.
+
+Work.  A team of lanes (`teams.py`) has an entry: one head of one token, or two where there are many.
+
+Timeline of a team:
+
+    load the slot; load the values, a chunk of 8 per lane and round
+    largest magnitudes of the tiles of values that share a scale, by shuffles; scales
+    convert; store chunks and scales
+
+What bounds it: memory bandwidth, and for few entries the latency of one load and one store.  All loads of an entry, and
+all entries of a multiprocessor, are in flight at the same time.
+
+Barriers.  None.
+Budget.  No shared memory.  Registers: an entry's values, 4 per chunk of bf16.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.mosaic_gpu.entries.fields import fields_of
+from jaxkv_kernels.mosaic_gpu.entries.movers import mover, scale_of, step_of
+from jaxkv_kernels.mosaic_gpu.entries.teams import teams
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "interpret"))
+def encode_entries(buffer, values, slots, layer, scales=(), *, pages, entry, interpret):
+    """The buffer with values [T, (H,) n_i] stored at slots [T] of a layer; slots outside the cache are skipped.
+
+    `scales` has, of a format whose scales the caller keeps, a float32 scalar or [H] per value, or one for all values.
+    """
+    if not slots.size:
+        return buffer
+    heads = pages.num_heads
+    fields = fields_of(entry, pages, buffer.dtype.itemsize)
+    entries = slots.size * heads
+    team = teams(fields, entries, interpret=interpret)
+    lanes = mover(team)
+    values = [value.reshape(entries, -1) for value in values]
+    scales = [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales]
+
+    def load(i, inside, *refs):
+        value_refs, (slot_ref, layer_ref, *scale_refs) = refs[: len(values)], refs[len(values) : -1]
+        token = floordiv(i, heads)
+        head = i - token * heads
+        slot, layer = slot_ref[token], layer_ref[0]
+        found_scales = [ref[head * step_of(ref)] for ref in scale_refs]
+        raw = [lanes.load_values(field, ref, i) for field, ref in zip(fields, value_refs, strict=True)]
+        keep = inside & (slot >= 0) & (slot < pages.num_slots) & (layer >= 0) & (layer < pages.num_layers)
+        slot, layer = jnp.where(keep, slot, 0), jnp.where(keep, layer, 0)
+        block = floordiv(slot, pages.block_size)
+        index = {"layer": layer, "block": block, "head": head, "token": slot - block * pages.block_size}
+        return raw, keep, index, found_scales
+
+    def store(loaded, *refs):
+        raw, keep, index, found_scales = loaded
+        for field, value, chunks in zip(fields, values, raw, strict=True):
+            scale = scale_of(field, found_scales)
+            lanes.store_entry(field, refs[-1], chunks, str(value.dtype), keep, index, scale)
+
+    ref = jax.new_ref(lanes.buffer(buffer))
+    team.run("encode_entries", load, store, *values, slots, jnp.reshape(layer, (1,)), *scales, ref)
+    return view_as(freeze(ref), buffer.dtype)

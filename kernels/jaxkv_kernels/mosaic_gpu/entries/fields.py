@@ -1,0 +1,93 @@
+"""What an entry stores, and where: its fields, by byte address, as the lanes of a kernel move them in chunks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.formats import fp8_ds_mla, indexer_fp8
+from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.formats.format import Part
+
+CHUNK = 8
+"""Values that a lane moves at once: 16 bytes of bf16."""
+WIDEST = 16
+"""Bytes of the widest load or store of a lane."""
+SMALLEST_EXPONENTS = {
+    "fp8_ds_mla": fp8_ds_mla.SMALLEST_EXPONENT,
+    "indexer_fp8": indexer_fp8.SMALLEST_EXPONENT,
+}
+"""Of the scales of formats that store scales."""
+
+
+@dataclass(frozen=True)
+class PartAddress:
+    """Where a part of the entries lies: strides in bytes, by axis, of the axes that have more than one step."""
+
+    first: int
+    strides: tuple[tuple[str, int], ...]
+
+    @property
+    def alignment(self) -> int:
+        """What all addresses are multiples of, at most `WIDEST`."""
+        return gcd(WIDEST, self.first, *(stride for _, stride in self.strides))
+
+    def terms(self, index: dict[str, Any]) -> Iterator[tuple[Any, int]]:
+        """Indices and the strides that they are multiplied by; `first` is to be added."""
+        for axis, stride in self.strides:
+            yield index[axis], stride
+
+
+@dataclass(frozen=True)
+class Field:
+    """One of the values of an entry."""
+
+    number: int
+    """Of the value, in order."""
+    count: int
+    stored: str
+    """`e4m3`, or the NumPy name of a float dtype."""
+    address: PartAddress
+    scaled: bool = False
+    """Whether values are divided by a scale that the caller keeps."""
+    scales: PartAddress | None = None
+    """Where the entry's own scales lie."""
+    tile: int = 0
+    """Values that share a scale of the entry: 128, or all of them."""
+    smallest_exponent: int = 0
+
+    @property
+    def chunks(self) -> int:
+        """Chunks per entry."""
+        return self.count // CHUNK
+
+
+def fields_of(entry: Entry, pages: Pages, itemsize: int) -> tuple[Field, ...]:
+    """The fields of an entry in a buffer whose elements have `itemsize` bytes."""
+    parts = {part.name: part for part in entry.parts(pages.block_size if entry.split else 1)}
+    scales = parts.pop("scales", None)
+    found = []
+    for number, part in enumerate(parts.values()):
+        more: dict[str, Any] = {}
+        if part.dtype == "e4m3" and scales is not None:
+            more = {
+                "scales": _address(scales, pages, itemsize),
+                "tile": part.count // scales.count,
+                "smallest_exponent": SMALLEST_EXPONENTS[entry.format],
+            }
+        address = _address(part, pages, itemsize)
+        found.append(Field(number, part.count, part.dtype, address, entry.codec.scaled, **more))
+    return tuple(found)
+
+
+def _address(part: Part, pages: Pages, itemsize: int) -> PartAddress:
+    token = part.nbytes if part.per_page else pages.token_stride * itemsize
+    steps = {
+        "layer": (pages.num_layers, pages.layer_stride * itemsize),
+        "block": (pages.num_blocks, pages.block_stride * itemsize),
+        "head": (pages.num_heads, pages.head_stride * itemsize),
+        "token": (pages.block_size, token),
+    }
+    strides = tuple((axis, stride) for axis, (count, stride) in steps.items() if count > 1)
+    return PartAddress(pages.offset * itemsize + part.offset, strides)

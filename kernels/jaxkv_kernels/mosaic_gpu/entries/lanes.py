@@ -1,0 +1,277 @@
+"""What a lane does to move its chunks of an entry (`teams.py` has the mapping of lanes): loads, conversions, stores.
+
+Each of the lanes of a team moves chunk `lane + round * lanes` of a field.  All loads of an entry are started before the
+first is waited for.  Widths are those that the alignment of the addresses allows.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir.dialects import arith
+
+from jaxkv_kernels.mosaic_gpu.entries import words
+from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, WIDEST, Field, PartAddress
+from jaxkv_kernels.mosaic_gpu.entries.memory import (
+    array,
+    at,
+    both,
+    chunks_of,
+    load_words,
+    offset_of,
+    scalar,
+    store_words,
+    strided,
+    times,
+    true,
+)
+from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP, Teams
+from jaxkv_kernels.mosaic_gpu.entries.words import c32, f32, i32
+from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
+
+AXES = ("layer", "block", "head", "token")
+ITEMSIZES = {"e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Moves entries on the GPU; `interpreted.py` has the counterpart for the interpreter."""
+
+    teams: Teams
+
+    def buffer(self, buffer):
+        """The operand that holds the cache; no copy."""
+        return buffer
+
+    def load_values(self, field: Field, ref, i):
+        """The chunks of value `field.number` of the i-th entry, from an array [entries, count] of any float dtype."""
+        dtype = str(ref.dtype)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=self._words(field, dtype))
+        def load(_, ref, i):
+            return array(self._load(field, self._in_row(field, ref, i, dtype), dtype, _row_alignment(field, dtype)))
+
+        return load(ref, i)
+
+    def store_entry(self, field: Field, cache_ref, raw, dtype, keep, index, scale):
+        """Encodes chunks of `dtype` and stores them in the cache where `keep` holds."""
+        scales = () if scale is None else (scale,)
+
+        @plgpu.inline_mgpu(
+            arg_types=(
+                plgpu.RefType(), self._words(field, dtype).layout, SCALAR, (SCALAR,) * 4, (SCALAR,) * len(scales)
+            )
+        )  # fmt: skip
+        def store(_, ref, raw, keep, index, scales):
+            keep, index = true(keep), _by_axis(index)
+            chunks = chunks_of(raw, _words_of(dtype))
+            first = self._in_entry(field, ref, index)
+
+            if field.scales is not None:
+                chunks = self._quantised(field, chunks, dtype, ref, keep, index)
+            elif scales:
+                divisor = words.Divisor(scalar(scales[0]))
+                chunks = [words.narrow(divisor.quotients(words.widen(chunk, dtype)), field.stored) for chunk in chunks]
+            elif field.stored != dtype:
+                chunks = [words.narrow(words.widen(chunk, dtype), field.stored) for chunk in chunks]
+            self._store(field, first, chunks, field.address.alignment, keep)
+
+        store(cache_ref, raw, keep.astype(jnp.int32), tuple(index[axis] for axis in AXES), scales)
+
+    def _quantised(self, field, chunks, dtype, ref, keep, index):
+        """Chunks of e4m3, whose scales this stores."""
+        values = [words.widen(chunk, dtype) for chunk in chunks]
+        sizes = [words.largest(each) for each in values]
+        for n in range(len(sizes)):
+            active = self._active(field, n)
+            if active is not None:
+                sizes[n] = arith.select(active, sizes[n], c32(0))
+        lanes = self.teams.lanes
+        if field.tile == field.count:
+            size = sizes[0]
+            for other in sizes[1:]:
+                size = arith.maxui(size, other)
+            sizes = [size]
+        else:
+            lanes = field.tile // CHUNK
+        tile = arith.shrui(self._lane(), c32(lanes.bit_length() - 1))
+        leads = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(self._lane(), c32(lanes - 1)), c32(0))
+        first = at(_place(ref, field.scales, index), times(tile, 4))
+        inverses = []
+        for n, size in enumerate(sizes):
+            scale, inverse = words.power_of_two_scale(words.largest_of_lanes(size, lanes), field.smallest_exponent)
+            active = both(arith.andi(keep, leads), self._active(field, n))
+            store_words(first, n * (self.teams.lanes // lanes) * 4, [scale], 4, active)
+            inverses.append(inverse)
+        inverses *= len(values) // len(inverses)
+        return [words.narrow(words.scaled(each, by), "e4m3") for each, by in zip(values, inverses, strict=True)]
+
+    def load_entry(self, field: Field, cache_ref, live, index):
+        """The stored chunks of a field, and the scales of the chunks; zeros where `live` does not hold."""
+        kinds = [self._words(field, field.stored)]
+        if field.scales is not None:
+            kinds.append(self._scales(field))
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, (SCALAR,) * 4), return_type=tuple(kinds))
+        def load(_, ref, live, index):
+            live, index = true(live), _by_axis(index)
+            first = self._in_entry(field, ref, index)
+            found = [array(self._load(field, first, field.stored, field.address.alignment, live))]
+            if field.scales is not None:
+                whole = field.tile == field.count
+                tile = c32(0) if whole else arith.shrui(self._lane(), c32((field.tile // CHUNK).bit_length() - 1))
+                step = 0 if whole else self.teams.lanes * CHUNK // field.tile * 4
+                first = at(_place(ref, field.scales, index), times(tile, 4))
+                rounds = range(self.teams.rounds(field))
+                found.append(
+                    array([load_words(first, n * step, 4, 4, both(live, self._active(field, n))) for n in rounds])
+                )
+            return tuple(found)
+
+        found = load(cache_ref, live.astype(jnp.int32), tuple(index[axis] for axis in AXES))
+        return found if len(found) > 1 else (*found, None)
+
+    def store_values(self, field: Field, ref, found, i, inside, scale):
+        """Decodes chunks and stores them as value `field.number` of the i-th row of an array [entries, count]."""
+        raw, own = found
+        dtype = str(ref.dtype)
+        own, scales = (() if x is None else (x,) for x in (own, scale))
+        types = (self._scales(field).layout,) * len(own), (SCALAR,) * len(scales)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self._words(field, field.stored).layout, *types, SCALAR, SCALAR))
+        def store(_, ref, raw, own, scales, i, inside):
+            chunks = chunks_of(raw, _words_of(field.stored))
+            if field.stored != dtype:
+                values = [words.widen(each, field.stored) for each in chunks]
+                if own or scales:
+                    factors = [arith.bitcast(f32(), word) for (word,) in chunks_of(own[0], 1)] if own else (
+                        [scalar(scales[0])] * len(values)
+                    )  # fmt: skip
+                    values = [words.scaled(each, by) for each, by in zip(values, factors, strict=True)]
+                chunks = [words.narrow(each, dtype) for each in values]
+            first = self._in_row(field, ref, i, dtype)
+            self._store(field, first, chunks, _row_alignment(field, dtype), true(inside))
+
+        store(ref, raw, own, scales, i, inside.astype(jnp.int32))
+
+    def zeros(self, field: Field):
+        """A float32 array of zeros, as `add_weighted` sums chunks in."""
+
+        @plgpu.inline_mgpu(arg_types=(), return_type=self._floats(field))
+        def zeros(_):
+            return array([[mgpu.c(0.0, f32())] * CHUNK] * self.teams.rounds(field), f32())
+
+        return zeros()
+
+    def add_weighted(self, field: Field, sums, raw, dtype, weight):
+        """`sums`, a float32 array, plus chunks of `dtype` times a weight; chunks without weight may hold anything."""
+        kind = self._floats(field)
+
+        @plgpu.inline_mgpu(arg_types=(kind.layout, self._words(field, dtype).layout, SCALAR), return_type=kind)
+        def add(_, sums, raw, weight):
+            weight = scalar(weight)
+            counts = arith.cmpf(arith.CmpFPredicate.OGT, weight, mgpu.c(0.0, f32()))
+            found = []
+            for chunk, before in zip(chunks_of(raw, _words_of(dtype)), chunks_of(sums, CHUNK), strict=True):
+                values = words.widen([arith.select(counts, word, c32(0)) for word in chunk], dtype)
+                found.append(words.multiplied_and_added(values, weight, before))
+            return array(found, f32())
+
+        return add(sums, raw, weight)
+
+    def store_scaled(self, field: Field, ref, values, factor, i, inside) -> None:
+        """Stores a float32 array times a factor, rounded, as row i of an array [entries, count]."""
+        dtype = str(ref.dtype)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self._floats(field).layout, SCALAR, SCALAR, SCALAR))
+        def store(_, ref, values, factor, i, inside):
+            chunks = [words.narrow(words.scaled(each, scalar(factor)), dtype) for each in chunks_of(values, CHUNK)]
+            first = self._in_row(field, ref, i, dtype)
+            self._store(field, first, chunks, _row_alignment(field, dtype), true(inside))
+
+        store(ref, values, factor, i, inside.astype(jnp.int32))
+
+    def store_scalar(self, ref, x, i, inside) -> None:
+        """Stores a float32 number as element i of an array."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR))
+        def store(_, ref, x, i, inside):
+            first = arith.cmpi(arith.CmpIPredicate.eq, self._lane(), c32(0))
+            place = at(mgpu.utils.memref_ptr(ref), times(scalar(i), 4))
+            store_words(place, 0, [arith.bitcast(i32(), scalar(x))], 4, arith.andi(first, true(inside)))
+
+        store(ref, x, i, inside.astype(jnp.int32))
+
+    def _load(self, field: Field, first, dtype: str, alignment: int, condition=None) -> list[list[Any]]:
+        """The lane's chunks, the first of which lies at `first`."""
+        nbytes = CHUNK * ITEMSIZES[dtype]
+        return [
+            load_words(
+                first, n * self.teams.lanes * nbytes, nbytes, min(alignment, nbytes),
+                both(condition, self._active(field, n)),
+            )
+            for n in range(self.teams.rounds(field))
+        ]  # fmt: skip
+
+    def _store(self, field: Field, first, chunks, alignment: int, condition) -> None:
+        """Stores the lane's chunks, the first of them at `first`."""
+        nbytes = 4 * len(chunks[0])
+        for n, chunk in enumerate(chunks):
+            active = both(condition, self._active(field, n))
+            store_words(first, n * self.teams.lanes * nbytes, chunk, min(alignment, nbytes), active)
+
+    def _in_row(self, field: Field, ref, i, dtype: str) -> Any:
+        """Where the lane's first chunk lies in row i of an array [entries, count]."""
+        row = times(scalar(i), field.count * ITEMSIZES[dtype])
+        return at(mgpu.utils.memref_ptr(ref), arith.addi(row, times(self._lane(), CHUNK * ITEMSIZES[dtype])))
+
+    def _in_entry(self, field: Field, ref, index) -> Any:
+        """Where the lane's first chunk lies in the cache."""
+        return at(_place(ref, field.address, index), times(self._lane(), CHUNK * ITEMSIZES[field.stored]))
+
+    def _lane(self) -> Any:
+        """The index of the calling lane in its team."""
+        return arith.andi(mgpu.utils.thread_idx(), c32(self.teams.lanes - 1))
+
+    def _active(self, field: Field, n: int) -> Any:
+        """Whether the lane has a chunk in round n; None where all have."""
+        left = field.chunks - n * self.teams.lanes
+        return None if left >= self.teams.lanes else arith.cmpi(arith.CmpIPredicate.ult, self._lane(), c32(left))
+
+    def _words(self, field: Field, dtype: str) -> Any:
+        """int32 arrays of chunks of `dtype`."""
+        return self._array_type(field, _words_of(dtype), jnp.int32)
+
+    def _scales(self, field: Field) -> Any:
+        """int32 arrays of a scale per chunk."""
+        return self._array_type(field, 1, jnp.int32)
+
+    def _floats(self, field: Field) -> Any:
+        """float32 arrays of chunks."""
+        return self._array_type(field, CHUNK, jnp.float32)
+
+    def _array_type(self, field: Field, per_chunk: int, dtype) -> Any:
+        per_lane = self.teams.rounds(field) * per_chunk
+        return plgpu.ShapeDtypeStruct((WARPGROUP * per_lane,), dtype, layout=strided(per_lane, min(per_chunk, 4)))
+
+
+def _words_of(dtype: str) -> int:
+    """Words of a chunk."""
+    return CHUNK * ITEMSIZES[dtype] // 4
+
+
+def _row_alignment(field: Field, dtype: str) -> int:
+    """What the rows of an array [entries, count] are aligned to."""
+    return gcd(WIDEST, field.count * ITEMSIZES[dtype])
+
+
+def _by_axis(index) -> dict[str, Any]:
+    return dict(zip(AXES, map(scalar, index), strict=True))
+
+
+def _place(ref, address: PartAddress, index) -> Any:
+    """Where a part of an entry begins."""
+    return at(mgpu.utils.memref_ptr(ref), offset_of(address, index))

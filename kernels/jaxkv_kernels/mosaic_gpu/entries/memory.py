@@ -1,0 +1,103 @@
+"""Words of 32 bits between memory and the registers of a lane: MLIR and inline PTX."""
+
+from typing import Any
+
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+from jaxkv_kernels.mosaic_gpu.entries.fields import PartAddress
+from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP
+from jaxkv_kernels.mosaic_gpu.entries.words import c32, i32, ptx
+
+
+def strided(per_lane: int, together: int) -> Any:
+    """Layout of int32 arrays [128 * per_lane] of which a lane holds vectors of `together`."""
+    return plgpu.Layout.WG_STRIDED((WARPGROUP * per_lane,), together)
+
+
+def array(chunks, kind=None) -> Any:
+    """Chunks, lists of words (or of values of another type), as an array in the layout of `strided`."""
+    together = min(len(chunks[0]), 4)
+    flat = [word for chunk in chunks for word in chunk]
+    vectors = ir.VectorType.get((together,), kind or i32())
+    held = np.empty((len(flat) // together,), dtype=object)
+    for n in range(len(held)):
+        held[n] = vector.from_elements(vectors, flat[n * together : (n + 1) * together])
+    layout = strided(len(flat), together).to_mgpu()
+    return mgpu.FragmentedArray(_registers=held, _layout=layout, _is_signed=True if kind is None else None)
+
+
+def chunks_of(raw, count: int) -> list[list[Any]]:
+    """The chunks of `count` words of an array."""
+    flat = [
+        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+        for register in raw.registers.flat
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+    return [flat[n : n + count] for n in range(0, len(flat), count)]
+
+
+def scalar(x) -> Any:
+    """The register of a scalar."""
+    return x.registers.item()
+
+
+def true(x) -> Any:
+    """Whether an int32 scalar is not 0."""
+    return arith.cmpi(arith.CmpIPredicate.ne, scalar(x), c32(0))
+
+
+def both(first, second) -> Any:
+    """Whether both conditions hold; None always does."""
+    return first if second is None else second if first is None else arith.andi(first, second)
+
+
+def times(x, factor: int) -> Any:
+    """A non-negative 32-bit integer times a constant, in 64 bits."""
+    i64 = ir.IntegerType.get_signless(64)
+    return arith.muli(arith.extui(i64, x), mgpu.c(factor, i64))
+
+
+def offset_of(address: PartAddress, index) -> Any:
+    """The byte at which a part of an entry lies."""
+    found = mgpu.c(address.first, ir.IntegerType.get_signless(64))
+    for i, stride in address.terms(index):
+        found = arith.addi(found, times(i, stride))
+    return found
+
+
+def at(pointer, offset) -> Any:
+    """So many bytes, a register, from a pointer."""
+    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
+
+
+def _kind(width: int) -> str:
+    return "b32" if width == 1 else f"v{width}.b32"
+
+
+def load_words(pointer, offset: int, nbytes: int, alignment: int, active) -> list[Any]:
+    """Words of `nbytes` bytes; 0 where `active` does not hold."""
+    width = min(alignment, nbytes) // 4
+    found: list[Any] = []
+    for first in range(0, nbytes, 4 * width):
+        names = ", ".join(f"${n}" for n in range(width))
+        load = f"ld.global.{_kind(width)} {names if width == 1 else '{' + names + '}'}, [${width} + {offset + first}];"
+        operands = [pointer]
+        if active is not None:
+            zeros = " ".join(f"mov.b32 ${n}, 0;" for n in range(width))
+            load = f"{{ .reg .pred p; setp.ne.b32 p, ${width + 1}, 0; {zeros} @p {load} }}"
+            operands.append(arith.extui(i32(), active))
+        found += ptx(load, *operands, result_types=[i32()] * width, has_side_effects=True)
+    return found
+
+
+def store_words(pointer, offset: int, values, alignment: int, active) -> None:
+    """Stores words where `active` holds."""
+    width = min(alignment // 4, len(values))
+    for first in range(0, len(values), width):
+        names = ", ".join(f"${n + 1}" for n in range(width))
+        store = f"st.global.{_kind(width)} [$0 + {offset + 4 * first}], {names if width == 1 else '{' + names + '}'};"
+        ptx(store, pointer, *values[first : first + width], predicate=active)

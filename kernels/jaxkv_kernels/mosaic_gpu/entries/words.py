@@ -1,0 +1,176 @@
+"""What a lane does with the 32-bit words of a chunk: MLIR and inline PTX.
+
+A chunk is `CHUNK` values, one after the other in words of 4 bytes.  Values are converted by way of float32, which holds
+every value of the stored dtypes exactly.
+"""
+
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+ptx = mgpu.utils.inline_ptx
+
+MAGNITUDE, INFINITY, NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
+"""Bits of float32: all but the sign, infinity, a NaN."""
+WIDEN = {
+    "bfloat16": "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+    "float16": "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+    "e4m3": (
+        "{ .reg .b16 a, b, c, d; .reg .b32 x, y; mov.b32 {a, b}, $4; "
+        "cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b; mov.b32 {a, b}, x; mov.b32 {c, d}, y; "
+        "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; "
+        "cvt.f32.f16 $3, d; }"
+    ),
+}
+"""The float32 values of a word."""
+NARROW = {
+    "bfloat16": "cvt.rn.bf16x2.f32 $0, $2, $1;",
+    "float16": "cvt.rn.f16x2.f32 $0, $2, $1;",
+    "e4m3": (
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+        "mov.b32 $0, {a, b}; }"
+    ),
+}
+"""A word of float32 values, rounded to nearest even; e4m3 saturates."""
+PER_WORD = {"e4m3": 4, "bfloat16": 2, "float16": 2}
+RECIPROCAL = (
+    "{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, $1; fma.rn.f32 e, e, y, 0f3F800000; "
+    "fma.rn.f32 $0, y, e, y; }"
+)
+"""1 / $1, rounded, of a number whose exponent is not extreme: the steps that ptxas takes for `rcp.rn`."""
+DIVIDE = (
+    "{ .reg .f32 q, r; .reg .b32 s, t; mul.rn.f32 q, $1, $3; mov.b32 s, q; "
+    "neg.f32 r, q; fma.rn.f32 r, r, $2, $1; fma.rn.f32 q, r, $3, q; min.xorsign.abs.f32 q, q, 0f44000000; "
+    "neg.f32 r, q; fma.rn.f32 r, r, $2, $1; fma.rn.f32 q, r, $3, q; "
+    "mov.b32 t, q; lop3.b32 t, t, s, 0x80000000, 0xD8; mov.b32 $0, t; }"
+)
+"""$1 / $2, where $3 is the rounded reciprocal of $2 (`quotients`)."""
+
+
+def i32() -> Any:
+    """The type."""
+    return ir.IntegerType.get_signless(32)
+
+
+def f32() -> Any:
+    """The type."""
+    return ir.F32Type.get()
+
+
+def c32(value: int) -> Any:
+    """A constant of 32 bits."""
+    return mgpu.c(value - (1 << 32) if value >= 1 << 31 else value, i32())
+
+
+def widen(words: list[Any], dtype: str) -> list[Any]:
+    """The float32 values of a chunk of `dtype`."""
+    if dtype == "float32":
+        return [arith.bitcast(f32(), word) for word in words]
+    each = PER_WORD[dtype]
+    return [value for word in words for value in ptx(WIDEN[dtype], word, result_types=[f32()] * each)]
+
+
+def narrow(values: list[Any], dtype: str) -> list[Any]:
+    """A chunk of `dtype`: float32 values rounded."""
+    if dtype == "float32":
+        return [arith.bitcast(i32(), value) for value in values]
+    each = PER_WORD[dtype]
+    return [ptx(NARROW[dtype], *values[n : n + each], result_types=i32()) for n in range(0, len(values), each)]
+
+
+def scaled(values: list[Any], factor) -> list[Any]:
+    """Values times a factor."""
+    return [_product(value, factor) for value in values]
+
+
+def multiplied_and_added(values: list[Any], factor, before: list[Any]) -> list[Any]:
+    """Values times a factor, plus what was there before."""
+    return [
+        ptx("fma.rn.f32 $0, $1, $2, $3;", value, factor, other, result_types=f32())
+        for value, other in zip(values, before, strict=True)
+    ]
+
+
+class Divisor:
+    """A float32 number by which values are divided, rounded once, to become e4m3.
+
+    A quotient by way of the reciprocal, corrected twice, is the rounded one: after the first correction it is off by
+    less than one unit in the last place, and the second rounds correctly (Markstein), because the remainders are exact.
+    They are, unless the quotient is too small for e4m3.  A quotient beyond 512 is cut before the second correction,
+    whose remainder would overflow; it saturates in e4m3 anyway.  The sign is that of the first quotient, as the
+    correction of a zero loses it.
+
+    This needs a divisor that is far from the ends of float32.  So values and divisor are first multiplied by a power of
+    two that brings it near 1; where that overflows or underflows, so does the quotient in e4m3.  Instead of dividing by
+    0, inf or NaN, values are multiplied by the reciprocal.
+    """
+
+    def __init__(self, value):
+        one, exponent = mgpu.c(1.0, f32()), _exponent(value)
+        zero = arith.cmpf(arith.CmpFPredicate.OEQ, value, mgpu.c(0.0, f32()))
+        special = arith.ori(zero, arith.cmpi(arith.CmpIPredicate.eq, exponent, c32(255)))
+        power = _power_of_two(arith.minsi(arith.maxsi(arith.subi(c32(254), exponent), c32(1)), c32(253)))
+        reciprocal = ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=f32())
+        self._factor = arith.select(special, reciprocal, power)
+        self._value = arith.select(special, one, _product(value, power))
+        self._reciprocal = ptx(RECIPROCAL, self._value, result_types=f32())
+
+    def quotients(self, values: list[Any]) -> list[Any]:
+        """Values divided by it."""
+        return [
+            ptx(DIVIDE, value, self._value, self._reciprocal, result_types=f32())
+            for value in scaled(values, self._factor)
+        ]
+
+
+def _product(a, b) -> Any:
+    return ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=f32())
+
+
+def _exponent(x) -> Any:
+    """The exponent of a float32 number, with its bias of 127."""
+    return arith.andi(arith.shrui(arith.bitcast(i32(), x), c32(23)), c32(255))
+
+
+def _power_of_two(biased) -> Any:
+    """2**(biased - 127)."""
+    return arith.bitcast(f32(), arith.shli(biased, c32(23)))
+
+
+def largest(values: list[Any]) -> Any:
+    """The largest magnitude, as bits, which have the order of magnitudes; those of a NaN are the largest."""
+    found = c32(0)
+    for value in values:
+        found = arith.maxui(found, arith.andi(arith.bitcast(i32(), value), c32(MAGNITUDE)))
+    return found
+
+
+def largest_of_lanes(bits, lanes: int) -> Any:
+    """The largest of `lanes` consecutive lanes."""
+    distance = lanes // 2
+    while distance:
+        other = ptx(
+            f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;", bits, result_types=i32(), has_side_effects=True,
+            convergent=True,
+        )  # fmt: skip
+        bits, distance = arith.maxui(bits, other), distance // 2
+    return bits
+
+
+def power_of_two_scale(amax, smallest_exponent: int) -> tuple[Any, Any]:
+    """Bits of the scale for the largest magnitude `amax`, as bits, and the inverse, float32.
+
+    The formula is that of `jaxkv_kernels.formats.bits.power_of_two_scale`.
+    """
+    above = arith.cmpi(arith.CmpIPredicate.ugt, arith.andi(amax, c32(0x7FFFFF)), c32(0x600000))
+    exponent = arith.addi(arith.subi(arith.shrui(amax, c32(23)), c32(135)), arith.extui(i32(), above))
+    exponent = arith.maxsi(exponent, c32(smallest_exponent & 0xFFFFFFFF))
+    broken = arith.cmpi(arith.CmpIPredicate.ugt, amax, c32(INFINITY))
+
+    def power(biased):
+        return arith.select(broken, c32(NAN), arith.shli(biased, c32(23)))
+
+    inverse = power(arith.subi(c32(127), exponent))
+    return power(arith.addi(c32(127), exponent)), arith.bitcast(f32(), inverse)

@@ -1,0 +1,30 @@
+"""Stores new entries: copied by bulk copies where their values stay as they are, encoded by lanes elsewhere."""
+
+from jaxkv_kernels.mosaic_gpu.bulk.store_entries import store_entries
+from jaxkv_kernels.mosaic_gpu.entries.encode_entries import encode_entries
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.unsupported import copied
+
+
+def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry):
+    """kv_c [T, R], k_pe [T, P] into slots [T] of a layer; the new buffer."""
+    scales = (kv_scale,) if entry.codec.scaled else ()
+    return _write(buffer, (kv_c, k_pe), slot_mapping, layer, scales, pages=pages, entry=entry)
+
+
+def write_kv(buffer, k, v, slot_mapping, layer, k_scale, v_scale, *, pages, entry):
+    """k [T, H, D], v [T, H, Dv] into slots [T] of a layer; the new buffer."""
+    scales = (k_scale, v_scale) if entry.codec.scaled else ()
+    return _write(buffer, (k, v), slot_mapping, layer, scales, pages=pages, entry=entry)
+
+
+def write_indexer_k(buffer, k, slot_mapping, layer, *, pages, entry):
+    """k [T, head_dim] into slots [T] of a layer; the new buffer."""
+    return _write(buffer, (k,), slot_mapping, layer, (), pages=pages, entry=entry)
+
+
+def _write(buffer, values, slots, layer, scales, *, pages, entry):
+    interpret = bool(interpreting.value)
+    if copied(entry, [value.dtype for value in values]):
+        return store_entries(buffer, values, slots, layer, pages=pages, interpret=interpret)
+    return encode_entries(buffer, values, slots, layer, scales, pages=pages, entry=entry, interpret=interpret)

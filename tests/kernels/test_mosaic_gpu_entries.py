@@ -1,0 +1,134 @@
+"""Mosaic GPU kernels that convert entries, and `merge_states`: interpreted on any machine; the suites on a Hopper GPU.
+
+The suites of writes and gathers, with all formats, are in `test_mosaic_gpu_copies.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+import jaxkv
+from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv_kernels.mosaic_gpu.entries.fields import fields_of
+from jaxkv_kernels.mosaic_gpu.entries.teams import teams
+from support import oracle, suites
+from support.cases import slow
+from support.compare import assert_close, assert_same_bits
+from support.hopper import on_hopper
+from support.suites.writes import new_tokens
+
+LATENTS, KEYS = jaxkv.MLAEntry("fp8_ds_mla", latent=256, rope=16), jaxkv.IndexerEntry()
+HEADS = jaxkv.KVEntry("fp8", head_dim=24, value_dim=8)
+
+
+class Mosaic:
+    """What every suite of these kernels says of itself."""
+
+    implementation = "mosaic_gpu"
+    gaps = ("results of",)  # of values that do not fill the chunks of lanes
+
+
+@on_hopper
+class TestMerge(Mosaic, suites.Merge):
+    """The whole suite, on the GPU."""
+
+
+CASES = [(LATENTS, "packed, bfloat16", 1), (HEADS, "BHLNC", 2), slow(LATENTS, "gaps, offset", 1), (KEYS, "BLNHC", 1)]
+"""Two scales per entry; a scale per head; scales that lie apart."""
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedWrites(Mosaic, suites.WriteChecks):
+    """Encoded entries, and that nothing else is written."""
+
+    @pytest.mark.parametrize(("entry", "name", "heads"), CASES)
+    def test_entries(self, entry, name, heads):
+        layout = suites.layout_of(name, entry, num_heads=heads, block_size=3)
+        self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
+
+    def test_values_of_another_dtype(self):
+        layout = suites.layout_of("BLNHC", jaxkv.MLAEntry("bf16", latent=128, rope=16))
+        parts = [part.astype(jnp.float32) for part in new_tokens(layout.entry, 1, 9)]
+        cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.arange(9), 1, {})
+        rounded = [part.astype(jnp.bfloat16) for part in parts]
+        expected = jaxkv.write_mla(
+            jaxkv.KVCache.zeros(layout), *(part[:, 0] for part in rounded), jnp.arange(9), layer=1, implementation="xla"
+        )
+        assert_same_bits(cache.buffer, expected.buffer)
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedGathers(Mosaic, suites.GatherChecks):
+    """Likewise, with first tokens that are not 0, requests without tokens, and rows without a token."""
+
+    @pytest.mark.parametrize(("entry", "name", "heads"), [CASES[0], slow(*CASES[1]), CASES[2], CASES[3]])
+    def test_entries(self, entry, name, heads):
+        scene = suites.scenes.scene(entry, num_heads=heads, block_size=16, lengths=(0, 2, 17, 0, 21))
+        layout = suites.layout_of(name, entry, num_heads=heads, block_size=16)
+        self.check(scene, layout, 1, ((0, 0), (1, 2), (15, 17), (0, 0), (3, 21)))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("parts", "dtype"), [(3, "bfloat16"), slow(10, "float32")])
+def test_partial_results_are_merged(parts, dtype):
+    rng = np.random.default_rng(0)
+    outs = jnp.asarray(rng.standard_normal((parts, 5, 24)), dtype).at[1].set(jnp.nan)
+    lses = jnp.asarray(rng.normal(0, 5, (parts, 5)), jnp.float32)
+    lses = lses.at[1].set(jnp.nan).at[0, 2].set(jnp.inf).at[:, 3].set(-jnp.inf)
+    found = jaxkv.merge_states(outs, lses, implementation="mosaic_gpu")
+    right = jaxkv.merge_states(outs, lses, implementation="xla")
+    for one, other in zip(found, right, strict=True):
+        assert_close(one, np.asarray(other.astype(jnp.float32), np.float64))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [0.04, 1.0, -0.3, 3e30, 3.4e38, 1.2e-38, 3e-39, 1e-45, 0.0, np.inf, np.nan])
+def test_every_value_is_divided_with_one_rounding(dtype, scale):
+    values = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype)).reshape(-1, 64)
+    entry = jaxkv.KVEntry("fp8", head_dim=64)
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=16, block_size=64, num_heads=1, entry=entry)
+    slots = jnp.arange(len(values), dtype=jnp.int32)
+    parts = [jnp.asarray(values)[:, None], jnp.asarray(values[::-1])[:, None]]
+    cache = jaxkv.write_kv(
+        jaxkv.KVCache.zeros(layout), *parts, slots,
+        layer=0, k_scale=scale, v_scale=scale, implementation="mosaic_gpu",
+    )  # fmt: skip
+    stored = np.asarray(cache.buffer).reshape(-1, entry.nbytes)
+    with np.errstate(all="ignore"):
+        right = oracle.encode(entry, [np.asarray(part)[:, 0] for part in parts], (np.float32(scale),) * 2)
+    nan = [(found & 0x7F) == 0x7F for found in (stored, right)]
+    assert_same_bits(*nan)
+    assert_same_bits(*(np.where(nan[0], 0, found) for found in (stored, right)))
+
+
+@pytest.mark.parametrize("parts", [2, 20])
+def test_merging_lowers(parts):
+    shape = jax.ShapeDtypeStruct
+    arrays = shape((parts, 64, 128, 512), jnp.bfloat16), shape((parts, 64, 128), jnp.float32)
+    text = jax.jit(mosaic_gpu.KERNELS["merge_states"].run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_explain_reports_unsupported_results():
+    shape = jax.ShapeDtypeStruct
+    with interpreting(True):
+        found = jaxkv.explain(jaxkv.merge_states, shape((2, 5, 12), jnp.bfloat16), shape((2, 5), jnp.float32))
+    assert found.reasons["mosaic_gpu"] == ("results of 12 values: supports multiples of 8 up to 2048",)
+
+
+@pytest.mark.parametrize(
+    ("entry", "lanes", "rounds"),
+    [(jaxkv.MLAEntry("fp8_ds_mla"), 32, [2, 1]), (HEADS, 16, [1, 1]), (jaxkv.MLAEntry("fp8", 1024, 64), 32, [4, 1])],
+)
+def test_teams_are_as_large_as_the_largest_field_asks_for(entry, lanes, rounds):
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=4, block_size=64, num_heads=1, entry=entry)
+    fields = fields_of(entry, layout.pages, 1)
+    found = teams(fields, 100, interpret=False)
+    assert found.lanes == lanes
+    assert [found.rounds(field) for field in fields] == rounds
+    assert found.together == 1
+    assert teams(fields, 10**6, interpret=False).together == (2 if sum(rounds) <= 4 else 1)
