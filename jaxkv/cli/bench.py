@@ -16,7 +16,7 @@ import argparse
 import shlex
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from itertools import batched
 from typing import Any
@@ -247,11 +247,13 @@ def _line(shape: str, width: int, cells: Iterable[str]) -> str:
 
 def _ratios(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None]]:
     """(shape, ratio of ms, ratio of kernel ms) of each shape that ran with many layers and with one packed layer."""
-    packed = {row["shape"].rpartition("-")[0]: row for row in rows if row["layers"] == 1 and "ms" in row}
+    same = [field.name for field in fields(Workload) if field.name not in ("suite", "layers", "blocks")]
+    timed = [(tuple(row[name] for name in same), row) for row in rows if "ms" in row]
+    packed = {shape: row for shape, row in timed if row["layers"] == 1 and row["blocks"] == "plain"}
     found = []
-    for row in rows:
-        one = packed.get(row["shape"].rpartition("-")[0])
-        if one and row is not one and "ms" in row:
+    for shape, row in timed:
+        one = packed.get(shape)
+        if one and row is not one:
             kernels = row["kernel_ms"] / one["kernel_ms"] if one["kernel_ms"] and row["kernel_ms"] else None
             found.append((row["shape"], row["ms"] / one["ms"], kernels))
     return found

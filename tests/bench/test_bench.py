@@ -427,6 +427,10 @@ def test_the_cost_of_the_layout_is_printed(monkeypatch, capsys):
     *_, heading, line = capsys.readouterr().out.splitlines()
     assert "packed" in heading
     assert line.split() == [names[1], "2.000,", "kernels", "2.000"]
+    names = [f"decode_mla-64x16x1x4096-{which}" for which in ("1", "61", "61-packed", "61-padded", "1-fp8", "61-fp8")]
+    assert bench.run(bench_args("--shape", *names)) == 0
+    lines = capsys.readouterr().out.split("one packed layer:\n")[1].splitlines()
+    assert [line.split()[0] for line in lines] == [name for name in WORKLOADS if name in names and "-61" in name]
 
 
 @pytest.mark.usefixtures("quick")
