@@ -1,6 +1,6 @@
 """The arguments of a workload's calls: random values, shuffled blocks, a full cache."""
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.bench.workload import Requests, Workload
+from jaxkv.bench.workload import Requests, Shapes, Workload, unit_scales, writer
 
 PATTERN_BLOCKS = 64
 """Blocks with distinct entries; a longer cache repeats them."""
@@ -24,6 +24,8 @@ class Varying(NamedTuple):
     """Slots or blocks that the calls use."""
     layers: jax.Array
     """int32 [n], the layers of successive calls, in rotation."""
+    others: tuple[tuple[jax.Array, ...], ...] = ()
+    """Other values like `values`, which successive calls use in turn."""
 
 
 class Shared(NamedTuple):
@@ -48,10 +50,16 @@ def inputs(workload: Workload) -> tuple[Varying, Shared]:
     rng = np.random.default_rng(1)
     requests = _requests(workload, rng)
     chosen, index = workload.index(requests, rng)
+    values, *others = (random_values(workload.value_shapes, rng) for _ in range(workload.sets))
+    chosen, index = (tuple(map(jnp.asarray, arrays)) for arrays in (chosen, index))
+    return Varying(values, chosen, jnp.asarray(workload.visited, jnp.int32), tuple(others)), Shared(index)
+
+
+def random_values(shapes: Shapes, rng: np.random.Generator) -> tuple[jax.Array, ...]:
+    """Normal values."""
     # Drawn on the host, because a device would compile a program for every shape.
-    drawn = [rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for shape, dtype in workload.value_shapes]
-    values, chosen, index = (tuple(map(jnp.asarray, arrays)) for arrays in (drawn, chosen, index))
-    return Varying(values, chosen, jnp.asarray(workload.visited, jnp.int32)), Shared(index)
+    drawn = [rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for shape, dtype in shapes]
+    return tuple(map(jnp.asarray, drawn))
 
 
 def _requests(workload: Workload, rng: np.random.Generator) -> Requests:
@@ -65,18 +73,20 @@ def _requests(workload: Workload, rng: np.random.Generator) -> Requests:
 
 def filled(workload: Workload) -> jaxkv.KVCache:
     """A cache with random entries in every slot of every layer."""
-    layout = workload.layout
-    pattern = _pattern(
-        workload.writer,
-        tuple(workload.scales.items()),
-        layout.num_layers,
-        workload.block_size,
-        workload.kv_heads,
-        workload.entry,
-    )
-    blocks = jnp.arange(layout.num_blocks, dtype=jnp.int32) % PATTERN_BLOCKS
+    pattern = workload.layout_of(PATTERN_BLOCKS)
+    return jaxkv.KVCache(random_buffer((pattern,), workload.layout.num_blocks), workload.layout)
+
+
+def random_buffer(patterns: tuple[jaxkv.CacheLayout, ...], num_blocks: int) -> jax.Array:
+    """The buffer of a cache of `num_blocks` blocks with random entries in every slot of every layer.
+
+    Args:
+      patterns: the layouts of the groups that share the buffer, of `PATTERN_BLOCKS` blocks, in a block-major order.
+      num_blocks: blocks of the result.
+    """
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32) % PATTERN_BLOCKS
     # The caches have block-major orders, so a block is a row of the buffer.
-    return jaxkv.KVCache(_repeated(pattern.reshape(PATTERN_BLOCKS, -1), blocks), layout)
+    return _repeated(_pattern(patterns).reshape(PATTERN_BLOCKS, -1), blocks)
 
 
 @jax.jit
@@ -85,18 +95,21 @@ def _repeated(rows, index):
 
 
 @lru_cache(maxsize=1)  # successive shapes often differ only in the number of blocks
-def _pattern(writer: str, scales, layers: int, block_size: int, heads: int, entry) -> jax.Array:
-    """The buffer of a cross-layer cache of `PATTERN_BLOCKS` blocks with random entries."""
-    layout = jaxkv.CacheLayout(
-        num_layers=layers, num_blocks=PATTERN_BLOCKS, block_size=block_size, num_heads=heads, entry=entry
-    )
-    slots = jnp.arange(layout.num_slots, dtype=jnp.int32)
-    shapes = [(layout.num_slots, *(() if entry.one_head else (heads,)), n) for n in entry.sizes]
-    write = partial(getattr(jaxkv, writer), **dict(scales), implementation="xla")
+def _pattern(layouts: tuple[jaxkv.CacheLayout, ...]) -> jax.Array:
+    """A buffer with random entries in every slot of these layouts."""
 
-    def of_layer(layer, cache):
+    def fill(layout, layer, cache):
+        entry, slots = layout.entry, jnp.arange(layout.num_slots, dtype=jnp.int32)
+        shapes = [(slots.size, *(() if entry.one_head else (layout.num_heads,)), n) for n in entry.sizes]
         keys = jax.random.split(jax.random.fold_in(jax.random.key(3), layer), len(shapes))
         values = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
-        return write(cache, *values, slots, layer=layer)
+        write = getattr(jaxkv, writer(entry))
+        return write(cache.view(layout), *values, slots, layer=layer, implementation="xla", **unit_scales(entry))
 
-    return jax.jit(lambda: lax.fori_loop(0, layers, of_layer, jaxkv.KVCache.zeros(layout)))().buffer
+    def of_layer(layer, cache):
+        for layout in layouts:
+            cache = fill(layout, layer, cache)
+        return cache.view(layouts[0])
+
+    zeros = jaxkv.KVCache.zeros
+    return jax.jit(lambda: lax.fori_loop(0, layouts[0].num_layers, of_layer, zeros(layouts[0])))().buffer

@@ -35,23 +35,29 @@ def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes |
 
     None if there is no timeline (no CUPTI, or another profiler uses it); the reason is printed to standard error.
     """
+    run = jax.jit(call)
+    return kernels_of(lambda: run(*args), repeats=repeats)
+
+
+def kernels_of(run: Callable[[], Any], *, repeats: int) -> KernelTimes | None:
+    """The same for `repeats` runs of compiled programs, such as those that donate and keep their arguments."""
     if "cuda" not in jax.devices()[0].client.platform_version.lower():
         return None
     try:
-        return _medians(_timeline(jax.jit(call), args, repeats), repeats)
+        return _medians(_timeline(run, repeats), repeats)
     except RuntimeError as error:
         notice(f"no kernel times: {error}")
         return None
 
 
-def _timeline(run: Callable[..., Any], args: tuple[Any, ...], repeats: int) -> list[Span]:
+def _timeline(run: Callable[[], Any], repeats: int) -> list[Span]:
     """The kernels that ran on the first GPU, in order of start times."""
-    jax.block_until_ready(run(*args))  # compiles the program and touches all its memory
+    jax.block_until_ready(run())  # compiles the program and touches all its memory
     options = ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready([run(*args) for _ in range(repeats)])
+            jax.block_until_ready([run() for _ in range(repeats)])
         file = next(Path(folder).rglob("*.xplane.pb"), None)
         if file is None:
             raise RuntimeError("the profiler left no timeline")

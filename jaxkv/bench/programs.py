@@ -1,6 +1,7 @@
 """The program of a workload, which is lowered and compiled before its cache is made."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,22 +54,24 @@ class Program:
                 implementation=implementation,
             )
             self._shared = self._shared._replace(plan=plan)
-        args, options = arguments(workload, cache, self._varying, self._shared, 0)
+        once = self._varying._replace(others=())
+        args, options = arguments(workload, cache, once, self._shared, 0)
         self.implementation = implementation or str(jaxkv.explain(function, *args, **options).chosen)
         # Lowering a Pallas kernel takes seconds, so lower the call once and use it in all programs.
         layer = jax.ShapeDtypeStruct((), jnp.int32)
-        exported = export.export(jax.jit(call), disabled_checks=UNCHECKED)(cache, self._varying, self._shared, layer)
+        exported = export.export(jax.jit(call), disabled_checks=UNCHECKED)(cache, once, self._shared, layer)
         self._call: Any = exported.call
         result = jax.tree.unflatten(exported.out_tree, exported.out_avals)
         if isinstance(result, jaxkv.DecodePlan) and result.schedule is None:
             raise NotImplementedError(f"{workload.operation}: {self.implementation} has nothing to compute")
         self._writes = isinstance(result, jaxkv.KVCache)
+        sets = workload.sets
         if self._writes:
-            self._chain = Chain(self._write, (cache, self._varying), self._shared, least=workload.least_seconds)
+            self._chain = Chain(self._write, (cache, self._varying), self._shared, least=sets * workload.least_seconds)
         else:
-            self._outs = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), result)
+            self._outs = [jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), result) for _ in range(sets)]
             self._chain = Chain(
-                self._read, (self._varying, self._outs), (cache, self._shared), least=workload.least_seconds
+                self._read, (self._varying, self._outs), (cache, self._shared), least=sets * workload.least_seconds
             )
         self._seconds = time.perf_counter() - start
 
@@ -83,22 +86,37 @@ class Program:
         """Fills a cache and times the calls.  Can be called once, because it donates the inputs."""
         cache, layer = filled(self._workload), jnp.int32(self._workload.visited[0])
         once, state = (self._write_once, jax.new_ref(cache.buffer)) if self._writes else (self._call, cache)
-        kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=repeats)
+        kernels = time_kernels(once, state, self._varying._replace(others=()), self._shared, layer, repeats=repeats)
         del state  # if this is a Ref, it holds a copy of the cache
         if self._writes:
             timing = self._chain.time((cache, self._varying), self._shared, repeats=repeats, sustain=True)
         else:
             carry, fixed = (self._varying, self._outs), (cache, self._shared)
             timing = self._chain.time(carry, fixed, repeats=repeats, sustain=True)
-        return Measured(self.implementation, timing, kernels, self._seconds)
+        return Measured(self.implementation, timing.divided(self._workload.sets), kernels, self._seconds)
 
     def _write(self, i, carry, shared):
+        """A call for each set of values, which writes."""
         cache, varying = carry
-        return self._call(cache, varying, shared, _layer(i, varying)), lax.optimization_barrier(varying)
+        for each, layer in self._turn(i, varying):
+            cache = self._call(cache, each, shared, layer)
+        return cache, lax.optimization_barrier(varying)
 
     def _read(self, i, carry, fixed):
-        varying, _ = carry
-        return lax.optimization_barrier((varying, self._call(fixed[0], varying, fixed[1], _layer(i, varying))))
+        """A call for each set of values, which reads; each set has a result of its own."""
+        cache, shared = fixed
+        varying, outs = carry[0], list(carry[1])
+        for number, (each, layer) in enumerate(self._turn(i, varying)):
+            outs[number] = self._call(cache, each, shared, layer)
+            varying, outs = lax.optimization_barrier((varying, outs))
+        return varying, outs
+
+    def _turn(self, i, varying: Varying) -> Iterator[tuple[Varying, jax.Array]]:
+        """The inputs and the layer of each call of the i-th step of a chain."""
+        alike = varying._replace(others=())
+        for number in range(sets := self._workload.sets):
+            values = varying.others[number - 1] if number and varying.others else varying.values
+            yield alike._replace(values=values), _layer(i * sets + number, varying)
 
     def _write_once(self, ref, varying, shared, layer):
         """One call that writes to a Ref in place; returns a value to wait for.

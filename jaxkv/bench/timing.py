@@ -42,6 +42,12 @@ class Timing:
     sustained: float | None = None
     """Seconds per call of a chain that runs for a second; None on CPUs or if it was not requested."""
 
+    def divided(self, calls: int) -> "Timing":
+        """The same, where each step of the chains made `calls` calls."""
+        sustained = self.sustained and self.sustained / calls
+        each = self.median / calls, self.least / calls, self.most / calls
+        return Timing(*each, self.calls * calls, sustained)
+
     @property
     def spread(self) -> float:
         """The difference of the slowest and the fastest chain, as a fraction of the median."""

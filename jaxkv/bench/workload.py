@@ -1,5 +1,6 @@
 """`Workload`: one benchmarked call, with the bytes that it moves and the flops that it computes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +14,26 @@ _DECLARED = {operation.name: operation for operation in OPERATIONS}
 
 Shapes = list[tuple[tuple[int, ...], str]]
 """Shapes and dtypes."""
+
+LENGTHS: dict[str, Callable[[int, int], np.ndarray]] = {
+    "": lambda requests, tokens: np.full(requests, tokens),
+    "v": lambda requests, tokens: np.clip(
+        np.random.default_rng(0).normal(0.7 * tokens, tokens / 4, requests), 1, tokens
+    ),
+    "u": lambda requests, tokens: np.random.default_rng(1).integers(tokens // 4, tokens + 1, requests),
+    "t": lambda requests, tokens: np.asarray([4641, tokens, 1730, 1696]),
+}
+"""Lengths of `requests` requests of at most `tokens` tokens: equal, normal, uniform from a quarter on, and those of
+ThunderMLA's published case."""
+
+DTYPE_NAMES = {"float8_e4m3fn": "e4m3"}
+"""Short names of dtypes of queries, for names of workloads."""
+
+PADDED_TO = 4096
+"""Padded blocks are a multiple of this many bytes, a page of memory."""
+
+COLD_NBYTES = 120_000_000
+"""Twice the L2 cache of an H200."""
 
 
 class Requests(NamedTuple):
@@ -36,6 +57,19 @@ class Requests(NamedTuple):
         return (blocks * self.block_size + positions % self.block_size).astype(np.int32)
 
 
+def unit_scales(entry: Entry) -> dict[str, float]:
+    """Scales of 1 for the entries that need some, as keyword arguments."""
+    names = ("k_scale", "v_scale") if isinstance(entry, jaxkv.KVEntry) else ("kv_scale",)
+    return dict.fromkeys(names, 1.0) if entry.codec.scaled else {}
+
+
+def writer(entry: Entry) -> str:
+    """The operation that writes entries of this kind."""
+    if isinstance(entry, jaxkv.KVEntry):
+        return "write_kv"
+    return "write_indexer_k" if isinstance(entry, jaxkv.IndexerEntry) else "write_mla"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One call of `operation` for a number of requests with `tokens` tokens each, on a cache in cross-layer order.
@@ -56,9 +90,15 @@ class Workload:
     kv_heads: int = 1
     chosen: int = 0
     """Slots that each query token attends to in sparse attention, or positions that it selects."""
-    varlen: bool = False
-    """Whether requests have random lengths of at most `tokens`."""
-    format: str = "bf16"
+    varlen: str = ""
+    """How the lengths of requests are drawn, a key of `LENGTHS`; if empty, all have `tokens` tokens."""
+    format: str = ""
+    """Of the entries; by default `usual_format`."""
+    query_dtype: str = "bfloat16"
+    blocks: str = "plain"
+    """`plain`; `packed`: latents and indexer keys of all layers share a block; `padded` to a multiple of 4 KiB."""
+    cold: bool = False
+    """Whether successive calls use other values and results, so that the GPU's L2 cache has none of their data."""
     block_size: int = 64
 
     has_queries: ClassVar[bool] = False
@@ -67,17 +107,28 @@ class Workload:
     """Whether the call is passed a plan."""
     cached: ClassVar[bool] = True
     """Whether the call has a cache argument."""
+    usual_format: ClassVar[str] = "bf16"
+    """The format of entries that is not part of the name."""
+
+    def __post_init__(self):
+        if not self.format:
+            object.__setattr__(self, "format", self.usual_format)
 
     @property
     def name(self) -> str:
-        """The name in tables: operation, requests x heads x q_len x tokens, layers.
+        """The name in tables: operation, requests x heads x q_len x tokens, layers, and what is unusual.
 
-        A `v` before the tokens means that requests have at most as many.  Heads are left out if there are no queries.
-        Of the formats, only fp8 is part of the name: each other format is used with its own operation.
+        A letter after the tokens is a key of `LENGTHS`.  Heads are left out if there are no queries.
         """
         queries = f"{self.heads}x{self.q_len}x" if self.has_queries else ""
-        sizes = f"{self.requests}x{queries}{self.tokens}{'v' * self.varlen}"
-        return f"{self.operation}-{sizes}-{self.layers}{'-fp8' * (self.format == 'fp8')}"
+        unusual = (
+            (self.format, self.usual_format),
+            (DTYPE_NAMES.get(self.query_dtype, self.query_dtype), "bfloat16"),
+            (self.blocks, "plain"),
+            ("cold" * self.cold, ""),
+        )
+        sizes = f"{self.requests}x{queries}{self.tokens}{self.varlen}"
+        return "-".join([self.operation, sizes, str(self.layers), *(name for name, usual in unusual if name != usual)])
 
     @property
     def entry(self) -> Entry:
@@ -90,23 +141,12 @@ class Workload:
     @property
     def scales(self) -> dict[str, float]:
         """Scales of the entries, as keyword arguments."""
-        names = ("k_scale", "v_scale") if isinstance(self.entry, jaxkv.KVEntry) else ("kv_scale",)
-        return dict.fromkeys(names, 1.0) if self.entry.codec.scaled else {}
-
-    @property
-    def writer(self) -> str:
-        """The operation that writes entries of this kind."""
-        if isinstance(self.entry, jaxkv.KVEntry):
-            return "write_kv"
-        return "write_indexer_k" if isinstance(self.entry, jaxkv.IndexerEntry) else "write_mla"
+        return unit_scales(self.entry)
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each request, int32 [requests]."""
-        if not self.varlen:
-            return np.full(self.requests, self.tokens, np.int32)
-        drawn = np.random.default_rng(0).normal(0.7 * self.tokens, self.tokens / 4, self.requests)
-        return np.clip(drawn, 1, self.tokens).astype(np.int32)
+        return LENGTHS[self.varlen](self.requests, self.tokens).astype(np.int32)
 
     @property
     def entries(self) -> int:
@@ -168,15 +208,30 @@ class Workload:
         return int((-(-self.lengths // self.block_size)).sum())
 
     @property
+    def sets(self) -> int:
+        """How many sets of values and results successive calls use in turn."""
+        return -(-COLD_NBYTES // (self.traffic - self.entries * self.entry.nbytes)) if self.cold else 1
+
+    @property
     def layout(self) -> jaxkv.CacheLayout:
         """The layout of the cache; a single block if the operation has no cache argument."""
-        return jaxkv.CacheLayout(
-            num_layers=self.layers,
-            num_blocks=self.num_blocks if self.cached else 1,
-            block_size=self.block_size,
-            num_heads=self.kv_heads,
-            entry=self.entry,
-        )
+        return self.layout_of(self.num_blocks if self.cached else 1)
+
+    def layout_of(self, num_blocks: int) -> jaxkv.CacheLayout:
+        """The layout of a cache of `num_blocks` blocks."""
+        sizes = {"num_blocks": num_blocks, "block_size": self.block_size}
+        heads = {"num_layers": self.layers, "num_heads": self.kv_heads}
+        if self.blocks == "packed":
+            indexer = isinstance(self.entry, jaxkv.IndexerEntry)
+            latent = jaxkv.MLAEntry("fp8_ds_mla") if indexer else self.entry
+            key = self.entry if indexer else jaxkv.IndexerEntry.beside(self.format, 128)
+            groups = {"latent": jaxkv.Group(self.layers, latent), "indexer": jaxkv.Group(self.layers, key)}
+            return jaxkv.PackedLayout(groups=groups, **sizes)["indexer" if indexer else "latent"]
+        plain = jaxkv.CacheLayout(entry=self.entry, **heads, **sizes)
+        if self.blocks == "plain":
+            return plain
+        padding = -plain.block_nbytes % PADDED_TO or PADDED_TO
+        return jaxkv.CacheLayout(entry=self.entry, block_padding=padding // plain.itemsize, **heads, **sizes)
 
     def fitted(self, limit: int) -> "Workload":
         """The same workload with as many layers as fit in `limit` bytes, at least one."""

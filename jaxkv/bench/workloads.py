@@ -1,17 +1,9 @@
-"""How each operation is called in the benchmark, and the named shapes of its suites.
+"""How the operations are called in the benchmark: a subclass of `Workload` for each family, and a table of them."""
 
-There is a subclass of `Workload` for each family of operations, and a table of operations.
-"""
-
-from collections.abc import Iterator
-from functools import partial
-
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.bench.workload import Shapes, Workload
-
-MLA_LAYERS = 61
-"""The number of layers of DeepSeek V3."""
 
 
 class Write(Workload):
@@ -108,6 +100,7 @@ class Sparse(DecodeMLA):
     """Attention to selected slots."""
 
     planned = False
+    usual_format = "fp8_ds_mla"
 
     def index(self, requests, rng):
         """Slots of distinct positions for each query token."""
@@ -117,13 +110,13 @@ class Sparse(DecodeMLA):
 
     @property
     def entries(self) -> int:
-        """The number of selected entries."""
-        return self.requests * self.q_len * self.chosen
+        """The number of selected entries, but at most all of a request: its query tokens select some of them again."""
+        return self.requests * min(self.q_len * self.chosen, self.tokens)
 
     @property
     def keys(self) -> int:
         """The number of pairs of a query token and a selected slot."""
-        return self.entries
+        return self.requests * self.q_len * self.chosen
 
 
 class Logits(Workload):
@@ -134,7 +127,7 @@ class Logits(Workload):
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of the queries and their weights."""
-        return [((*self.queries, self.entry.sizes[0]), "bfloat16"), (self.queries, "bfloat16")]
+        return [((*self.queries, self.entry.sizes[0]), self.query_dtype), (self.queries, "float32")]
 
     @property
     def options(self):
@@ -144,7 +137,8 @@ class Logits(Workload):
     @property
     def traffic(self) -> int:
         """Bytes of entries, queries with their weights, and logits."""
-        queries = 2 * np.prod(self.queries).item() * (self.entry.sizes[0] + 1)
+        itemsize = jnp.dtype(self.query_dtype).itemsize
+        queries = np.prod(self.queries).item() * (self.entry.sizes[0] * itemsize + 4)
         return self.entries * self.entry.nbytes + queries + 4 * self.requests * self.q_len * self.tokens
 
     @property
@@ -291,93 +285,3 @@ FAMILIES: dict[str, type[Workload]] = {
 def workload(operation: str, **sizes) -> Workload:
     """Makes a workload of `operation`; `sizes` are the other fields of `Workload`."""
     return FAMILIES[operation](operation=operation, **sizes)
-
-
-def _cpu() -> Iterator[Workload]:
-    """The suite `cpu`: every operation, with sizes that take about a second each on two cores."""
-    for layers in (1, 4):
-        for operation in ("write_mla", "gather_mla"):
-            yield workload(suite="cpu", operation=operation, requests=2, tokens=4096, layers=layers)
-        yield workload(suite="cpu", operation="decode_mla", requests=2, heads=16, tokens=2048, layers=layers)
-    cross = partial(workload, suite="cpu", layers=4)
-    yield cross(operation="decode_mla", requests=4, heads=16, q_len=2, tokens=1024, varlen=True)
-    yield cross(operation="decode_mla_sparse", requests=2, heads=16, tokens=4096, chosen=1024, format="fp8_ds_mla")
-    yield cross(operation="write_kv", requests=2, tokens=2048, kv_heads=4)
-    yield cross(operation="gather_kv", requests=2, tokens=2048, kv_heads=4)
-    yield cross(operation="decode_kv", requests=2, heads=16, tokens=2048, kv_heads=4)
-    yield cross(operation="write_indexer_k", requests=2, tokens=4096)
-    yield cross(operation="gather_indexer_k", requests=2, tokens=4096)
-    yield cross(operation="indexer_logits", requests=2, heads=16, tokens=4096)
-    yield cross(operation="copy_blocks", requests=1, tokens=2048)
-    yield cross(operation="read_blocks", requests=1, tokens=2048)
-    yield cross(operation="write_blocks", requests=1, tokens=2048)
-    yield cross(operation="plan_decode", requests=2, heads=16, tokens=2048)
-    yield cross(operation="select_topk", requests=2, tokens=4096, chosen=1024)
-    yield cross(operation="merge_states", requests=2, heads=16, tokens=4)
-
-
-def _peers() -> Iterator[Workload]:
-    """The suite `peers`: dense decoding of many or few requests, with 128 heads (arithmetic-bound) or 16
-    (memory-bound).
-    """
-    sizes = (
-        (128, 128, 1, 4096),
-        (128, 128, 1, 16384),
-        (128, 128, 2, 4096),
-        (128, 64, 1, 4096),
-        (64, 16, 1, 4096),
-        (128, 16, 1, 8192),
-        (1, 128, 1, 65536),
-        (1, 16, 1, 65536),
-        (8, 128, 1, 16384),
-        (1, 128, 1, 4096),
-        (1, 16, 1, 4096),
-        (64, 128, 1, 4096),
-    )
-    for layers in (1, MLA_LAYERS):
-        mla = partial(workload, suite="peers", operation="decode_mla", layers=layers)
-        for requests, heads, q_len, tokens in sizes:
-            yield mla(requests=requests, heads=heads, q_len=q_len, tokens=tokens)
-        for heads in (128, 16):
-            yield mla(requests=128, heads=heads, tokens=8192, varlen=True)
-
-
-def _copies() -> Iterator[Workload]:
-    """The suite `copies`: writes and gathers of 8,192 tokens, writes of 128 tokens, and copies of 64 blocks."""
-    mla = partial(workload, suite="copies", layers=MLA_LAYERS)
-    yield mla(operation="write_mla", requests=8, tokens=1024)
-    yield mla(operation="write_mla", requests=128, tokens=1)
-    yield mla(operation="gather_mla", requests=8, tokens=1024)
-    yield mla(operation="write_kv", requests=8, tokens=1024, kv_heads=8)
-    yield mla(operation="gather_kv", requests=8, tokens=1024, kv_heads=8)
-    yield mla(operation="write_indexer_k", requests=8, tokens=1024)
-    yield mla(operation="gather_indexer_k", requests=8, tokens=1024)
-    yield mla(operation="copy_blocks", requests=1, tokens=4096)
-    yield mla(operation="read_blocks", requests=1, tokens=4096)
-    yield mla(operation="write_blocks", requests=1, tokens=4096)
-
-
-def _models() -> Iterator[Workload]:
-    """The suite `models`: GQA and MHA, fp8 entries, DeepSeek V3.2's operations, and the remaining operations."""
-    for layers in (1, MLA_LAYERS):
-        model = partial(workload, suite="models", layers=layers)
-        sparse = partial(model, operation="decode_mla_sparse", chosen=2048, format="fp8_ds_mla")
-        yield model(operation="decode_kv", requests=64, heads=64, tokens=4096, kv_heads=8)
-        yield model(operation="decode_kv", requests=64, heads=32, tokens=8192, kv_heads=32)
-        yield model(operation="decode_kv", requests=1, heads=32, tokens=65536, kv_heads=8)
-        yield model(operation="decode_kv", requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
-        yield model(operation="decode_mla", requests=128, heads=16, tokens=8192, format="fp8")
-        yield sparse(requests=128, heads=128, tokens=8192)
-        yield sparse(requests=128, heads=128, q_len=2, tokens=32768)
-        yield sparse(requests=64, heads=64, tokens=8192)
-        yield model(operation="indexer_logits", requests=64, heads=64, tokens=32768)
-    once = partial(workload, suite="models", layers=1)
-    yield once(operation="select_topk", requests=64, tokens=32768, chosen=2048)
-    yield once(operation="plan_decode", requests=128, heads=128, tokens=8192)
-    yield once(operation="merge_states", requests=128, heads=128, tokens=8)
-
-
-WORKLOADS = {made.name: made for suite in (_cpu, _peers, _copies, _models) for made in suite()}
-"""Every shape, by name."""
-
-SUITES = tuple(dict.fromkeys(made.suite for made in WORKLOADS.values()))

@@ -16,7 +16,7 @@ import argparse
 import shlex
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from itertools import batched
 from typing import Any
@@ -27,18 +27,27 @@ import jaxlib
 
 import jaxkv
 from jaxkv.bench.programs import Program
+from jaxkv.bench.sparse_step import SparseStep, measure
+from jaxkv.bench.suites import SUITES, WORKLOADS
 from jaxkv.bench.timing import Ceilings, measure_ceilings
 from jaxkv.bench.workload import Workload
-from jaxkv.bench.workloads import FAMILIES, SUITES, WORKLOADS
+from jaxkv.bench.workloads import FAMILIES
 from jaxkv.cli import tune
 from jaxkv.cli.options import output_file, positive
 from jaxkv.terminal.files import write_json
+from jaxkv.terminal.formatting import size
 from jaxkv.terminal.memory import device_memory
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
 
 MEMORY_FRACTION = 0.6
 """The fraction of the device's memory that a cache may use.  If not all layers fit, fewer are timed."""
+
+STEP_MEMORY_FRACTION = 0.93
+"""The same for `--sparse-step`, which has no second cache."""
+
+SMALL_STEP = SparseStep(requests=2, tokens=1024, layers=4, heads=16, indexer_heads=16, chosen=256)
+"""What `--sparse-step` times on CPUs."""
 
 BATCH = 8
 """Shapes that are compiled before any of them is timed.  Lowering and compiling overlap, but not with timing."""
@@ -71,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", choices=WORKLOADS, metavar="NAME", help="names as the table shows them")
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
     parser.add_argument("--repeats", type=positive, default=20, metavar="N", help="chains timed per shape (20)")
+    step = "time DeepSeek V3.2's attention in all layers instead, and its kernels beside what its bytes and flops take"
+    parser.add_argument("--sparse-step", action="store_true", help=step)
     parser.add_argument("--tune", action="store_true", help="search for the best configuration of each kernel instead")
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write device, versions, ceilings and rows"
@@ -108,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
         f"ceilings: read {ceilings.read / 1e9:.1f} GB/s, copy {ceilings.copy / 1e9:.1f} GB/s (read + written), ", end=""
     )
     print(f"bf16 products {ceilings.matmul / 1e12:.2f} TFLOP/s\n")
+    if args.sparse_step:
+        return _sparse_step(args, about, device, ceilings)
     width = max(len(workload.name) for workload in workloads)
     print(_line("shape", width, [heading for heading, *_ in COLUMNS]), flush=True)
     rows: list[dict[str, Any]] = []
@@ -122,6 +135,28 @@ def run(args: argparse.Namespace) -> int:
         print("\nmany layers in one buffer / one packed layer:")
         for shape, ms, kernel_ms in ratios:
             print(f"{shape.ljust(width)} {ms:.3f}" + (f", kernels {kernel_ms:.3f}" if kernel_ms else ""))
+    return 0
+
+
+def _sparse_step(args, about: dict[str, Any], device: jax.Device, ceilings: Ceilings) -> int:
+    """Prints the times of a step's layers, of their kernels and of their limits."""
+    wanted = SMALL_STEP if device.platform == "cpu" else SparseStep()
+    step = wanted.fitted(int(STEP_MEMORY_FRACTION * device_memory(device)))
+    found, limits = measure(step, repeats=args.repeats, implementation=args.implementation), step.limits(ceilings)
+    print(
+        f"DeepSeek V3.2's attention of {step.requests} requests x {step.tokens:,} tokens with {step.heads} heads, in "
+        f"{step.layers} layers of one cache of {size(found.cache_nbytes)} (and {size(found.temporary_nbytes)})"
+    )
+    print(f"us per layer: burst {1e6 * found.burst:.2f}, sustained {1e6 * found.sustained:.2f}", end="")
+    print(f", the sum of limits {1e6 * sum(limits.values()):.2f}\n\n   limit")
+    for operation, seconds in limits.items():
+        print(f"{1e6 * seconds:8.2f} {operation}")
+    if found.kernels:
+        print(f"\nkernels: {1e6 * sum(kernel.seconds for kernel in found.kernels):.2f}")
+    for kernel in found.kernels or ():
+        print(f"{1e6 * kernel.seconds:8.2f} {kernel.name} ({kernel.per_layer:g} per layer)")
+    if args.json:
+        write_json(args.json, {**about, "step": asdict(step), "limits": limits, "seconds_per_layer": asdict(found)})
     return 0
 
 
@@ -212,11 +247,13 @@ def _line(shape: str, width: int, cells: Iterable[str]) -> str:
 
 def _ratios(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None]]:
     """(shape, ratio of ms, ratio of kernel ms) of each shape that ran with many layers and with one packed layer."""
-    packed = {row["shape"].rpartition("-")[0]: row for row in rows if row["layers"] == 1 and "ms" in row}
+    same = [field.name for field in fields(Workload) if field.name not in ("suite", "layers", "blocks")]
+    timed = [(tuple(row[name] for name in same), row) for row in rows if "ms" in row]
+    packed = {shape: row for shape, row in timed if row["layers"] == 1 and row["blocks"] == "plain"}
     found = []
-    for row in rows:
-        one = packed.get(row["shape"].rpartition("-")[0])
-        if one and row is not one and "ms" in row:
+    for shape, row in timed:
+        one = packed.get(shape)
+        if one and row is not one:
             kernels = row["kernel_ms"] / one["kernel_ms"] if one["kernel_ms"] and row["kernel_ms"] else None
             found.append((row["shape"], row["ms"] / one["ms"], kernels))
     return found

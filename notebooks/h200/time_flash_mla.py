@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -25,8 +26,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # jaxkv is imported for its shapes only: th
 
 import flash_mla
 import torch
+from report import comparable
 
-from jaxkv.bench.workloads import WORKLOADS, Workload
+from jaxkv.bench.suites import WORKLOADS
+from jaxkv.bench.workload import Workload
 
 BURST_SECONDS, REST_SECONDS, BURSTS, SUSTAINED_SECONDS = 0.006, 0.1, 15, 1.0
 MEMORY_FRACTION = 0.6  # as in `jaxkv bench`: where all layers do not fit, fewer are made
@@ -129,7 +132,7 @@ def main():
         "ceilings": ceilings(),
         "rows": [],
     }
-    for workload in (w for w in WORKLOADS.values() if w.suite == "peers"):
+    for workload in (w for w in WORKLOADS.values() if w.suite == "peers" and comparable(asdict(w))):
         fitted = workload.fitted(int(MEMORY_FRACTION * properties.total_memory))
         burst, sustained = timed(decode(fitted))
         row = {"shape": workload.name, "layers": fitted.layers, "ms": burst * 1e3, "sustained_ms": sustained * 1e3}

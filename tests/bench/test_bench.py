@@ -1,5 +1,6 @@
 import argparse
 import json
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,10 +12,12 @@ from jax import lax
 
 import jaxkv
 from jaxkv.bench import chains, timing
+from jaxkv.bench import workload as workload_module
 from jaxkv.bench.inputs import PATTERN_BLOCKS, arguments, filled, inputs
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.bench.programs import Measured, Program
-from jaxkv.bench.workloads import WORKLOADS, workload
+from jaxkv.bench.suites import SHAPES, WORKLOADS
+from jaxkv.bench.workloads import workload
 from jaxkv.cli import bench
 from jaxkv.ops import OPERATIONS
 from jaxkv_kernels.mosaic_gpu.runtime import stamp
@@ -36,11 +39,30 @@ def bench_args(*arguments):
     return parser.parse_args(arguments, argparse.Namespace(argv=["bench", *arguments]))
 
 
-def test_peers_are_the_recorded_rows():
+def test_peers_are_the_shapes_that_other_libraries_are_timed_on():
     sizes = "128x128x1x4096 128x128x1x16384 128x128x2x4096 128x64x1x4096 64x16x1x4096 128x16x1x8192 1x128x1x65536 "
-    sizes += "1x16x1x65536 8x128x1x16384 1x128x1x4096 1x16x1x4096 64x128x1x4096 128x128x1x8192v 128x16x1x8192v"
-    names = [name for name, workload in WORKLOADS.items() if workload.suite == "peers"]
-    assert names == [f"decode_mla-{size}-{layers}" for layers in (1, 61) for size in sizes.split()]
+    sizes += "1x16x1x65536 8x128x1x16384 1x128x1x4096 1x16x1x4096 64x128x1x4096 128x128x1x8192v 128x16x1x8192v "
+    sizes += "4x16x4x45118t 64x16x1x1024u 64x16x4x1024u 64x128x1x1024u 64x128x4x1024u"
+    peers = [workload for workload in WORKLOADS.values() if workload.suite == "peers"]
+    dense = [w.name for w in peers if (w.operation, w.format, w.blocks) == ("decode_mla", "bf16", "plain")]
+    assert dense == [f"decode_mla-{size}-{layers}" for layers in (1, 61) for size in sizes.split()]
+    one_layer = Counter((w.operation, w.format, w.query_dtype) for w in peers if w.layers == 1)
+    assert one_layer == {
+        ("decode_mla", "bf16", "bfloat16"): 19,
+        ("decode_mla", "fp8", "bfloat16"): 4,
+        ("decode_mla", "fp8_ds_mla", "bfloat16"): 4,
+        ("decode_mla_sparse", "fp8_ds_mla", "bfloat16"): 5,
+        ("decode_mla_sparse", "bf16", "bfloat16"): 1,
+        ("indexer_logits", "bf16", "bfloat16"): 3,
+        ("indexer_logits", "bf16", "float8_e4m3fn"): 3,
+        ("select_topk", "bf16", "bfloat16"): 2,
+        ("plan_decode", "bf16", "bfloat16"): 1,
+    }
+
+
+def test_names_are_of_one_shape_each():
+    made = [workload for suite in SHAPES for workload in suite()]
+    assert len({workload.name for workload in made}) == len(made) == len(WORKLOADS)
 
 
 def test_every_operation_has_a_shape_for_cpus_and_one_for_gpus():
@@ -94,6 +116,47 @@ def test_lengths_vary_and_repeat():
     assert lengths.max() <= 8192
     assert len(set(lengths.tolist())) > 64
     np.testing.assert_array_equal(lengths, WORKLOADS["decode_mla-128x16x1x8192v-1"].lengths)
+
+
+def test_lengths_are_those_of_published_cases():
+    assert WORKLOADS["decode_mla-4x16x4x45118t-1"].lengths.tolist() == [4641, 45118, 1730, 1696]
+    short = WORKLOADS["decode_mla-64x16x1x1024u-1"].lengths
+    np.testing.assert_array_equal(short, np.random.default_rng(1).integers(256, 1025, 64))
+
+
+def test_query_tokens_that_select_the_same_entries_read_them_once():
+    workload = WORKLOADS["decode_mla_sparse-1x128x4096x32768-1-bf16"]
+    assert workload.flops == 2 * 4096 * 128 * 2048 * (576 + 512)
+    assert workload.traffic == 32768 * 1152 + 4096 * 128 * (576 + 512) * 2
+
+
+@pytest.mark.parametrize("blocks", ["packed", "padded"])
+@pytest.mark.parametrize("operation", ["decode_mla", "decode_mla_sparse", "indexer_logits"])
+def test_blocks_with_other_contents_are_filled_and_read(operation, blocks):
+    small = replace(CPU[operation], requests=2, tokens=100, layers=2, chosen=64, varlen="", blocks=blocks)
+    cache = filled(small)
+    assert cache.layout == small.layout
+    assert cache.layout.strides.block > 2 * 64 * cache.layout.width
+    assert cache.buffer.size == small.layout.size
+    args, options = arguments(small, cache, *inputs(small), 1)
+    out = getattr(jaxkv, operation)(*args, **options, implementation="xla")
+    assert 0 < np.abs(np.asarray(out, np.float32)).max() < np.inf
+
+
+@pytest.mark.parametrize("operation", ["write_mla", "gather_mla"])
+@pytest.mark.usefixtures("quick")
+def test_cold_calls_use_other_values_and_results(operation, monkeypatch):
+    monkeypatch.setattr(workload_module, "COLD_NBYTES", 3 * 2 * 128 * 576 * 2)
+    small = replace(CPU[operation], tokens=128, layers=2, cold=True)
+    assert small.sets == 3
+    program = Program(small, implementation="xla").compile()
+    calls = [(each.values, layer) for each, layer in program._turn(0, program._varying)]
+    assert [int(layer) for _, layer in calls] == [0, 1, 0]
+    if operation == "write_mla":
+        assert len({np.asarray(values[0]).tobytes() for values, _ in calls}) == 3
+    else:
+        assert len(program._outs) == 3
+    assert program.measure(repeats=2).timing.calls % 3 == 0
 
 
 def test_layers_that_do_not_fit_are_left_out():
@@ -364,6 +427,10 @@ def test_the_cost_of_the_layout_is_printed(monkeypatch, capsys):
     *_, heading, line = capsys.readouterr().out.splitlines()
     assert "packed" in heading
     assert line.split() == [names[1], "2.000,", "kernels", "2.000"]
+    names = [f"decode_mla-64x16x1x4096-{which}" for which in ("1", "61", "61-packed", "61-padded", "1-fp8", "61-fp8")]
+    assert bench.run(bench_args("--shape", *names)) == 0
+    lines = capsys.readouterr().out.split("one packed layer:\n")[1].splitlines()
+    assert [line.split()[0] for line in lines] == [name for name in WORKLOADS if name in names and "-61" in name]
 
 
 @pytest.mark.usefixtures("quick")
@@ -381,13 +448,13 @@ def test_a_rejected_shape_shows_its_reason(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_table_is_aligned_and_at_most_140_columns(monkeypatch, capsys):
+def test_the_table_is_aligned_and_at_most_150_columns(monkeypatch, capsys):
     monkeypatch.setattr(bench, "Program", Stub)
     assert bench.run(bench_args("--shape", *WORKLOADS)) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert len(table) == len(WORKLOADS) + 1
     assert len({len(line) for line in table}) == 1
-    assert len(table[0]) <= 140
+    assert len(table[0]) <= 150
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""The named shapes of the benchmark, in suites."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from jaxkv.bench.workload import Workload
+from jaxkv.bench.workloads import workload
+
+MLA_LAYERS = 61
+"""The number of layers of DeepSeek V3."""
+
+DENSE = (
+    *("128x128x1x4096", "128x128x1x16384", "128x128x2x4096", "128x64x1x4096", "64x16x1x4096", "128x16x1x8192"),
+    *("1x128x1x65536", "1x16x1x65536", "8x128x1x16384", "1x128x1x4096", "1x16x1x4096", "64x128x1x4096"),
+    *("128x128x1x8192v", "128x16x1x8192v", "4x16x4x45118t"),
+    *("64x16x1x1024u", "64x16x4x1024u", "64x128x1x1024u", "64x128x4x1024u"),
+)
+"""Dense decoding: requests x heads x query tokens x cached tokens, and the key of `LENGTHS` if lengths differ."""
+
+QUANTISED = "128x128x1x4096", "128x16x1x8192", "64x16x1x4096", "1x128x1x65536"
+"""Dense decoding of quantised entries."""
+
+SPARSE = "128x128x1x8192", "128x128x2x32768", "64x64x1x8192", "8x128x1x32768", "1x128x1x65536"
+"""Attention to 2,048 selected slots."""
+
+LOGITS = "64x64x1x32768", "64x64x2x32768", "128x64x1x8192"
+"""The indexer's logits."""
+
+
+def _cpu() -> Iterator[Workload]:
+    """The suite `cpu`: every operation, with sizes that take about a second each on two cores."""
+    for layers in (1, 4):
+        for operation in ("write_mla", "gather_mla"):
+            yield workload(suite="cpu", operation=operation, requests=2, tokens=4096, layers=layers)
+        yield workload(suite="cpu", operation="decode_mla", requests=2, heads=16, tokens=2048, layers=layers)
+    cross = partial(workload, suite="cpu", layers=4)
+    yield cross(operation="decode_mla", requests=4, heads=16, q_len=2, tokens=1024, varlen="v")
+    yield cross(operation="decode_mla_sparse", requests=2, heads=16, tokens=4096, chosen=1024)
+    yield cross(operation="write_kv", requests=2, tokens=2048, kv_heads=4)
+    yield cross(operation="gather_kv", requests=2, tokens=2048, kv_heads=4)
+    yield cross(operation="decode_kv", requests=2, heads=16, tokens=2048, kv_heads=4)
+    yield cross(operation="write_indexer_k", requests=2, tokens=4096)
+    yield cross(operation="gather_indexer_k", requests=2, tokens=4096)
+    yield cross(operation="indexer_logits", requests=2, heads=16, tokens=4096)
+    yield cross(operation="copy_blocks", requests=1, tokens=2048)
+    yield cross(operation="read_blocks", requests=1, tokens=2048)
+    yield cross(operation="write_blocks", requests=1, tokens=2048)
+    yield cross(operation="plan_decode", requests=2, heads=16, tokens=2048)
+    yield cross(operation="select_topk", requests=2, tokens=4096, chosen=1024)
+    yield cross(operation="merge_states", requests=2, heads=16, tokens=4)
+
+
+def _shape(text: str) -> dict[str, Any]:
+    """A shape of the tables above as fields of a workload."""
+    requests, heads, q_len, tokens = text.split("x")
+    varlen = tokens.lstrip("0123456789")
+    sizes = {"requests": requests, "heads": heads, "q_len": q_len, "tokens": tokens.removesuffix(varlen)}
+    return {"varlen": varlen, **{name: int(size) for name, size in sizes.items()}}
+
+
+def _peers() -> Iterator[Workload]:
+    """The suite `peers`: the shapes that other libraries are timed on; with 128 heads mostly arithmetic-bound, with 16
+    memory-bound.
+    """
+    for layers in (1, MLA_LAYERS):
+        row = partial(workload, suite="peers", layers=layers)
+        for shape in DENSE:
+            yield row(operation="decode_mla", **_shape(shape))
+        for entries in ("fp8", "fp8_ds_mla"):
+            for shape in QUANTISED:
+                yield row(operation="decode_mla", format=entries, **_shape(shape))
+        for shape in SPARSE:
+            yield row(operation="decode_mla_sparse", chosen=2048, **_shape(shape))
+        for dtype in ("bfloat16", "float8_e4m3fn"):
+            for shape in LOGITS:
+                yield row(operation="indexer_logits", query_dtype=dtype, **_shape(shape))
+    once = partial(workload, suite="peers", layers=1)
+    yield once(operation="decode_mla_sparse", format="bf16", chosen=2048, **_shape("1x128x4096x32768"))
+    yield once(operation="select_topk", requests=64, tokens=32768, chosen=2048)
+    yield once(operation="select_topk", requests=128, tokens=8192, chosen=2048)
+    yield once(operation="plan_decode", requests=128, heads=128, tokens=8192)
+    yield from _blocks()
+    cold = partial(workload, suite="peers", layers=MLA_LAYERS, cold=True, requests=8, tokens=1024)
+    for operation in ("write_mla", "gather_mla"):
+        for entries in ("bf16", "fp8", "fp8_ds_mla"):
+            yield cold(operation=operation, format=entries)
+    for operation in ("write_indexer_k", "gather_indexer_k"):
+        yield cold(operation=operation)
+
+
+def _blocks() -> Iterator[Workload]:
+    """Blocks that DeepSeek V3.2's latents and indexer keys share, and padded blocks, to hold against plain ones."""
+    for blocks in ("packed", "padded"):
+        row = partial(workload, suite="peers", layers=MLA_LAYERS, blocks=blocks)
+        for heads in (128, 16):
+            yield row(operation="decode_mla", **_shape(f"64x{heads}x1x4096"))
+        yield row(operation="decode_mla", format="fp8_ds_mla", **_shape(QUANTISED[1]))
+        yield row(operation="decode_mla_sparse", chosen=2048, **_shape(SPARSE[0]))
+        yield row(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS[2]))
+
+
+def _copies() -> Iterator[Workload]:
+    """The suite `copies`: writes and gathers of 8,192 tokens, writes of 128 tokens, and copies of 64 blocks."""
+    mla = partial(workload, suite="copies", layers=MLA_LAYERS)
+    yield mla(operation="write_mla", requests=8, tokens=1024)
+    yield mla(operation="write_mla", requests=128, tokens=1)
+    yield mla(operation="gather_mla", requests=8, tokens=1024)
+    yield mla(operation="write_kv", requests=8, tokens=1024, kv_heads=8)
+    yield mla(operation="gather_kv", requests=8, tokens=1024, kv_heads=8)
+    yield mla(operation="write_indexer_k", requests=8, tokens=1024)
+    yield mla(operation="gather_indexer_k", requests=8, tokens=1024)
+    yield mla(operation="copy_blocks", requests=1, tokens=4096)
+    yield mla(operation="read_blocks", requests=1, tokens=4096)
+    yield mla(operation="write_blocks", requests=1, tokens=4096)
+
+
+def _models() -> Iterator[Workload]:
+    """The suite `models`: GQA and MHA, and the remaining operations."""
+    for layers in (1, MLA_LAYERS):
+        model = partial(workload, suite="models", layers=layers, operation="decode_kv")
+        yield model(requests=64, heads=64, tokens=4096, kv_heads=8)
+        yield model(requests=64, heads=32, tokens=8192, kv_heads=32)
+        yield model(requests=1, heads=32, tokens=65536, kv_heads=8)
+        yield model(requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
+    yield workload(suite="models", operation="merge_states", requests=128, heads=128, tokens=8, layers=1)
+
+
+SHAPES = _cpu, _peers, _copies, _models
+"""Functions that yield the shapes of a suite."""
+
+WORKLOADS = {made.name: made for suite in SHAPES for made in suite()}
+"""Every shape, by name."""
+
+SUITES = tuple(dict.fromkeys(made.suite for made in WORKLOADS.values()))
