@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.logit_cap import too_large
+from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
@@ -17,9 +18,13 @@ BULK = 16
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla` call."""
-    yield from _attention(
-        options["entry"], options["pages"], {"buffer": arrays["buffer"], "q_latent": arrays["q_latent"]}
-    )
+    entry, q = options["entry"], arrays["q_latent"]
+    if _quantised(entry):
+        yield from _quantised_mla(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
+        if q.dtype != entry.input_dtype:
+            yield f"`q_latent` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+    else:
+        yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q_latent": q})
     yield from too_large(options)
 
 
@@ -42,7 +47,37 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
+    entry, pages = options["entry"], options["pages"]
+    if entry.one_head and _quantised(entry):
+        yield from _quantised_mla(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
+        return
     yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"]})
+
+
+def _quantised(entry) -> bool:
+    """Whether entries are not of a float dtype."""
+    return entry.dtype != entry.input_dtype
+
+
+def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
+    """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
+    if entry.sizes != (LATENT, ROPE):
+        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports {LATENT} + {ROPE}"
+    if rows > FEW_ROWS:
+        yield f"{rows} query tokens x heads with entries of format {entry.format!r}: supports up to {FEW_ROWS}"
+    yield from _block_sizes(pages)
+    if pages.token_stride != pages.width:
+        yield f"token stride {pages.token_stride}: supports {pages.width}, tokens that are contiguous"
+    yield from _unaligned(_steps(pages, ("layer",)), buffer.dtype.itemsize)
+    try:
+        row_view(pages)
+    except ValueError as error:
+        yield str(error)
+
+
+def _block_sizes(pages) -> Iterator[str]:
+    if pages.block_size not in (16, 32, 64, 128, 256):
+        yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
 
 
 def _attention(entry, pages, arrays) -> Iterator[str]:
@@ -55,8 +90,7 @@ def _attention(entry, pages, arrays) -> Iterator[str]:
     for name, array in arrays.items():
         if array.dtype != entry.dtype:
             yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"
-    if pages.block_size not in (16, 32, 64, 128, 256):
-        yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
+    yield from _block_sizes(pages)
     try:
         token_rows(pages)
     except ValueError as error:

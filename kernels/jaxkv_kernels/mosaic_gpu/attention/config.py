@@ -105,6 +105,38 @@ class FewRowsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FewRowsQuantisedConfig:
+    """`decode_mla` with up to FEW_ROWS rows per request, and entries of format `fp8` or `fp8_ds_mla`."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "keys_at_once": (1, 2, 3),
+        "rescale_threshold": _THRESHOLDS,
+        "split_costs": tuple(replace(_TILE_COSTS, least=least) for least in (2, 4, 8)),
+    }
+
+    stages: int = 4
+    """Tiles of entries in shared memory, 36 or 41 KiB each.  Even, so that a consumer always has the same ones."""
+    query_stages: int = 2
+    """Work tiles whose queries are in shared memory, 18 KiB each."""
+    keys_at_once: int = 2
+    """Groups of 64 columns of keys that are converted while the products of as many are on their way: each takes 16
+    registers then."""
+    producer_registers: int = 88
+    """As in WideConfig.  The producer holds the queries of a work tile while it scales them."""
+    rescale_threshold: int = 8
+    """As in FewRowsConfig."""
+    split_costs: SplitCosts = replace(_TILE_COSTS, least=4)
+    """In steps of one tile, each half of the bytes of a bf16 tile."""
+
+    def __post_init__(self):
+        require(self.stages in (2, 4), self, "stages", "2 or 4, which is what shared memory holds")
+        require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
+        require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
+        _check_registers(self, 72, 88, 104)
+        _check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVConfig:
     """`decode_kv`."""
 

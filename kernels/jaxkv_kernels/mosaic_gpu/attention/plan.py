@@ -24,6 +24,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     SPLIT_COST_UNIT,
     TILE,
     FewRowsConfig,
+    FewRowsQuantisedConfig,
     KVConfig,
     SplitCosts,
     WideConfig,
@@ -61,7 +62,7 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
     """The schedule for `heads` query heads and `tokens` query tokens per request, with a partition per CTA."""
     del buffer
     few_rows = entry.one_head and tokens * heads <= FEW_ROWS
-    config = configuration(FewRowsConfig() if few_rows else WideConfig() if entry.one_head else KVConfig())
+    config = configuration(mla_config(entry, tokens * heads) if entry.one_head else KVConfig())
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
     partitions = 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)
     return make_plan(
@@ -69,6 +70,13 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
         num_blocks=pages.num_blocks, window=window, batch_invariant=batch_invariant,
         step=TILE if few_rows else PAIR, costs=config.split_costs,
     )  # fmt: skip
+
+
+def mla_config(entry, rows: int) -> FewRowsConfig | FewRowsQuantisedConfig | WideConfig:
+    """The default configuration of a `decode_mla` call with so many rows per request: its class is the schedule."""
+    if rows > FEW_ROWS:
+        return WideConfig()
+    return FewRowsConfig() if jnp.issubdtype(entry.dtype, jnp.floating) else FewRowsQuantisedConfig()
 
 
 def plan_or_default(
