@@ -64,7 +64,7 @@ def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
     if entry.sizes != (LATENT, ROPE):
         yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports {LATENT} + {ROPE}"
     if rows > FEW_ROWS:
-        yield f"{rows} query tokens x heads with entries of format {entry.format!r}: supports up to {FEW_ROWS}"
+        yield f"query tokens x heads of {rows}: supports up to {FEW_ROWS} with entries of format {entry.format!r}"
     yield from _block_sizes(pages)
     if pages.token_stride != pages.width:
         yield f"token stride {pages.token_stride}: supports {pages.width}, tokens that are contiguous"

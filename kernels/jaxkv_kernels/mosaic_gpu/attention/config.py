@@ -123,8 +123,9 @@ class FewRowsQuantisedConfig:
     registers then."""
     producer_registers: int = 88
     """As in WideConfig.  The producer holds the queries of a work tile while it scales them."""
-    rescale_threshold: int = 8
-    """As in FewRowsConfig."""
+    rescale_threshold: int = 4
+    """As in WideConfig.  Weights are float16, lifted by what the threshold leaves of its range, so a smaller one keeps
+    smaller weights: with 4, those of 2**-24 have all their bits."""
     split_costs: SplitCosts = replace(_TILE_COSTS, least=4)
     """In steps of one tile, each half of the bytes of a bf16 tile."""
 

@@ -30,7 +30,8 @@ Numbers.  Queries become float16, each row divided by a power of two that makes 
 products times their scales (and of that of the rotary parts, which are bf16), and each group of 128 latents has weights
 of its own, P times its scale.  So that these fit float16 whatever the scales are, the token's largest scale, rounded
 down to a power of two, is part of the running max: weights are exp2(score + log2(largest) - running max), multiplied
-by scale / largest for each group.  Row sums are of weights divided by `largest`.
+by scale / largest for each group.  Row sums are of weights divided by `largest`.  P is stored times a power of two
+(`lift`), as large as float16 allows: many small weights add up, and float16 has few exponents below 1.
 
 Barriers, and how many arrivals complete them.
     q_full[stage]    the queries are stored (1: the producer)
@@ -96,6 +97,7 @@ def attend_few_rows_quantised(
     stages, query_stages = config.stages, config.query_stages
     tiles = (InterpretedTiles if interpret else QuantisedTiles)(entry)
     scaled = tiles.scaled
+    lift = 2.0 ** (14 - config.rescale_threshold)
 
     def body(*refs, **scratch):
         (
@@ -279,10 +281,10 @@ def attend_few_rows_quantised(
                 w = softmax.weights(s, running_max)
                 if scaled:
                     for group, key_scale in enumerate(scales):
-                        p.at[z + side, group][...] = (w * over_columns(key_scale * inverse, N)).astype(p.dtype)
+                        p.at[z + side, group][...] = (w * over_columns(key_scale * inverse * lift, N)).astype(p.dtype)
                     w = w * over_columns(inverse, N)
                 else:
-                    p.at[z + side, 0][...] = w.astype(p.dtype)
+                    p.at[z + side, 0][...] = (w * lift).astype(p.dtype)
                 plgpu.commit_smem()
                 acc = add_values(acc, stage, z)
                 return acc, running_max, row_sum + w
@@ -316,6 +318,7 @@ def attend_few_rows_quantised(
                         own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
                         row_sum = row_sum * own + plgpu.load(stats.at[1], layout=COLUMN) * others
                         inverse, lse = softmax.finalize(row_sum, merged_max)
+                        inverse = inverse * (1 / lift)
                         for ref in kv_scale_ref:
                             inverse = inverse * ref[0]
                         own, others = own * inverse, others * inverse
