@@ -48,6 +48,7 @@ class SplitCosts:
 
 _PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)
 _TILE_COSTS = SplitCosts(least=2, overhead=0, combining=128, split=2)
+_QUANTISED_TILE_COSTS = replace(_TILE_COSTS, least=4)
 _THRESHOLDS = (0, 4, 8, 12)
 _PRODUCER_REGISTERS = (24, 40)
 
@@ -111,7 +112,7 @@ class FewRowsQuantisedConfig:
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
         "keys_at_once": (1, 2, 3),
         "rescale_threshold": _THRESHOLDS,
-        "split_costs": tuple(replace(_TILE_COSTS, least=least) for least in (2, 4, 8)),
+        "split_costs": tuple(replace(_QUANTISED_TILE_COSTS, least=least) for least in (2, 4, 8)),
     }
 
     stages: int = 4
@@ -126,7 +127,7 @@ class FewRowsQuantisedConfig:
     rescale_threshold: int = 4
     """As in WideConfig.  Weights are float16, lifted by what the threshold leaves of its range, so a smaller one keeps
     smaller weights: with 4, those of 2**-24 have all their bits."""
-    split_costs: SplitCosts = replace(_TILE_COSTS, least=4)
+    split_costs: SplitCosts = _QUANTISED_TILE_COSTS
     """In steps of one tile, each half of the bytes of a bf16 tile."""
 
     def __post_init__(self):

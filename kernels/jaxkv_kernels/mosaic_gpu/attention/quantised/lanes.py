@@ -12,10 +12,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import array, c32, c64, i32
 LANES, WARP_ROWS = 128, 16
 """Lanes of a warpgroup; rows of a wgmma tile that a warp has."""
 LOAD = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-CONVERT = (
-    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
-    "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-)
+CONVERT = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
 """Four e4m3 values as two pairs of float16."""
 COLUMN_TILE = 1024
 """Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""
@@ -33,7 +30,7 @@ class Lane:
         self.quad = arith.andi(thread, c32(3))
 
 
-def load_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[list[Any]]:
+def load_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
     """16 bytes (`wide`: 32) of each of the lane's two rows: of columns 64 * `group`, or of bf16 rotary keys."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
@@ -97,14 +94,7 @@ def load_values(ref, stage, nbytes: int, step: int, *, swapped: bool) -> list[li
     starts = [_in_stage(ref, stage, nbytes, arith.addi(first, odd))]
     starts.append(_in_stage(ref, stage, nbytes, arith.subi(arith.addi(first, c32(nbytes)), odd)))
     return [
-        [
-            ptx(
-                f"ld.shared.b32 $0, [$1 + {128 * group + 8 * pair * nbytes}];",
-                start, result_types=i32(), has_side_effects=True,
-            )  # fmt: skip
-            for pair in range(2)
-            for start in starts
-        ]
+        [_load_word(start, 128 * group + 8 * pair * nbytes) for pair in range(2) for start in starts]
         for group in range(4)
     ]
 
@@ -119,7 +109,7 @@ def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
     registers = _registers(layout, (128, 16))
     for pair in range(2):
         for tile, selector in enumerate((low, high)):
-            together = ptx("prmt.b32 $0, $1, $2, $3;", *tokens[2 * pair :][:2], selector, result_types=i32())
+            together = _permuted(tokens[2 * pair], tokens[2 * pair + 1], selector)
             for half, values in enumerate(ptx(CONVERT, together, result_types=[i32()] * 2)):
                 registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = _pair(values, ir.F16Type.get())
     return _fragmented(registers, layout)
@@ -183,7 +173,7 @@ def store_rows(ref, place, parts, rows: int) -> None:
             pairs = [_word(part.registers[half, tile, 0, 0, low].flat[0]) for half in range(2) for low in range(2)]
             for odd in range(2):
                 selector = c32(0x7632 if odd else 0x5410)
-                both = [ptx("prmt.b32 $0, $1, $2, $3;", *pairs[n : n + 2], selector, result_types=i32()) for n in (0, 2)]
+                both = [_permuted(pairs[n], pairs[n + 1], selector) for n in (0, 2)]
                 offset = 2 * ((8 * tile + odd) * width + 128 * group)
                 ptx(f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};", start, *both)
 
@@ -227,9 +217,10 @@ def largest(raw, layout) -> Any:
 
 
 def store_queries(latent, rope, stats, stage, raw, factor, inverse, first_row: int, *, rope_type: str) -> None:
-    """Stores queries times their row's factor: float16 to `latent` [s, 16, 512], `rope_type` to `rope` [s, 16, 64].
+    """Stores queries times their row's factor, as float16 [s, 16, 512] and `rope_type` [s, 16, 64].
 
-    Columns are in the order in which `convert_keys` has those of keys.  `inverse` goes to row `first_row` + `stage` of `stats`.
+    Columns are in the order in which `convert_keys` has those of keys.  `inverse` goes to `stats`, to row `first_row` +
+    `stage`.
     """
     row, chunk = _row_and_chunk()
     in_tile = arith.andi(row, c32(7))
@@ -262,6 +253,15 @@ def store_queries(latent, rope, stats, stage, raw, factor, inverse, first_row: i
 def as_array(vectors, layout) -> Any:
     """int32 vectors of four as an array."""
     return array(vectors, layout)
+
+
+def _permuted(a, b, selector) -> Any:
+    """Four of the bytes of two words."""
+    return ptx("prmt.b32 $0, $1, $2, $3;", a, b, selector, result_types=i32())
+
+
+def _load_word(start, offset: int) -> Any:
+    return ptx(f"ld.shared.b32 $0, [$1 + {offset}];", start, result_types=i32(), has_side_effects=True)
 
 
 def _row_and_chunk() -> tuple[Any, Any]:

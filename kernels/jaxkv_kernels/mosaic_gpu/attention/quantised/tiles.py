@@ -89,7 +89,9 @@ class QuantisedTiles:
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            return lanes.as_array(lanes.load_keys(ref, stage.registers.item(), self.nbytes, group, wide=wide), held.layout)
+            return lanes.as_array(
+                lanes.load_keys(ref, stage.registers.item(), self.nbytes, group, wide=wide), held.layout
+            )
 
         return load(ref, stage)
 
@@ -110,9 +112,7 @@ class QuantisedTiles:
         """The scales of a tile: float32 [64] per group."""
         offset = next(part.offset for part in self.entry.parts() if part.name == "scales")
 
-        @plgpu.inline_mgpu(
-            arg_types=(PLAIN, SCALAR), return_type=[Array((TILE,), jnp.float32, layout=ROW)] * GROUPS
-        )
+        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=[Array((TILE,), jnp.float32, layout=ROW)] * GROUPS)
         def load(_, ref, stage):
             return lanes.load_scales(ref, stage.registers.item(), self.nbytes, offset, ROW)
 
@@ -120,7 +120,7 @@ class QuantisedTiles:
 
     def load_values(self, ref, stage, step: int):
         """The latents of 16 tokens of a tile, as bytes."""
-        
+
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=VALUES)
         def load(_, ref, stage):
             found = lanes.load_values(ref, stage.registers.item(), self.nbytes, step, swapped=self._swapped)
@@ -131,9 +131,7 @@ class QuantisedTiles:
     def convert_values(self, raw, group: int):
         """128 of them as a [128, 16] operand."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(VALUES.layout,), return_type=Array((GROUP, N), jnp.float16, layout=WGMMA)
-        )
+        @plgpu.inline_mgpu(arg_types=(VALUES.layout,), return_type=Array((GROUP, N), jnp.float16, layout=WGMMA))
         def convert(_, raw):
             return lanes.convert_values(raw, WGMMA, group, swapped=self._swapped)
 
@@ -174,9 +172,7 @@ class QuantisedTiles:
         """The queries of a request, as they are: `store_queries` has the rest."""
         rows = latent_ref.shape[1]
 
-        @plgpu.inline_mgpu(
-            arg_types=(PLAIN, PLAIN, SCALAR), return_type=QUERIES
-        )
+        @plgpu.inline_mgpu(arg_types=(PLAIN, PLAIN, SCALAR), return_type=QUERIES)
         def load(_, latent, rope, request):
             return lanes.as_array(lanes.load_queries(latent, rope, request.registers.item(), rows), QUERIES.layout)
 
@@ -199,9 +195,7 @@ class QuantisedTiles:
         latent_type, rope_type = (plgpu.RefType(swizzled(1, dtype=d).transforms) for d in (q.dtype, qr.dtype))
         kind = "bf16" if self.scaled else "f16"
 
-        @plgpu.inline_mgpu(
-            arg_types=(latent_type, rope_type, PLAIN, SCALAR, QUERIES.layout, PER_LANE, PER_LANE)
-        )
+        @plgpu.inline_mgpu(arg_types=(latent_type, rope_type, PLAIN, SCALAR, QUERIES.layout, PER_LANE, PER_LANE))
         def store(_, q, qr, stats, stage, raw, factor, inverse):
             stage = stage.registers.item()
             lanes.store_queries(q, qr, stats, stage, raw, factor, inverse, INVERSES, rope_type=kind)
@@ -263,16 +257,13 @@ class InterpretedTiles(QuantisedTiles):
     def store_rows(self, ref, place, parts):
         """In the order of latents."""
         rows = ref.shape[1]
-        parts = [
-            part.reshape(2, 4, 2, 8, N).transpose(4, 1, 3, 0, 2).reshape(N, GROUP)[:rows] for part in parts
-        ]
+        parts = [part.reshape(2, 4, 2, 8, N).transpose(4, 1, 3, 0, 2).reshape(N, GROUP)[:rows] for part in parts]
         ref[place] = jnp.concatenate(parts, axis=1)
 
     def load_queries(self, latent_ref, rope_ref, request):
         """[16, 512], [16, 64]."""
         return [
-            jnp.pad(ref[request].astype(jnp.float32), ((0, N - ref.shape[1]), (0, 0)))
-            for ref in (latent_ref, rope_ref)
+            jnp.pad(ref[request].astype(jnp.float32), ((0, N - ref.shape[1]), (0, 0))) for ref in (latent_ref, rope_ref)
         ]
 
     def store_queries(self, q, qr, stats, stage, raw):

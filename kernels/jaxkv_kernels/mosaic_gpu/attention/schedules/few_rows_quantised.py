@@ -101,8 +101,8 @@ def attend_few_rows_quantised(
 
     def body(*refs, **scratch):
         (
-            q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
-            *kv_scale_ref, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
+            q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, *kv_scale_ref, partitions_ref, work_tiles_ref,
+            split_requests_ref, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
         ) = refs  # fmt: skip
         q, qr, k, p, other, stats = (scratch[name] for name in ("q", "qr", "k", "p", "other", "stats"))
         q_full, q_free, k_full, k_free, given, taken = (
@@ -195,7 +195,7 @@ def attend_few_rows_quantised(
                     plgpu.wgmma_wait(0)
 
             def scores(stage, z, query_stage, row_scale):
-                """Scores of a tile, in base 2, and the scales of its keys."""
+                """Scores of a tile, in base 2, and the scales of its keys, if they have any."""
 
                 def product(*accs):
                     raw = [tiles.load_keys(k, stage, group) for group in batches[0]]
@@ -215,11 +215,10 @@ def attend_few_rows_quantised(
                 batches = [range(at, min(at + size, KEY_GROUPS)) for at in range(0, KEY_GROUPS, size)]
 
                 count = GROUPS + 1 if scaled else 1
-                scales = tiles.load_scales(k, stage) if scaled else None
+                scales = tiles.load_scales(k, stage) if scaled else []
                 *parts, s = pl.run_scoped(product, *[plgpu.ACC((TILE, N), jnp.float32)] * count)
-                if scaled:
-                    for part, key_scale in zip(parts, scales, strict=True):
-                        s = s + part * over_columns(key_scale, N)
+                for part, key_scale in zip(parts, scales, strict=True):
+                    s = s + part * over_columns(key_scale, N)
                 return s * over_rows(row_scale, TILE), scales
 
             def add_values(acc, stage, z):
@@ -272,22 +271,27 @@ def attend_few_rows_quantised(
                     tokens=tokens, heads=heads, keys=0,
                 )  # fmt: skip
                 s = lax.cond(masked, mask, lambda s: s, s)
-                if scaled:
-                    bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in scales]), jnp.int32)
-                    largest = jnp.clip(bits & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
-                    inverse = lax.bitcast_convert_type(INVERSE - largest, jnp.float32)
-                    s = s + over_columns(((largest >> 23) - 127).astype(jnp.float32), N)
+                factor, logarithm = inverse_of_largest(scales) if scaled else (None, None)
+                if logarithm is not None:
+                    s = s + over_columns(logarithm, N)
                 running_max, *acc, row_sum = softmax.update(s, running_max, *acc, row_sum)
                 w = softmax.weights(s, running_max)
-                if scaled:
-                    for group, key_scale in enumerate(scales):
-                        p.at[z + side, group][...] = (w * over_columns(key_scale * inverse * lift, N)).astype(p.dtype)
-                    w = w * over_columns(inverse, N)
-                else:
+                if factor is None:
                     p.at[z + side, 0][...] = (w * lift).astype(p.dtype)
+                else:
+                    for group, key_scale in enumerate(scales):
+                        p.at[z + side, group][...] = (w * over_columns(key_scale * factor * lift, N)).astype(p.dtype)
+                    w = w * over_columns(factor, N)
                 plgpu.commit_smem()
                 acc = add_values(acc, stage, z)
                 return acc, running_max, row_sum + w
+
+            def inverse_of_largest(scales):
+                """Of each key, the inverse and the logarithm of its largest scale, rounded to a power of two."""
+                bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in scales]), jnp.int32)
+                largest = jnp.clip(bits & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
+                inverse = lax.bitcast_convert_type(INVERSE - largest, jnp.float32)
+                return inverse, ((largest >> 23) - 127).astype(jnp.float32)
 
             def every_other(begin, end, used, step, carry):
                 """Runs `step` for the tiles of this side."""
@@ -309,19 +313,20 @@ def attend_few_rows_quantised(
 
             def take(n, acc, running_max, row_sum):
                 """The result of both consumers, normalized, and its log-sum-exps."""
+                plgpu.barrier_wait(given)
+                other_max = plgpu.load(stats.at[0], layout=COLUMN)
+                merged_max = jnp.maximum(running_max, other_max)
+                own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
+                row_sum = row_sum * own + plgpu.load(stats.at[1], layout=COLUMN) * others
+                inverse, lse = softmax.finalize(row_sum, merged_max)
+                inverse = inverse * (1 / lift)
+                for ref in kv_scale_ref:
+                    inverse = inverse * ref[0]
+                own, others = own * inverse, others * inverse
                 merged = []
                 for part in range(GROUPS):
-                    plgpu.barrier_wait(given)
-                    if part == 0:
-                        other_max = plgpu.load(stats.at[0], layout=COLUMN)
-                        merged_max = jnp.maximum(running_max, other_max)
-                        own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
-                        row_sum = row_sum * own + plgpu.load(stats.at[1], layout=COLUMN) * others
-                        inverse, lse = softmax.finalize(row_sum, merged_max)
-                        inverse = inverse * (1 / lift)
-                        for ref in kv_scale_ref:
-                            inverse = inverse * ref[0]
-                        own, others = own * inverse, others * inverse
+                    if part > 0:
+                        plgpu.barrier_wait(given)
                     theirs = plgpu.load(other, layout=WGMMA)
                     merged.append(acc[part] * over_rows(own, GROUP) + theirs * over_rows(others, GROUP))
 
@@ -372,9 +377,7 @@ def attend_few_rows_quantised(
 
     def narrow(*shape, dtype, swizzle):
         """Shared memory in swizzled tiles of 8 by 16."""
-        return plgpu.SMEM(
-            shape, dtype, transforms=(plgpu.TilingTransform((8, N)), plgpu.SwizzleTransform(swizzle))
-        )
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, N)), plgpu.SwizzleTransform(swizzle)))
 
     # The interpreter wants register operands of wgmma in shared memory.
     operands = {}
@@ -410,6 +413,6 @@ def attend_few_rows_quantised(
         },
     )(
         q_latent, q_pe, EntryPages.of(buffer, pages), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        plan.partitions, plan.work_tiles, plan.split_requests,
         *([] if kv_scale is None else [jnp.reshape(kv_scale, (1,))]),
+        plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
