@@ -6,7 +6,7 @@ from typing import Any
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 
@@ -81,20 +81,23 @@ def _block_sizes(pages) -> Iterator[str]:
 
 
 def _attention(entry, pages, arrays) -> Iterator[str]:
-    """Reasons against attending to such entries, with arrays by name that must be of their dtype."""
+    """Reasons against attending to such entries: queries, by name in `arrays`, must be of their dtype."""
     sizes = f"entries of {entry.sizes[0]} + {entry.sizes[1]} values"
     if entry.one_head and entry.sizes != (LATENT, ROPE):
         yield f"{sizes}: supports {LATENT} + {ROPE}"
     if not entry.one_head and not {*entry.sizes} <= {*HEAD_DIMS}:
         yield f"{sizes}: supports 64, 128, 192 and 256 of each"
     for name, array in arrays.items():
-        if array.dtype != entry.dtype:
+        if name != "buffer" and array.dtype != entry.dtype:
             yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"
     yield from _block_sizes(pages)
-    try:
-        token_rows(pages)
-    except ValueError as error:
-        yield str(error)
+    itemsize = arrays["buffer"].dtype.itemsize
+    yield from _unaligned({**_steps(pages, ("layer", "token", "head")), "buffer": pages.size}, itemsize)
+    if pages.size // origin_step(pages) >= ROW_LIMIT:
+        yield (
+            f"a buffer of {pages.size} elements whose strides are multiples of {origin_step(pages)} only: supports "
+            f"fewer than 2**31 steps of that size"
+        )
 
 
 def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from jaxkv_kernels.mosaic_gpu.attention.plan import mla_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 from jaxkv_kernels.tuning import configuration
@@ -25,6 +26,7 @@ def decode_mla(
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     _, tokens, heads, _ = q_latent.shape
     plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
+    buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
     config = configuration(mla_config(entry, tokens * heads))
     return _decode(
         q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan,
