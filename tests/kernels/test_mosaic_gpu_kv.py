@@ -23,7 +23,10 @@ class Mosaic:
     head_dim, value_dim = 128, 64
     exact = "bf16"
     gaps = (
-        "entries of format",  # float32 has no wgmma; quantised entries are to come
+        "entries of format",  # float32 has no wgmma
+        "entries of",  # quantised heads of other sizes than 128 and 256
+        "query tokens x heads",  # quantised entries with more than 16 rows per head
+        "`q` of",  # queries of another dtype than the entries
         "blocks of",  # TMA tiles are of whole 16-token pages
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
@@ -75,6 +78,17 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
 
     def test_heads_outside_the_block(self):
         self.case((200, 129), 2, 1, layout="LHBNC", form="f16")
+
+    @pytest.mark.parametrize("layout", ["BLNHC", slow("LBHNC")])
+    def test_few_rows_of_quantised_entries(self, layout, monkeypatch):
+        monkeypatch.setattr(self, "value_dim", 128)
+        self.case((0, 130, 65), 2, 2, 3, form="fp8", layout=layout, block_size=16, window=70)
+
+    @pytest.mark.slow
+    def test_quantised_entries_of_large_heads(self, monkeypatch):
+        monkeypatch.setattr(self, "head_dim", 256)
+        monkeypatch.setattr(self, "value_dim", 256)
+        self.case((1, 300), 2, 10, form="fp8", logit_cap=2.0)
 
     def test_several_tiles_of_rows_of_several_tokens(self):
         self.case((3, 140), 1, 23, 3, layout="LBHNC", layer=2)

@@ -8,130 +8,155 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import (
-    GROUP,
-    GROUPS,
-    INVERSES,
-    STATS,
-    STEPS,
-    InterpretedTiles,
-    N,
-    QuantisedTiles,
-)
+from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
+from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedHeads, InterpretedLatents
+from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
+from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, STATS, STEPS, N
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA, store
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 from support.hopper import on_hopper
 
-FORMATS = ["fp8", "fp8_ds_mla"]
 STAGES, STAGE = 2, 1
+KINDS = {
+    "fp8": (LatentTiles, InterpretedLatents, jaxkv.MLAEntry("fp8")),
+    "fp8_ds_mla": (LatentTiles, InterpretedLatents, jaxkv.MLAEntry("fp8_ds_mla")),
+    "heads of 128": (HeadTiles, InterpretedHeads, jaxkv.KVEntry("fp8", 128)),
+    "heads of 256": (HeadTiles, InterpretedHeads, jaxkv.KVEntry("fp8", 256, 128)),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def tiles_of(kind):
+    """The tiles, and their twin."""
+    tiles, twin, entry = KINDS[kind]
+    return tiles(entry), twin(entry)
 
 
 def shape(dtype, *sizes):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def raw_entries(entry):
+def raw_entries(tiles):
     """Bytes of two stages: e4m3 values without NaN, and whatever those of the other parts make."""
-    found = np.random.default_rng(0).integers(0, 256, (STAGES, 64, entry.nbytes), np.uint8)
-    found[..., :512][found[..., :512] & 0x7F == 0x7F] = 0
-    if entry.nbytes == 576:
-        found[found & 0x7F == 0x7F] = 0
-    else:
-        found[..., 512:528] = np.random.default_rng(1).standard_normal((STAGES, 64, 4), np.float32).view(np.uint8)
-        found[..., 528:] = found[..., 528:] & 0xBF  # finite bf16
-    return jnp.asarray(found.reshape(STAGES, -1))
+    found = []
+    for n, memory in enumerate(tiles.raw_types(STAGES)):
+        values = np.random.default_rng(n).integers(0, 256, memory.shape, np.uint8)
+        values[values & 0x7F == 0x7F] = 0
+        if tiles.scaled:
+            rows = values.reshape(STAGES, 64, tiles.entry.nbytes)
+            rows[..., 512:528] = np.random.default_rng(1).standard_normal((STAGES, 64, 4), np.float32).view(np.uint8)
+            rows[..., 528:] &= 0xBF  # finite bf16
+        found.append(jnp.asarray(values))
+    return found
 
 
-def run(body, out_types, scratch, *operands, stages=1):
+def run(body, out_types, scratch, *operands):
     """The arrays that `body` stores."""
-    return jax.jit(kernel(body, interpret=False, out_type=out_types, num_threads=1, thread_name="wg",
-                          scratch_types=scratch, auto_barriers=True, kernel_name="probe"))(*operands)  # fmt: skip
+    return jax.jit(
+        kernel(
+            body,
+            interpret=False,
+            out_type=out_types,
+            num_threads=1,
+            thread_name="wg",
+            scratch_types=scratch,
+            kernel_name="probe",
+        )
+    )(*operands)
 
 
-def stage_raw(raw_ref, k, full):
-    for stage in range(STAGES):
-        plgpu.copy_gmem_to_smem(raw_ref.at[stage], k.at[stage], full, oob_mode=IN_BOUNDS)
+def stage_raw(refs, raw, full):
+    """Copies two stages to shared memory."""
+    for ref, into in zip(refs, raw, strict=True):
+        for stage in range(STAGES):
+            options = {"oob_mode": IN_BOUNDS} if len(ref.shape) == 2 else {}
+            plgpu.copy_gmem_to_smem(ref.at[stage], into.at[stage], full, **options)
     plgpu.barrier_wait(full)
 
 
-def staged(raw):
-    return {"k": plgpu.SMEM(raw.shape, jnp.uint8), "full": plgpu.Barrier(num_arrivals=STAGES)}
+def staged(tiles):
+    """Shared memory for `stage_raw`."""
+    raw = tiles.raw_types(STAGES)
+    return {"raw": raw, "full": plgpu.Barrier(num_arrivals=STAGES * len(raw))}
 
 
 @on_hopper
 class TestLanes:
     """Bit by bit."""
 
-    @pytest.mark.parametrize("form", FORMATS)
-    def test_keys(self, form):
-        entry = jaxkv.MLAEntry(form)
-        tiles, raw = QuantisedTiles(entry), raw_entries(entry)
+    @every_kind
+    def test_keys(self, kind):
+        tiles, twin = tiles_of(kind)
+        raw = raw_entries(tiles)
 
-        def body(raw_ref, latent_ref, rope_ref, k, full):
-            stage_raw(raw_ref, k, full)
-            for group in range(9):
-                into = latent_ref.at[group] if group < 8 else rope_ref
-                store(into, tiles.convert_keys(tiles.load_keys(k, jnp.int32(STAGE), group), group))
+        def body(*refs, **scratch):
+            *sources, out, last = refs
+            stage_raw(sources, **scratch)
+            for group in range(tiles.key_groups):
+                loaded = tiles.load_keys(scratch["raw"], jnp.int32(STAGE), group)
+                into = last if group == tiles.key_groups - 1 else out.at[group]
+                store(into, tiles.convert_keys(loaded, group))
 
-        types = shape(jnp.float16, 8, 64, 64), shape(tiles.rope_dtype, 64, 64)
-        latent, rope = run(body, types, staged(raw), raw)
-        twin = InterpretedTiles(entry)
-        for group in range(9):
-            found = latent[group] if group < 8 else rope
+        types = shape(jnp.float16, tiles.key_groups, 64, 64), shape(tiles.query_dtypes[-1], 64, 64)
+        found, last = run(body, types, staged(tiles), *raw)
+        for group in range(tiles.key_groups):
+            one = last if group == tiles.key_groups - 1 else found[group]
             right = twin.convert_keys(twin.load_keys(raw, STAGE, group), group)
-            np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(right, np.float32), str(group))
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(right, np.float32), str(group))
 
-    @pytest.mark.parametrize("form", FORMATS)
-    def test_values(self, form):
-        entry = jaxkv.MLAEntry(form)
-        tiles, raw = QuantisedTiles(entry), raw_entries(entry)
+    @every_kind
+    def test_values(self, kind):
+        tiles, twin = tiles_of(kind)
+        raw = raw_entries(tiles)
 
-        def body(raw_ref, out_ref, k, full):
-            stage_raw(raw_ref, k, full)
+        def body(*refs, **scratch):
+            *sources, out = refs
+            stage_raw(sources, **scratch)
             for step in range(STEPS):
-                loaded = tiles.load_values(k, jnp.int32(STAGE), step)
-                for group in range(GROUPS):
-                    store(out_ref.at[step, group], tiles.convert_values(loaded, group))
+                loaded = tiles.load_values(scratch["raw"], jnp.int32(STAGE), step)
+                for group in range(tiles.value_groups):
+                    store(out.at[step, group], tiles.convert_values(loaded, group))
 
-        found = run(body, shape(jnp.float16, STEPS, GROUPS, GROUP, N), staged(raw), raw)
-        twin = InterpretedTiles(entry)
+        found = run(body, shape(jnp.float16, STEPS, tiles.value_groups, GROUP, N), staged(tiles), *raw)
         for step in range(STEPS):
-            for group in range(GROUPS):
+            for group in range(tiles.value_groups):
                 right = twin.convert_values(twin.load_values(raw, STAGE, step), group)
                 np.testing.assert_array_equal(found[step, group], right, f"{step} {group}")
 
     def test_scales(self):
-        entry = jaxkv.MLAEntry("fp8_ds_mla")
-        tiles, raw = QuantisedTiles(entry), raw_entries(entry)
+        tiles, twin = tiles_of("fp8_ds_mla")
+        raw = raw_entries(tiles)
 
-        def body(raw_ref, out_ref, k, full):
-            stage_raw(raw_ref, k, full)
-            for group, scales in enumerate(tiles.load_scales(k, jnp.int32(STAGE))):
-                store(out_ref.at[group], scales)
+        def body(source, out, **scratch):
+            stage_raw([source], **scratch)
+            for group, scales in enumerate(tiles.load_scales(scratch["raw"], jnp.int32(STAGE))):
+                store(out.at[group], scales)
 
-        found = run(body, shape(jnp.float32, GROUPS, 64), staged(raw), raw)
-        np.testing.assert_array_equal(found, np.stack(InterpretedTiles(entry).load_scales(raw, STAGE)))
+        found = run(body, shape(jnp.float32, tiles.value_groups, 64), staged(tiles), *raw)
+        np.testing.assert_array_equal(found, np.stack(twin.load_scales(raw, STAGE)))
 
-    @pytest.mark.parametrize("form", FORMATS)
-    def test_clear(self, form):
-        entry = jaxkv.MLAEntry(form)
-        tiles, raw = QuantisedTiles(entry), raw_entries(entry)
+    @every_kind
+    def test_clear(self, kind):
+        tiles, _ = tiles_of(kind)
+        raw = raw_entries(tiles)
 
-        def body(raw_ref, out_ref, k, full):
-            stage_raw(raw_ref, k, full)
-            tiles.clear(k, jnp.int32(STAGE), jnp.int32(5), jnp.int32(17))
+        def body(*refs, **scratch):
+            *sources, out = refs
+            stage_raw(sources, **scratch)
+            tiles.clear(scratch["raw"], jnp.int32(STAGE), jnp.int32(5), jnp.int32(17))
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k, out_ref)
+            for stage in range(STAGES):
+                plgpu.copy_smem_to_gmem(scratch["raw"][-1].at[stage], out.at[stage])
             plgpu.wait_smem_to_gmem(0)
 
-        found = np.asarray(run(body, shape(jnp.uint8, *raw.shape), staged(raw), raw)).reshape(STAGES, 64, -1)
-        right = np.asarray(raw).reshape(STAGES, 64, -1).copy()
+        found = np.asarray(run(body, shape(jnp.uint8, *raw[-1].shape), staged(tiles), *raw)).reshape(STAGES, 64, -1)
+        right = np.asarray(raw[-1]).reshape(STAGES, 64, -1).copy()
         right[STAGE, 5:17] = 0
         np.testing.assert_array_equal(found, right)
 
     def test_over_warps(self):
-        tiles = QuantisedTiles(jaxkv.MLAEntry("fp8"))
+        tiles, _ = tiles_of("fp8")
         x = jnp.asarray(np.random.default_rng(0).integers(-99, 99, (64, N)), jnp.float32)
 
         def body(x_ref, out_ref, stats):
@@ -144,60 +169,59 @@ class TestLanes:
         for side in range(2):
             np.testing.assert_array_equal(found[side], np.stack([x.max(axis=0), x.sum(axis=0)]))
 
+    @pytest.mark.parametrize("kind", ["fp8", "heads of 128"])
     @pytest.mark.parametrize("rows", [8, 16])
-    def test_results(self, rows):
-        entry = jaxkv.MLAEntry("fp8")
-        parts = jnp.asarray(np.random.default_rng(0).standard_normal((GROUPS, GROUP, N)), jnp.bfloat16)
+    def test_results(self, kind, rows):
+        tiles, twin = tiles_of(kind)
+        groups = tiles.value_groups
+        parts = jnp.asarray(np.random.default_rng(0).standard_normal((groups, GROUP, N)), jnp.bfloat16)
 
         def body(x_ref, out_ref):
-            loaded = [plgpu.load(x_ref.at[n], layout=WGMMA, optimized=False) for n in range(GROUPS)]
+            loaded = [plgpu.load(x_ref.at[n], layout=WGMMA, optimized=False) for n in range(groups)]
             for place in range(2):
-                QuantisedTiles(entry).store_rows(out_ref, jnp.int32(place), loaded)
+                tiles.store_rows(out_ref, jnp.int32(place), loaded)
 
-        found = run(body, shape(jnp.bfloat16, 2, rows, 512), {}, parts)
+        found = run(body, shape(jnp.bfloat16, 2, rows, GROUP * groups), {}, parts)
 
         class Stored(dict):
-            shape = (2, rows, 512)
+            shape = (2, rows, GROUP * groups)
 
         right = Stored()
-        InterpretedTiles(entry).store_rows(right, 0, list(parts))
-        for place in range(2):
-            np.testing.assert_array_equal(
-                np.asarray(found[place], np.float32), np.asarray(right[0], np.float32), str(place)
-            )
+        twin.store_rows(right, 0, list(parts))
+        for place in found:
+            np.testing.assert_array_equal(np.asarray(place, np.float32), np.asarray(right[0], np.float32))
 
-    @pytest.mark.parametrize("form", FORMATS)
+    @every_kind
     @pytest.mark.parametrize("rows", [8, 16])
-    def test_queries(self, form, rows):
-        tiles = QuantisedTiles(jaxkv.MLAEntry(form))
+    def test_queries(self, kind, rows):
+        tiles, twin = tiles_of(kind)
         rng = np.random.default_rng(0)
-        latent, rope = (
-            jnp.asarray(rng.standard_normal((2, rows, n)) * 2.0 ** rng.integers(-40, 40, (2, rows, 1)), jnp.bfloat16)
-            for n in (512, 64)
-        )
-        latent = latent.at[0, 3].set(0)
+        queries = [
+            jnp.asarray(
+                rng.standard_normal((2, rows, 64 * n)) * 2.0 ** rng.integers(-40, 40, (2, rows, 1)), jnp.bfloat16
+            )
+            for n in tiles.query_groups
+        ]
+        queries[0] = queries[0].at[1, 3].set(0)
 
-        def body(latent_ref, rope_ref, q_ref, qr_ref, stats_ref, q, qr, stats):
-            raw = tiles.load_queries(latent_ref, rope_ref, jnp.int32(1))
-            tiles.store_queries(q, qr, stats, jnp.int32(STAGE), raw)
+        def body(*refs, q, stats):
+            sources, (*outs, stats_ref) = refs[: len(queries)], refs[len(queries) :]
+            tiles.store_queries(q, stats, jnp.int32(STAGE), tiles.load_queries(sources, jnp.int32(1)))
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q.at[STAGE], q_ref)
-            plgpu.copy_smem_to_gmem(qr.at[STAGE], qr_ref)
+            for ref, out in zip(q, outs, strict=True):
+                plgpu.copy_smem_to_gmem(ref.at[STAGE], out)
             plgpu.copy_smem_to_gmem(stats, stats_ref)
             plgpu.wait_smem_to_gmem(0)
 
-        types = shape(jnp.float16, N, 512), shape(tiles.rope_dtype, N, 64), shape(jnp.float32, STATS, N)
+        sizes = list(zip(tiles.query_groups, tiles.query_dtypes, strict=True))
+        types = [*(shape(d, N, 64 * n) for n, d in sizes), shape(jnp.float32, STATS, N)]
         scratch = {
-            "q": swizzled(STAGES, N, 512, dtype=jnp.float16),
-            "qr": swizzled(STAGES, N, 64, dtype=tiles.rope_dtype),
+            "q": tuple(swizzled(STAGES, N, 64 * n, dtype=d) for n, d in sizes),
             "stats": plgpu.SMEM((STATS, N), jnp.float32),
         }
-        q, qr, stats = run(body, types, scratch, latent, rope)
-        twin, right = InterpretedTiles(jaxkv.MLAEntry(form)), []
-        for like in (q, qr, stats):
-            right.append(dict.fromkeys(range(STATS)))
-            right[-1] = type("Stored", (dict,), {"dtype": like.dtype})()
-        twin.store_queries(*right, STAGE, twin.load_queries(latent, rope, 1))
-        np.testing.assert_array_equal(np.asarray(q, np.float32), np.asarray(right[0][STAGE], np.float32))
-        np.testing.assert_array_equal(np.asarray(qr, np.float32), np.asarray(right[1][STAGE], np.float32))
-        np.testing.assert_array_equal(stats[INVERSES + STAGE], right[2][INVERSES + STAGE])
+        *found, stats = run(body, types, scratch, *queries)
+        right = [type("Stored", (dict,), {"dtype": like.dtype})() for like in (*found, stats)]
+        twin.store_queries(right[:-1], right[-1], STAGE, twin.load_queries(queries, 1))
+        for one, stored in zip(found, right[:-1], strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(stored[STAGE], np.float32))
+        np.testing.assert_array_equal(stats[INVERSES + STAGE], right[-1][INVERSES + STAGE])

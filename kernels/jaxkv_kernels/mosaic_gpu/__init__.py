@@ -28,7 +28,7 @@ def _kernel(
 _COPIED = ("bf16", "f16", "f32")
 _SPARSE: Listed = {MLAEntry: ("bf16", "f16", "fp8_ds_mla")}
 _DENSE: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla")}
-_KV: Listed = {KVEntry: ("bf16", "f16")}
+_KV: Listed = {KVEntry: ("bf16", "f16", "fp8")}
 
 KERNELS: dict[str, Kernel] = {
     "write_mla": _kernel("bulk.writes.write_mla", {MLAEntry: _COPIED}, unsupported.write_mla, BULK_COPIES),

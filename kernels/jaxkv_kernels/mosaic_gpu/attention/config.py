@@ -131,11 +131,22 @@ class FewRowsQuantisedConfig:
     """In steps of one tile, each half of the bytes of a bf16 tile."""
 
     def __post_init__(self):
-        require(self.stages in (2, 4), self, "stages", "2 or 4, which is what shared memory holds")
+        most = 8 if isinstance(self, KVQuantisedConfig) else 4
+        ok = self.stages % 2 == 0 and 2 <= self.stages <= most
+        require(ok, self, "stages", f"an even number, at most the {most} that shared memory holds")
         require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
         require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
         _check_registers(self, 72, 88, 104)
         _check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVQuantisedConfig(FewRowsQuantisedConfig):
+    """`decode_kv` with entries of format `fp8`."""
+
+    stages: int = 8
+    """The most tiles of keys and values in shared memory, 16 KiB each for heads of 128; larger ones leave room for
+    fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Dense MLA decode for latents of 512 and rotary parts of 64 values, in bf16 or f16, on sm_90.
+"""Dense MLA decode for latents of 512 and rotary parts of 64 values, on sm_90.
 
-One of two schedules, by the rows of a request (query tokens x heads), and the kernel that combines splits.
+One of three schedules, by the rows of a request (query tokens x heads) and the format of entries, and the kernel that
+combines splits.
 """
 
 from functools import partial
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, FewRowsQuantisedConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import mla_config, plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.plan import default_config, plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedLatents
+from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
@@ -27,7 +30,7 @@ def decode_mla(
     _, tokens, heads, _ = q_latent.shape
     plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
     buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
-    config = configuration(mla_config(entry, tokens * heads))
+    config = configuration(default_config(entry, tokens * heads))
     return _decode(
         q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan,
         pages=pages, entry=entry, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
@@ -44,12 +47,18 @@ def _decode(
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
     if isinstance(config, FewRowsQuantisedConfig):
-        attend = partial(attend_few_rows_quantised, kv_scale=kv_scale, entry=entry)
+        scales = () if kv_scale is None else (jnp.reshape(kv_scale, (1,)),) * 2
+        found = attend_few_rows_quantised(
+            (q_latent, q_pe), buffer, block_tables, layer, scale, scales, plan,
+            tiles=(InterpretedLatents if interpret else LatentTiles)(entry), tokens=tokens, group=heads, pages=pages,
+            logit_cap=logit_cap, window=None, config=config, interpret=interpret,
+        )  # fmt: skip
     else:
         attend = attend_few_rows if isinstance(config, FewRowsConfig) else attend_wide
-    out, lse, split_out, split_lse, split_scale = attend(
-        q_latent, q_pe, buffer, block_tables, layer, scale, plan=plan,
-        tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, config=config, interpret=interpret,
-    )  # fmt: skip
+        found = attend(
+            q_latent, q_pe, buffer, block_tables, layer, scale, plan,
+            tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, config=config, interpret=interpret,
+        )  # fmt: skip
+    out, lse, split_out, split_lse, split_scale = found
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=rows, interpret=interpret)
     return out[:, :rows].reshape(batch, tokens, heads, LATENT), lse[:, :rows].reshape(batch, tokens, heads)

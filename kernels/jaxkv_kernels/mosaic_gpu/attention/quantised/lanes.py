@@ -30,8 +30,8 @@ class Lane:
         self.quad = arith.andi(thread, c32(3))
 
 
-def load_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
-    """16 bytes (`wide`: 32) of each of the lane's two rows: of columns 64 * `group`, or of bf16 rotary keys."""
+def load_latents(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
+    """As keys: 16 bytes (`wide`: 32) of each of the lane's two rows, of columns 64 * `group` or bf16 rotary keys."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
     per_lane = 32 if wide else 16
@@ -46,7 +46,7 @@ def load_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
 
 
 def convert_keys(raw, layout, *, wide: bool) -> Any:
-    """A [64, 64] tile from `load_keys`: word s of a row has the columns of the s-th product of 16."""
+    """A [64, 64] tile of keys as they were loaded: word s of a row has the columns of the s-th product of 16."""
     vectors = [words(register) for register in raw.registers.flat]
     registers = _registers(layout, (64, 64))
     for half in range(2):
@@ -81,8 +81,8 @@ def load_scales(ref, stage, nbytes: int, offset: int, layout) -> list[Any]:
     return arrays
 
 
-def load_values(ref, stage, nbytes: int, step: int, *, swapped: bool) -> list[list[Any]]:
-    """Per 128 latents, a word of each of four tokens: 16 `step` + 2 `quad` + {0, 1, 8, 9}.
+def load_latents_of_tokens(ref, stage, nbytes: int, step: int, *, swapped: bool) -> list[list[Any]]:
+    """As values: per 128 latents, a word of each of four tokens: 16 `step` + 2 `quad` + {0, 1, 8, 9}.
 
     `swapped`: odd quads load the second token of a pair first, which halves the bank conflicts of 576-byte entries.
     """
@@ -100,7 +100,7 @@ def load_values(ref, stage, nbytes: int, step: int, *, swapped: bool) -> list[li
 
 
 def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
-    """A float16 [128, 16] tile of latents by tokens from `load_values`."""
+    """A float16 [128, 16] tile of values by tokens, as they were loaded."""
     tokens = words(raw.registers.flat[group])
     low, high = c32(0x5140), c32(0x7362)
     if swapped:
@@ -115,13 +115,51 @@ def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
     return _fragmented(registers, layout)
 
 
-def clear(ref, stage, nbytes: int, row) -> None:
+def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
+    """16 bytes of each of the lane's two rows, of columns 64 * `group`, of swizzled keys [stages, 64, `width`]."""
+    lane = Lane()
+    first = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS * width)), arith.shli(lane.row, c32(7)))
+    chunk = arith.xori(arith.xori(lane.quad, lane.row), c32(4 * (group % 2)))
+    start = _in_stage(ref, stage, width, arith.addi(first, arith.shli(chunk, c32(4))))
+    offsets = [group // 2 * COLUMN_TILE + 8 * half * width for half in range(2)]
+    return [
+        ptx(LOAD.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True) for offset in offsets
+    ]
+
+
+def load_head_values(ref, stage, width: int, step: int) -> list[list[Any]]:
+    """Per 128 columns, a word of each of four tokens: as `load_latents_of_tokens`, of swizzled values."""
+    lane = Lane()
+    chunk = arith.addi(arith.shli(lane.warp, c32(1)), arith.shrui(lane.row, c32(2)))
+    byte = arith.shli(arith.andi(lane.row, c32(3)), c32(2))
+    starts = []
+    for odd in range(2):
+        token = arith.addi(arith.shli(lane.quad, c32(1)), c32(odd))
+        swizzled = arith.shli(arith.xori(chunk, token), c32(4))
+        first = arith.addi(arith.addi(arith.shli(token, c32(7)), swizzled), byte)
+        starts.append(_in_stage(ref, stage, width, arith.addi(first, c32(16 * step * width))))
+    return [
+        [_load_word(start, group * COLUMN_TILE + 8 * pair * width) for pair in range(2) for start in starts]
+        for group in range(width // 128)
+    ]
+
+
+def clear_head_values(ref, stage, width: int, row) -> None:
+    """Zeroes one token's swizzled values."""
+    lane = Lane()
+    line = arith.addi(
+        arith.muli(arith.shrui(row, c32(3)), c32(8 * width)), arith.shli(arith.andi(row, c32(7)), c32(7))
+    )
+    column = arith.muli(arith.shrui(lane.thread, c32(3)), c32(COLUMN_TILE))
+    first = arith.addi(arith.addi(line, column), arith.shli(arith.andi(lane.thread, c32(7)), c32(4)))
+    _clear(_in_stage(ref, stage, width, first), lane.thread, width // 16)
+
+
+def clear_latent(ref, stage, nbytes: int, row) -> None:
     """Zeroes one token's entry."""
     lane = Lane()
     first = arith.addi(arith.muli(row, c32(nbytes)), arith.shli(lane.thread, c32(4)))
-    inside = arith.cmpi(arith.CmpIPredicate.ult, lane.thread, c32(nbytes // 16))
-    zero = c32(0)
-    ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", _in_stage(ref, stage, nbytes, first), zero, predicate=inside)
+    _clear(_in_stage(ref, stage, nbytes, first), lane.thread, nbytes // 16)
 
 
 def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
@@ -178,16 +216,17 @@ def store_rows(ref, place, parts, rows: int) -> None:
                 ptx(f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};", start, *both)
 
 
-def load_queries(latent, rope, request, rows: int) -> Any:
-    """Eight values of each 64 columns: of row `thread` // 8 of `latent` [n, rows, 512] and `rope` [n, rows, 64]."""
+def load_queries(refs, place, rows: int) -> Any:
+    """Eight values of each 64 columns of row `thread` // 8 of entry `place` of arrays [n, rows, width]."""
     row, chunk = _row_and_chunk()
     inside = arith.cmpi(arith.CmpIPredicate.ult, row, c32(rows))
-    request = arith.extui(i64(), request)
+    place = arith.extui(i64(), place)
     found = []
-    for ref, groups in ((latent, 8), (rope, 1)):
+    for ref in refs:
+        groups = ir.MemRefType(ref.type).shape[-1] // 64
         width = 128 * groups
         first = arith.addi(arith.muli(row, c32(width)), arith.shli(chunk, c32(4)))
-        first = arith.addi(arith.muli(request, c64(rows * width)), arith.extui(i64(), first))
+        first = arith.addi(arith.muli(place, c64(rows * width)), arith.extui(i64(), first))
         start = _at(mgpu.utils.memref_ptr(ref), first)
         for group in range(groups):
             load = (
@@ -216,8 +255,8 @@ def largest(raw, layout) -> Any:
     return _fragmented(registers, layout)
 
 
-def store_queries(latent, rope, stats, stage, raw, factor, inverse, first_row: int, *, rope_type: str) -> None:
-    """Stores queries times their row's factor, as float16 [s, 16, 512] and `rope_type` [s, 16, 64].
+def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: int) -> None:
+    """Stores queries times their row's factor to arrays [stages, 16, 64 * `groups`] of 16-bit floats.
 
     Columns are in the order in which `convert_keys` has those of keys.  `inverse` goes to `stats`, to row `first_row` +
     `stage`.
@@ -227,15 +266,17 @@ def store_queries(latent, rope, stats, stage, raw, factor, inverse, first_row: i
     odd, quad = arith.andi(chunk, c32(1)), arith.shrui(chunk, c32(1))
     factor, inverse = (_floats(x.registers.flat[0])[0] for x in (factor, inverse))
     vectors = [words(register) for register in raw.registers.flat]
-    for ref, groups, kind, some in ((latent, 8, "f16", vectors[:8]), (rope, 1, rope_type, vectors[8:])):
-        row_tile = arith.muli(arith.shrui(row, c32(3)), c32(groups * COLUMN_TILE))
-        first = arith.addi(arith.muli(stage, c32(2 * groups * COLUMN_TILE)), row_tile)
+    for ref, count in zip(refs, groups, strict=True):
+        some, vectors = vectors[:count], vectors[count:]
+        kind = str(ir.MemRefType(ref.type).element_type)
+        row_tile = arith.muli(arith.shrui(row, c32(3)), c32(count * COLUMN_TILE))
+        first = arith.addi(arith.muli(stage, c32(2 * count * COLUMN_TILE)), row_tile)
         first = arith.addi(first, arith.addi(arith.shli(in_tile, c32(7)), arith.shli(quad, c32(2))))
         base = mgpu.utils.memref_ptr(ref)
         for n in range(4):
             swizzled = arith.shli(arith.xori(arith.addi(arith.shli(odd, c32(2)), c32(n)), in_tile), c32(4))
             start = _at(base, arith.addi(first, swizzled))
-            for group in range(groups):
+            for group in range(count):
                 scaled = [
                     arith.mulf(arith.bitcast(ir.F32Type.get(), bits), factor)
                     for bits in (
@@ -258,6 +299,12 @@ def as_array(vectors, layout) -> Any:
 def _permuted(a, b, selector) -> Any:
     """Four of the bytes of two words."""
     return ptx("prmt.b32 $0, $1, $2, $3;", a, b, selector, result_types=i32())
+
+
+def _clear(start, thread, lanes: int) -> None:
+    """Zeroes 16 bytes from where each of so many lanes starts."""
+    inside = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(lanes))
+    ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", start, c32(0), predicate=inside)
 
 
 def _load_word(start, offset: int) -> Any:

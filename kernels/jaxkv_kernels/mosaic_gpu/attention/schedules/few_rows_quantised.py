@@ -58,58 +58,46 @@ from jaxkv_kernels.mosaic_gpu.attention.config import TILE, FewRowsQuantisedConf
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MOST_FACTOR
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask
-from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.quantised.pages import EntryPages
-from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import (
-    GROUP,
-    GROUPS,
-    INVERSES,
-    STATS,
-    STEPS,
-    InterpretedTiles,
-    N,
-    QuantisedTiles,
-)
+from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, STATS, STEPS, N, Tiles
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
-from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, over_columns, over_rows, store, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
-
-KEY_GROUPS = LATENT // 64 + 1
-"""Of 64 columns each; the last is the rotary part."""
 
 
 def attend_few_rows_quantised(
-    q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan: Plan,
-    *, tokens, heads, pages, entry, logit_cap, config: FewRowsQuantisedConfig, interpret,
+    queries, buffer, block_tables, layer, scale, scales, plan: Plan,
+    *, tiles: Tiles, tokens, group, pages, logit_cap, window, config: FewRowsQuantisedConfig, interpret,
 ):  # fmt: skip
-    """Results of whole requests and splits (`result_types`), for bf16 queries [B, rows, ...] of 8 or 16 rows.
+    """Results of whole requests and splits (`result_types`), which have a row for each request or split, and head.
 
-    `kv_scale` is None for entries with scales of their own.
+    `queries`: bf16 [B * heads, rows, ...], 8 or 16 rows, of which each query token has `group`.  `scales`: those of
+    keys and of values, float32 [1] or [heads], or () for entries with scales of their own.
     """
-    batch, rows, _ = q_latent.shape
-    dtype = q_latent.dtype
-    stages, query_stages = config.stages, config.query_stages
-    tiles = (InterpretedTiles if interpret else QuantisedTiles)(entry)
+    batch, rows, _ = queries[0].shape
+    dtype, width = queries[0].dtype, GROUP * tiles.value_groups
+    stages, query_stages = tiles.stages(config.stages), config.query_stages
     scaled = tiles.scaled
+    parts_at_once = 1 if scaled else tiles.value_groups  # of a result in `other`: as many as there is room for
     lift = 2.0 ** (14 - config.rescale_threshold)
 
     def body(*refs, **scratch):
+        q_refs, refs = refs[: len(queries)], refs[len(queries) :]
         (
-            q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, *kv_scale_ref, partitions_ref, work_tiles_ref,
-            split_requests_ref, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
+            kv_ref, table_ref, layer_ref, scale_ref, *scale_refs, partitions_ref, work_tiles_ref, split_requests_ref,
+            out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
         ) = refs  # fmt: skip
-        q, qr, k, p, other, stats = (scratch[name] for name in ("q", "qr", "k", "p", "other", "stats"))
+        q, raw, p, other, stats = (scratch[name] for name in ("q", "raw", "p", "other", "stats"))
         q_full, q_free, k_full, k_free, given, taken = (
             scratch[name] for name in ("q_full", "q_free", "k_full", "k_free", "given", "taken")
         )
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
-        partition, wg = (lax.axis_index(axis) for axis in ("partition", "wg"))
+        partition, head, wg = (lax.axis_index(axis) for axis in ("partition", "head", "wg"))
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         table = PageTable(table_ref, pages)
         first, work_end, first_tile = load_work_range(partitions_ref, partition)
@@ -120,44 +108,48 @@ def attend_few_rows_quantised(
         def stage_of(used):
             return lax.rem(used, jnp.int32(stages))
 
+        def place_of(n):
+            """Of this head, in arrays of requests or splits."""
+            return n * pages.num_heads + head
+
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
-            paged = EntryPages(kv_ref, table, jnp.where(in_cache, layer_ref[0], 0))
+            paged = tiles.loader(kv_ref, table, jnp.where(in_cache, layer_ref[0], 0), head)
 
             def look_up_first(tile):
-                return paged.look_up(tile.request, tile.begin * TILE)
+                return paged.look_up(tile.request, tile.origin + tile.begin * TILE)
 
-            def fetch(request, step, carry):
+            def fetch(request, origin, step, carry):
                 used, found = carry
                 stage = stage_of(used)
-                ahead = paged.look_up(request, (step + 1) * TILE)  # the loads proceed while the stage comes free
+                ahead = paged.look_up(request, origin + (step + 1) * TILE)  # the loads proceed while the stage comes free
 
                 @pl.when(used >= stages)
                 def _():
                     plgpu.barrier_wait(k_free.at[stage])
 
-                paged.fetch(found, step * TILE, k.at[stage], k_full.at[stage])
+                paged.fetch(found, origin + step * TILE, raw, stage, k_full.at[stage])
                 return used + 1, ahead
 
             def fetch_queries(request, n):
                 stage = query_stage_of(n)
-                raw = tiles.load_queries(q_ref, qr_ref, request)
+                loaded = tiles.load_queries(q_refs, place_of(request))
 
                 @pl.when(n - first >= query_stages)
                 def _():
                     plgpu.barrier_wait(q_free.at[stage])
 
-                tiles.store_queries(q, qr, stats, stage, raw)
+                tiles.store_queries(q, stats, stage, loaded)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(q_full.at[stage])
 
             def run(n, carry):
-                used, found, (request, begin, end, *_) = carry
+                used, found, (request, begin, end, *_, origin) = carry
                 ahead = load_work_tile(work_tiles_ref, n + 1)
-                carry = fetch(request, begin, (used, found))
+                carry = fetch(request, origin, begin, (used, found))
                 fetch_queries(request, n)
                 next_found = look_up_first(ahead)  # early, while entries of this work tile are still to be fetched
-                used, _ = lax.fori_loop(begin + 1, end, partial(fetch, request), carry)
+                used, _ = lax.fori_loop(begin + 1, end, partial(fetch, request, origin), carry)
                 return used, next_found, ahead
 
             used, *_ = lax.fori_loop(first, work_end, run, (jnp.int32(0), look_up_first(first_tile), first_tile))
@@ -176,9 +168,15 @@ def attend_few_rows_quantised(
                 keys=0, threshold=config.rescale_threshold, interpret=interpret,
                 max_over_keys=lambda s: tiles.over_warps("max", s, stats, side),
             )  # fmt: skip
-            scale = scale_ref[0] * LOG2E
-            for ref in kv_scale_ref:
-                scale = scale * ref[0]
+            # One scale for all heads, or one for each.
+            key_scale, value_scale = [ref[head if ref.shape[0] > 1 else 0] for ref in scale_refs] or (1.0, 1.0)
+            scale = scale_ref[0] * LOG2E * key_scale
+
+            query_columns = [
+                lambda stage, ref=ref, n=n: ref.at[stage, :, pl.ds(KEY_GROUP * n, KEY_GROUP)]
+                for ref, groups in zip(q, tiles.query_groups, strict=True)
+                for n in range(groups)
+            ]
 
             def multiply(acc, a, b):
                 """Starts acc += a @ b, `a` in registers; the interpreter wants it in shared memory."""
@@ -198,28 +196,25 @@ def attend_few_rows_quantised(
                 """Scores of a tile, in base 2, and the scales of its keys, if they have any."""
 
                 def product(*accs):
-                    raw = [tiles.load_keys(k, stage, group) for group in batches[0]]
+                    loaded = [tiles.load_keys(raw, stage, n) for n in batches[0]]
                     for batch, following in zip(batches, [*batches[1:], []], strict=True):
-                        operands = [tiles.convert_keys(x, group) for x, group in zip(raw, batch, strict=True)]
-                        raw = [tiles.load_keys(k, stage, group) for group in following]
+                        operands = [tiles.convert_keys(x, n) for x, n in zip(loaded, batch, strict=True)]
+                        loaded = [tiles.load_keys(raw, stage, n) for n in following]
                         wait_for_products()  # of the previous batch, which went on during the conversion
-                        for operand, group in zip(operands, batch, strict=True):
-                            rope = group == KEY_GROUPS - 1
-                            columns = pl.ds(64 * group, 64)
-                            queries = qr.at[query_stage + z] if rope else q.at[query_stage + z, :, columns]
-                            acc = accs[group * 64 // GROUP if scaled else 0]
-                            multiply(acc, operand, queries.transpose((1, 0)))
+                        for operand, n in zip(operands, batch, strict=True):
+                            acc = accs[n * KEY_GROUP // GROUP if scaled else 0]
+                            multiply(acc, operand, query_columns[n](query_stage + z).transpose((1, 0)))
                     return [acc[...] for acc in accs]
 
                 size = config.keys_at_once
-                batches = [range(at, min(at + size, KEY_GROUPS)) for at in range(0, KEY_GROUPS, size)]
+                batches = [range(at, min(at + size, tiles.key_groups)) for at in range(0, tiles.key_groups, size)]
 
-                count = GROUPS + 1 if scaled else 1
-                scales = tiles.load_scales(k, stage) if scaled else []
+                count = tiles.value_groups + 1 if scaled else 1
+                key_scales = tiles.load_scales(raw, stage)
                 *parts, s = pl.run_scoped(product, *[plgpu.ACC((TILE, N), jnp.float32)] * count)
-                for part, key_scale in zip(parts, scales, strict=True):
+                for part, key_scale in zip(parts, key_scales, strict=True):
                     s = s + part * over_columns(key_scale, N)
-                return s * over_rows(row_scale, TILE), scales
+                return s * over_rows(row_scale, TILE), key_scales
 
             def add_values(acc, stage, z):
                 """acc + V' P', where P is stored."""
@@ -228,50 +223,52 @@ def attend_few_rows_quantised(
                     for ref, x in zip(refs, acc, strict=True):
                         if not interpret:
                             ref[...] = x
-                    raw = tiles.load_values(k, stage, 0)
+                    loaded = tiles.load_values(raw, stage, 0)
                     for step in range(STEPS):
-                        ahead = tiles.load_values(k, stage, step + 1) if step + 1 < STEPS else None
+                        ahead = tiles.load_values(raw, stage, step + 1) if step + 1 < STEPS else None
                         if ahead is None:
                             plgpu.barrier_arrive(k_free.at[stage])
-                        operands = [tiles.convert_values(raw, group) for group in range(GROUPS)]
+                        operands = [tiles.convert_values(loaded, n) for n in range(tiles.value_groups)]
                         wait_for_products()
-                        for group, (ref, operand) in enumerate(zip(refs, operands, strict=True)):
-                            weights = p.at[z + side, group if scaled else 0, pl.ds(N * step, N)]
-                            multiply(ref, operand, weights)
-                        raw = ahead
+                        for n, (ref, operand) in enumerate(zip(refs, operands, strict=True)):
+                            multiply(ref, operand, p.at[z + side, n if scaled else 0, pl.ds(N * step, N)])
+                        loaded = ahead
                     return [ref[...] for ref in refs]
 
-                found = pl.run_scoped(product, *[plgpu.ACC((GROUP, N), jnp.float32)] * GROUPS)
+                found = pl.run_scoped(product, *[plgpu.ACC((GROUP, N), jnp.float32)] * tiles.value_groups)
                 return [a + b for a, b in zip(acc, found, strict=True)] if interpret else found
 
             def clear_unseen(stage, request, first_token, length):
-                tiles.clear(k, stage, jnp.clip(length - first_token, 0, TILE), TILE)
+                tiles.clear(raw, stage, jnp.clip(length - first_token, 0, TILE), TILE)
+                if window is not None:
+                    tiles.clear(raw, stage, 0, jnp.clip(length - tokens - window + 1 - first_token, 0, TILE))
                 for c, block in enumerate(table.blocks(request, first_token)):
                     begin = c * table.copy_rows
                     unknown = jnp.where(table.known(block), 0, table.copy_rows)
-                    tiles.clear(k, stage, begin, begin + unknown)
+                    tiles.clear(raw, stage, begin, begin + unknown)
                 plgpu.commit_smem()
 
-            def step(request, length, unmasked_end, query_stage, row_scale, begin, used, i, carry):
+            def step(request, origin, length, unmasked, query_stage, row_scale, begin, used, i, carry):
                 acc, running_max, row_sum = carry
                 stage = stage_of(used + i - begin)
                 z = opaque_zero(i)
-                masked = i >= unmasked_end
+                first_token = origin + i * TILE
+                masked = (i < unmasked[0]) | (i >= unmasked[1])
                 plgpu.barrier_wait(k_full.at[stage])
 
                 @pl.when(masked)
                 def _():
-                    clear_unseen(stage, request, i * TILE, length)
+                    clear_unseen(stage, request, first_token, length)
 
-                s, scales = scores(stage, z, query_stage, row_scale)
+                s, key_scales = scores(stage, z, query_stage, row_scale)
                 if logit_cap is not None:
                     s = cap_scores(s, logit_cap)
                 mask = partial(
-                    apply_mask, table=table, request=request, first_token=i * TILE, first_row=0, length=length,
-                    tokens=tokens, heads=heads, keys=0,
+                    apply_mask, table=table, request=request, first_token=first_token, first_row=0, length=length,
+                    tokens=tokens, heads=group, keys=0, window=window,
                 )  # fmt: skip
                 s = lax.cond(masked, mask, lambda s: s, s)
-                factor, logarithm = inverse_of_largest(scales) if scaled else (None, None)
+                factor, logarithm = inverse_of_largest(key_scales) if scaled else (None, None)
                 if logarithm is not None:
                     s = s + over_columns(logarithm, N)
                 running_max, *acc, row_sum = softmax.update(s, running_max, *acc, row_sum)
@@ -279,16 +276,16 @@ def attend_few_rows_quantised(
                 if factor is None:
                     p.at[z + side, 0][...] = (w * lift).astype(p.dtype)
                 else:
-                    for group, key_scale in enumerate(scales):
-                        p.at[z + side, group][...] = (w * over_columns(key_scale * factor * lift, N)).astype(p.dtype)
+                    for n, key_scale in enumerate(key_scales):
+                        p.at[z + side, n][...] = (w * over_columns(key_scale * factor * lift, N)).astype(p.dtype)
                     w = w * over_columns(factor, N)
                 plgpu.commit_smem()
                 acc = add_values(acc, stage, z)
                 return acc, running_max, row_sum + w
 
-            def inverse_of_largest(scales):
+            def inverse_of_largest(key_scales):
                 """Of each key, the inverse and the logarithm of its largest scale, rounded to a power of two."""
-                bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in scales]), jnp.int32)
+                bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in key_scales]), jnp.int32)
                 largest = jnp.clip(bits & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
                 inverse = lax.bitcast_convert_type(INVERSE - largest, jnp.float32)
                 return inverse, ((largest >> 23) - 127).astype(jnp.float32)
@@ -299,16 +296,19 @@ def attend_few_rows_quantised(
                 count = lax.div(jnp.maximum(end - mine, 0) + 1, jnp.int32(2))
                 return lax.fori_loop(0, count, lambda n, carry: step(mine + 2 * n, carry), carry)
 
-            def give(n, acc, running_max, row_sum):
-                for part in range(GROUPS):
+            rounds = [range(at, at + parts_at_once) for at in range(0, tiles.value_groups, parts_at_once)]
 
-                    @pl.when((n > first) | (part > 0))
+            def give(n, acc, running_max, row_sum):
+                for i, parts in enumerate(rounds):
+
+                    @pl.when((n > first) | (i > 0))
                     def _():
                         plgpu.barrier_wait(taken)
 
-                    if part == 0:
+                    if i == 0:
                         stats[0], stats[1] = running_max, row_sum
-                    other[...] = acc[part]
+                    for place, part in enumerate(parts):
+                        other.at[place][...] = acc[part]
                     plgpu.barrier_arrive(given)
 
             def take(n, acc, running_max, row_sum):
@@ -319,18 +319,17 @@ def attend_few_rows_quantised(
                 own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
                 row_sum = row_sum * own + plgpu.load(stats.at[1], layout=COLUMN) * others
                 inverse, lse = softmax.finalize(row_sum, merged_max)
-                inverse = inverse * (1 / lift)
-                for ref in kv_scale_ref:
-                    inverse = inverse * ref[0]
+                inverse = inverse * ((1 / lift) * value_scale)
                 own, others = own * inverse, others * inverse
                 merged = []
-                for part in range(GROUPS):
-                    if part > 0:
+                for i, parts in enumerate(rounds):
+                    if i > 0:
                         plgpu.barrier_wait(given)
-                    theirs = plgpu.load(other, layout=WGMMA)
-                    merged.append(acc[part] * over_rows(own, GROUP) + theirs * over_rows(others, GROUP))
+                    for place, part in enumerate(parts):
+                        theirs = plgpu.load(other.at[place], layout=WGMMA)
+                        merged.append(acc[part] * over_rows(own, GROUP) + theirs * over_rows(others, GROUP))
 
-                    @pl.when((n < work_end - 1) | (part < GROUPS - 1))
+                    @pl.when((n < work_end - 1) | (i < len(rounds) - 1))
                     def _():
                         plgpu.barrier_arrive(taken)
 
@@ -339,8 +338,8 @@ def attend_few_rows_quantised(
             def store_result(request, split, acc, lse):
                 @pl.when(split < 0)
                 def _():
-                    tiles.store_rows(out_ref, request, [x.astype(dtype) for x in acc])
-                    store(lse_ref.at[request], lse[:rows] * (1 / LOG2E))
+                    tiles.store_rows(out_ref, place_of(request), [x.astype(dtype) for x in acc])
+                    store(lse_ref.at[place_of(request)], lse[:rows] * (1 / LOG2E))
 
                 @pl.when(split >= 0)
                 def _():
@@ -348,19 +347,22 @@ def attend_few_rows_quantised(
                     magnitude = split_scale(tiles.over_warps("max", reduce(jnp.maximum, halves), stats, side))
                     factor = over_rows(1 / magnitude, GROUP)
                     values = [lax.bitcast_convert_type((x * factor).astype(SPLIT_DTYPE), dtype) for x in acc]
-                    tiles.store_rows(split_out_ref, split, values)
-                    store(split_lse_ref.at[split], lse[:rows])
-                    store(split_scale_ref.at[split, 0], magnitude[:rows])
+                    tiles.store_rows(split_out_ref, place_of(split), values)
+                    store(split_lse_ref.at[place_of(split)], lse[:rows])
+                    store(split_scale_ref.at[place_of(split), 0], magnitude[:rows])
 
             def run(n, carry):
-                used, (request, begin, end, length, unmasked_end, split, _) = carry
+                used, (request, begin, end, keys, unmasked_end, split, origin) = carry
                 ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
-                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
+                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (origin + keys, unmasked_end))
+                # Before `unmasked_begin`, some row's window begins after the tile does.
+                unmasked_begin = 0 if window is None else floordiv(jnp.maximum(keys - window, 0) + (TILE - 1), TILE)
                 query_stage = query_stage_of(n)
                 plgpu.barrier_wait(q_full.at[query_stage])
                 row_scale = plgpu.load(stats.at[INVERSES + query_stage], layout=COLUMN) * scale
-                carry = [zeros(GROUP, N)] * GROUPS, softmax.empty_max(N), zeros(TILE, N)
-                one = partial(step, request, length, unmasked_end, query_stage, row_scale, begin, used)
+                carry = [zeros(GROUP, N)] * tiles.value_groups, softmax.empty_max(N), zeros(TILE, N)
+                unmasked = unmasked_begin, unmasked_end
+                one = partial(step, request, origin, length, unmasked, query_stage, row_scale, begin, used)
                 acc, running_max, row_sum = every_other(begin, end, used, one, carry)
                 plgpu.barrier_arrive(q_free.at[query_stage])
                 row_sum = tiles.over_warps("add", row_sum, stats, side)
@@ -382,37 +384,39 @@ def attend_few_rows_quantised(
     # The interpreter wants register operands of wgmma in shared memory.
     operands = {}
     if interpret:
-        operands = {f"operand_keys_{d}": swizzled(2, TILE, 64, dtype=d) for d in ("float16", "bfloat16")}
+        operands = {f"operand_keys_{d}": swizzled(2, TILE, KEY_GROUP, dtype=d) for d in ("float16", "bfloat16")}
         operands["operand_values_float16"] = narrow(2, GROUP, N, dtype=jnp.float16, swizzle=32)
     return kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
         out_type=result_types(
-            (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=rows, split_lse=rows, scales=1
+            (batch,), plan.max_splits * pages.num_heads, dtype,
+            rows=rows, width=width, lse=rows, split_lse=rows, scales=1,
         ),
-        grid=(plan.num_partitions,),
-        grid_names=("partition",),
+        grid=(plan.num_partitions, pages.num_heads),
+        grid_names=("partition", "head"),
         num_threads=3,
         thread_name="wg",
-        kernel_name="decode_mla",
+        kernel_name="decode_quantised",
         scratch_types={
-            "q": swizzled(query_stages, N, LATENT, dtype=jnp.float16),
-            "qr": swizzled(query_stages, N, ROPE, dtype=tiles.rope_dtype),
-            "k": plgpu.SMEM((stages, TILE * pages.width), buffer.dtype),
-            "p": narrow(2, GROUPS if scaled else 1, TILE, N, dtype=jnp.float16, swizzle=32),
-            "other": narrow(GROUP, N, dtype=jnp.float32, swizzle=64),
+            "q": tuple(
+                swizzled(query_stages, N, KEY_GROUP * groups, dtype=d)
+                for groups, d in zip(tiles.query_groups, tiles.query_dtypes, strict=True)
+            ),
+            "raw": tiles.raw_types(stages),
+            "p": narrow(2, tiles.value_groups if scaled else 1, TILE, N, dtype=jnp.float16, swizzle=32),
+            "other": narrow(parts_at_once, GROUP, N, dtype=jnp.float32, swizzle=64),
             "stats": plgpu.SMEM((STATS, N), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=query_stages),
             "q_free": plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
-            "k_full": plgpu.Barrier(num_arrivals=copies_per_tile(pages), num_barriers=stages),
+            "k_full": plgpu.Barrier(num_arrivals=tiles.copies(pages), num_barriers=stages),
             "k_free": plgpu.Barrier(num_barriers=stages),
             "given": plgpu.Barrier(),
             "taken": plgpu.Barrier(),
             **operands,
         },
     )(
-        q_latent, q_pe, EntryPages.of(buffer, pages), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        *([] if kv_scale is None else [jnp.reshape(kv_scale, (1,))]),
-        plan.partitions, plan.work_tiles, plan.split_requests,
+        *queries, tiles.operand(buffer, pages), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        *scales, plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
