@@ -28,7 +28,10 @@ class HeadTiles(Tiles):
 
     entry: KVEntry
 
-    query_dtypes = (jnp.dtype(jnp.float16),)
+    @property
+    def query_dtypes(self):
+        """All of them."""
+        return (jnp.dtype(jnp.float16),)
 
     @property
     def query_groups(self):
@@ -110,6 +113,6 @@ class HeadPages:
             origin, row = self._view.index(self._layer, block, token, self._head)
             for ref, first, width in zip(raw, (0, self._entry.head_dim), self._entry.sizes, strict=True):
                 # Traced, since Pallas checks constants against the shape of the operand.
-                columns = pl.ds(pl.multiple_of(first + (origin - origin), 128), width)
+                columns = pl.ds(pl.multiple_of(jnp.int32(first) + (origin - origin), 128), width)
                 source = self._kv_ref.at[origin, pl.ds(row, rows), columns]
                 plgpu.copy_gmem_to_smem(source, ref.at[stage, pl.ds(c * rows, rows)], full)

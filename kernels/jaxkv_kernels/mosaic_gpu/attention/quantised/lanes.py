@@ -147,9 +147,7 @@ def load_head_values(ref, stage, width: int, step: int) -> list[list[Any]]:
 def clear_head_values(ref, stage, width: int, row) -> None:
     """Zeroes one token's swizzled values."""
     lane = Lane()
-    line = arith.addi(
-        arith.muli(arith.shrui(row, c32(3)), c32(8 * width)), arith.shli(arith.andi(row, c32(7)), c32(7))
-    )
+    line = arith.addi(arith.muli(arith.shrui(row, c32(3)), c32(8 * width)), arith.shli(arith.andi(row, c32(7)), c32(7)))
     column = arith.muli(arith.shrui(lane.thread, c32(3)), c32(COLUMN_TILE))
     first = arith.addi(arith.addi(line, column), arith.shli(arith.andi(lane.thread, c32(7)), c32(4)))
     _clear(_in_stage(ref, stage, width, first), lane.thread, width // 16)

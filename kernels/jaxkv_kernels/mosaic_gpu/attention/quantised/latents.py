@@ -25,8 +25,15 @@ class LatentTiles(Tiles):
 
     entry: MLAEntry
 
-    query_groups = (LATENT // KEY_GROUP, ROPE // KEY_GROUP)
-    value_groups = LATENT // GROUP
+    @property
+    def query_groups(self):
+        """Of latents and of rotary parts."""
+        return LATENT // KEY_GROUP, ROPE // KEY_GROUP
+
+    @property
+    def value_groups(self):
+        """Of a latent."""
+        return LATENT // GROUP
 
     @property
     def scaled(self):

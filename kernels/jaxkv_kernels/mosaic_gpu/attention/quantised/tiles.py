@@ -52,14 +52,25 @@ def words(per_lane: int) -> Any:
 class Tiles:
     """What tiles of all entries share.  `raw` is a tuple of references to shared memory, by stage."""
 
-    scaled = False
-    """Whether tokens have scales of their own, one for each group of values."""
-    query_dtypes: tuple[Any, ...]
-    """Of the arrays that queries are stored in."""
-    query_groups: tuple[int, ...]
-    """Of 64 columns each, of those arrays: as many as keys have."""
-    value_groups: int
-    """Of 128 columns each."""
+    @property
+    def scaled(self) -> bool:
+        """Whether tokens have scales of their own, one for each group of values."""
+        return False
+
+    @property
+    def query_dtypes(self) -> tuple[Any, ...]:
+        """Of the arrays that queries are stored in."""
+        raise NotImplementedError
+
+    @property
+    def query_groups(self) -> tuple[int, ...]:
+        """Of 64 columns each, of those arrays: as many as keys have."""
+        raise NotImplementedError
+
+    @property
+    def value_groups(self) -> int:
+        """Of 128 columns each."""
+        raise NotImplementedError
 
     @property
     def key_groups(self) -> int:
@@ -84,6 +95,22 @@ class Tiles:
     def stages(self, most: int) -> int:
         """Tiles that shared memory has room for, at most so many."""
         return most
+
+    def raw_types(self, stages: int) -> tuple[Any, ...]:
+        """Shared memory of so many tiles."""
+        raise NotImplementedError
+
+    def copies(self, pages) -> int:
+        """Copies per tile."""
+        raise NotImplementedError
+
+    def operand(self, buffer, pages) -> Any:
+        """What pages are copied from; no copy."""
+        raise NotImplementedError
+
+    def loader(self, ref, table, layer, head) -> Any:
+        """The loader of tiles of that layer and head: `look_up` and `fetch`."""
+        raise NotImplementedError
 
     def load_keys(self, raw, stage, group: int) -> Any:
         """Columns 64 * `group` of a tile, as bytes."""

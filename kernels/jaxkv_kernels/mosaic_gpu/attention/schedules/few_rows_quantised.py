@@ -122,7 +122,9 @@ def attend_few_rows_quantised(
             def fetch(request, origin, step, carry):
                 used, found = carry
                 stage = stage_of(used)
-                ahead = paged.look_up(request, origin + (step + 1) * TILE)  # the loads proceed while the stage comes free
+                ahead = paged.look_up(
+                    request, origin + (step + 1) * TILE
+                )  # the loads proceed while the stage comes free
 
                 @pl.when(used >= stages)
                 def _():
