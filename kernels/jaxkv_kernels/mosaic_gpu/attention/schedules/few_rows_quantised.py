@@ -1,50 +1,56 @@
-"""MLA decode of few rows (query tokens x heads of a request) from quantised entries.
+"""Decode of few rows (query tokens x heads that share entries) from quantised entries: latents, or keys and values.
 
 As in `few_rows`, the operands of the products are swapped: keys provide the 64 rows of wgmma, queries its columns.
 
     S' = K Q'     [64 keys, 16]
-    O' += V' P'   [512, 16]       V is K's first 512 columns, transposed
+    O' += V' P'   [columns of V, 16]       of latents, V is K's first 512 columns
 
 K and V' are register operands, converted from the bytes of the cache on their way from shared memory
-(`quantised/tiles.py`): shared memory holds those bytes only, and each is read twice.
+(`quantised/tiles.py`).  Shared memory holds those bytes only, and each is read once for K and once for V.
 
-Work.  A CTA of a producer and two consumer warpgroups walks its partition of the plan: work tiles, each a range of key
-tiles of a request.  The consumers take alternate tiles, so that one converts while the other multiplies or waits.
+Work.  A CTA of a producer and two consumer warpgroups owns a KV head (latents have one) and walks its partition of the
+plan: work tiles, each a range of key tiles of a request.  The consumers take alternate tiles, so that one converts
+while the other multiplies or waits.  With a window, the tiles of a request begin at the one with the first key that
+some row sees.
 
 Timeline, downwards; `->` names the barrier that a line waits for.
 
     producer                                  consumer w
-    tile of entries: one copy per page        every other tile: S' = K Q'      -> q_full[stage] once, k_full[stage]
+    tile of entries: a copy or two per page   every other tile: S' = K Q'      -> q_full[stage] once, k_full[stage]
       -> k_free[stage]                          mask; vote: does any score exceed the running max by more than the
     queries of the next work tile to              threshold?  If so: new maximum over keys, rescale O' and the row sums
       registers, then, scaled and             P = exp2(S' - running max) to shared memory
-      reordered, to shared memory             in a masked tile, first of all: zeros to entries of unseen tokens
+      reordered, to shared memory             in a masked tile, first of all: zeros to values of unseen tokens
       -> q_free[stage], two work tiles ago    O' += V' P', arrives k_free[stage] once the last values are in registers
                                               after the last tile: arrives q_free[stage];
-                                                1: running max and row sums, and quarters of O' to shared memory
-                                                   -> taken; arrives given
+                                                1: running max, row sums and O' to shared memory, all of O' at once or,
+                                                   where there is no room, a quarter at a time -> taken; arrives given
                                                 0: -> given; adds them to its own, arrives taken; stores the result
 
-Numbers.  Queries become float16, each row divided by a power of two that makes it fit; scores are multiplied by it.  An
-`fp8` cache has one scale, which multiplies scores and results.  Tokens of `fp8_ds_mla` have four: S' is the sum of four
-products times their scales (and of that of the rotary parts, which are bf16), and each group of 128 latents has weights
-of its own, P times its scale.  So that these fit float16 whatever the scales are, the token's largest scale, rounded
-down to a power of two, is part of the running max: weights are exp2(score + log2(largest) - running max), multiplied
-by scale / largest for each group.  Row sums are of weights divided by `largest`.  P is stored times a power of two
-(`lift`), as large as float16 allows: many small weights add up, and float16 has few exponents below 1.
+Before a batch of products is started, the warpgroup waits for the previous one, which went on while the operands of
+this one were converted.  (With a wait that leaves products on their way, the compiler serializes all of them.)
+
+Numbers.  Queries become float16, each row divided by a power of two that makes it fit; scores are multiplied by it.
+`fp8` entries have a scale of keys and one of values, which multiply scores and results.  Tokens of `fp8_ds_mla` have
+four: S' is the sum of four products times their scales (and of that of the rotary parts, which are bf16), and each group
+of 128 latents has weights of its own, P times its scale.  So that these fit float16 whatever the scales are, the token's
+largest scale, rounded down to a power of two, is part of the running max: weights are
+exp2(score + log2(largest) - running max), multiplied by scale / largest for each group.  Row sums are of weights divided
+by `largest`.  P is stored times a power of two (`lift`), as large as float16 allows: many small weights add up, and
+float16 has few exponents below 1.
 
 Barriers, and how many arrivals complete them.
     q_full[stage]    the queries are stored (1: the producer)
     q_free[stage]    both consumers have multiplied with the queries for the last time (2)
-    k_full[stage]    a tile of entries has landed (1 per page)
+    k_full[stage]    a tile of entries has landed (1 per copy)
     k_free[stage]    the tile is in registers (1: its consumer; even stages are consumer 0's, odd ones consumer 1's)
-    given, taken     a quarter of consumer 1's result is in `other` (1), has been read (1)
+    given, taken     consumer 1's result, or a quarter of it, is in `other` (1), has been read (1)
 Automatic barriers are off.  Within a consumer warpgroup, the vote is also a barrier: after it, all warps have finished
 with the previous tile's P.
 
-Budget.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other` 8 KiB + stats
-2 KiB = 194 KiB (226) of 227.  Registers: 208 per lane for consumers (O' takes 64, operands on their way some 80), 88
-for the producer, which holds the queries of a work tile.
+Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other`
+32 KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for consumers (O' takes 64, operands some 80),
+88 for the producer, which holds the queries of a work tile.
 """
 
 from functools import partial, reduce
