@@ -165,8 +165,9 @@ def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    attention, combining = kernel_operands(text)
-    assert read_early(traced.jaxpr) == [[], 3 * [(4, 3)]]  # the cuts alone: request, first piece, pieces
+    *_, attention, combining = kernel_operands(text)
+    # Planning reads the lengths, and combining the cuts: request, first piece, pieces.
+    assert read_early(traced.jaxpr) == [[], [(4,)], [], 3 * [(4, 3)]]
     assert combining[3] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is

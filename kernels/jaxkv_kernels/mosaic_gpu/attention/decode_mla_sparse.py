@@ -40,7 +40,7 @@ def _decode(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, *, pages
         with jax.ensure_compile_time_eval():
             plan = plan_of(jnp.full(requests, size, jnp.int32))
     else:
-        plan = plan_of(counts.reshape(requests))
+        plan = plan_of(counts.reshape(requests), by_kernel=not interpret)
     pad = ((0, 0), (0, -heads % 8), (0, 0))  # TMA tiles are of 8 rows
     q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (q_latent, q_pe))
     if sinks is not None:
@@ -54,11 +54,12 @@ def _decode(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, *, pages
     return out[:, :heads].reshape(batch, tokens, heads, LATENT), lse[:, :heads].reshape(batch, tokens, heads)
 
 
-def _plan(lengths, *, size: int, heads: int, costs, interpret: bool):
+def _plan(lengths, *, size: int, heads: int, costs, interpret: bool, by_kernel: bool = False):
     """The schedule of requests of `lengths` [N], at most `size` slots each."""
     partitions = 4 if interpret else max(MULTIPROCESSORS // -(-heads // TILE), 1)
-    # Slots are masked by the kernel: to the plan, a request has one block, which is the cache's.
+    # Slots are masked by the kernel: to the plan, a request has one block, which is known.
     table = jnp.zeros((lengths.size, 1), jnp.int32)
     return make_plan(
-        lengths, table, partitions=partitions, tokens=1, block_size=size, num_blocks=1, step=PAIR, costs=costs
-    )
+        lengths, table, partitions=partitions, tokens=1, block_size=size, num_blocks=None, step=PAIR, costs=costs,
+        by_kernel=by_kernel,
+    )  # fmt: skip

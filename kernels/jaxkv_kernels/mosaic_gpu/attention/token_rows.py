@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
 
 TILE_ROWS, TILE_COLUMNS = 8, 64
 """TMA copies whole tiles of the swizzled memory that wgmma reads (16-bit elements)."""
@@ -60,6 +59,8 @@ class TokenRows:
 
     def install(self, ref) -> None:
         """Has TMA copies of a kernel address `ref`, its operand, by this view."""
+        from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
+
         restride(ref, self.shape, self.strides)
 
     def start(self, ref, origin, row):

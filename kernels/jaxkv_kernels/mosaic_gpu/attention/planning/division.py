@@ -1,0 +1,214 @@
+"""How a step's requests are divided among partitions: one algorithm, on vectors of XLA or of a kernel's registers.
+
+Steps of all requests are laid end to end.  For a boundary between partitions, a search for the request that it lies in
+returns how many steps, and requests, are in front of it.  Differences between neighbouring boundaries are the loads of
+partitions, and boundaries inside of requests are splits.  So the estimated time of a division takes a search per
+partition, not a comparison of all partitions with all requests.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels.mosaic_gpu.attention.config import SPLIT_COST_UNIT, TILE, SplitCosts
+
+INVARIANT_SPLITS, INVARIANT_TOKENS = 8, 1024
+"""Of a batch-invariant plan: the most splits of a request, and the fewest tokens of a split."""
+HUGE = 2**31 - 1
+
+
+class Vectors(Protocol):
+    """Vectors of int32, at least as long as requested: of what is beyond, nothing is used."""
+
+    def iota(self, count: int) -> Any:
+        """0, 1, 2, ..."""
+
+    def table(self, name: str, x) -> Any:
+        """`x` as a table for `take` and `search`."""
+
+    def take(self, table, i) -> Any:
+        """table[i]; i is in range."""
+
+    def search(self, table, count: int, bound, *, equal: bool = False) -> Any:
+        """How many of the first `count` elements, which are sorted, are less than `bound` (with `equal`, or equal)."""
+
+    def cumsum(self, x) -> Any:
+        """Inclusive running sums."""
+
+    def candidates(self, count: int, width: int, evaluate: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Tables [count]: the maximum of the first and the sum of the second of `evaluate`, over `width` elements each.
+
+        `evaluate` maps a vector of element numbers (candidate * width + i) to two vectors of non-negative numbers, and
+        may call `following`.
+        """
+
+    def following(self, x) -> Any:
+        """Within `evaluate`: the value of the next element of the same candidate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a plan is made for, in plain numbers; see `make_plan`."""
+
+    batch: int
+    partitions: int
+    tokens: int
+    step: int
+    costs: SplitCosts
+    window: int | None
+    batch_invariant: bool
+
+    @property
+    def tiles(self) -> int:
+        """The most work tiles."""
+        return self.batch * INVARIANT_SPLITS if self.batch_invariant else self.batch + self.partitions
+
+    @property
+    def max_splits(self) -> int:
+        """The most splits."""
+        return self.tiles if self.batch_invariant else min(self.tiles, 2 * self.partitions)
+
+    @property
+    def combined(self) -> int:
+        """Rows of `split_requests`: a request each, or the request that ends in a partition."""
+        return self.batch if self.batch <= self.partitions or self.batch_invariant else self.partitions
+
+    def origin(self, lengths):
+        """The token at which the steps of a request begin."""
+        if self.window is None:
+            return jnp.zeros_like(lengths)
+        return _div(jnp.maximum(lengths - (self.tokens - 1) - self.window, 0), TILE) * TILE
+
+
+def _div(a, b):
+    """`a // b` of numbers that are not negative."""
+    return lax.div(*jnp.broadcast_arrays(a, jnp.asarray(b, jnp.int32)))
+
+
+def _ceil_div(a, b):
+    """The same rounded up; at least 1."""
+    return _div(jnp.maximum(a, 1) - 1, b) + 1
+
+
+class Division:
+    """The division of requests of `lengths`, clamped; `unknown` returns which of them have unknown blocks, 0 or 1."""
+
+    def __init__(self, vectors: Vectors, problem: Problem, lengths, unknown: Callable[[], Any]):
+        self._v, self._problem = vectors, problem
+        request = vectors.iota(problem.batch)
+        valid = request < problem.batch
+        origin = problem.origin(lengths)
+        keys = lengths - origin
+        sizes = jnp.where(valid, _ceil_div(keys, problem.step), 0)
+        sums = vectors.cumsum(sizes)
+        self._total = jnp.sum(sizes)
+        if problem.batch_invariant:
+            gap = jnp.int32(problem.costs.overhead)
+            self._length = _ceil_div(self._total + problem.batch * gap, problem.partitions)
+        else:
+            gap, self._length = self._least_cost(request, sizes, sums)
+        begins = sums - sizes + gap * request
+        if problem.batch_invariant:
+            counts = jnp.clip(_div(sizes, INVARIANT_TOKENS // problem.step), 1, INVARIANT_SPLITS)
+            first = begins
+        else:
+            first = _div(begins, self._length)
+            counts = _div(jnp.maximum(begins + sizes - 1, 0), self._length) - first + 1
+        counts = jnp.where(valid, counts, 0)
+        after = vectors.cumsum(counts)
+        is_split = counts > 1
+        first_split = vectors.cumsum(jnp.where(is_split, counts, 0)) - counts
+        unmasked_end = _div(jnp.maximum(keys - (problem.tokens - 1), 0), problem.step)
+        unmasked_end = jnp.where(unknown() != 0, 0, unmasked_end)
+        self._tiles = jnp.sum(counts)
+        named = {
+            "before": after - counts, "counts": counts, "sizes": sizes, "begins": begins, "first": first, "keys": keys,
+            "unmasked_end": unmasked_end, "first_split": first_split, "origin": origin, "after": after,
+        }  # fmt: skip
+        self._of = {name: vectors.table(name, x) for name, x in named.items()}
+        self._own = request, is_split, first_split, counts
+
+    def _least_cost(self, request, sizes, sums):
+        """The gap between requests and the length of a partition, both in steps."""
+        problem, v, costs = self._problem, self._v, self._problem.costs
+        partitions, batch, overhead = problem.partitions, problem.batch, costs.overhead
+        fewest = partitions - partitions // 8  # the others stay empty
+        lengths = partitions + 1 - fewest
+        gaps = (overhead, 0) if overhead else (0,)  # without gaps, equal requests are split alike
+        width = partitions + 1 + -(partitions + 1) % 32
+        steps_after = v.table("sums", sums)
+        begins = [v.table(f"gap {n}", sums - sizes + gap * request) for n, gap in enumerate(gaps)]
+
+        def division(candidate):
+            gap = jnp.where(candidate < lengths, overhead, 0)
+            used = fewest + jnp.where(candidate < lengths, candidate, candidate - lengths)
+            return gap, jnp.maximum(_ceil_div(self._total + batch * gap, used), costs.least)
+
+        def evaluate(element):
+            candidate = _div(element, width)
+            boundary = element - candidate * width
+            gap, length = division(jnp.minimum(candidate, len(gaps) * lengths - 1))
+            place = boundary * length
+            found = v.search(begins[0], batch, place)
+            if len(gaps) > 1:
+                found = jnp.where(gap > 0, found, v.search(begins[1], batch, place))
+            last = jnp.maximum(found - 1, 0)
+            end, within = v.take(steps_after, last), place - gap * last
+            inside = jnp.where((found > 0) & (within < end), 1, 0)
+            passed = jnp.where(found > 0, jnp.minimum(end, within), 0) + overhead * found
+            load = v.following(passed) - passed + overhead * inside
+            real = boundary < partitions
+            return jnp.where(real, load, 0), jnp.where(real, inside, 0)
+
+        count = len(gaps) * lengths
+        loads, splits = v.candidates(count, width, evaluate)
+        candidate = v.iota(count)
+        listed = jnp.minimum(candidate, count - 1)
+        split = v.take(splits, listed)
+        cost = SPLIT_COST_UNIT * v.take(loads, listed) + jnp.where(split > 0, costs.combining, 0) + costs.split * split
+        cost = jnp.where(candidate < count, cost, HUGE)
+        best = jnp.min(jnp.where(cost == jnp.min(cost), candidate, HUGE))  # the first, if several are equal
+        return division(best)
+
+    def work_tiles(self, tile) -> tuple[tuple[Any, ...], Any, Any]:
+        """Columns of `WorkTile` of work tiles by number; their partitions; whether they are the last of a request."""
+        problem, v, of = self._problem, self._v, self._of
+        request = jnp.minimum(v.search(of["after"], problem.batch, tile, equal=True), problem.batch - 1)
+
+        def look_up(name):
+            return v.take(of[name], request)
+
+        nth, count, size, begins = tile - look_up("before"), look_up("counts"), look_up("sizes"), look_up("begins")
+        if problem.batch_invariant:
+            begin, end = (_div(n * size, jnp.maximum(count, 1)) for n in (nth, nth + 1))
+            partition = _div(begins + begin, self._length)
+        else:
+            partition = look_up("first") + nth
+            begin, end = (
+                jnp.minimum(jnp.maximum(p * self._length - begins, 0), size) for p in (partition, partition + 1)
+            )
+        split = jnp.where(count > 1, look_up("first_split") + nth, -1)
+        columns = (request, begin, end, look_up("keys"), look_up("unmasked_end"), split, look_up("origin"))
+        live = tile < self._tiles
+        return columns, jnp.where(live, partition, problem.partitions), live & (nth == count - 1)
+
+    def partitions(self, ordered) -> tuple[Sequence[Any], Any]:
+        """Columns of `Plan.partitions`, and the first work tiles alone, given a table of the tiles' partitions."""
+        problem = self._problem
+        first = self._v.search(ordered, problem.tiles, self._v.iota(problem.partitions + 1))
+        columns, _, _ = self.work_tiles(jnp.minimum(first, problem.tiles - 1))
+        return (first, *columns), first
+
+    def split_requests(self, first_tiles) -> Sequence[Any]:
+        """Columns of `Plan.split_requests`."""
+        problem = self._problem
+        if problem.combined == problem.batch:
+            request, is_split, first_split, counts = self._own
+            return jnp.where(is_split, request, -1), first_split, counts
+        # The last split of a request is the first work tile of a partition.
+        (request, *_), _, last = self.work_tiles(jnp.minimum(first_tiles, problem.tiles - 1))
+        first_split, counts = (self._v.take(self._of[name], request) for name in ("first_split", "counts"))
+        return jnp.where(last & (counts > 1), request, -1), first_split, counts

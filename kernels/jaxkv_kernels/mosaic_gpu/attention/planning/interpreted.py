@@ -1,0 +1,51 @@
+"""The vectors of `registers.py` for Pallas's interpreter, which runs no inline PTX."""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jaxkv_kernels.mosaic_gpu.attention.planning.registers import Registers, padded
+
+
+class InterpretedRegisters(Registers):
+    """The same operations on arrays."""
+
+    def iota(self, count):
+        """See `Vectors`."""
+        return jnp.arange(padded(count), dtype=jnp.int32)
+
+    def store(self, ref, x, start):
+        """Stores a vector to a table."""
+        ref[pl.ds(start, x.shape[0])] = x
+
+    def take(self, table, i):
+        """See `Vectors`."""
+        return table[...][i]
+
+    def search(self, table, count, bound, *, equal=False):
+        """See `Vectors`."""
+        side = "right" if equal else "left"
+        return jnp.searchsorted(table[...][:count], bound, side=side, method="compare_all").astype(jnp.int32)
+
+    def cumsum(self, x):
+        """See `Vectors`."""
+        return jnp.cumsum(x)
+
+    def reduce(self, loads, splits, load, split, candidate):
+        """Maxima and sums, by candidate."""
+        loads[...] = loads[...].at[candidate].max(load)
+        splits[...] = splits[...].at[candidate].add(split)
+
+    def following(self, x):
+        """See `Vectors`."""
+        return jnp.concatenate([x[1:], x[-1:]])
+
+    def load(self, ref, count, *row, start=0):
+        """Elements of a row; 0 beyond its end."""
+        place, width = self.iota(count) + start, ref.shape[-1]
+        return jnp.where(place < width, ref[...][(*row, jnp.minimum(place, width - 1))], 0)
+
+    def store_rows(self, ref, columns, start):
+        """Stores rows; what is beyond the end is dropped."""
+        rows = jnp.stack(columns, axis=1)
+        place = jnp.arange(rows.shape[0], dtype=jnp.int32) + start
+        ref[...] = ref[...].at[place].set(rows, mode="drop")

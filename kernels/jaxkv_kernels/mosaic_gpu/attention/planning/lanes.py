@@ -1,0 +1,154 @@
+"""Vectors of int32 that the registers of a warpgroup hold, and tables in its shared memory: what each thread does.
+
+Element 128 r + t of a vector is in register r of thread t.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
+
+LANES, WARPS, WARP = 128, 4, 32
+REF = plgpu.RefType()
+
+
+def layout(count: int) -> Any:
+    """Of vectors of `count` elements, a multiple of LANES."""
+    return plgpu.Layout.WG_STRIDED((count,), 1)
+
+
+def call(function, *arguments, refs: int, result: int = 0):
+    """Calls `function(Threads, *references, *vectors)`: the first `refs` arguments are references.
+
+    Vectors come, and a result of `result` elements goes, as lists of int32 values of a thread, one per register.
+    Scalars come as int32 values.
+    """
+    types: list[Any] = [
+        REF if n < refs else layout(x.shape[0]) if jnp.ndim(x) else SCALAR for n, x in enumerate(arguments)
+    ]
+    returned: Any = plgpu.ShapeDtypeStruct((result,), jnp.int32, layout=layout(result)) if result else None
+
+    @plgpu.inline_mgpu(arg_types=tuple(types), return_type=returned)
+    def run(_, *given):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.extend.mlir import ir
+        from jax.extend.mlir.dialects import vector
+
+        first = ir.DenseI64ArrayAttr.get([0])
+        vectors = [
+            [vector.extract(register, dynamic_position=[], static_position=first) for register in x.registers.flat]
+            if x.shape
+            else x.registers.item()
+            for x in given[refs:]
+        ]
+        threads = Threads()
+        values = function(threads, *given[:refs], *vectors)
+        if not result:
+            return None
+        held = np.empty(result // LANES, dtype=object)
+        for n, value in enumerate(values):
+            held[n] = vector.from_elements(ir.VectorType.get((1,), threads.i32), [value])
+        return mgpu.FragmentedArray(_registers=held, _layout=layout(result).to_mgpu(), _is_signed=True)
+
+    # A vector that is the same everywhere would come as one value.
+    return run(
+        *(
+            plgpu.layout_cast(x, kind) if jnp.ndim(x) and n >= refs else x
+            for n, (x, kind) in enumerate(zip(arguments, types, strict=True))
+        )
+    )
+
+
+class Threads:
+    """Operations of the calling thread on int32 values, and on references."""
+
+    def __init__(self):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.extend.mlir import ir
+        from jax.extend.mlir.dialects import arith
+
+        self._mgpu, self._arith, self._type = mgpu, arith, ir.MemRefType
+        self.i32 = ir.IntegerType.get_signless(32)
+        self.thread = arith.remui(mgpu.utils.thread_idx(), self.constant(LANES))
+        self.lane = arith.remui(self.thread, self.constant(WARP))
+        self.warp = arith.divui(self.thread, self.constant(WARP))
+
+    def constant(self, value: int):
+        """An int32."""
+        return self._mgpu.c(value, self.i32)
+
+    def number(self, register: int, start=None):
+        """The number of the thread's element in a register of a vector that begins at element `start`."""
+        own = self.add(self.thread, self.constant(register * LANES))
+        return own if start is None else self.add(own, start)
+
+    def add(self, a, b):
+        """a + b."""
+        return self._arith.addi(a, b)
+
+    def least(self, a, b):
+        """The smaller."""
+        return self._arith.minsi(a, b)
+
+    def compare(self, kind: str, a, b):
+        """Whether `a` is "slt" (signed less than), "sle" (or equal), "sgt" or "eq" to `b`."""
+        return self._arith.cmpi(getattr(self._arith.CmpIPredicate, kind), a, b)
+
+    def both(self, a, b):
+        """Whether both hold."""
+        return self._arith.andi(a, b)
+
+    def select(self, condition, a, b):
+        """`a` where the condition holds."""
+        return self._arith.select(condition, a, b)
+
+    def load(self, ref, *place):
+        """ref[place]."""
+        utils, (space, address) = self._mgpu.utils, self._address(ref, place)
+        return utils.inline_ptx(f"ld.{space}.b32 $0, [$1];", address, result_types=self.i32, has_side_effects=True)
+
+    def store(self, ref, value, *place) -> None:
+        """ref[place] = value."""
+        space, address = self._address(ref, place)
+        self._mgpu.utils.inline_ptx(f"st.{space}.b32 [$0], $1;", address, value, has_side_effects=True)
+
+    def combine(self, kind: str, ref, value, place) -> None:
+        """ref[place] becomes its maximum ("max") or its sum ("add") with `value`, atomically."""
+        space, address = self._address(ref, [place])
+        self._mgpu.utils.inline_ptx(f"red.{space}.{kind}.s32 [$0], $1;", address, value, has_side_effects=True)
+
+    def _address(self, ref, place):
+        """The memory that a reference is to, and the address of an element."""
+        utils, (element, *inner) = self._mgpu.utils, place
+        for i, size in zip(inner, self._type(ref.type).shape[1:], strict=True):
+            element = self.add(self._arith.muli(element, self.constant(size)), i)
+        space = "shared" if utils.is_smem_ref(ref) else "global"
+        return space, utils.getelementptr(utils.memref_ptr(ref), [element], self.i32)
+
+    def when(self, condition):
+        """A context of what only threads with the condition do."""
+        return self._mgpu.utils.when(condition)
+
+    def barrier(self) -> None:
+        """Waits for all threads of the warpgroup."""
+        self._mgpu.utils.warpgroup_barrier()
+
+    def running_sum(self, value):
+        """The sum of the values of this and all lower lanes of the warp."""
+        for distance in (1, 2, 4, 8, 16):
+            ptx = (
+                f"{{ .reg .pred p; .reg .b32 t; shfl.sync.up.b32 t|p, $1, {distance}, 0, -1; "
+                "@!p mov.b32 t, 0; add.s32 $0, $1, t; }"
+            )
+            value = self._mgpu.utils.inline_ptx(
+                ptx, value, result_types=self.i32, has_side_effects=True, convergent=True
+            )
+        return value
+
+    def over_warp(self, kind: str, value):
+        """The "max" or "add" of all lanes' values."""
+        ptx = f"redux.sync.{kind}.s32 $0, $1, -1;"
+        return self._mgpu.utils.inline_ptx(ptx, value, result_types=self.i32, has_side_effects=True, convergent=True)

@@ -1,0 +1,181 @@
+"""`Vectors` in the registers of a warpgroup, and their tables in its shared memory."""
+
+from math import gcd
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.planning import lanes
+from jaxkv_kernels.mosaic_gpu.attention.planning.lanes import LANES, WARP, WARPS
+
+CHUNK = 1280
+"""The most elements of candidates that are evaluated at once: ten registers per vector."""
+
+
+def padded(count: int) -> int:
+    """`count`, rounded up to whole registers of the warpgroup."""
+    return count + -count % LANES
+
+
+def chunk(width: int) -> int:
+    """Elements of whole candidates of `width`, a multiple of a warp, that fill registers: at most about CHUNK."""
+    together = LANES * width // gcd(LANES, width)
+    return max(CHUNK // together, 1) * together
+
+
+def scratch_name(table: str) -> str:
+    """The shared memory of a table."""
+    return "of_" + table.replace(" ", "_")
+
+
+class Registers:
+    """`Vectors` in the registers of a warpgroup, and tables in shared memory."""
+
+    def __init__(self, scratch):
+        self._scratch = scratch
+
+    def iota(self, count):
+        """See `Vectors`."""
+        count = padded(count)
+        return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=lanes.layout(count))
+
+    def table(self, name, x):
+        """See `Vectors`."""
+        ref = self._scratch[scratch_name(name)]
+        self.store(ref, x, jnp.int32(0))
+        return ref
+
+    def store(self, ref, x, start):
+        """Stores a vector to a table, from element `start` on."""
+
+        def store(threads, ref, x, start):
+            for n, value in enumerate(x):
+                threads.store(ref, value, threads.number(n, start))
+            threads.barrier()
+
+        lanes.call(store, ref, x, start, refs=1)
+
+    def take(self, table, i):
+        """See `Vectors`."""
+
+        def take(threads, table, i):
+            return [threads.load(table, n) for n in i]
+
+        return lanes.call(take, table, i, refs=1, result=i.shape[0])
+
+    def search(self, table, count, bound, *, equal=False):
+        """See `Vectors`."""
+
+        def search(threads, table, bound):
+            found = [threads.constant(0)] * len(bound)
+            for bit in reversed(range(count.bit_length())):
+                for n, b in enumerate(bound):
+                    ahead = threads.add(found[n], threads.constant(1 << bit))
+                    last = threads.add(threads.least(ahead, threads.constant(count)), threads.constant(-1))
+                    passed = threads.compare("sle" if equal else "slt", threads.load(table, last), b)
+                    inside = threads.compare("sle", ahead, threads.constant(count))
+                    found[n] = threads.select(threads.both(inside, passed), ahead, found[n])
+            return found
+
+        return lanes.call(search, table, bound, refs=1, result=bound.shape[0])
+
+    def cumsum(self, x):
+        """See `Vectors`."""
+
+        def cumsum(threads, sums, x):
+            within = [threads.running_sum(value) for value in x]
+            with threads.when(threads.compare("eq", threads.lane, threads.constant(WARP - 1))):
+                for n, value in enumerate(within):
+                    place = threads.add(threads.warp, threads.constant(n * WARPS))
+                    threads.store(sums, value, place)
+            threads.barrier()
+            before, result = threads.constant(0), []
+            for n, value in enumerate(within):
+                own = threads.add(value, before)
+                for warp in range(WARPS):
+                    total = threads.load(sums, threads.constant(n * WARPS + warp))
+                    is_lower = threads.compare("sgt", threads.warp, threads.constant(warp))
+                    own = threads.add(own, threads.select(is_lower, total, threads.constant(0)))
+                    before = threads.add(before, total)
+                result.append(own)
+            threads.barrier()
+            return result
+
+        return lanes.call(cumsum, self._scratch["warps"], x, refs=1, result=x.shape[0])
+
+    def candidates(self, count, width, evaluate):
+        """See `Vectors`."""
+        step = chunk(width)
+        loads, splits = (self._scratch[name] for name in ("loads", "splits"))
+        for table in (loads, splits):
+            self.store(table, jnp.zeros_like(self.iota(table.shape[0])), jnp.int32(0))
+
+        def some(n, _):
+            element = self.iota(step) + n * step
+            load, split = evaluate(element)
+            self.reduce(loads, splits, load, split, lax.div(element, jnp.full_like(element, width)))
+            return ()
+
+        lax.fori_loop(0, -(-count * width // step), some, ())
+        return loads, splits
+
+    def reduce(self, loads, splits, load, split, candidate):
+        """Takes the maxima of `load` and the sums of `split` into tables, at the candidates of the elements."""
+
+        def reduce(threads, loads, splits, load, split, candidate):
+            values = [
+                (threads.over_warp("max", load[n]), threads.over_warp("add", split[n]), place)
+                for n, place in enumerate(candidate)  # the same for all lanes of a warp
+            ]
+            with threads.when(threads.compare("eq", threads.lane, threads.constant(0))):
+                for most, total, place in values:
+                    threads.combine("max", loads, most, place)
+                    threads.combine("add", splits, total, place)
+            threads.barrier()
+
+        lanes.call(reduce, loads, splits, load, split, candidate, refs=2)
+
+    def following(self, x):
+        """See `Vectors`."""
+
+        def following(threads, ref, x):
+            for n, value in enumerate(x):
+                threads.store(ref, value, threads.number(n))
+            threads.barrier()
+            last = threads.constant(len(x) * LANES - 1)
+            one = threads.constant(1)
+            found = [threads.load(ref, threads.least(threads.add(threads.number(n), one), last)) for n in range(len(x))]
+            threads.barrier()
+            return found
+
+        return lanes.call(following, self._scratch["following"], x, refs=1, result=x.shape[0])
+
+    def load(self, ref, count, *row, start=0):
+        """The elements of a row in device memory from `start` on, as many as `count` in a vector; 0 beyond its end."""
+        width = ref.shape[-1]
+
+        def load(threads, ref, start, *row):
+            found = []
+            for n in range(padded(count) // LANES):
+                place = threads.number(n, start)
+                value = threads.load(ref, *row, threads.least(place, threads.constant(width - 1)))
+                found.append(
+                    threads.select(threads.compare("slt", place, threads.constant(width)), value, threads.constant(0))
+                )
+            return found
+
+        return lanes.call(load, ref, jnp.int32(start), *row, refs=1, result=padded(count))
+
+    def store_rows(self, ref, columns, start):
+        """Stores rows of columns to device memory, from row `start` on; what is beyond its end is dropped."""
+
+        def store(threads, ref, start, *columns):
+            for n in range(len(columns[0])):
+                row = threads.number(n, start)
+                with threads.when(threads.compare("slt", row, threads.constant(ref_rows))):
+                    for c, column in enumerate(columns):
+                        threads.store(ref, column[n], row, threads.constant(c))
+
+        ref_rows = ref.shape[0]
+        lanes.call(store, ref, start, *columns, refs=1)

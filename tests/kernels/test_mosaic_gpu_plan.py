@@ -1,0 +1,94 @@
+"""The division of requests by XLA and by kernels: equal to the one that compares everything with everything."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
+from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
+from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel
+from support import plans
+from support.cases import slow
+from support.compare import assert_same_bits
+from support.hopper import kernel_operands, on_hopper, read_early
+
+BLOCKS = 50
+PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
+TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
+OTHER = {"window": 300, "tokens": 3}
+INVARIANT = {"batch_invariant": True}
+CASES = [
+    (1, 132, 64, TILES),
+    (7, 3, 20, {**PAIRS, **OTHER}),
+    (40, 19, 5, {**TILES, **INVARIANT}),
+    slow((128, 132, 64, TILES)),
+    slow((128, 66, 64, PAIRS)),
+    slow((300, 44, 16, {**PAIRS, **OTHER})),
+    slow((300, 132, 9, {**TILES, **OTHER})),
+    slow((129, 66, 20, {**PAIRS, **OTHER, **INVARIANT})),
+    slow((200, 1, 9, PAIRS)),
+]
+"""Requests, partitions, columns of the block tables, options."""
+
+
+def arguments(batch, columns, seed):
+    """Random lengths and tables; some lengths are outside the tables, and some blocks outside the cache."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(-3, 64 * columns + 100, batch) * (rng.random(batch) > 0.2)
+    tables = rng.integers(0, BLOCKS, (batch, columns))
+    if seed % 2:
+        tables[rng.random(tables.shape) < 0.02] = rng.choice([-1, BLOCKS, 2**31 - 1, -(2**31)])
+    return jnp.asarray(lengths, jnp.int32), jnp.asarray(tables, jnp.int32)
+
+
+def check(case, seeds, **how):
+    """Compares all that a plan holds."""
+    batch, partitions, columns, options = case
+    options = {"tokens": 1, "block_size": 64, "partitions": partitions, **options}
+    for seed in seeds:
+        given = arguments(batch, columns, seed)
+        known = None if seed % 4 == 2 else BLOCKS
+        found = make_plan(*given, **options, **how, num_blocks=known)
+        expected = plans.make_plan(*given, **options, num_blocks=BLOCKS)
+        for name in ("partitions", "work_tiles", "split_requests"):
+            assert_same_bits(getattr(found, name), getattr(expected, name))
+        assert found.max_splits == expected.max_splits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_by_xla(case):
+    check(case, range(4))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_by_kernels_interpreted(case):
+    check(case, [1, 2], by_kernel=True, interpret=True)
+
+
+@on_hopper
+@pytest.mark.parametrize("case", CASES)
+def test_by_kernels(case):
+    check(case, range(8), by_kernel=True)
+
+
+def lowered(batch, columns):
+    """A traced plan, and its text."""
+    shape = jax.ShapeDtypeStruct
+    options = {"tokens": 1, "block_size": 64, "num_blocks": BLOCKS, "partitions": 132, "by_kernel": True, **TILES}
+    traced = make_plan.trace(shape((batch,), jnp.int32), shape((batch, columns), jnp.int32), **options)
+    return traced, traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_two_kernels_compute_it():
+    traced, text = lowered(128, 64)
+    check, divide = kernel_operands(text)
+    assert read_early(traced.jaxpr) == [[], [(128,)]]
+    assert divide[0] == check[0]  # the lengths, which `divide` reads before `check` has ended: they must be older
+    assert "stablehlo.reduce" not in text
+
+
+def test_a_batch_that_the_kernels_have_no_room_for_is_divided_by_xla():
+    _, text = lowered(by_kernel.MOST_REQUESTS + 1, 4)
+    assert not kernel_operands(text)
