@@ -32,11 +32,11 @@ this one were converted.  (With a wait that leaves products on their way, the co
 
 Numbers.  Queries become float16, each row divided by a power of two that makes it fit; scores are multiplied by it.
 `fp8` entries have a scale of keys and one of values, which multiply scores and results.  Tokens of `fp8_ds_mla` have
-four: S' is the sum of four products times their scales (and of that of the rotary parts, which are bf16), and each group
-of 128 latents has weights of its own, P times its scale.  So that these fit float16 whatever the scales are, the token's
-largest scale, rounded down to a power of two, is part of the running max: weights are
-exp2(score + log2(largest) - running max), multiplied by scale / largest for each group.  Row sums are of weights divided
-by `largest`.  P is stored times a power of two (`lift`), as large as float16 allows: many small weights add up, and
+four: S' is the sum of four products times their scales (and of that of the rotary parts, which are bf16), and each
+group of 128 latents has weights of its own, P times its scale.  So that these fit float16 whatever the scales are, the
+token's largest scale, rounded down to a power of two, is part of the running max: weights are exp2(score +
+log2(largest) - running max), multiplied by scale / largest for each group.  Row sums are of weights divided by
+`largest`.  P is stored times a power of two (`lift`), as large as float16 allows: many small weights add up, and
 float16 has few exponents below 1.
 
 Barriers, and how many arrivals complete them.
