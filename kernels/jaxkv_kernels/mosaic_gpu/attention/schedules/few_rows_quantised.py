@@ -16,12 +16,14 @@ some row sees.
 Timeline, downwards; `->` names the barrier that a line waits for.
 
     producer                                  consumer w
+    queries of the next work tile to
+      registers
     tile of entries: a copy or two per page   every other tile: S' = K Q'      -> q_full[stage] once, k_full[stage]
       -> k_free[stage]                          mask; vote: does any score exceed the running max by more than the
-    queries of the next work tile to              threshold?  If so: new maximum over keys, rescale O' and the row sums
-      registers, then, scaled and             P = exp2(S' - running max) to shared memory
-      reordered, to shared memory             in a masked tile, first of all: zeros to values of unseen tokens
-      -> q_free[stage], two work tiles ago    O' += V' P', arrives k_free[stage] once the last values are in registers
+    the queries, scaled and reordered, to         threshold?  If so: new maximum over keys, rescale O' and the row sums
+      shared memory                             P = exp2(S' - running max) to shared memory
+      -> q_free[stage], two work tiles ago      in a masked tile, first of all: zeros to values of unseen tokens
+    the other tiles                             O' += V' P', arrives k_free[stage] once the last values are in registers
                                               after the last tile: arrives q_free[stage];
                                                 1: running max, row sums and O' to shared memory, all of O' at once or,
                                                    where there is no room, a quarter at a time -> taken; arrives given
@@ -139,9 +141,8 @@ def attend_few_rows_quantised(
                 paged.fetch(found, origin + step * TILE, raw, stage, k_full.at[stage])
                 return used + 1, ahead
 
-            def fetch_queries(request, n):
+            def store_queries(loaded, n):
                 stage = query_stage_of(n)
-                loaded = tiles.load_queries(q_refs, place_of(request))
 
                 @pl.when(n - first >= query_stages)
                 def _():
@@ -154,10 +155,14 @@ def attend_few_rows_quantised(
             def run(n, carry):
                 used, found, (request, begin, end, *_, origin) = carry
                 ahead = load_work_tile(work_tiles_ref, n + 1)
-                carry = fetch(request, origin, begin, (used, found))
-                fetch_queries(request, n)
+                loaded = tiles.load_queries(q_refs, place_of(request))
+                # At first, all stages are free: their copies need not wait for the queries.
+                early = jnp.minimum(begin + jnp.where(n == first, stages, 1), end)
+                one = partial(fetch, request, origin)
+                carry = lax.fori_loop(begin, early, one, (used, found))
+                store_queries(loaded, n)
                 next_found = look_up_first(ahead)  # early, while entries of this work tile are still to be fetched
-                used, _ = lax.fori_loop(begin + 1, end, partial(fetch, request, origin), carry)
+                used, _ = lax.fori_loop(early, end, one, carry)
                 return used, next_found, ahead
 
             used, *_ = lax.fori_loop(first, work_end, run, (jnp.int32(0), look_up_first(first_tile), first_tile))
