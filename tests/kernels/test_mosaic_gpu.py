@@ -28,8 +28,14 @@ class Mosaic:
     latent, rope = 512, 64
     exact = "bf16"
     gaps = (
-        "entries of format",  # float32 has no wgmma; quantised entries are to come
+        "entries of format",  # float32 has no wgmma
+        "entries of 77 + 14",  # quantised entries, too, have DeepSeek's sizes
+        "query tokens x heads",  # quantised entries with more than 16 rows
         "blocks of",  # TMA tiles are of whole 16-token pages
+        "token stride",  # entries that are not side by side, of quantised caches
+        "offset of",  # bulk copies of quantised entries begin at multiples of 16 bytes
+        "layer stride of",
+        "block stride of",
         "`q_latent` of",  # queries of another dtype than the entries
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
@@ -73,6 +79,14 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_few_rows_of_more_requests_than_a_cta_has_places_for(self):
         self.case((1, 66, 0, 3, 0) * 4, 2, 3)
 
+    @pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla"])
+    def test_few_rows_of_quantised_entries(self, form):
+        self.case((130, 0), 3, 2, form=form, block_size=16)
+
+    @pytest.mark.parametrize("form", [slow("fp8"), slow("fp8_ds_mla")])
+    def test_quantised_entries_of_more_requests_than_ctas(self, form):
+        self.case((1, 66, 0, 600, 0) * 2, 16, form=form, layout="LBNHC", logit_cap=2.0)
+
     def test_a_cluster_shares_the_keys(self):
         self.case((200, 129), 128, form="f16")
 
@@ -111,6 +125,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
 
 CASES = [("LBNHC", 4, 2, 16, 30.0), ("BLNHC", 1, 128, 64, 30.0), ("LBNHC", 3, 20, 128, None)]
+QUANTISED = [("fp8", "LBNHC", 4, 2, 16, 30.0), ("fp8_ds_mla", "BLNHC", 1, 16, 64, None)]
 SIZES = [
     (4, 2, 16, 30.0),
     (1, 128, 64, 30.0),
@@ -123,25 +138,30 @@ SIZES = [
 
 
 @pytest.mark.parametrize(
-    ("order", "tokens", "heads", "block_size", "cap"),
-    [*CASES, *(slow(order, *sizes) for order in ("BLNHC", "LBNHC") for sizes in SIZES if (order, *sizes) not in CASES)],
+    ("form", "order", "tokens", "heads", "block_size", "cap"),
+    [
+        *(("bf16", *case) for case in CASES),
+        *QUANTISED,
+        *(slow("bf16", order, *n) for order in ("BLNHC", "LBNHC") for n in SIZES if (order, *n) not in CASES),
+    ],
 )
-def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
-    entry = jaxkv.MLAEntry("bf16")
+def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
+    entry = jaxkv.MLAEntry(form)
     layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=block_size, entry=entry, order=order)
     shape = jax.ShapeDtypeStruct
     arrays = (
         shape((4, tokens, heads, 512), jnp.bfloat16),
         shape((4, tokens, heads, 64), jnp.bfloat16),
-        shape((layout.size,), jnp.bfloat16),
+        shape((layout.size,), layout.dtype),
         shape((4, 9), jnp.int32),
         shape((4,), jnp.int32),
         shape((), jnp.int32),
         shape((), jnp.float32),
+        shape((), jnp.float32) if form == "fp8" else None,
     )
 
     def decode(*arrays):
-        return mosaic_gpu.KERNELS["decode_mla"].run(*arrays, None, None, pages=layout.pages, entry=entry, logit_cap=cap)
+        return mosaic_gpu.KERNELS["decode_mla"].run(*arrays, None, pages=layout.pages, entry=entry, logit_cap=cap)
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

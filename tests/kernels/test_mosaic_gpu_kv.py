@@ -23,7 +23,9 @@ class Mosaic:
     head_dim, value_dim = 128, 64
     exact = "bf16"
     gaps = (
-        "entries of format",  # float32 has no wgmma; quantised entries are to come
+        "entries of",  # float32 has no wgmma; quantised heads are of 128 or 256 values
+        "query tokens x heads",  # quantised entries with more than 16 rows per head
+        "`q` of",  # queries of another dtype than the entries
         "blocks of",  # TMA tiles are of whole 16-token pages
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
@@ -40,6 +42,13 @@ class TestDecodeKV(Mosaic, suites.DecodeKV):
         cache, q = scene.cache(layout, 1), self.query(entry, len(scene.lengths), 1, 8)
 
         suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, scene, layer), cache)
+
+
+@on_hopper
+class TestQuantisedHeads(TestDecodeKV):
+    """The whole suite in sizes that quantised entries have, too."""
+
+    value_dim = 128
 
 
 @on_hopper
@@ -75,6 +84,17 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
 
     def test_heads_outside_the_block(self):
         self.case((200, 129), 2, 1, layout="LHBNC", form="f16")
+
+    @pytest.mark.parametrize("layout", ["BLNHC", slow("LBHNC")])
+    def test_few_rows_of_quantised_entries(self, layout, monkeypatch):
+        monkeypatch.setattr(self, "value_dim", 128)
+        self.case((0, 130), 2, 2, 2, form="fp8", layout=layout, block_size=16, window=70)
+
+    @pytest.mark.slow
+    def test_quantised_entries_of_large_heads(self, monkeypatch):
+        monkeypatch.setattr(self, "head_dim", 256)
+        monkeypatch.setattr(self, "value_dim", 256)
+        self.case((1, 300), 2, 10, form="fp8", logit_cap=2.0)
 
     def test_several_tiles_of_rows_of_several_tokens(self):
         self.case((3, 140), 1, 23, 3, layout="LBHNC", layer=2)
@@ -120,26 +140,43 @@ CASES = [
 """Sizes of an entry, heads, queries per head, query tokens, tokens per block, options."""
 
 
+QUANTISED = [
+    ((128, 128), 8, 8, 2, 16, {"window": 100}),
+    ((256, 128), 2, 5, 1, 256, {"logit_cap": 30.0}),
+]
+"""The same for `fp8`."""
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_quantised_heads_lower_for_hopper(case):
+    assert_lowers("fp8", "LBHNC", case)
+
+
 @each_value(("order", "case"), jaxkv.ORDERS, CASES)
 def test_lowers_for_hopper(order, case):
+    assert_lowers("bf16", order, case)
+
+
+def assert_lowers(form, order, case):
     sizes, heads, group, tokens, block_size, keywords = case
-    entry = jaxkv.KVEntry("bf16", *sizes)
+    entry = jaxkv.KVEntry(form, *sizes)
     layout = jaxkv.CacheLayout(
         num_layers=32, num_blocks=4096, block_size=block_size, num_heads=heads, entry=entry, order=order
     )
     shape = jax.ShapeDtypeStruct
     arrays = (
         shape((4, tokens, heads * group, sizes[0]), jnp.bfloat16),
-        shape((layout.size,), jnp.bfloat16),
+        shape((layout.size,), layout.dtype),
         shape((4, 9), jnp.int32),
         shape((4,), jnp.int32),
         shape((), jnp.int32),
         shape((), jnp.float32),
+        *((shape((), jnp.float32), shape((heads,), jnp.float32)) if form == "fp8" else (None, None)),
     )
     options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, **keywords}
 
     def decode(*arrays):
-        return mosaic_gpu.KERNELS["decode_kv"].run(*arrays, None, None, None, **options)
+        return mosaic_gpu.KERNELS["decode_kv"].run(*arrays, None, **options)
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -6,6 +6,7 @@ from typing import Any
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.logit_cap import too_large
+from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
@@ -25,15 +26,25 @@ MOST_VALUES = 2048
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla` call."""
-    yield from _attention(
-        options["entry"], options["pages"], {"buffer": arrays["buffer"], "q_latent": arrays["q_latent"]}
-    )
+    entry, q = options["entry"], arrays["q_latent"]
+    if _quantised(entry):
+        yield from _quantised_mla(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
+        if q.dtype != entry.input_dtype:
+            yield f"`q_latent` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+    else:
+        yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q_latent": q})
     yield from too_large(options)
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
-    yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"], "q": arrays["q"]})
+    entry, q = options["entry"], arrays["q"]
+    if _quantised(entry):
+        yield from _quantised_kv(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
+        if q.dtype != entry.input_dtype:
+            yield f"`q` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+    else:
+        yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q": q})
     yield from too_large(options)
 
 
@@ -50,7 +61,51 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
+    entry, pages = options["entry"], options["pages"]
+    if _quantised(entry):
+        reasons = _quantised_mla if entry.one_head else _quantised_kv
+        yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
+        return
     yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"]})
+
+
+def _quantised(entry) -> bool:
+    """Whether entries are not of a float dtype."""
+    return entry.dtype != entry.input_dtype
+
+
+def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
+    """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
+    if entry.sizes != (LATENT, ROPE):
+        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports {LATENT} + {ROPE}"
+    yield from _rows(entry, rows)
+    yield from _block_sizes(pages)
+    if pages.token_stride != pages.width:
+        yield f"token stride {pages.token_stride}: supports {pages.width}, tokens that are contiguous"
+    yield from _unaligned(_steps(pages, ("layer",)), buffer.dtype.itemsize)
+    try:
+        row_view(pages)
+    except ValueError as error:
+        yield str(error)
+
+
+def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
+    """Reasons against attending to such keys and values, quantised, with so many query tokens x heads per request."""
+    if not {*entry.sizes} <= {128, 256}:
+        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports 128 and 256 of each, if quantised"
+    yield from _rows(entry, rows // pages.num_heads)
+    yield from _block_sizes(pages)
+    yield from _origins(pages, buffer)
+
+
+def _rows(entry, rows: int) -> Iterator[str]:
+    if rows > FEW_ROWS:
+        yield f"query tokens x heads of {rows}: supports up to {FEW_ROWS} with entries of format {entry.format!r}"
+
+
+def _block_sizes(pages) -> Iterator[str]:
+    if pages.block_size not in (16, 32, 64, 128, 256):
+        yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
 
 
 def _attention(entry, pages, arrays) -> Iterator[str]:
@@ -63,10 +118,13 @@ def _attention(entry, pages, arrays) -> Iterator[str]:
     for name, array in arrays.items():
         if name != "buffer" and array.dtype != entry.dtype:
             yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"
-    if pages.block_size not in (16, 32, 64, 128, 256):
-        yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
-    itemsize = arrays["buffer"].dtype.itemsize
-    yield from _unaligned({**_steps(pages, ("layer", "token", "head")), "buffer": pages.size}, itemsize)
+    yield from _block_sizes(pages)
+    yield from _origins(pages, arrays["buffer"])
+
+
+def _origins(pages, buffer) -> Iterator[str]:
+    """Reasons against copying from where the strides put pages."""
+    yield from _unaligned({**_steps(pages, ("layer", "token", "head")), "buffer": pages.size}, buffer.dtype.itemsize)
     if pages.size // origin_step(pages) >= ROW_LIMIT:
         yield (
             f"a buffer of {pages.size} elements whose strides are multiples of {origin_step(pages)} only: supports "

@@ -48,6 +48,7 @@ class SplitCosts:
 
 _PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)
 _TILE_COSTS = SplitCosts(least=2, overhead=0, combining=128, split=2)
+_QUANTISED_TILE_COSTS = replace(_TILE_COSTS, least=4)
 _THRESHOLDS = (0, 4, 8, 12)
 _PRODUCER_REGISTERS = (24, 40)
 
@@ -102,6 +103,50 @@ class FewRowsConfig:
         require(self.stages == 2, self, "stages", "2, which is what shared memory holds")
         require(2 <= self.query_stages <= 4, self, "query_stages", "2 to 4, which is what shared memory holds")
         _check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewRowsQuantisedConfig:
+    """`decode_mla` with up to FEW_ROWS rows per request, and entries of format `fp8` or `fp8_ds_mla`."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "keys_at_once": (1, 2, 3),
+        "rescale_threshold": _THRESHOLDS,
+        "split_costs": tuple(replace(_QUANTISED_TILE_COSTS, least=least) for least in (2, 4, 8)),
+    }
+
+    stages: int = 4
+    """Tiles of entries in shared memory, 36 or 41 KiB each.  Even, so that a consumer always has the same ones."""
+    query_stages: int = 2
+    """Work tiles whose queries are in shared memory, 18 KiB each."""
+    keys_at_once: int = 2
+    """Groups of 64 columns of keys that are converted while the products of as many are on their way: each takes 16
+    registers then."""
+    producer_registers: int = 88
+    """As in WideConfig.  The producer holds the queries of a work tile while it scales them."""
+    rescale_threshold: int = 4
+    """As in WideConfig.  Weights are float16, lifted by what the threshold leaves of its range, so a smaller one keeps
+    smaller weights: with 4, those of 2**-24 have all their bits."""
+    split_costs: SplitCosts = _QUANTISED_TILE_COSTS
+    """In steps of one tile, each half of the bytes of a bf16 tile."""
+
+    def __post_init__(self):
+        most = 8 if isinstance(self, KVQuantisedConfig) else 4
+        ok = self.stages % 2 == 0 and 2 <= self.stages <= most
+        require(ok, self, "stages", f"an even number, at most the {most} that shared memory holds")
+        require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
+        require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
+        _check_registers(self, 72, 88, 104)
+        _check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVQuantisedConfig(FewRowsQuantisedConfig):
+    """`decode_kv` with entries of format `fp8`."""
+
+    stages: int = 8
+    """The most tiles of keys and values in shared memory, 16 KiB each for heads of 128; larger ones leave room for
+    fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Grouped-query and multi-head decode in bf16 or f16, on sm_90: attention per KV head, then `combine` for splits."""
+"""Grouped-query and multi-head decode on sm_90: attention per KV head, then `combine` for splits."""
 
 from functools import partial
 
@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE, KVConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE, KVQuantisedConfig
+from jaxkv_kernels.mosaic_gpu.attention.plan import default_config, plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
+from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedHeads
+from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.kv import attend_kv
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
@@ -18,35 +21,45 @@ def decode_kv(
     q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
 ):
     """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
-    del k_scale, v_scale
     _, tokens, heads, _ = q.shape
+    config = configuration(default_config(entry, tokens * heads // pages.num_heads))
+    scales = () if k_scale is None else tuple(jnp.reshape(scale, (-1,)) for scale in (k_scale, v_scale))
     plan = plan_or_default(
         plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens, window=window
     )
     buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
     return _decode(
-        q, buffer, block_tables, layer, scale, plan, pages=pages, entry=entry, logit_cap=logit_cap, window=window,
-        config=configuration(KVConfig()), interpret=bool(interpreting.value),
+        q, buffer, block_tables, layer, scale, scales, plan,
+        pages=pages, entry=entry, logit_cap=logit_cap, window=window, config=config, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window", "config", "interpret"))
-def _decode(q, buffer, block_tables, layer, scale, plan, *, pages, entry, logit_cap, window, config, interpret):
+def _decode(q, buffer, block_tables, layer, scale, scales, plan, *, pages, entry, logit_cap, window, config, interpret):
     batch, tokens, query_heads, _ = q.shape
     heads, group = pages.num_heads, query_heads // pages.num_heads
     rows = tokens * group
     # TMA copies tiles of 8 rows, and clips them where an axis is shorter than one.
-    padded = rows if rows <= 8 else rows + -rows % (8 if rows <= TILE else TILE)
+    quantised = isinstance(config, KVQuantisedConfig)
+    padded = rows if rows <= 8 and not quantised else rows + -rows % (8 if rows <= TILE else TILE)
     q = q.reshape(batch, tokens, heads, group, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
-    out, lse, split_out, split_lse, split_scale = attend_kv(
-        q, buffer, block_tables, layer, scale, plan,
-        tokens=tokens, group=group, pages=pages, entry=entry, logit_cap=logit_cap, window=window, config=config,
-        interpret=interpret,
-    )  # fmt: skip
+    if quantised:
+        found = attend_few_rows_quantised(
+            (q.reshape(batch * heads, padded, -1),), buffer, block_tables, layer, scale, scales, plan,
+            tiles=(InterpretedHeads if interpret else HeadTiles)(entry), tokens=tokens, group=group, pages=pages,
+            logit_cap=logit_cap, window=window, config=config, interpret=interpret,
+        )  # fmt: skip
+    else:
+        found = attend_kv(
+            q, buffer, block_tables, layer, scale, plan,
+            tokens=tokens, group=group, pages=pages, entry=entry, logit_cap=logit_cap, window=window, config=config,
+            interpret=interpret,
+        )  # fmt: skip
+    out, lse, split_out, split_lse, split_scale = found
     by_row = heads * padded
-    out, split_out = (x.reshape(x.shape[0], by_row, -1) for x in (out, split_out))
-    lse, split_lse = (x.reshape(x.shape[0], by_row) for x in (lse, split_lse))
+    out, split_out = (x.reshape(-1, by_row, x.shape[-1]) for x in (out, split_out))
+    lse, split_lse = (x.reshape(-1, by_row) for x in (lse, split_lse))
     split_scale = split_scale.reshape(-1, 1, by_row)
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=by_row, interpret=interpret)
 

@@ -1,6 +1,7 @@
-"""Dense MLA decode for latents of 512 and rotary parts of 64 values, in bf16 or f16, on sm_90.
+"""Dense MLA decode for latents of 512 and rotary parts of 64 values, on sm_90.
 
-One of two schedules, by the rows of a request (query tokens x heads), and the kernel that combines splits.
+One of three schedules, by the rows of a request (query tokens x heads) and the format of entries, and the kernel that
+combines splits.
 """
 
 from functools import partial
@@ -9,9 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, FewRowsConfig, WideConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, FewRowsQuantisedConfig
+from jaxkv_kernels.mosaic_gpu.attention.plan import default_config, plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedLatents
+from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
+from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
@@ -23,28 +27,38 @@ def decode_mla(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
 ):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    del kv_scale
     _, tokens, heads, _ = q_latent.shape
     plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
     buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
-    config = configuration(FewRowsConfig() if tokens * heads <= FEW_ROWS else WideConfig())
+    config = configuration(default_config(entry, tokens * heads))
     return _decode(
-        q_latent, q_pe, buffer, block_tables, layer, scale, plan,
-        pages=pages, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
+        q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan,
+        pages=pages, entry=entry, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("pages", "logit_cap", "config", "interpret"))
-def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, plan, *, pages, logit_cap, config, interpret):
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "interpret"))
+def _decode(
+    q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, config, interpret
+):  # fmt: skip
     batch, tokens, heads, _ = q_latent.shape
     rows = tokens * heads
     # TMA tiles are of 8 rows; whole tiles past the last row it fills with zeros and clips by itself.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
-    attend = attend_few_rows if isinstance(config, FewRowsConfig) else attend_wide
-    out, lse, split_out, split_lse, split_scale = attend(
-        q_latent, q_pe, buffer, block_tables, layer, scale, plan,
-        tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, config=config, interpret=interpret,
-    )  # fmt: skip
+    if isinstance(config, FewRowsQuantisedConfig):
+        scales = () if kv_scale is None else (jnp.reshape(kv_scale, (1,)),) * 2
+        found = attend_few_rows_quantised(
+            (q_latent, q_pe), buffer, block_tables, layer, scale, scales, plan,
+            tiles=(InterpretedLatents if interpret else LatentTiles)(entry), tokens=tokens, group=heads, pages=pages,
+            logit_cap=logit_cap, window=None, config=config, interpret=interpret,
+        )  # fmt: skip
+    else:
+        attend = attend_few_rows if isinstance(config, FewRowsConfig) else attend_wide
+        found = attend(
+            q_latent, q_pe, buffer, block_tables, layer, scale, plan,
+            tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, config=config, interpret=interpret,
+        )  # fmt: skip
+    out, lse, split_out, split_lse, split_scale = found
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=rows, interpret=interpret)
     return out[:, :rows].reshape(batch, tokens, heads, LATENT), lse[:, :rows].reshape(batch, tokens, heads)

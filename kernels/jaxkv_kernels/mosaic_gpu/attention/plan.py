@@ -13,6 +13,7 @@ splits, which `combine` merges.
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,9 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     PAIR,
     TILE,
     FewRowsConfig,
+    FewRowsQuantisedConfig,
     KVConfig,
+    KVQuantisedConfig,
     SplitCosts,
     WideConfig,
 )
@@ -59,15 +62,28 @@ class Plan:
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens per request, with a partition per CTA."""
     del buffer
-    few_rows = entry.one_head and tokens * heads <= FEW_ROWS
-    config = configuration(FewRowsConfig() if few_rows else WideConfig() if entry.one_head else KVConfig())
+    config = configuration(default_config(entry, tokens * heads // pages.num_heads))
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
     partitions = 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)
     return make_plan(
         seq_lens, block_tables, partitions=partitions, tokens=tokens, block_size=pages.block_size,
         num_blocks=pages.num_blocks, window=window, batch_invariant=batch_invariant,
-        step=TILE if few_rows else PAIR, costs=config.split_costs, by_kernel=not interpreting.value,
+        step=PAIR if isinstance(config, WideConfig | KVConfig) else TILE, costs=config.split_costs,
+        by_kernel=not interpreting.value,
     )  # fmt: skip
+
+
+def default_config(entry, rows: int) -> Any:
+    """The default configuration of a `decode_mla` or `decode_kv` call: its class stands for the schedule.
+
+    `rows`: query tokens x query heads of a KV head.
+    """
+    quantised = not jnp.issubdtype(entry.dtype, jnp.floating)
+    if not entry.one_head:
+        return KVQuantisedConfig() if quantised else KVConfig()
+    if rows > FEW_ROWS:
+        return WideConfig()
+    return FewRowsQuantisedConfig() if quantised else FewRowsConfig()
 
 
 def plan_or_default(

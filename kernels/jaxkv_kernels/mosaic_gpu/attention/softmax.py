@@ -8,8 +8,10 @@ vote.  Most tiles therefore need neither a maximum over rows nor a rescale.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -40,6 +42,8 @@ class OnlineSoftmax:
     keys: int
     threshold: float
     interpret: bool
+    max_over_keys: Callable[[jax.Array], jax.Array] | None = None
+    """Pallas's own maximum over axis 0 has scratch memory that only one warpgroup may use at a time."""
 
     def empty_max(self, rows: int):
         """The initial running max of `rows` rows."""
@@ -96,7 +100,8 @@ class OnlineSoftmax:
         return any_positive(above, interpret=self.interpret, warpgroup=self.keys == 0)
 
     def _raise(self, scores, running_max):
-        return jnp.maximum(running_max, scores.max(axis=self.keys))
+        found = scores.max(axis=self.keys) if self.max_over_keys is None else self.max_over_keys(scores)
+        return jnp.maximum(running_max, found)
 
     def _multiply(self, factor, sums):
         return tuple(x * self._spread(factor, x) for x in sums)

@@ -1,0 +1,118 @@
+"""Tiles of quantised keys and values of one KV head: swizzled, apart from each other."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.formats.entries import KVEntry
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
+from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, KEY_GROUP, Tiles, words
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+
+ROOM = 160 * 1024
+"""Bytes of shared memory for tiles."""
+SWIZZLED = plgpu.RefType(swizzled(1, dtype=jnp.uint8).transforms)
+
+
+@dataclass(frozen=True)
+class HeadTiles(Tiles):
+    """Tiles of `fp8` entries: two references, keys uint8 [stages, 64, D] and values [stages, 64, Dv]."""
+
+    entry: KVEntry
+
+    @property
+    def query_dtypes(self):
+        """All of them."""
+        return (jnp.dtype(jnp.float16),)
+
+    @property
+    def query_groups(self):
+        """Of a head."""
+        return (self.entry.head_dim // KEY_GROUP,)
+
+    @property
+    def value_groups(self):
+        """Of a head."""
+        return self.entry.value_dim // GROUP
+
+    def stages(self, most):
+        """An even number."""
+        return min(most, ROOM // (2 * TILE * sum(self.entry.sizes)) * 2)
+
+    def raw_types(self, stages: int):
+        """Shared memory."""
+        return tuple(swizzled(stages, TILE, width, dtype=jnp.uint8) for width in self.entry.sizes)
+
+    def copies(self, pages) -> int:
+        """Copies per tile."""
+        return 2 * copies_per_tile(pages)
+
+    def operand(self, buffer: jax.Array, pages) -> jax.Array:
+        """What pages are copied from; no copy."""
+        return token_rows(pages).of(buffer)
+
+    def loader(self, ref, table: PageTable, layer, head):
+        """Of tiles of that layer and head."""
+        return HeadPages(self.entry, ref, table, layer, head)
+
+    def load_keys(self, raw, stage, group):
+        """Of the first reference."""
+        held = words(8)
+
+        @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=held)
+        def load(_, ref, stage):
+            found = lanes.load_head_keys(ref, stage.registers.item(), self.entry.head_dim, group)
+            return lanes.as_array(found, held.layout)
+
+        return load(raw[0], stage)
+
+    def load_values(self, raw, stage, step):
+        """Of the second."""
+
+        @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=self._values)
+        def load(_, ref, stage):
+            found = lanes.load_head_values(ref, stage.registers.item(), self.entry.value_dim, step)
+            return lanes.as_array(found, self._values.layout)
+
+        return load(raw[1], stage)
+
+    def _clear_token(self, raw, stage, row):
+        @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR, SCALAR))
+        def clear(_, ref, stage, row):
+            lanes.clear_head_values(ref, stage.registers.item(), self.entry.value_dim, row.registers.item())
+
+        clear(raw[1], stage, row)
+
+
+class HeadPages:
+    """Pages of a cache, any strides: two TMA copies per block that a tile lies in."""
+
+    def __init__(self, entry: KVEntry, kv_ref, table: PageTable, layer, head):
+        self._entry, self._kv_ref, self._table, self._layer, self._head = entry, kv_ref, table, layer, head
+        self._view = token_rows(table.pages)
+        self._view.install(kv_ref)
+
+    def look_up(self, request, first_token):
+        """The blocks of a tile.  Call it one tile ahead, so that nothing waits for these loads."""
+        return self._table.blocks(request, first_token)
+
+    def fetch(self, found, first_token, raw, stage, full) -> None:
+        """Starts the copies of a tile.  For blocks outside the cache, those of block 0: masked later."""
+        pages, rows = self._table.pages, self._table.copy_rows
+        for c, block in enumerate(found):
+            token = lax.rem(first_token + c * rows, jnp.int32(pages.block_size))
+            block = jnp.where(self._table.known(block), block, 0)
+            origin, row = self._view.index(self._layer, block, token, self._head)
+            for ref, first, width in zip(raw, (0, self._entry.head_dim), self._entry.sizes, strict=True):
+                # Traced, since Pallas checks constants against the shape of the operand.
+                columns = pl.ds(pl.multiple_of(jnp.int32(first) + (origin - origin), 128), width)
+                source = self._kv_ref.at[origin, pl.ds(row, rows), columns]
+                plgpu.copy_gmem_to_smem(source, ref.at[stage, pl.ds(c * rows, rows)], full)

@@ -1,0 +1,115 @@
+"""Tiles for Pallas's interpreter, which runs no inline PTX: the same values in the same order."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE
+from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
+from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
+from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
+from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, N, Tiles
+
+
+class Interpreted(Tiles):
+    """What both kinds share."""
+
+    def _keys(self, raw, stage):
+        """[64, bytes]."""
+        raise NotImplementedError
+
+    def _value_bytes(self, raw, stage):
+        """[64, columns]."""
+        raise NotImplementedError
+
+    def load_keys(self, raw, stage, group):
+        """[64, 64]."""
+        return self._keys(raw, stage)[:, KEY_GROUP * group : KEY_GROUP * (group + 1)]
+
+    def load_values(self, raw, stage, step):
+        """[16, columns]."""
+        return self._value_bytes(raw, stage)[N * step : N * (step + 1)]
+
+    def convert_keys(self, loaded, group):
+        """[64, 64]."""
+        return _ordered(lax.bitcast_convert_type(loaded, jnp.float8_e4m3fn).astype(jnp.float16))
+
+    def convert_values(self, loaded, group):
+        """[128, 16]."""
+        values = lax.bitcast_convert_type(loaded[:, GROUP * group : GROUP * (group + 1)], jnp.float8_e4m3fn)
+        values = values.astype(jnp.float16).reshape(N, 4, 8, 2, 2).transpose(3, 1, 4, 2, 0)
+        return values.reshape(GROUP, N)
+
+    def over_warps(self, kind, x, stats, side):
+        """[16]."""
+        return {"max": jnp.max, "add": jnp.sum}[kind](x, axis=0)
+
+    def store_rows(self, ref, place, parts):
+        """In the order of columns."""
+        rows = ref.shape[1]
+        parts = [part.reshape(2, 4, 2, 8, N).transpose(4, 1, 3, 0, 2).reshape(N, GROUP)[:rows] for part in parts]
+        ref[place] = jnp.concatenate(parts, axis=1)
+
+    def load_queries(self, refs, place):
+        """[16, ...] each."""
+        return [jnp.pad(ref[place].astype(jnp.float32), ((0, N - ref.shape[1]), (0, 0))) for ref in refs]
+
+    def store_queries(self, refs, stats, stage, loaded):
+        """In the order of keys."""
+        factor, inverse = scale_to_fit(jnp.abs(jnp.concatenate(loaded, axis=1)).max(axis=1))
+        for ref, x in zip(refs, loaded, strict=True):
+            ref[stage] = _ordered((x * factor[:, None]).astype(ref.dtype))
+        stats[INVERSES + stage] = inverse
+
+
+class InterpretedLatents(Interpreted, LatentTiles):
+    """Of MLA entries."""
+
+    def _keys(self, raw, stage):
+        return raw[0][stage].reshape(TILE, self.entry.nbytes)
+
+    def _value_bytes(self, raw, stage):
+        return self._keys(raw, stage)[:, : GROUP * self.value_groups]
+
+    def load_keys(self, raw, stage, group):
+        """[64, 64], or [64, 128] bytes of bf16."""
+        if self.scaled and group == self.key_groups - 1:
+            return self._keys(raw, stage)[:, -2 * KEY_GROUP :]
+        return super().load_keys(raw, stage, group)
+
+    def convert_keys(self, loaded, group):
+        """[64, 64]."""
+        if self.scaled and group == self.key_groups - 1:
+            return _ordered(lax.bitcast_convert_type(loaded.reshape(TILE, KEY_GROUP, 2), jnp.bfloat16))
+        return super().convert_keys(loaded, group)
+
+    def load_scales(self, raw, stage):
+        """[64] each."""
+        if not self.scaled:
+            return []
+        found = self._keys(raw, stage)[:, self.scales_at : self.scales_at + 4 * self.value_groups]
+        scales = lax.bitcast_convert_type(found.reshape(TILE, self.value_groups, 4), jnp.float32)
+        return [scales[:, group] for group in range(self.value_groups)]
+
+    def _clear_token(self, raw, stage, row):
+        width = self.entry.nbytes
+        raw[0][stage, pl.ds(row * width, width)] = jnp.zeros(width, jnp.uint8)
+
+
+class InterpretedHeads(Interpreted, HeadTiles):
+    """Of keys and values of heads."""
+
+    def _keys(self, raw, stage):
+        return raw[0][stage]
+
+    def _value_bytes(self, raw, stage):
+        return raw[1][stage]
+
+    def _clear_token(self, raw, stage, row):
+        raw[1][stage, row] = jnp.zeros(self.entry.value_dim, jnp.uint8)
+
+
+def _ordered(x):
+    """Columns, 64 by 64, in the order of keys."""
+    rows, columns = x.shape
+    return x.reshape(rows, columns // 64, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5).reshape(rows, columns)

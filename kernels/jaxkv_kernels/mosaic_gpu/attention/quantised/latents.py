@@ -1,0 +1,137 @@
+"""Tiles of quantised MLA entries: whole entries, one after the other; values are the first 512 columns of keys."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
+from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, KEY_GROUP, PLAIN, Array, Tiles, words
+from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, SCALAR
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
+from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
+
+
+@dataclass(frozen=True)
+class LatentTiles(Tiles):
+    """Tiles of `fp8` or `fp8_ds_mla` entries: one reference, uint8 [stages, bytes of a tile]."""
+
+    entry: MLAEntry
+
+    @property
+    def query_groups(self):
+        """Of latents and of rotary parts."""
+        return LATENT // KEY_GROUP, ROPE // KEY_GROUP
+
+    @property
+    def value_groups(self):
+        """Of a latent."""
+        return LATENT // GROUP
+
+    @property
+    def scaled(self):
+        """Then rotary keys are bf16."""
+        return self.entry.format == "fp8_ds_mla"
+
+    @property
+    def query_dtypes(self):
+        """Rotary queries are of the dtype of rotary keys."""
+        return jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16 if self.scaled else jnp.float16)
+
+    @property
+    def scales_at(self) -> int:
+        """Where the scales of an entry begin."""
+        return next(part.offset for part in self.entry.parts() if part.name == "scales")
+
+    @property
+    def _swapped(self):
+        return self.entry.nbytes % 128 == 64
+
+    def raw_types(self, stages: int):
+        """Shared memory."""
+        return (plgpu.SMEM((stages, TILE * self.entry.nbytes), jnp.uint8),)
+
+    def copies(self, pages) -> int:
+        """Copies per tile."""
+        return copies_per_tile(pages)
+
+    def operand(self, buffer: jax.Array, pages) -> jax.Array:
+        """What pages are copied from; no copy."""
+        return buffer.reshape(row_view(pages).shape)
+
+    def loader(self, ref, table: PageTable, layer, head):
+        """Of tiles of that layer."""
+        del head
+        return EntryPages(ref, table, layer)
+
+    def load_keys(self, raw, stage, group):
+        """The last group is the rotary part."""
+        wide = self.scaled and group == self.key_groups - 1
+        held = words(16 if wide else 8)
+
+        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
+        def load(_, ref, stage):
+            found = lanes.load_latents(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
+            return lanes.as_array(found, held.layout)
+
+        return load(raw[0], stage)
+
+    def load_values(self, raw, stage, step):
+        """Of the same bytes."""
+
+        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
+        def load(_, ref, stage):
+            nbytes, swapped = self.entry.nbytes, self._swapped
+            found = lanes.load_latents_of_tokens(ref, stage.registers.item(), nbytes, step, swapped=swapped)
+            return lanes.as_array(found, self._values.layout)
+
+        return load(raw[0], stage)
+
+    def load_scales(self, raw, stage):
+        """One for each 128 latents."""
+        if not self.scaled:
+            return []
+        types = [Array((TILE,), jnp.float32, layout=ROW)] * self.value_groups
+
+        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=types)
+        def load(_, ref, stage):
+            return lanes.load_scales(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW)
+
+        return load(raw[0], stage)
+
+    def _clear_token(self, raw, stage, row):
+        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, SCALAR))
+        def clear(_, ref, stage, row):
+            lanes.clear_latent(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
+
+        clear(raw[0], stage, row)
+
+
+class EntryPages:
+    """Pages of a cache whose tokens are contiguous: one bulk copy per block that a tile lies in."""
+
+    def __init__(self, kv_ref, table: PageTable, layer):
+        self._kv_ref, self._table, self._layer = kv_ref, table, layer
+        self._view = row_view(table.pages)
+
+    def look_up(self, request, first_token):
+        """The blocks of a tile.  Call it one tile ahead, so that nothing waits for these loads."""
+        return self._table.blocks(request, first_token)
+
+    def fetch(self, found, first_token, raw, stage, full) -> None:
+        """Starts the copies of a tile.  For blocks outside the cache, those of block 0: masked later."""
+        pages, rows = self._table.pages, self._table.copy_rows
+        size = rows * pages.width
+        for c, block in enumerate(found):
+            token = lax.rem(first_token + c * rows, jnp.int32(pages.block_size))
+            block = jnp.where(self._table.known(block), block, 0)
+            *row, column = self._view.index(layer=self._layer, block=block, token=token)
+            source = self._kv_ref.at[*row, pl.ds(column, size)]
+            plgpu.copy_gmem_to_smem(source, raw[0].at[stage, pl.ds(c * size, size)], full, oob_mode=IN_BOUNDS)

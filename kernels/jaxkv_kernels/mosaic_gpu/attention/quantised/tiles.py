@@ -1,0 +1,209 @@
+"""Tiles of 64 quantised entries as they lie in the cache, and how products read them.
+
+Entries are copied to shared memory as they are.  They are converted on their way from there to the registers that are
+the first operand of wgmma, so that no converted copy is stored: K for S' = K Q', and V transposed for O' += V' P'.
+e4m3 becomes float16, which represents every e4m3 value exactly.
+
+A lane reads 16 bytes of a row, or 4 bytes of each of four tokens, and wgmma would have it hold other values.  So the
+products see columns of K, and of V, in an order of their own:
+
+    keys     of every 64 columns, product s of 16 has those with index 16 quad + 4 s + {0..3}: queries are stored in
+             this order
+    values   of every 128 columns, row 64 a + 16 warp + 8 b + row of V' is column 32 warp + 4 row + 2 a + b: results are
+             stored from this order
+
+For values, two tokens are brought together byte by byte before they are converted: wgmma wants pairs of keys.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE
+from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
+from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
+from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, SCALAR, WGMMA
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+
+N = 16
+"""Rows of queries in a tile."""
+KEY_GROUP = 64
+"""Columns of an operand of keys."""
+GROUP = 128
+"""Columns of an operand of values, and latents that share a scale."""
+STEPS = TILE // N
+"""Products of 16 keys in a tile."""
+INVERSES, SCRATCH, STATS = 2, 4, 12
+"""Rows of `stats`, float32 [12, 16]: two of the schedule's own; the inverse factors of two stages of queries; scratch
+memory of `over_warps`, four rows for each consumer.  The number of all rows."""
+PER_LANE = plgpu.Layout.WG_STRIDED((lanes.LANES,), 1)
+PLAIN = plgpu.RefType()
+Array = plgpu.ShapeDtypeStruct
+
+
+def words(per_lane: int) -> Any:
+    """int32 arrays of which a lane holds vectors of four."""
+    shape = (lanes.LANES * per_lane,)
+    return Array(shape, jnp.int32, layout=plgpu.Layout.WG_STRIDED(shape, 4))
+
+
+class Tiles:
+    """What tiles of all entries share.  `raw` is a tuple of references to shared memory, by stage."""
+
+    @property
+    def scaled(self) -> bool:
+        """Whether tokens have scales of their own, one for each group of values."""
+        return False
+
+    @property
+    def query_dtypes(self) -> tuple[Any, ...]:
+        """Of the arrays that queries are stored in."""
+        raise NotImplementedError
+
+    @property
+    def query_groups(self) -> tuple[int, ...]:
+        """Of 64 columns each, of those arrays: as many as keys have."""
+        raise NotImplementedError
+
+    @property
+    def value_groups(self) -> int:
+        """Of 128 columns each."""
+        raise NotImplementedError
+
+    @property
+    def key_groups(self) -> int:
+        """Of 64 columns each."""
+        return sum(self.query_groups)
+
+    @property
+    def _values(self) -> Any:
+        """What a lane loads of the values of 16 tokens."""
+        return words(4 * self.value_groups)
+
+    @property
+    def _queries(self) -> Any:
+        """What a lane loads of a request's queries."""
+        return words(4 * self.key_groups)
+
+    @property
+    def _swapped(self) -> bool:
+        """Whether odd quads load the second token of a pair first."""
+        return False
+
+    def stages(self, most: int) -> int:
+        """Tiles that shared memory has room for, at most so many."""
+        return most
+
+    def raw_types(self, stages: int) -> tuple[Any, ...]:
+        """Shared memory of so many tiles."""
+        raise NotImplementedError
+
+    def copies(self, pages) -> int:
+        """Copies per tile."""
+        raise NotImplementedError
+
+    def operand(self, buffer, pages) -> Any:
+        """What pages are copied from; no copy."""
+        raise NotImplementedError
+
+    def loader(self, ref, table, layer, head) -> Any:
+        """The loader of tiles of that layer and head: `look_up` and `fetch`."""
+        raise NotImplementedError
+
+    def load_keys(self, raw, stage, group: int) -> Any:
+        """Columns 64 * `group` of a tile, as bytes."""
+        raise NotImplementedError
+
+    def load_values(self, raw, stage, step: int) -> Any:
+        """The values of 16 tokens of a tile, as bytes."""
+        raise NotImplementedError
+
+    def load_scales(self, raw, stage) -> list[Any]:
+        """The scales of a tile: float32 [64] per group of values; none if tokens have none."""
+        del raw, stage
+        return []
+
+    def clear(self, raw, stage, first, end) -> None:
+        """Zeroes the values of tokens of a tile: their weights are 0, but 0 x NaN is NaN."""
+        lax.fori_loop(first, end, lambda row, _: self._clear_token(raw, stage, row), None)
+
+    def _clear_token(self, raw, stage, row) -> None:
+        raise NotImplementedError
+
+    def convert_keys(self, loaded, group: int) -> Any:
+        """They as a [64, 64] operand."""
+        wide = self.scaled and group == self.key_groups - 1
+        dtype = jnp.bfloat16 if wide else jnp.float16
+
+        @plgpu.inline_mgpu(
+            arg_types=(words(16 if wide else 8).layout,), return_type=Array((TILE, KEY_GROUP), dtype, layout=WGMMA)
+        )
+        def convert(_, loaded):
+            return lanes.convert_keys(loaded, WGMMA, wide=wide)
+
+        return convert(loaded)
+
+    def convert_values(self, loaded, group: int) -> Any:
+        """128 of them as a [128, 16] operand."""
+
+        @plgpu.inline_mgpu(arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.float16, layout=WGMMA))
+        def convert(_, loaded):
+            return lanes.convert_values(loaded, WGMMA, group, swapped=self._swapped)
+
+        return convert(loaded)
+
+    def over_warps(self, kind: str, x, stats, side: int) -> Any:
+        """The `max` or sum (`add`) of a [64, 16] tile over its rows; rows of `stats` are scratch memory.
+
+        Pallas's own reductions share scratch memory among warpgroups.
+        """
+
+        @plgpu.inline_mgpu(arg_types=(WGMMA, PLAIN), return_type=Array((N,), jnp.float32, layout=COLUMN))
+        def reduce(_, x, stats):
+            return lanes.over_warps(x, stats, SCRATCH + 4 * side, kind, COLUMN)
+
+        return reduce(x, stats)
+
+    def store_rows(self, ref, place, parts) -> None:
+        """Stores [128, 16] tiles of 16 bits, in the order of values, to `ref` [n, rows, width] in device memory."""
+        rows = ref.shape[1]
+
+        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, [WGMMA] * self.value_groups))
+        def store(_, ref, place, parts):
+            lanes.store_rows(ref, place.registers.item(), parts, rows)
+
+        store(ref, place, list(parts))
+
+    def load_queries(self, refs, place) -> Any:
+        """Queries [n, rows, ...], as they are: `store_queries` has the rest."""
+        rows = refs[0].shape[1]
+
+        @plgpu.inline_mgpu(arg_types=([PLAIN] * len(refs), SCALAR), return_type=self._queries)
+        def load(_, refs, place):
+            return lanes.as_array(lanes.load_queries(refs, place.registers.item(), rows), self._queries.layout)
+
+        return load(list(refs), place)
+
+    def store_queries(self, refs, stats, stage, loaded) -> None:
+        """Stores queries in the order of keys, each row scaled to fit float16; `stats` gets the inverse factors.
+
+        `refs`: shared memory [stages, 16, ...].
+        """
+
+        @plgpu.inline_mgpu(
+            arg_types=(self._queries.layout,), return_type=Array((lanes.LANES,), jnp.float32, layout=PER_LANE)
+        )
+        def largest(_, loaded):
+            return lanes.largest(loaded, PER_LANE)
+
+        factor, inverse = scale_to_fit(largest(loaded))
+        types = [plgpu.RefType(swizzled(1, dtype=ref.dtype).transforms) for ref in refs]
+
+        @plgpu.inline_mgpu(arg_types=(types, PLAIN, SCALAR, self._queries.layout, PER_LANE, PER_LANE))
+        def store(_, refs, stats, stage, loaded, factor, inverse):
+            stage = stage.registers.item()
+            lanes.store_queries(refs, self.query_groups, stats, stage, loaded, factor, inverse, INVERSES)
+
+        store(list(refs), stats, stage, loaded, factor, inverse)

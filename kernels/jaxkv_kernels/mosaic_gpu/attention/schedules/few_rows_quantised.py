@@ -1,0 +1,435 @@
+"""Decode of few rows (query tokens x heads that share entries) from quantised entries: latents, or keys and values.
+
+As in `few_rows`, the operands of the products are swapped: keys provide the 64 rows of wgmma, queries its columns.
+
+    S' = K Q'     [64 keys, 16]
+    O' += V' P'   [columns of V, 16]       of latents, V is K's first 512 columns
+
+K and V' are register operands, converted from the bytes of the cache on their way from shared memory
+(`quantised/tiles.py`).  Shared memory holds those bytes only, and each is read once for K and once for V.
+
+Work.  A CTA of a producer and two consumer warpgroups owns a KV head (latents have one) and walks its partition of the
+plan: work tiles, each a range of key tiles of a request.  The consumers take alternate tiles, so that one converts
+while the other multiplies or waits.  With a window, the tiles of a request begin at the one with the first key that
+some row sees.
+
+Timeline, downwards; `->` names the barrier that a line waits for.
+
+    producer                                  consumer w
+    queries of the next work tile to
+      registers
+    tile of entries: a copy or two per page   every other tile: S' = K Q'      -> q_full[stage] once, k_full[stage]
+      -> k_free[stage]                          mask; vote: does any score exceed the running max by more than the
+    the queries, scaled and reordered, to         threshold?  If so: new maximum over keys, rescale O' and the row sums
+      shared memory                             P = exp2(S' - running max) to shared memory
+      -> q_free[stage], two work tiles ago      in a masked tile, first of all: zeros to values of unseen tokens
+    the other tiles                             O' += V' P', arrives k_free[stage] once the last values are in registers
+                                              after the last tile: arrives q_free[stage];
+                                                1: running max, row sums and O' to shared memory, all of O' at once or,
+                                                   where there is no room, a quarter at a time -> taken; arrives given
+                                                0: -> given; adds them to its own, arrives taken; stores the result
+
+Before a batch of products is started, the warpgroup waits for the previous one, which went on while the operands of
+this one were converted.  (With a wait that leaves products on their way, the compiler serializes all of them.)
+
+Numbers.  Queries become float16, each row divided by a power of two that makes it fit; scores are multiplied by it.
+`fp8` entries have a scale of keys and one of values, which multiply scores and results.  Tokens of `fp8_ds_mla` have
+four: S' is the sum of four products times their scales (and of that of the rotary parts, which are bf16), and each
+group of 128 latents has weights of its own, P times its scale.  So that these fit float16 whatever the scales are, the
+token's largest scale, rounded down to a power of two, is part of the running max: weights are exp2(score +
+log2(largest) - running max), multiplied by scale / largest for each group.  Row sums are of weights divided by
+`largest`.  P is stored times a power of two (`lift`), as large as float16 allows: many small weights add up, and
+float16 has few exponents below 1.
+
+Barriers, and how many arrivals complete them.
+    q_full[stage]    the queries are stored (1: the producer)
+    q_free[stage]    both consumers have multiplied with the queries for the last time (2)
+    k_full[stage]    a tile of entries has landed (1 per copy)
+    k_free[stage]    the tile is in registers (1: its consumer; even stages are consumer 0's, odd ones consumer 1's)
+    given, taken     consumer 1's result, or a quarter of it, is in `other` (1), has been read (1)
+Automatic barriers are off.  Within a consumer warpgroup, the vote is also a barrier: after it, all warps have finished
+with the previous tile's P.
+
+Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other`
+32 KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for consumers (O' takes 64, operands some 80),
+88 for the producer, which holds the queries of a work tile.
+"""
+
+from functools import partial, reduce
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE, FewRowsQuantisedConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MOST_FACTOR
+from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask
+from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable
+from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, STATS, STEPS, N, Tiles
+from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.attention.work import load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
+from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, over_columns, over_rows, store, zeros
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+
+
+def attend_few_rows_quantised(
+    queries, buffer, block_tables, layer, scale, scales, plan: Plan,
+    *, tiles: Tiles, tokens, group, pages, logit_cap, window, config: FewRowsQuantisedConfig, interpret,
+):  # fmt: skip
+    """Results of whole requests and splits (`result_types`), which have a row for each request or split, and head.
+
+    `queries`: bf16 [B * heads, rows, ...], 8 or 16 rows, of which each query token has `group`.  `scales`: those of
+    keys and of values, float32 [1] or [heads], or () for entries with scales of their own.
+    """
+    batch, rows, _ = queries[0].shape
+    dtype, width = queries[0].dtype, GROUP * tiles.value_groups
+    stages, query_stages = tiles.stages(config.stages), config.query_stages
+    scaled = tiles.scaled
+    parts_at_once = 1 if scaled else tiles.value_groups  # of a result in `other`: as many as there is room for
+    lift = 2.0 ** (14 - config.rescale_threshold)
+
+    def body(*refs, **scratch):
+        q_refs, refs = refs[: len(queries)], refs[len(queries) :]
+        (
+            kv_ref, table_ref, layer_ref, scale_ref, *scale_refs, partitions_ref, work_tiles_ref, split_requests_ref,
+            out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
+        ) = refs  # fmt: skip
+        q, raw, p, other, stats = (scratch[name] for name in ("q", "raw", "p", "other", "stats"))
+        q_full, q_free, k_full, k_free, given, taken = (
+            scratch[name] for name in ("q_full", "q_free", "k_full", "k_free", "given", "taken")
+        )
+        pdl_launch_dependents(split_requests_ref, interpret=interpret)
+        partition, head, wg = (lax.axis_index(axis) for axis in ("partition", "head", "wg"))
+        in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
+        table = PageTable(table_ref, pages)
+        first, work_end, first_tile = load_work_range(partitions_ref, partition)
+
+        def query_stage_of(n):
+            return lax.rem(n - first, jnp.int32(query_stages))
+
+        def stage_of(used):
+            return lax.rem(used, jnp.int32(stages))
+
+        def place_of(n):
+            """Of this head, in arrays of requests or splits."""
+            return n * pages.num_heads + head
+
+        def producer():
+            plgpu.set_max_registers(config.producer_registers, action="decrease")
+            paged = tiles.loader(kv_ref, table, jnp.where(in_cache, layer_ref[0], 0), head)
+
+            def look_up_first(tile):
+                return paged.look_up(tile.request, tile.origin + tile.begin * TILE)
+
+            def fetch(request, origin, step, carry):
+                used, found = carry
+                stage = stage_of(used)
+                ahead = paged.look_up(
+                    request, origin + (step + 1) * TILE
+                )  # the loads proceed while the stage comes free
+
+                @pl.when(used >= stages)
+                def _():
+                    plgpu.barrier_wait(k_free.at[stage])
+
+                paged.fetch(found, origin + step * TILE, raw, stage, k_full.at[stage])
+                return used + 1, ahead
+
+            def store_queries(loaded, n):
+                stage = query_stage_of(n)
+
+                @pl.when(n - first >= query_stages)
+                def _():
+                    plgpu.barrier_wait(q_free.at[stage])
+
+                tiles.store_queries(q, stats, stage, loaded)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(q_full.at[stage])
+
+            def run(n, carry):
+                used, found, (request, begin, end, *_, origin) = carry
+                ahead = load_work_tile(work_tiles_ref, n + 1)
+                loaded = tiles.load_queries(q_refs, place_of(request))
+                # At first, all stages are free: their copies need not wait for the queries.
+                early = jnp.minimum(begin + jnp.where(n == first, stages, 1), end)
+                one = partial(fetch, request, origin)
+                carry = lax.fori_loop(begin, early, one, (used, found))
+                store_queries(loaded, n)
+                next_found = look_up_first(ahead)  # early, while entries of this work tile are still to be fetched
+                used, _ = lax.fori_loop(early, end, one, carry)
+                return used, next_found, ahead
+
+            used, *_ = lax.fori_loop(first, work_end, run, (jnp.int32(0), look_up_first(first_tile), first_tile))
+
+            @pl.loop(jnp.maximum(used - stages, 0), used)
+            def _(use):
+                plgpu.barrier_wait(k_free.at[stage_of(use)])  # every completion of a barrier must be waited for
+
+            @pl.loop(jnp.maximum(work_end - query_stages, first), work_end)
+            def _(n):
+                plgpu.barrier_wait(q_free.at[query_stage_of(n)])
+
+        def consumer(side):
+            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
+            softmax = OnlineSoftmax(
+                keys=0, threshold=config.rescale_threshold, interpret=interpret,
+                max_over_keys=lambda s: tiles.over_warps("max", s, stats, side),
+            )  # fmt: skip
+            # One scale for all heads, or one for each.
+            key_scale, value_scale = [ref[head if ref.shape[0] > 1 else 0] for ref in scale_refs] or (1.0, 1.0)
+            scale = scale_ref[0] * LOG2E * key_scale
+
+            query_columns = [
+                lambda stage, ref=ref, n=n: ref.at[stage, :, pl.ds(KEY_GROUP * n, KEY_GROUP)]
+                for ref, groups in zip(q, tiles.query_groups, strict=True)
+                for n in range(groups)
+            ]
+
+            def multiply(acc, a, b):
+                """Starts acc += a @ b, `a` in registers; the interpreter wants it in shared memory."""
+                if interpret:
+                    name = "operand_keys" if a.shape[0] == TILE else "operand_values"
+                    operand = scratch[f"{name}_{a.dtype}"].at[side]
+                    operand[...] = a
+                    plgpu.commit_smem()
+                    a = operand
+                plgpu.wgmma(acc, a, b)
+
+            def wait_for_products():
+                if not interpret:
+                    plgpu.wgmma_wait(0)
+
+            def scores(stage, z, query_stage, row_scale):
+                """Scores of a tile, in base 2, and the scales of its keys, if they have any."""
+
+                def product(*accs):
+                    loaded = [tiles.load_keys(raw, stage, n) for n in batches[0]]
+                    for batch, following in zip(batches, [*batches[1:], []], strict=True):
+                        operands = [tiles.convert_keys(x, n) for x, n in zip(loaded, batch, strict=True)]
+                        loaded = [tiles.load_keys(raw, stage, n) for n in following]
+                        wait_for_products()  # of the previous batch, which went on during the conversion
+                        for operand, n in zip(operands, batch, strict=True):
+                            acc = accs[n * KEY_GROUP // GROUP if scaled else 0]
+                            multiply(acc, operand, query_columns[n](query_stage + z).transpose((1, 0)))
+                    return [acc[...] for acc in accs]
+
+                size = config.keys_at_once
+                batches = [range(at, min(at + size, tiles.key_groups)) for at in range(0, tiles.key_groups, size)]
+
+                count = tiles.value_groups + 1 if scaled else 1
+                key_scales = tiles.load_scales(raw, stage)
+                *parts, s = pl.run_scoped(product, *[plgpu.ACC((TILE, N), jnp.float32)] * count)
+                for part, key_scale in zip(parts, key_scales, strict=True):
+                    s = s + part * over_columns(key_scale, N)
+                return s * over_rows(row_scale, TILE), key_scales
+
+            def add_values(acc, stage, z):
+                """acc + V' P', where P is stored."""
+
+                def product(*refs):
+                    for ref, x in zip(refs, acc, strict=True):
+                        if not interpret:
+                            ref[...] = x
+                    loaded = tiles.load_values(raw, stage, 0)
+                    for step in range(STEPS):
+                        ahead = tiles.load_values(raw, stage, step + 1) if step + 1 < STEPS else None
+                        if ahead is None:
+                            plgpu.barrier_arrive(k_free.at[stage])
+                        operands = [tiles.convert_values(loaded, n) for n in range(tiles.value_groups)]
+                        wait_for_products()
+                        for n, (ref, operand) in enumerate(zip(refs, operands, strict=True)):
+                            multiply(ref, operand, p.at[z + side, n if scaled else 0, pl.ds(N * step, N)])
+                        loaded = ahead
+                    return [ref[...] for ref in refs]
+
+                found = pl.run_scoped(product, *[plgpu.ACC((GROUP, N), jnp.float32)] * tiles.value_groups)
+                return [a + b for a, b in zip(acc, found, strict=True)] if interpret else found
+
+            def clear_unseen(stage, request, first_token, length):
+                tiles.clear(raw, stage, jnp.clip(length - first_token, 0, TILE), TILE)
+                if window is not None:
+                    tiles.clear(raw, stage, 0, jnp.clip(length - tokens - window + 1 - first_token, 0, TILE))
+                for c, block in enumerate(table.blocks(request, first_token)):
+                    begin = c * table.copy_rows
+                    unknown = jnp.where(table.known(block), 0, table.copy_rows)
+                    tiles.clear(raw, stage, begin, begin + unknown)
+                plgpu.commit_smem()
+
+            def step(request, origin, length, unmasked, query_stage, row_scale, begin, used, i, carry):
+                acc, running_max, row_sum = carry
+                stage = stage_of(used + i - begin)
+                z = opaque_zero(i)
+                first_token = origin + i * TILE
+                masked = (i < unmasked[0]) | (i >= unmasked[1])
+                plgpu.barrier_wait(k_full.at[stage])
+
+                @pl.when(masked)
+                def _():
+                    clear_unseen(stage, request, first_token, length)
+
+                s, key_scales = scores(stage, z, query_stage, row_scale)
+                if logit_cap is not None:
+                    s = cap_scores(s, logit_cap)
+                mask = partial(
+                    apply_mask, table=table, request=request, first_token=first_token, first_row=0, length=length,
+                    tokens=tokens, heads=group, keys=0, window=window,
+                )  # fmt: skip
+                s = lax.cond(masked, mask, lambda s: s, s)
+                factor, logarithm = inverse_of_largest(key_scales) if scaled else (None, None)
+                if logarithm is not None:
+                    s = s + over_columns(logarithm, N)
+                running_max, *acc, row_sum = softmax.update(s, running_max, *acc, row_sum)
+                w = softmax.weights(s, running_max)
+                if factor is None:
+                    p.at[z + side, 0][...] = (w * lift).astype(p.dtype)
+                else:
+                    for n, key_scale in enumerate(key_scales):
+                        p.at[z + side, n][...] = (w * over_columns(key_scale * factor * lift, N)).astype(p.dtype)
+                    w = w * over_columns(factor, N)
+                plgpu.commit_smem()
+                acc = add_values(acc, stage, z)
+                return acc, running_max, row_sum + w
+
+            def inverse_of_largest(key_scales):
+                """Of each key, the inverse and the logarithm of its largest scale, rounded to a power of two."""
+                bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in key_scales]), jnp.int32)
+                largest = jnp.clip(bits & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
+                inverse = lax.bitcast_convert_type(INVERSE - largest, jnp.float32)
+                return inverse, ((largest >> 23) - 127).astype(jnp.float32)
+
+            def every_other(begin, end, used, step, carry):
+                """Runs `step` for the tiles of this side."""
+                mine = begin + lax.rem(used + side, jnp.int32(2))
+                count = lax.div(jnp.maximum(end - mine, 0) + 1, jnp.int32(2))
+                return lax.fori_loop(0, count, lambda n, carry: step(mine + 2 * n, carry), carry)
+
+            rounds = [range(at, at + parts_at_once) for at in range(0, tiles.value_groups, parts_at_once)]
+
+            def give(n, acc, running_max, row_sum):
+                for i, parts in enumerate(rounds):
+
+                    @pl.when((n > first) | (i > 0))
+                    def _():
+                        plgpu.barrier_wait(taken)
+
+                    if i == 0:
+                        stats[0], stats[1] = running_max, row_sum
+                    for place, part in enumerate(parts):
+                        other.at[place][...] = acc[part]
+                    plgpu.barrier_arrive(given)
+
+            def take(n, acc, running_max, row_sum):
+                """The result of both consumers, normalized, and its log-sum-exps."""
+                plgpu.barrier_wait(given)
+                other_max = plgpu.load(stats.at[0], layout=COLUMN)
+                merged_max = jnp.maximum(running_max, other_max)
+                own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
+                row_sum = row_sum * own + plgpu.load(stats.at[1], layout=COLUMN) * others
+                inverse, lse = softmax.finalize(row_sum, merged_max)
+                inverse = inverse * ((1 / lift) * value_scale)
+                own, others = own * inverse, others * inverse
+                merged = []
+                for i, parts in enumerate(rounds):
+                    if i > 0:
+                        plgpu.barrier_wait(given)
+                    for place, part in enumerate(parts):
+                        theirs = plgpu.load(other.at[place], layout=WGMMA)
+                        merged.append(acc[part] * over_rows(own, GROUP) + theirs * over_rows(others, GROUP))
+
+                    @pl.when((n < work_end - 1) | (i < len(rounds) - 1))
+                    def _():
+                        plgpu.barrier_arrive(taken)
+
+                return merged, lse
+
+            def store_result(request, split, acc, lse):
+                @pl.when(split < 0)
+                def _():
+                    tiles.store_rows(out_ref, place_of(request), [x.astype(dtype) for x in acc])
+                    store(lse_ref.at[place_of(request)], lse[:rows] * (1 / LOG2E))
+
+                @pl.when(split >= 0)
+                def _():
+                    halves = [jnp.abs(x[at : at + TILE]) for x in acc for at in (0, TILE)]
+                    magnitude = split_scale(tiles.over_warps("max", reduce(jnp.maximum, halves), stats, side))
+                    factor = over_rows(1 / magnitude, GROUP)
+                    values = [lax.bitcast_convert_type((x * factor).astype(SPLIT_DTYPE), dtype) for x in acc]
+                    tiles.store_rows(split_out_ref, place_of(split), values)
+                    store(split_lse_ref.at[place_of(split)], lse[:rows])
+                    store(split_scale_ref.at[place_of(split), 0], magnitude[:rows])
+
+            def run(n, carry):
+                used, (request, begin, end, keys, unmasked_end, split, origin) = carry
+                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (origin + keys, unmasked_end))
+                # Before `unmasked_begin`, some row's window begins after the tile does.
+                unmasked_begin = 0 if window is None else floordiv(jnp.maximum(keys - window, 0) + (TILE - 1), TILE)
+                query_stage = query_stage_of(n)
+                plgpu.barrier_wait(q_full.at[query_stage])
+                row_scale = plgpu.load(stats.at[INVERSES + query_stage], layout=COLUMN) * scale
+                carry = [zeros(GROUP, N)] * tiles.value_groups, softmax.empty_max(N), zeros(TILE, N)
+                unmasked = unmasked_begin, unmasked_end
+                one = partial(step, request, origin, length, unmasked, query_stage, row_scale, begin, used)
+                acc, running_max, row_sum = every_other(begin, end, used, one, carry)
+                plgpu.barrier_arrive(q_free.at[query_stage])
+                row_sum = tiles.over_warps("add", row_sum, stats, side)
+                if side == 1:
+                    give(n, acc, running_max, row_sum)
+                else:
+                    store_result(request, split, *take(n, acc, running_max, row_sum))
+                return used + end - begin, ahead
+
+            lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
+
+        # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
+        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
+
+    def narrow(*shape, dtype, swizzle):
+        """Shared memory in swizzled tiles of 8 by 16."""
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, N)), plgpu.SwizzleTransform(swizzle)))
+
+    # The interpreter wants register operands of wgmma in shared memory.
+    operands = {}
+    if interpret:
+        operands = {f"operand_keys_{d}": swizzled(2, TILE, KEY_GROUP, dtype=d) for d in ("float16", "bfloat16")}
+        operands["operand_values_float16"] = narrow(2, GROUP, N, dtype=jnp.float16, swizzle=32)
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        out_type=result_types(
+            (batch,), plan.max_splits * pages.num_heads, dtype,
+            rows=rows, width=width, lse=rows, split_lse=rows, scales=1,
+        ),
+        grid=(plan.num_partitions, pages.num_heads),
+        grid_names=("partition", "head"),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="decode_quantised",
+        scratch_types={
+            "q": tuple(
+                swizzled(query_stages, N, KEY_GROUP * groups, dtype=d)
+                for groups, d in zip(tiles.query_groups, tiles.query_dtypes, strict=True)
+            ),
+            "raw": tiles.raw_types(stages),
+            "p": narrow(2, tiles.value_groups if scaled else 1, TILE, N, dtype=jnp.float16, swizzle=32),
+            "other": narrow(parts_at_once, GROUP, N, dtype=jnp.float32, swizzle=64),
+            "stats": plgpu.SMEM((STATS, N), jnp.float32),
+            "q_full": plgpu.Barrier(num_barriers=query_stages),
+            "q_free": plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
+            "k_full": plgpu.Barrier(num_arrivals=tiles.copies(pages), num_barriers=stages),
+            "k_free": plgpu.Barrier(num_barriers=stages),
+            "given": plgpu.Barrier(),
+            "taken": plgpu.Barrier(),
+            **operands,
+        },
+    )(
+        *queries, tiles.operand(buffer, pages), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        *scales, plan.partitions, plan.work_tiles, plan.split_requests,
+    )  # fmt: skip
