@@ -6,7 +6,7 @@ Pallas is imported by the first kernel that is traced, not by this module.
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from jaxkv_kernels.formats.entries import KVEntry, Listed, MLAEntry
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
 from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.mosaic_gpu.runtime.available import BULK_COPIES, WGMMA, unavailable_reasons
@@ -41,6 +41,9 @@ KERNELS: dict[str, Kernel] = {
         "attention.decode_mla_sparse.decode_mla_sparse", _SPARSE, unsupported.decode_mla_sparse, WGMMA
     ),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
+    "indexer_logits": _kernel(
+        "indexer.logits.indexer_logits", {IndexerEntry: ("indexer_fp8",)}, unsupported.indexer_logits, WGMMA
+    ),
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
     "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),
