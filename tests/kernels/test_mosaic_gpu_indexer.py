@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
@@ -9,6 +10,7 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
+from support.cases import slow
 from support.hopper import kernel_operands, on_hopper
 from support.suites import scenes
 
@@ -39,6 +41,8 @@ class Mosaic:
 class TestIndexer(Mosaic, suites.Indexer):
     """The whole suite, and what only sizes of real calls show, on the GPU."""
 
+    e4m3_roundings = 2**13  # Hopper adds up products of e4m3 with 13 bits after the leading one
+
     @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float16"])
     @pytest.mark.parametrize(("heads", "tokens"), [(64, 1), (64, 2), (64, 4), (128, 2), (19, 3)])
     def test_heads_and_query_tokens(self, dtype, heads, tokens):
@@ -67,6 +71,19 @@ class TestInterpreted(Mosaic, suites.IndexerChecks):
     def test_a_buffer_of_another_dtype(self):
         self.case((190, 64), layout="packed, bfloat16")
 
+    @pytest.mark.parametrize("k", [7, slow(40)])
+    def test_select_topk(self, k):
+        rng = np.random.default_rng(0)
+        logits = np.stack([rng.standard_normal(30), rng.integers(0, 3, 30), rng.choice([0.0, -0.0, -np.inf], 30)])
+        self.check_topk(logits.astype(np.float32), k)
+
+    def test_select_topk_of_several_chunks(self):
+        rng = np.random.default_rng(0)
+        logits = np.stack([rng.standard_normal(9000), rng.integers(0, 3, 9000)])
+        logits[0, 100:] = -np.inf
+        self.check_topk(logits.astype(np.float32), 200)
+
+    test_select_topk_ranks_nan_first = suites.Indexer.test_select_topk_ranks_nan_first
     test_blocks_outside_the_cache = suites.Indexer.test_blocks_outside_the_cache_are_not_seen
 
 
@@ -94,6 +111,15 @@ def test_lowers_for_hopper(dtype, tokens, order, block_size):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
 
 
+@pytest.mark.parametrize(("length", "k", "launches"), [(250, 300, 1), (8192, 2048, 1), (70_001, 2048, 3)])
+def test_select_topk_lowers_for_hopper(length, k, launches):
+    def select(logits):
+        return mosaic_gpu.KERNELS["select_topk"].run(logits, k=k)
+
+    traced = jax.jit(select).trace(jax.ShapeDtypeStruct((3, 2, length), jnp.float32))
+    assert len(kernel_operands(traced.lower(lowering_platforms=("cuda",)).as_text())) == launches
+
+
 SIZES = dict(num_layers=3, num_blocks=4, block_size=64)
 UNSUPPORTED = {
     "entries of format 'bf16'": dict(entry=jaxkv.IndexerEntry("bf16")),
@@ -117,3 +143,9 @@ def test_explain_reports_the_reason(reason):
     with interpreting(True):
         explained = jaxkv.explain(jaxkv.indexer_logits, q, weights, cache, *index, layer=0, max_len=300)
     assert any(why.startswith(reason) for why in explained.reasons["mosaic_gpu"]), explained
+
+
+def test_explain_reports_a_k_that_is_too_large():
+    with interpreting(True):
+        explained = jaxkv.explain(jaxkv.select_topk, jax.ShapeDtypeStruct((2, 10_000), jnp.float32), 5000)
+    assert explained.reasons["mosaic_gpu"] == ("`k` of 5000: supports at most 4096, which are sorted in registers",)

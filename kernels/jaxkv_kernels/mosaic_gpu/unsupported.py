@@ -16,6 +16,7 @@ from jaxkv_kernels.mosaic_gpu.indexer.key_rows import key_rows, rows_per_token
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 QUERY_ROWS = 256
 """Heads of all query tokens of a request, whose queries are in shared memory."""
+MOST_SELECTED = 4096
 LATENT, ROPE = 512, 64
 HEAD_DIMS = (64, 128, 192, 256)
 BULK = 16
@@ -64,6 +65,14 @@ def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
         key_rows(pages, arrays["buffer"].dtype.itemsize)
     except ValueError as error:
         yield str(error)
+
+
+def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `select_topk` call."""
+    if options["k"] > MOST_SELECTED:
+        yield f"`k` of {options['k']}: supports at most {MOST_SELECTED}, which are sorted in registers"
+    if arrays["logits"].shape[-1] >= 2**28:
+        yield f"rows of {arrays['logits'].shape[-1]} logits: supports fewer than 2**28"
 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

@@ -58,9 +58,7 @@ class BlockWindows:
             inside = column < self.ref.shape[1]
             return jnp.where(inside, self.ref[request, jnp.where(inside, column, 0)], -1)
 
-        @plgpu.inline_mgpu(
-            arg_types=(_LANES, SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
-        )
+        @plgpu.inline_mgpu(arg_types=(_LANES, SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
         def pick(_, blocks, i):
             from jax.experimental.mosaic import gpu as mgpu
             from jax.extend.mlir import ir

@@ -18,6 +18,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 LANES = 32
+MOST_UNROLLED = 8
+"""Requests per lane up to which their lengths stay in registers."""
 
 
 class Share(NamedTuple):
@@ -93,40 +95,74 @@ def find_share(lengths_ref, cta, ctas: int, tiles: Tiles, in_cache, *, filled: b
 
 
 def _search(requests: int, ctas: int, tiles: Tiles, filled: bool) -> str:
-    """PTX: $0 to $3 are a `Share`; $4 lengths, $5 the CTA, $6 whether the layer is in the cache."""
-    count = (
-        f"add.s32 i, base, lane; setp.lt.s32 p, i, {requests}; mov.b32 n, 0; mul.wide.s32 a, i, 4; add.s64 a, a, $4; "
-        f"@p ld.global.s32 n, [a]; max.s32 n, n, 0; min.s32 n, n, {tiles.most}; mul.lo.s32 n, n, $6; "
-        f"add.s32 n, n, {TILE - 1}; shr.u32 n, n, {TILE.bit_length() - 1}; "
-    )
-    if filled:
-        count += f"sub.s32 n, {tiles.per_request}, n; @!p mov.b32 n, 0; "
-    following = f"add.s32 base, base, {LANES}; setp.lt.s32 p, base, {requests}; @p bra "
-    total = f"mov.b32 sum, 0; mov.b32 base, 0; COUNT: {count} add.s32 sum, sum, n; {following} COUNT; "
-    total += "redux.sync.add.s32 sum, sum, -1; "
-    divide = (
-        f"div.u32 each, sum, {ctas}; rem.u32 rest, sum, {ctas}; mul.lo.s32 first, each, $5; min.s32 n, $5, rest; "
-        "add.s32 first, first, n; add.s32 last, first, each; setp.lt.s32 p, $5, rest; @p add.s32 last, last, 1; "
-        "sub.s32 final, last, 1; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, -1; mov.b32 $3, 0; "
-        "setp.ge.s32 none, first, last; mov.b32 sum, 0; mov.b32 base, 0; "
-    )
-    scan = "mov.b32 i, n; "
-    for step in (1, 2, 4, 8, 16):
-        scan += f"shfl.sync.up.b32 up|q, i, {step}, 0, -1; @q add.s32 i, i, up; "
-    scan += "add.s32 i, i, sum; sub.s32 n, i, n; "  # from n to i
+    """PTX: $0 to $3 are a `Share`; $4 lengths, $5 the CTA, $6 whether the layer is in the cache.
 
-    def holder(of: str, request: str, tile: str, position: str) -> str:
-        """The request that holds tile `of`, and `position` within it."""
+    Register nI has the tiles of a lane's request of the I-th 32.  All are loaded before the first is used, where they
+    are few; otherwise a loop loads them twice.
+    """
+    unrolled = requests <= LANES * MOST_UNROLLED
+    chunks = range(-(-requests // LANES) if unrolled else 1)
+
+    def load(n: str) -> str:
         return (
-            f"setp.le.s32 p, n, {of}; setp.gt.and.s32 p, i, {of}, p; vote.sync.ballot.b32 up, p, -1; "
-            "setp.ne.b32 p, up, 0; bfind.u32 up, up; and.b32 up, up, 31; shfl.sync.idx.b32 lo, n, up, 31, -1; "
-            f"@p add.s32 {request}, base, up; @p sub.s32 {tile}, {position}, lo; "
+            f"add.s32 i, base, lane; setp.lt.s32 p, i, {requests}; mov.b32 {n}, 0; mul.wide.s32 a, i, 4; "
+            f"add.s64 a, a, $4; @p ld.global.s32 {n}, [a]; "
         )
 
-    search = f"FIND: {count} {scan} {holder('first', '$0', '$1', 'first')} {holder('final', '$2', '$3', 'last')} "
-    search += f"shfl.sync.idx.b32 sum, i, 31, 31, -1; {following} FIND; @none mov.b32 $2, -1; @none mov.b32 $0, 0; "
-    registers = ".reg .pred p, q, none; .reg .b64 a; .reg .b32 lane, i, n, base, sum, each, rest, first, last, final, up, lo;"
-    return f"{{ {registers} mov.u32 lane, %laneid; {total} {divide} {search} }}"
+    def count(n: str) -> str:
+        found = (
+            f"max.s32 {n}, {n}, 0; min.s32 {n}, {n}, {tiles.most}; mul.lo.s32 {n}, {n}, $6; "
+            f"add.s32 {n}, {n}, {TILE - 1}; shr.u32 {n}, {n}, {TILE.bit_length() - 1}; "
+        )
+        if filled:
+            found += f"add.s32 i, base, lane; setp.lt.s32 p, i, {requests}; sub.s32 {n}, {tiles.per_request}, {n}; "
+            found += f"@!p mov.b32 {n}, 0; "
+        return found
+
+    def each(*steps, label: str) -> str:
+        """The steps for every 32 requests."""
+        following = f"add.s32 base, base, {LANES}; "
+        if unrolled:
+            return "mov.b32 base, 0; " + "".join("".join(step(f"n{i}") for step in steps) + following for i in chunks)
+        body = "".join(step("n0") for step in steps)
+        return f"mov.b32 base, 0; {label}: {body} {following} setp.lt.s32 p, base, {requests}; @p bra {label}; "
+
+    def add(n: str) -> str:
+        return f"add.s32 sum, sum, {n}; "
+
+    def find(n: str) -> str:
+        """Which request, and which of its tiles, are the first and the last of the share."""
+        scan = f"mov.b32 i, {n}; "
+        for step in (1, 2, 4, 8, 16):
+            scan += f"shfl.sync.up.b32 up|q, i, {step}, 0, -1; @q add.s32 i, i, up; "
+        scan += f"add.s32 i, i, sum; sub.s32 lo, i, {n}; "  # the lane's tiles are those from lo to i
+        for wanted, request, tile, place in (("first", "$0", "$1", "first"), ("final", "$2", "$3", "last")):
+            scan += (
+                f"setp.le.s32 p, lo, {wanted}; setp.gt.and.s32 p, i, {wanted}, p; vote.sync.ballot.b32 up, p, -1; "
+                "setp.ne.b32 p, up, 0; bfind.u32 up, up; and.b32 up, up, 31; shfl.sync.idx.b32 begin, lo, up, 31, -1; "
+                f"@p add.s32 {request}, base, up; @p sub.s32 {tile}, {place}, begin; "
+            )
+        return scan + "shfl.sync.idx.b32 sum, i, 31, 31, -1; "
+
+    total = "mov.b32 sum, 0; "
+    if unrolled:
+        total += each(load, label="") + each(count, add, label="")
+    else:
+        total += each(load, count, add, label="COUNT")
+    total += "redux.sync.add.s32 sum, sum, -1; "
+    divide = (
+        f"div.u32 each, sum, {ctas}; rem.u32 rest, sum, {ctas}; mul.lo.s32 first, each, $5; min.s32 i, $5, rest; "
+        "add.s32 first, first, i; add.s32 last, first, each; setp.lt.s32 p, $5, rest; @p add.s32 last, last, 1; "
+        "sub.s32 final, last, 1; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, -1; mov.b32 $3, 0; "
+        "setp.ge.s32 none, first, last; mov.b32 sum, 0; "
+    )
+    search = each(find, label="") if unrolled else each(load, count, find, label="FIND")
+    registers = ".reg .b32 lane, i, base, sum, each, rest, first, last, final, up, lo, begin; "
+    registers += "".join(f".reg .b32 n{i}; " for i in chunks)
+    return (
+        f"{{ .reg .pred p, q, none; .reg .b64 a; {registers} mov.u32 lane, %laneid; {total} {divide} {search} "
+        "@none mov.b32 $2, -1; @none mov.b32 $0, 0; }"
+    )
 
 
 def _interpreted(lengths_ref, cta, ctas, tiles, in_cache, filled) -> Share:

@@ -16,6 +16,9 @@ WGMMA: Mapping[str, str] = {"9.0": "Hopper"}
 BULK_COPIES: Mapping[str, str] = {"9.0": "Hopper"}
 """Entries and blocks move by bulk copies, which later generations have, too; the kernels were tried on Hopper only."""
 
+REDUX: Mapping[str, str] = {"9.0": "Hopper"}
+"""Selection adds up counts over a warp by an instruction of Ampere and later; it was tried on Hopper only."""
+
 CLOCK: Mapping[str, str] = {"9.0": "Hopper"}
 """`stamp` reads the global timer, which all generations have; it was tried on Hopper only."""
 
