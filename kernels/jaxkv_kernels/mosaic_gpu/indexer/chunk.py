@@ -143,8 +143,8 @@ def extremes(counters, keys, *, interpret: bool):
 def collect(counters, keys, places, least, end, refs, index, slots: int, *, interpret: bool) -> None:
     """Stores the keys above `least`, and those equal to it at places before `end`, with their places, in any order.
 
-    They are at most `slots`, and go to `refs` (keys, places): to part `index[1]` of row `index[0]`, or without `index` to
-    shared memory.  EMPTY goes to the slots that remain.
+    They are at most `slots`, and go to `refs` (keys, places): to part `index[1]` of row `index[0]`, or without `index`
+    to shared memory.  EMPTY goes to the slots that remain.
     """
     if interpret:
         chosen = (keys > least) | ((keys == least) & (places < end))

@@ -17,7 +17,7 @@ Barriers:
     k_full, k_free    per stage of keys: the tile has landed; its consumer has read it
     q_full, q_free    per stage of queries: a request's queries have landed; all consumers are done with them
 
-Budget.  Shared memory: 8.5 KiB per stage of keys, 18 of them by default; 8 KiB (e4m3) or 16 KiB per stage of queries of
+Budget.  Shared memory: 8.25 KiB per stage of keys, 9 of them by default; 8 KiB (e4m3) or 16 KiB per stage of queries of
 64 rows.  Registers of a consumer: per 64 rows of queries 32 of products and 16 of weights, and 16 or 32 of keys.
 """
 
@@ -40,12 +40,11 @@ from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMO
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
-from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, ROW, SCALAR, WGMMA, over_rows
+from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, ROW, WGMMA, over_rows
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 from jaxkv_kernels.tuning import configuration
 
 DIM = 128
-PAGE_ROWS, STAGE_ROWS = 66, 72
 RESERVED = 3072
 """Bytes of shared memory for barriers and alignment."""
 LARGEST = 2.0**15
@@ -82,7 +81,7 @@ def _operands(q, weights):
     if q.dtype in (FP8, jnp.float16):
         return q, weights
     largest = jnp.abs(q).max(axis=-1).astype(jnp.float32)
-    exponent = jnp.frexp(LARGEST / jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1))[1]
+    exponent = jnp.frexp(LARGEST / jnp.where(jnp.isfinite(largest), jnp.maximum(largest, 2.0**-100), 1))[1]
     scale = jnp.clip(exponent - 1, -126, 126)
     q = jnp.ldexp(q.astype(jnp.float32), scale[..., None]).astype(jnp.float16)
     return q, jnp.ldexp(weights, -scale)
@@ -109,9 +108,8 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
         layer = layer_ref[0]
         in_cache = (layer >= 0) & (layer < pages.num_layers)
         windows = BlockWindows(table_ref, interpret)
-        k_in, k, s_in, s = (
-            (k_s, k_s, s_s, s_s) if interpret else (*k_s, *s_s) if len(k_s) == 2 else (*k_s[:2], None, k_s[2])
-        )
+        k_in, k = k_s if not interpret else (k_s, k_s)
+        s_in, s = s_s if not interpret else (s_s, s_s)
         share = find_share(length_ref, cta, ctas, tiles, in_cache, filled=False, interpret=interpret)
 
         def each_request(run):
@@ -175,11 +173,6 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
                     # For a block outside the cache, block 0: its tokens are masked later.
                     page = view.page(layer, jnp.where(known(block), block, 0))
                     to = pl.ds(c * part, part)
-                    if s_in is None:
-                        plgpu.copy_gmem_to_smem(
-                            key_ref.at[pl.ds(page, PAGE_ROWS)], k_in.at[stage, pl.ds(0, PAGE_ROWS)], k_full.at[stage]
-                        )
-                        continue
                     plgpu.copy_gmem_to_smem(
                         key_ref.at[pl.ds(page + in_block * TILE, part)], k_in.at[stage, to], k_full.at[stage]
                     )
@@ -222,7 +215,7 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
             def products(stage, q_stage, first, width):
                 """Scores of a tile of keys, float32 [64, width]."""
                 queries = q_s.at[q_stage, pl.ds(first, width)].transpose((1, 0))
-                keys = k.at[stage, pl.ds(0, TILE)]
+                keys = k.at[stage]
                 if q.dtype != FP8:
                     upcast = plgpu.load(keys, layout=plgpu.Layout.WGMMA_UPCAST_2X) if not interpret else keys[...]
                     keys = upcast.astype(jnp.float16)
@@ -245,10 +238,7 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
             def tile_logits(n, tile, request, length, q_stage, loaded, block_ids):
                 stage = stage_of(n)
                 plgpu.barrier_wait(k_full.at[stage])
-                if interpret:
-                    scale = s[stage].reshape(TILE)
-                else:
-                    scale = load_scales(s, stage) if s_in is None else plgpu.load(s.at[stage], layout=ROW)
+                scale = s[stage].reshape(TILE) if interpret else plgpu.load(s.at[stage], layout=ROW)
                 in_table = jnp.int32(0)
                 for c, block in enumerate(block_ids):
                     in_table = in_table | jnp.where(known(block), 1 << c, 0)
@@ -317,32 +307,12 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
     else:
         operands = [keys]
         raw = view.shape[1]
-        import os
-
-        if block_size == TILE and os.environ.get("JK_WHOLE", "1") == "1":
-            stages = min(
-                stages,
-                (SHARED_MEMORY - RESERVED - config.query_stages * q_rows * DIM * q.dtype.itemsize)
-                // (STAGE_ROWS * 128)
-                // consumers
-                * consumers,
-            )
-            k_shared = plgpu.RefUnion(
-                plgpu.SMEM((stages, STAGE_ROWS, raw), buffer.dtype, transforms=(plgpu.SwizzleTransform(128),)),
-                swizzled(stages, STAGE_ROWS, DIM, dtype=FP8),
-                plgpu.SMEM((stages, STAGE_ROWS, SCALES_PER_ROW), jnp.float32),
-            )
-        else:
-            k_shared = plgpu.RefUnion(
-                plgpu.SMEM((stages, TILE, raw), buffer.dtype, transforms=(plgpu.SwizzleTransform(128),)),
-                swizzled(stages, TILE, DIM, dtype=FP8),
-            )
-        s_shared = (
-            None
-            if block_size == TILE and os.environ.get("JK_WHOLE", "1") == "1"
-            else plgpu.RefUnion(
-                plgpu.SMEM((stages, TILE // SCALES_PER_ROW, raw), buffer.dtype), plgpu.SMEM((stages, TILE), jnp.float32)
-            )
+        k_shared = plgpu.RefUnion(
+            plgpu.SMEM((stages, TILE, raw), buffer.dtype, transforms=(plgpu.SwizzleTransform(128),)),
+            swizzled(stages, TILE, DIM, dtype=FP8),
+        )
+        s_shared = plgpu.RefUnion(
+            plgpu.SMEM((stages, TILE // SCALES_PER_ROW, raw), buffer.dtype), plgpu.SMEM((stages, TILE), jnp.float32)
         )
     return kernel(
         body,
@@ -356,9 +326,9 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
         kernel_name="indexer_logits",
         scratch_types=[
             k_shared,
-            plgpu.SMEM((8,), jnp.float32) if s_shared is None else s_shared,
+            s_shared,
             swizzled(config.query_stages, q_rows, DIM, dtype=q.dtype),
-            plgpu.Barrier(num_arrivals=1 if s_shared is None else 2 * copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2 * copies, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=config.query_stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=config.query_stages),
@@ -372,36 +342,6 @@ def _stages(config: IndexerConfig, query_bytes: int) -> int:
     room = SHARED_MEMORY - RESERVED - config.query_stages * query_bytes
     fit = room // (TILE * (DIM + SCALE_BYTES)) // config.consumers
     return config.consumers * max(min(config.stages_per_consumer, fit), 1)
-
-
-def load_scales(ref, stage):
-    """The scales of a page, a ROW array, which a swizzled copy of the whole page has put after its keys."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR), return_type=plgpu.ShapeDtypeStruct((TILE,), jnp.float32, layout=ROW)
-    )
-    def load(_, ref, stage):
-        import numpy as np
-        from jax.experimental.mosaic import gpu as mgpu
-        from jax.extend.mlir import ir
-        from jax.extend.mlir.dialects import vector
-
-        f32 = ir.F32Type.get()
-        # The second row of scales is swizzled: its chunks of 16 bytes change places in pairs.
-        found = mgpu.utils.inline_ptx(
-            "{ .reg .pred p; .reg .b32 i, n; mov.u32 i, %tid.x; shr.u32 n, i, 1; and.b32 n, n, 48; "
-            "bfe.u32 i, i, 2, 3; add.s32 n, n, i; shl.b32 n, n, 2; and.b32 i, n, 128; shr.u32 i, i, 3; xor.b32 n, n, i; "
-            f"mad.lo.s32 n, $3, {STAGE_ROWS * 128}, n; add.s32 n, n, $2; "
-            f"ld.shared.f32 $0, [n + {TILE * 128}]; ld.shared.f32 $1, [n + {TILE * 128 + 32}]; }}",
-            mgpu.utils.memref_ptr(ref), stage.registers.item(), result_types=[f32, f32], has_side_effects=True,
-        )  # fmt: skip
-        layout = ROW.to_mgpu()
-        held = np.empty(layout.registers_shape((TILE,)), dtype=object)
-        for n, x in enumerate(found):
-            held.flat[n] = vector.from_elements(ir.VectorType.get((1,), f32), [x])
-        return mgpu.FragmentedArray(_registers=held, _layout=layout, _is_signed=None)
-
-    return load(ref, stage)
 
 
 def _interpreted_stages(stages):

@@ -61,7 +61,7 @@ def _keep(values, places, *, size, count, k, end, interpret):
     def body(values_ref, *refs):
         places_ref = refs[0] if places is not None else None
         refs = refs[places is not None :]
-        outs, (counters, *pair) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
+        outs, (counters, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
         if not last:  # the next launch is the only one that reads what this one keeps
             pdl_launch_dependents(values_ref, interpret=interpret)
         row, part = lax.axis_index("row"), lax.axis_index("chunk")
@@ -71,13 +71,13 @@ def _keep(values, places, *, size, count, k, end, interpret):
             at = chunks.places(first, size, interpret=interpret)
         else:
             at = chunks.load(places_ref, row, first, size, logits=False, interpret=interpret)
-        least, before = _search(counters, keys, at, k, end, interpret)
-        refs, index, slots = (pair, (), sorted_size) if last else (outs, (row, part), k)
+        least, before, low, high = _search(counters, keys, at, k, end, interpret)
+        refs, index, slots = (memory[:2], (), sorted_size) if last else (outs, (row, part), k)
         chunks.collect(counters, keys, at, least, before, refs, index, slots, interpret=interpret)
         if last:
             if not interpret:
                 _barrier()
-            store_sorted(pair[0], pair[1], outs[0], row, k, interpret=interpret)
+            store_sorted(memory, counters, low, high, outs[0], row, k, interpret=interpret)
 
     shape = jax.ShapeDtypeStruct
     return kernel(
@@ -90,12 +90,12 @@ def _keep(values, places, *, size, count, k, end, interpret):
         num_threads=1,
         thread_name="wg",
         kernel_name="select_topk",
-        scratch_types=[plgpu.SMEM((COUNTERS,), jnp.int32)] + [plgpu.SMEM((sorted_size,), jnp.int32)] * (2 * last),
+        scratch_types=[plgpu.SMEM((COUNTERS,), jnp.int32)] + [plgpu.SMEM((sorted_size,), jnp.int32)] * (3 * last),
     )(values, *([] if places is None else [places]))
 
 
 def _search(counters, keys, places, k: int, end: int, interpret: bool):
-    """A key and a place: the k largest are above the key, or equal to it and before the place.
+    """A key and a place: the k largest are above the key, or equal to it and before the place; and their extremes.
 
     `end` is the number of places.  With k or fewer logits above EMPTY, the key is EMPTY and the place 0.
     """
@@ -144,7 +144,8 @@ def _search(counters, keys, places, k: int, end: int, interpret: bool):
         carry = step, jnp.int32(0), jnp.int32(end)
         return least, lax.while_loop(lambda carry: carry[2] - carry[1] > 1, halve, carry)[2]
 
-    return lax.cond(valid > k, search, lambda: (jnp.int32(EMPTY), jnp.int32(0)))
+    least, before = lax.cond(valid > k, search, lambda: (jnp.int32(EMPTY), jnp.int32(0)))
+    return least, before, jnp.maximum(least, low), high
 
 
 def _barrier() -> None:
