@@ -9,7 +9,7 @@ from functools import partial
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
 from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
-from jaxkv_kernels.mosaic_gpu.runtime.available import BULK_COPIES, WGMMA, unavailable_reasons
+from jaxkv_kernels.mosaic_gpu.runtime.available import BULK_COPIES, REDUX, WGMMA, unavailable_reasons
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting as interpreting
 
 
@@ -50,6 +50,10 @@ KERNELS: dict[str, Kernel] = {
     ),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
     "merge_states": _kernel("entries.merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),
+    "indexer_logits": _kernel(
+        "indexer.logits.indexer_logits", {IndexerEntry: ("indexer_fp8",)}, unsupported.indexer_logits, WGMMA
+    ),
+    "select_topk": _kernel("indexer.topk.select_topk", {}, unsupported.select_topk, REDUX),
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
     "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),

@@ -3,15 +3,23 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.formats.entries import IndexerEntry
+from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
+from jaxkv_kernels.mosaic_gpu.indexer.key_rows import key_rows, rows_per_token
 
+INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
+QUERY_ROWS = 256
+"""Heads of all query tokens of a request, whose queries are in shared memory."""
+MOST_SELECTED = 4096
 LATENT, ROPE = 512, 64
 HEAD_DIMS = (64, 128, 192, 256)
 BULK = 16
@@ -57,6 +65,33 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
         yield f"`q_latent` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
     yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
     yield from too_large(options)
+
+
+def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against an `indexer_logits` call."""
+    entry, pages, q = options["entry"], options["pages"], arrays["q"]
+    if entry.head_dim != INDEXER_DIM:
+        yield f"keys of {entry.head_dim} values: supports {INDEXER_DIM}"
+    if q.dtype not in (FP8, jnp.bfloat16, jnp.float16):
+        yield f"`q` of {q.dtype}: supports float8_e4m3fn, bfloat16 and float16"
+    if (rows := q.shape[1] * rows_per_token(q.shape[2])) > QUERY_ROWS:
+        yield f"`q` of {q.shape[1]} tokens and {q.shape[2]} heads, {rows} rows: supports at most {QUERY_ROWS}"
+    if pages.block_size not in INDEXER_BLOCKS:
+        yield f"blocks of {pages.block_size} tokens: supports {', '.join(map(str, INDEXER_BLOCKS))}"
+    if options["max_len"] >= 2**28:
+        yield f"`max_len` of {options['max_len']}: supports less than 2**28"
+    try:
+        key_rows(pages, arrays["buffer"].dtype.itemsize)
+    except ValueError as error:
+        yield str(error)
+
+
+def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `select_topk` call."""
+    if options["k"] > MOST_SELECTED:
+        yield f"`k` of {options['k']}: supports at most {MOST_SELECTED}, which are sorted in registers"
+    if arrays["logits"].shape[-1] >= 2**28:
+        yield f"rows of {arrays['logits'].shape[-1]} logits: supports fewer than 2**28"
 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

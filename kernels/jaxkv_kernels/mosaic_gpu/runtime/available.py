@@ -16,6 +16,9 @@ WGMMA: Mapping[str, str] = {"9.0": "Hopper"}
 BULK_COPIES: Mapping[str, str] = {"9.0": "Hopper"}
 """Capabilities for copies of entries and blocks.  Later GPUs also have bulk copies, but only Hopper was tested."""
 
+REDUX: Mapping[str, str] = {"9.0": "Hopper"}
+"""Selection adds up counts over a warp by an instruction of Ampere and later; it was tried on Hopper only."""
+
 CLOCK: Mapping[str, str] = {"9.0": "Hopper"}
 """Capabilities for `stamp`.  All generations have the global timer, but only Hopper was tested."""
 

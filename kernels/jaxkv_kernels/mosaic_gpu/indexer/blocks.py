@@ -1,0 +1,91 @@
+"""Device-side: the blocks of a request, 32 at a time, one per lane.
+
+A window of the block table is loaded while the one before it is used, so that nothing waits for these loads.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
+
+WINDOW = 32
+_LANES: Any = plgpu.Layout.WG_STRIDED((128,), 1)
+
+
+@dataclass(frozen=True)
+class BlockWindows:
+    """A block table [B, M] in device memory."""
+
+    ref: Any
+    interpret: bool
+
+    def load(self, request, window):
+        """Window number `window` of a request; -1 past the table."""
+        if self.interpret:
+            return request, window
+        width = self.ref.shape[1]
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+            return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_LANES),
+        )
+        def load(_, ref, request, window):
+            from jax.experimental.mosaic import gpu as mgpu
+            from jax.extend.mlir import ir
+
+            found = mgpu.utils.inline_ptx(
+                "{ .reg .pred p; .reg .b64 a, b; .reg .b32 i; mov.u32 i, %laneid; "
+                f"mad.lo.s32 i, $3, {WINDOW}, i; setp.lt.u32 p, i, {width}; mul.wide.u32 a, $2, {4 * width}; "
+                "mul.wide.u32 b, i, 4; add.s64 a, a, b; add.s64 a, a, $1; mov.b32 $0, -1; @p ld.global.b32 $0, [a]; }",
+                mgpu.utils.memref_ptr(ref),
+                request.registers.item(),
+                window.registers.item(),
+                result_types=ir.IntegerType.get_signless(32),
+                has_side_effects=True,
+            )
+            return _as_lanes(found)
+
+        return load(self.ref, request, window)
+
+    def block(self, loaded, i):
+        """Block number `i` of a window that was loaded."""
+        if self.interpret:
+            request, window = loaded
+            column = window * WINDOW + i
+            inside = column < self.ref.shape[1]
+            return jnp.where(inside, self.ref[request, jnp.where(inside, column, 0)], -1)
+
+        @plgpu.inline_mgpu(arg_types=(_LANES, SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        def pick(_, blocks, i):
+            from jax.experimental.mosaic import gpu as mgpu
+            from jax.extend.mlir import ir
+            from jax.extend.mlir.dialects import vector
+
+            first = ir.DenseI64ArrayAttr.get([0])
+            held = vector.extract(blocks.registers.flat[0], dynamic_position=[], static_position=first)
+            found = mgpu.utils.inline_ptx(
+                "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+                held,
+                i.registers.item(),
+                result_types=ir.IntegerType.get_signless(32),
+                has_side_effects=True,
+                convergent=True,
+            )
+            return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+        return pick(loaded, i)
+
+
+def _as_lanes(word) -> Any:
+    """A register per lane, as an array."""
+    import numpy as np
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import vector
+
+    held = np.empty((1,), dtype=object)
+    held[0] = vector.from_elements(ir.VectorType.get((1,), word.type), [word])
+    return mgpu.FragmentedArray(_registers=held, _layout=_LANES.to_mgpu(), _is_signed=True)

@@ -1,0 +1,59 @@
+"""The flat buffer as rows of 128 bytes, which are the keys of an `indexer_fp8` page, and at its end its scales.
+
+A TMA copy of up to 64 of these rows, from any row on, is a tile of keys as wgmma reads it.
+"""
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxkv_kernels.addressing.pages import Pages
+
+ROW_BYTES = 128
+SCALE_BYTES = 4
+SCALES_PER_ROW = ROW_BYTES // SCALE_BYTES
+COLUMNS = 128
+"""The most columns of a product."""
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """A view [rows, elements of 128 bytes] of the buffer; pages begin at a row."""
+
+    shape: tuple[int, int]
+    first: int
+    layer: int
+    block: int
+    """Rows from one layer, and from one block, to the next."""
+
+    def page(self, layer, block):
+        """The first row of a page."""
+        return self.first + layer * self.layer + block * self.block
+
+    def of(self, buffer: jax.Array) -> jax.Array:
+        """The view; no copy."""
+        return buffer.reshape(self.shape)
+
+
+def key_rows(pages: Pages, itemsize: int) -> KeyRows:
+    """The view; ValueError with the reason where pages do not begin at rows of 128 bytes."""
+    numbers = {"offset": pages.offset}
+    numbers |= {"layer stride": pages.layer_stride} if pages.num_layers > 1 else {}
+    numbers |= {"block stride": pages.block_stride} if pages.num_blocks > 1 else {}
+    numbers["buffer size"] = pages.size
+    rows = {}
+    for name, elements in numbers.items():
+        rows[name], rest = divmod(elements * itemsize, ROW_BYTES)
+        if rest:
+            raise ValueError(f"{name} of {elements * itemsize} bytes: supports multiples of {ROW_BYTES}")
+    if rows["buffer size"] >= 2**31:
+        raise ValueError(f"buffer of {rows['buffer size']} rows of {ROW_BYTES} bytes: supports fewer than 2**31")
+    return KeyRows(
+        (rows["buffer size"], ROW_BYTES // itemsize), rows["offset"], rows.get("layer stride", 0),
+        rows.get("block stride", 0),
+    )  # fmt: skip
+
+
+def rows_per_token(heads: int) -> int:
+    """Heads, rounded up to what products and tiles of queries are made of."""
+    return -(-heads // 8) * 8 if heads <= COLUMNS else -(-heads // COLUMNS) * COLUMNS

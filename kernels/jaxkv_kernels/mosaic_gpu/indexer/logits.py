@@ -1,0 +1,350 @@
+"""Scores of the DeepSeek V3.2 indexer against every cached key, for `indexer_fp8` keys of 128 values, on sm_90.
+
+logit[j] = sum over heads h of relu(q_h . k_j) * w_h, times the scale of key j.
+
+A persistent CTA per multiprocessor has an even share of all tiles of 64 keys (`work.py`).  One warpgroup, the producer,
+copies keys and scales by TMA; each of the others, the consumers, multiplies tiles of its own: keys are the left operand
+of wgmma (64 rows), the queries of all heads the right one.  Timeline of a CTA:
+
+    producer     queries of the 1st request | tiles 0, 1, 2, ... as fast as stages are free | queries of the 2nd ...
+    consumers    -inf past the requests' ends | tile w, w + consumers, w + 2 * consumers, ...
+    per tile     q k^T | relu, times the weights, sum over heads | times the scale, mask, store
+
+Queries of e4m3 are multiplied as they are.  Hopper adds up such products with about 13 bits after the leading one.
+Queries of bf16 and f16 are multiplied as float16, to which a consumer converts its keys in registers: exactly.
+
+Barriers:
+    k_full, k_free    per stage of keys: the tile has landed; its consumer has read it
+    q_full, q_free    per stage of queries: a request's queries have landed; all consumers are done with them
+
+Budget.  Shared memory: 8.25 KiB per stage of keys, 9 of them by default; 8 KiB (e4m3) or 16 KiB per stage of queries of
+64 rows.  Registers of a consumer: per 64 rows of queries 32 of products and 16 of weights, and 16 or 32 of keys.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.formats.bits import FP8, view_as
+from jaxkv_kernels.mosaic_gpu.indexer.blocks import WINDOW, BlockWindows
+from jaxkv_kernels.mosaic_gpu.indexer.config import TILE, IndexerConfig
+from jaxkv_kernels.mosaic_gpu.indexer.key_rows import COLUMNS, SCALE_BYTES, SCALES_PER_ROW, key_rows, rows_per_token
+from jaxkv_kernels.mosaic_gpu.indexer.stores import fill, padded, store_logits
+from jaxkv_kernels.mosaic_gpu.indexer.work import Tiles, find_share
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, ROW, WGMMA, over_rows
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
+from jaxkv_kernels.tuning import configuration
+
+DIM = 128
+RESERVED = 3072
+"""Bytes of shared memory for barriers and alignment."""
+LARGEST = 2.0**15
+"""Queries are scaled below it to become float16."""
+
+
+def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
+    """q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len]."""
+    del entry
+    return _logits(
+        q, weights, buffer, block_tables, seq_lens, layer,
+        pages=pages, max_len=max_len, config=configuration(IndexerConfig()), interpret=bool(interpreting.value),
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("pages", "max_len", "config", "interpret"))
+def _logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, max_len, config, interpret):
+    batch, tokens, heads, _ = q.shape
+    q, weights = _operands(q, weights)
+    rows = rows_per_token(heads)
+    pad = rows - heads
+    q, weights = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))), jnp.pad(weights, ((0, 0), (0, 0), (0, pad)))
+    q, weights = q.reshape(batch, tokens * rows, DIM), weights.reshape(batch, tokens * rows)
+    logits = _run(
+        q, weights, buffer, block_tables, seq_lens, layer,
+        tokens=tokens, pages=pages, max_len=max_len, config=config, interpret=interpret,
+    )  # fmt: skip
+    return logits[:, :max_len].reshape(batch, tokens, max_len)
+
+
+def _operands(q, weights):
+    """Queries that are multiplied as they are, and float32 weights."""
+    weights = weights.astype(jnp.float32)
+    if q.dtype in (FP8, jnp.float16):
+        return q, weights
+    largest = jnp.abs(q).max(axis=-1).astype(jnp.float32)
+    exponent = jnp.frexp(LARGEST / jnp.where(jnp.isfinite(largest), jnp.maximum(largest, 2.0**-100), 1))[1]
+    scale = jnp.clip(exponent - 1, -126, 126)
+    q = jnp.ldexp(q.astype(jnp.float32), scale[..., None]).astype(jnp.float16)
+    return q, jnp.ldexp(weights, -scale)
+
+
+def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, max_len, config, interpret):
+    batch, q_rows, _ = q.shape
+    rows = q_rows // tokens
+    width = rows * (COLUMNS // rows) if rows <= COLUMNS else COLUMNS
+    columns = [(first, min(width, q_rows - first)) for first in range(0, q_rows, width)]
+    consumers, block_size = config.consumers, pages.block_size
+    stages = _stages(config, q_rows * DIM * q.dtype.itemsize)
+    view = key_rows(pages, buffer.dtype.itemsize)
+    part = min(block_size, TILE)
+    copies = TILE // part
+    tiles_per_window = WINDOW * block_size // TILE
+    tiles = Tiles(block_tables.shape[1] * block_size, max_len)
+    ctas = 2 if interpret else MULTIPROCESSORS
+
+    def body(q_ref, weight_ref, *refs):
+        key_ref, scale_ref, table_ref, length_ref, layer_ref, out_ref, *shared = refs if interpret else (refs[0], *refs)
+        k_s, s_s, q_s, k_full, k_free, q_full, q_free, *scratch = shared
+        cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+        layer = layer_ref[0]
+        in_cache = (layer >= 0) & (layer < pages.num_layers)
+        windows = BlockWindows(table_ref, interpret)
+        k_in, k = k_s if not interpret else (k_s, k_s)
+        s_in, s = s_s if not interpret else (s_s, s_s)
+        share = find_share(length_ref, cta, ctas, tiles, in_cache, filled=False, interpret=interpret)
+
+        def each_request(run):
+            """Calls `run(used, n, request, begin, end)` for every request of the share.
+
+            `used` requests and n tiles come before it.
+            """
+
+            def one(request, carry):
+                used, n = carry
+                begin, end = share.tiles(request, jnp.int32(0), tiles.computed(length_ref[request]))
+
+                def some():
+                    run(used, n, request, begin, end)
+                    return used + 1, n + end - begin
+
+                return lax.cond(begin < end, some, lambda: (used, n))
+
+            return lax.fori_loop(share.first_request, share.last_request + 1, one, (jnp.int32(0), jnp.int32(0)))
+
+        def each_window(request, begin, end, run):
+            """Calls `run(blocks, first, low, high)` per window of the block table: `first` is its first tile."""
+            first_window = floordiv(begin, tiles_per_window)
+            last_window = floordiv(end - 1, tiles_per_window)
+
+            def one(window, blocks):
+                ahead = windows.load(request, window + 1)
+                first = window * tiles_per_window
+                run(blocks, first, jnp.maximum(first, begin), jnp.minimum(first + tiles_per_window, end))
+                return ahead
+
+            lax.fori_loop(first_window, last_window + 1, one, windows.load(request, first_window))
+
+        def blocks_of(blocks, first, tile):
+            """The blocks of a tile's copies."""
+            column = floordiv((tile - first) * (TILE // part), max(block_size // TILE, 1))
+            return [windows.block(blocks, column + c) for c in range(copies)]
+
+        def known(block):
+            return (block >= 0) & (block < pages.num_blocks)
+
+        def stage_of(n):
+            return lax.rem(n, jnp.int32(stages))
+
+        def query_stage_of(used):
+            return lax.rem(used, jnp.int32(config.query_stages))
+
+        def producer():
+            plgpu.set_max_registers(config.producer_registers, action="decrease")
+
+            def fetch(blocks, first, offset, tile, _):
+                n = offset + tile
+                stage = stage_of(n)
+
+                @pl.when(n >= stages)
+                def _():
+                    plgpu.barrier_wait(k_free.at[stage])
+
+                in_block = lax.rem(tile, jnp.int32(max(block_size // TILE, 1)))
+                for c, block in enumerate(blocks_of(blocks, first, tile)):
+                    # For a block outside the cache, block 0: its tokens are masked later.
+                    page = view.page(layer, jnp.where(known(block), block, 0))
+                    to = pl.ds(c * part, part)
+                    plgpu.copy_gmem_to_smem(
+                        key_ref.at[pl.ds(page + in_block * TILE, part)], k_in.at[stage, to], k_full.at[stage]
+                    )
+                    scales = part // SCALES_PER_ROW
+                    row = page + block_size + in_block * (TILE // SCALES_PER_ROW)
+                    plgpu.copy_gmem_to_smem(
+                        scale_ref.at[pl.ds(row, scales)], s_in.at[stage, pl.ds(c * scales, scales)],
+                        k_full.at[stage], oob_mode=IN_BOUNDS,
+                    )  # fmt: skip
+
+            def run(used, n, request, begin, end):
+                stage = query_stage_of(used)
+
+                @pl.when(used >= config.query_stages)
+                def _():
+                    plgpu.barrier_wait(q_free.at[stage])
+
+                plgpu.copy_gmem_to_smem(q_ref.at[request], q_s.at[stage], q_full.at[stage])
+
+                def window(blocks, first, low, high):
+                    lax.fori_loop(low, high, partial(fetch, blocks, first, n - begin), None)
+
+                each_window(request, begin, end, window)
+
+            used, n = each_request(run)
+
+            # Every completion of a barrier must be waited for.
+            @pl.loop(jnp.maximum(n - stages, 0), n)
+            def _(n):
+                plgpu.barrier_wait(k_free.at[stage_of(n)])
+
+            @pl.loop(jnp.maximum(used - config.query_stages, 0), used)
+            def _(used):
+                plgpu.barrier_wait(q_free.at[query_stage_of(used)])
+
+        def consumer():
+            plgpu.set_max_registers(config.consumer_registers, action="increase")
+            fill_share()
+
+            def products(stage, q_stage, first, width):
+                """Scores of a tile of keys, float32 [64, width]."""
+                queries = q_s.at[q_stage, pl.ds(first, width)].transpose((1, 0))
+                keys = k.at[stage]
+                if q.dtype != FP8:
+                    upcast = plgpu.load(keys, layout=plgpu.Layout.WGMMA_UPCAST_2X) if not interpret else keys[...]
+                    keys = upcast.astype(jnp.float16)
+                    if interpret:
+                        scratch[0].at[wg][...] = keys
+                        plgpu.commit_smem()
+                        keys = scratch[0].at[wg]
+                    else:
+                        keys = plgpu.layout_cast(keys, WGMMA)
+
+                def product(acc):
+                    plgpu.wgmma(acc, keys, queries)
+                    return acc[...]
+
+                return pl.run_scoped(product, plgpu.ACC((TILE, width), jnp.float32))
+
+            def load_weights(request, first, width):
+                return plgpu.load(weight_ref.at[request, pl.ds(first, width)], layout=COLUMN, optimized=False)
+
+            def tile_logits(n, tile, request, length, q_stage, loaded, block_ids):
+                stage = stage_of(n)
+                plgpu.barrier_wait(k_full.at[stage])
+                scale = s[stage].reshape(TILE) if interpret else plgpu.load(s.at[stage], layout=ROW)
+                in_table = jnp.int32(0)
+                for c, block in enumerate(block_ids):
+                    in_table = in_table | jnp.where(known(block), 1 << c, 0)
+                sums: dict[int, Any] = {}
+                for unit, (first, width) in enumerate(columns):
+                    scores = products(stage, q_stage, first, width)
+                    if unit == len(columns) - 1:
+                        plgpu.barrier_arrive(k_free.at[stage])
+                    weight = loaded[unit] if loaded else load_weights(request, first, width)
+                    weighted = jnp.maximum(scores, 0.0) * over_rows(weight, TILE)
+                    for low in range(0, width, min(rows, width)):
+                        token = (first + low) // rows
+                        added = weighted[:, low : low + min(rows, width)].sum(axis=1)
+                        sums[token] = sums[token] + added if token in sums else added
+                for token in range(tokens):
+                    store_logits(
+                        out_ref, request * tokens + token, tile * TILE, length - (tokens - 1) + token, in_table, part,
+                        sums[token] * scale, interpret=interpret,
+                    )  # fmt: skip
+
+            def run(used, n, request, begin, end):
+                q_stage = query_stage_of(used)
+                loaded = [load_weights(request, *columns[0])] if len(columns) == 1 else []
+                length = jnp.clip(length_ref[request], 0, tiles.capacity)
+                plgpu.barrier_wait(q_full.at[q_stage])
+
+                def window(blocks, first, low, high):
+                    offset = n - begin
+                    skip = lax.rem(wg + consumers - lax.rem(offset + low, jnp.int32(consumers)), jnp.int32(consumers))
+                    count = floordiv(jnp.maximum(high - low - skip, 0) + (consumers - 1), consumers)
+
+                    def one(i, _):
+                        tile = low + skip + i * consumers
+                        block_ids = blocks_of(blocks, first, tile)
+                        tile_logits(offset + tile, tile, request, length, q_stage, loaded, block_ids)
+
+                    lax.fori_loop(0, count, one, None)
+
+                each_window(request, begin, end, window)
+                plgpu.barrier_arrive(q_free.at[q_stage])
+
+            each_request(run)
+
+        def fill_share():
+            """-inf to the tiles that are not computed; the consumers take turns by rows of the result."""
+            rest = find_share(length_ref, cta, ctas, tiles, in_cache, filled=True, interpret=interpret)
+
+            def one(request, _):
+                computed = tiles.computed(jnp.where(in_cache, length_ref[request], 0))
+                begin, end = rest.tiles(request, jnp.int32(0), tiles.per_request - computed)
+                first, last = ((computed + x) * TILE for x in (begin, end))
+                for token in range(tokens):
+                    row = request * tokens + token
+
+                    @pl.when(lax.rem(row, jnp.int32(consumers)) == wg)
+                    def _(row=row):
+                        fill(out_ref, row, first, jnp.minimum(last, max_len), interpret=interpret)
+
+            lax.fori_loop(rest.first_request, rest.last_request + 1, one, None)
+
+        lax.cond(wg == consumers, producer, consumer)
+
+    keys = view.of(buffer)
+    if interpret:  # it does not see one kind of value in memory of another
+        operands, (k_shared, s_shared) = [view_as(keys, FP8), view_as(keys, jnp.float32)], _interpreted_stages(stages)
+    else:
+        operands = [keys]
+        raw = view.shape[1]
+        k_shared = plgpu.RefUnion(
+            plgpu.SMEM((stages, TILE, raw), buffer.dtype, transforms=(plgpu.SwizzleTransform(128),)),
+            swizzled(stages, TILE, DIM, dtype=FP8),
+        )
+        s_shared = plgpu.RefUnion(
+            plgpu.SMEM((stages, TILE // SCALES_PER_ROW, raw), buffer.dtype), plgpu.SMEM((stages, TILE), jnp.float32)
+        )
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        out_type=jax.ShapeDtypeStruct((batch * tokens, padded(max_len, interpret=interpret)), jnp.float32),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=consumers + 1,
+        thread_name="wg",
+        kernel_name="indexer_logits",
+        scratch_types=[
+            k_shared,
+            s_shared,
+            swizzled(config.query_stages, q_rows, DIM, dtype=q.dtype),
+            plgpu.Barrier(num_arrivals=2 * copies, num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=config.query_stages),
+            plgpu.Barrier(num_arrivals=consumers, num_barriers=config.query_stages),
+            *([swizzled(consumers, TILE, DIM, dtype=q.dtype)] if interpret and q.dtype != FP8 else []),
+        ],
+    )(q, weights, *operands, block_tables, seq_lens, jnp.reshape(layer, (1,)))
+
+
+def _stages(config: IndexerConfig, query_bytes: int) -> int:
+    """Stages of keys: what is configured, or what fits beside the queries."""
+    room = SHARED_MEMORY - RESERVED - config.query_stages * query_bytes
+    fit = room // (TILE * (DIM + SCALE_BYTES)) // config.consumers
+    return config.consumers * max(min(config.stages_per_consumer, fit), 1)
+
+
+def _interpreted_stages(stages):
+    return plgpu.SMEM((stages, TILE, DIM), FP8), plgpu.SMEM(
+        (stages, TILE // SCALES_PER_ROW, SCALES_PER_ROW), jnp.float32
+    )

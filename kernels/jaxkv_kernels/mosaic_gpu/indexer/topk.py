@@ -1,0 +1,155 @@
+"""The positions of the k largest logits of each row.
+
+A CTA of one warpgroup has up to CHUNK logits of a row in registers.  It searches for the k-th largest, and keeps the k
+largest in any order.  The launch is repeated on what the chunks of a row have kept, until that is a single chunk; the
+last launch sorts it.  Timeline of a CTA:
+
+    load | count the logits at or above a guess, ... until they are k | collect | sort, or store what is kept
+
+The guess interpolates between the largest value below which too few, and the smallest above which too many logits lie;
+every third is in the middle of their bits, so that the search ends.  Where logits equal the k-th largest, the search
+goes on over their positions.
+
+What bounds it: the latency of about ten counts (100 instructions per thread each) and, for k = 2048, of the 66 steps of
+the sorting network.
+Budget.  Registers: 64 logits per thread, and in later launches 64 positions.  Shared memory: 8 bytes per logit sorted.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.indexer import chunk as chunks
+from jaxkv_kernels.mosaic_gpu.indexer.chunk import COUNTERS, EMPTY, THREADS, UNIT
+from jaxkv_kernels.mosaic_gpu.indexer.sorting import store_sorted
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
+
+CHUNK = 8192
+
+
+def select_topk(logits, *, k):
+    """Logits [..., N] to int32 positions [..., k], largest first, the earlier position where equal; -1 for -inf."""
+    return _select(logits, k=k, interpret=bool(interpreting.value))
+
+
+@partial(jax.jit, static_argnames=("k", "interpret"))
+def _select(logits, *, k, interpret):
+    *leading, length = logits.shape
+    if not logits.size:
+        return jnp.full((*leading, k), -1, jnp.int32)
+    values, places, end = logits.reshape(-1, length), None, length
+    while True:
+        length = values.shape[1]
+        size = min(CHUNK, -(-length // UNIT) * UNIT)
+        count = -(-length // size)
+        found = _keep(values, places, size=size, count=count, k=k, end=end, interpret=interpret)
+        if count == 1:
+            return found[0].reshape(*leading, k)
+        values, places = found
+
+
+def _keep(values, places, *, size, count, k, end, interpret):
+    """Keys and places [rows, count * k] of the k largest of each chunk, or with one chunk sorted places [rows, k]."""
+    rows = values.shape[0]
+    last = count == 1
+    sorted_size = max(THREADS, 1 << (k - 1).bit_length())
+
+    def body(values_ref, *refs):
+        places_ref = refs[0] if places is not None else None
+        refs = refs[places is not None :]
+        outs, (counters, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
+        if not last:  # the next launch is the only one that reads what this one keeps
+            pdl_launch_dependents(values_ref, interpret=interpret)
+        row, part = lax.axis_index("row"), lax.axis_index("chunk")
+        first = part * size
+        keys = chunks.load(values_ref, row, first, size, logits=places is None, interpret=interpret)
+        if places_ref is None:
+            at = chunks.places(first, size, interpret=interpret)
+        else:
+            at = chunks.load(places_ref, row, first, size, logits=False, interpret=interpret)
+        least, before, low, high = _search(counters, keys, at, k, end, interpret)
+        refs, index, slots = (memory[:2], (), sorted_size) if last else (outs, (row, part), k)
+        chunks.collect(counters, keys, at, least, before, refs, index, slots, interpret=interpret)
+        if last:
+            if not interpret:
+                _barrier()
+            store_sorted(memory, counters, low, high, outs[0], row, k, interpret=interpret)
+
+    shape = jax.ShapeDtypeStruct
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        out_type=[shape((rows, k), jnp.int32)] if last else [shape((rows, count * k), jnp.int32)] * 2,
+        grid=(rows, count),
+        grid_names=("row", "chunk"),
+        num_threads=1,
+        thread_name="wg",
+        kernel_name="select_topk",
+        scratch_types=[plgpu.SMEM((COUNTERS,), jnp.int32)] + [plgpu.SMEM((sorted_size,), jnp.int32)] * (3 * last),
+    )(values, *([] if places is None else [places]))
+
+
+def _search(counters, keys, places, k: int, end: int, interpret: bool):
+    """A key and a place: the k largest are above the key, or equal to it and before the place; and their extremes.
+
+    `end` is the number of places.  With k or fewer logits above EMPTY, the key is EMPTY and the place 0.
+    """
+    count = partial(chunks.count, counters, keys=keys, interpret=interpret)
+    valid = count(step=jnp.int32(0), least=jnp.int32(EMPTY + 1))
+    low, high = chunks.extremes(counters, keys, interpret=interpret)
+
+    def guess(step, low, at_low, high, at_high):
+        """A key above `low` and below `high`."""
+        middle = (low & high) + ((low ^ high) >> 1)
+        share = (at_low - k).astype(jnp.float32) / (at_low - at_high).astype(jnp.float32)
+        found = chunks.between(low, high, share, interpret=interpret)
+        usable = (found > low) & (lax.rem(step, jnp.int32(3)) != 0)
+        return jnp.clip(jnp.where(usable, found, middle), low + 1, high - 1)
+
+    def unknown(carry):
+        _, low, at_low, high, _ = carry
+        return (at_low > k) & (low + 1 < high)
+
+    def narrow(carry):
+        step, low, at_low, high, at_high = carry
+        least = guess(step, low, at_low, high, at_high)
+        at_least = count(step=step, least=least)
+        enough = at_least >= k
+        return (
+            step + 1,
+            jnp.where(enough, least, low), jnp.where(enough, at_least, at_low),
+            jnp.where(enough, high, least), jnp.where(enough, at_high, at_least),
+        )  # fmt: skip
+
+    def search():
+        carry = jnp.int32(1), low, valid, high + 1, jnp.int32(0)
+        step, least, found, _, above = lax.while_loop(unknown, narrow, carry)
+        return lax.cond(found > k, lambda: among_equal(step, least, k - above), lambda: (least, jnp.int32(end)))
+
+    def among_equal(step, least, wanted):
+        """The place before which `wanted` keys equal `least`."""
+
+        def halve(carry):
+            step, low, high = carry
+            middle = low + ((high - low) >> 1)
+            before = chunks.count_before(counters, step, keys, places, least, middle, interpret=interpret)
+            enough = before >= wanted
+            return step + 1, jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+
+        carry = step, jnp.int32(0), jnp.int32(end)
+        return least, lax.while_loop(lambda carry: carry[2] - carry[1] > 1, halve, carry)[2]
+
+    least, before = lax.cond(valid > k, search, lambda: (jnp.int32(EMPTY), jnp.int32(0)))
+    return least, before, jnp.maximum(least, low), high
+
+
+def _barrier() -> None:
+    """Waits for all threads of the warpgroup."""
+    from jax.experimental.mosaic import gpu as mgpu
+
+    plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()
