@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
-from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.formats.bits import FP8
+from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import origin_step
