@@ -150,7 +150,7 @@ def test_cold_calls_use_other_values_and_results(operation, monkeypatch):
     small = replace(CPU[operation], tokens=128, layers=2, cold=True)
     assert small.sets == 3
     program = Program(small, implementation="xla").compile()
-    calls = [(each.values, layer) for each, layer in program._turn(0, program._varying)]
+    calls = [(each.values, layer) for each, layer in program._turn(program._varying, 7)]
     assert [int(layer) for _, layer in calls] == [0, 1, 0]
     if operation == "write_mla":
         assert len({np.asarray(values[0]).tobytes() for values, _ in calls}) == 3
