@@ -29,6 +29,15 @@ class KernelTimes:
     kernels: tuple[tuple[str, float], ...]
     """(name, median) of each kernel, in order of start times.  Overlapping time counts for the earlier kernel only."""
 
+    def divided(self, calls: int) -> "KernelTimes":
+        """The times per call if `calls` calls were timed as one: of each kernel by name."""
+        if calls == 1:
+            return self
+        seconds: dict[str, float] = {}
+        for name, took in self.kernels:
+            seconds[name] = seconds.get(name, 0) + took / calls
+        return KernelTimes(self.median / calls, tuple(seconds.items()))
+
 
 def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes | None:
     """Kernel times of `repeats` runs of `jit(call)`, from the timeline of CUPTI, NVIDIA's profiling interface.

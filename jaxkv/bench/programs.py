@@ -85,20 +85,22 @@ class Program:
     def measure(self, *, repeats: int) -> Measured:
         """Fills a cache and times the calls.  Can be called once, because it donates the inputs."""
         cache, layer = filled(self._workload), jnp.int32(self._workload.visited[0])
-        once, state = (self._write_once, jax.new_ref(cache.buffer)) if self._writes else (self._call, cache)
-        kernels = time_kernels(once, state, self._varying._replace(others=()), self._shared, layer, repeats=repeats)
+        once, state = (self._write_once, jax.new_ref(cache.buffer)) if self._writes else (self._read_once, cache)
+        sets = self._workload.sets
+        kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=repeats)
         del state  # if this is a Ref, it holds a copy of the cache
         if self._writes:
             timing = self._chain.time((cache, self._varying), self._shared, repeats=repeats, sustain=True)
         else:
             carry, fixed = (self._varying, self._outs), (cache, self._shared)
             timing = self._chain.time(carry, fixed, repeats=repeats, sustain=True)
-        return Measured(self.implementation, timing.divided(self._workload.sets), kernels, self._seconds)
+        kernels = kernels and kernels.divided(sets)
+        return Measured(self.implementation, timing.divided(sets), kernels, self._seconds)
 
     def _write(self, i, carry, shared):
         """A call for each set of values, which writes."""
         cache, varying = carry
-        for each, layer in self._turn(i, varying):
+        for each, layer in self._turn(varying, _layer(i, varying)):
             cache = self._call(cache, each, shared, layer)
         return cache, lax.optimization_barrier(varying)
 
@@ -106,24 +108,34 @@ class Program:
         """A call for each set of values, which reads; each set has a result of its own."""
         cache, shared = fixed
         varying, outs = carry[0], list(carry[1])
-        for number, (each, layer) in enumerate(self._turn(i, varying)):
+        for number, (each, layer) in enumerate(self._turn(varying, _layer(i, varying))):
             outs[number] = self._call(cache, each, shared, layer)
             varying, outs = lax.optimization_barrier((varying, outs))
         return varying, outs
 
-    def _turn(self, i, varying: Varying) -> Iterator[tuple[Varying, jax.Array]]:
-        """The inputs and the layer of each call of the i-th step of a chain."""
-        alike = varying._replace(others=())
-        for number in range(sets := self._workload.sets):
-            values = varying.others[number - 1] if number and varying.others else varying.values
-            yield alike._replace(values=values), _layer(i * sets + number, varying)
+    def _turn(self, varying: Varying, layer) -> Iterator[tuple[Varying, Any]]:
+        """The inputs and the layer of a call for each set of values; `layer` if there is one set.
+
+        With several sets, layers are constants: a kernel that looked one up would take as long as a short copy.
+        """
+        alike, layers = varying._replace(others=()), self._workload.visited
+        yield alike, layer if self._workload.sets == 1 else jnp.int32(layers[0])
+        for number, values in enumerate(varying.others, 1):
+            yield alike._replace(values=values), jnp.int32(layers[number % len(layers)])
+
+    def _read_once(self, cache, varying, shared, layer):
+        """A call for each set of values."""
+        return [self._call(cache, each, shared, place) for each, place in self._turn(varying, layer)]
 
     def _write_once(self, ref, varying, shared, layer):
-        """One call that writes to a Ref in place; returns a value to wait for.
+        """A call for each set of values that writes to a Ref in place; returns a value to wait for.
 
         Unlike a donated cache, the Ref can be passed to several calls.
         """
-        ref[...] = self._call(jaxkv.KVCache(ref[...], self._layout), varying, shared, layer).buffer
+        cache = jaxkv.KVCache(ref[...], self._layout)
+        for each, place in self._turn(varying, layer):
+            cache = self._call(cache, each, shared, place)
+        ref[...] = cache.buffer
         return lax.optimization_barrier(layer)
 
 

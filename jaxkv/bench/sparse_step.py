@@ -79,8 +79,9 @@ class SparseStep:
 
     def fitted(self, limit: int) -> "SparseStep":
         """The same with as many layers as fit in `limit` bytes, at least one."""
-        a_layer = replace(self, layers=1).groups(self.num_blocks)[0].nbytes
-        return replace(self, layers=max(1, min(self.layers, limit // a_layer)))
+        fewer = (replace(self, layers=layers) for layers in range(self.layers, 0, -1))
+        fitting = (step for step in fewer if step.groups(self.num_blocks)[0].nbytes <= limit)
+        return next(fitting, replace(self, layers=1))
 
     def parts(self) -> Iterator[Workload]:
         """The operations of one layer, with the bytes that each must move and the flops that it must compute."""

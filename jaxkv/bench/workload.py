@@ -235,8 +235,8 @@ class Workload:
 
     def fitted(self, limit: int) -> "Workload":
         """The same workload with as many layers as fit in `limit` bytes, at least one."""
-        layer_nbytes = replace(self, layers=1).layout.nbytes
-        return replace(self, layers=max(1, min(self.layers, limit // layer_nbytes)))
+        fewer = (replace(self, layers=layers) for layers in range(self.layers, 0, -1))
+        return next((fitting for fitting in fewer if fitting.layout.nbytes <= limit), replace(self, layers=1))
 
     def entry_shapes(self, count: int) -> Shapes:
         """Shapes and dtypes of the parts of `count` entries."""

@@ -92,3 +92,9 @@ def test_there_are_none_on_cpus(profiled, monkeypatch):
     profiled({STREAM: [("attend", 0, 1)]})
     monkeypatch.setattr(Device.client, "platform_version", "cpu")
     assert timed(1) is None
+
+
+def test_times_of_several_calls_are_divided_by_their_number():
+    found = KernelTimes(9e-6, (("write", 1e-6), ("fill", 3e-6), ("write", 5e-6)))
+    assert found.divided(1) == found
+    assert found.divided(2) == KernelTimes(4.5e-6, (("write", 3e-6), ("fill", 1.5e-6)))
