@@ -65,8 +65,8 @@ def _keep(values, places, *, size, count, k, end, interpret):
         places_ref = refs[0] if places is not None else None
         refs = refs[places is not None :]
         outs, (counters, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
-        # The next launch is the only one that reads what this one keeps.  Launched early beside many CTAs, its own would
-        # share multiprocessors.
+        # Only the next launch reads what this one keeps.  Started early beside many CTAs, its CTAs would share
+        # multiprocessors.
         if not last and rows * count <= MULTIPROCESSORS // 2:
             pdl_launch_dependents(values_ref, interpret=interpret)
         row, part = lax.axis_index("row"), lax.axis_index("chunk")
