@@ -148,7 +148,7 @@ def collect(counters, keys, places, least, end, refs, index, slots: int, *, inte
     """
     if interpret:
         chosen = (keys > least) | ((keys == least) & (places < end))
-        slot = jnp.where(chosen, jnp.cumsum(chosen) - 1, slots)
+        slot = jnp.where(chosen, (jnp.cumsum(chosen) - 1) % slots, slots)  # too many would be wrong here, too
         for ref, values, rest in zip(refs, (keys, places), (EMPTY, 0), strict=True):
             found = jnp.full(slots + 1, rest, jnp.int32).at[slot].set(values)[:slots]
             if index:

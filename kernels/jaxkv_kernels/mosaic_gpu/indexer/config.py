@@ -22,7 +22,7 @@ class IndexerConfig:
     consumers: int = 3
     """Warpgroups that multiply; each has tiles of its own."""
     stages_per_consumer: int = 3
-    """Tiles of keys in shared memory, per consumer; fewer where keys of 16 bits leave room for fewer."""
+    """Tiles of keys in shared memory, per consumer; fewer where queries leave room for fewer.  More were no faster."""
     query_stages: int = 2
     """Requests whose queries are in shared memory."""
     producer_registers: int = 40

@@ -52,7 +52,9 @@ def store_logits(out_ref, row, first, end, known, part: int, logits, *, interpre
             f"shr.u32 n, n, {part.bit_length() - 1}; shr.u32 n, $4, n; and.b32 n, n, 1; setp.eq.b32 q, n, 0; "
             f"setp.ge.or.s32 q, i, $3, q; selp.f32 x, {MINUS_INFINITY}, x, q; "
             f"and.b32 n, lane, 2; setp.eq.b32 p, n, 0; setp.lt.and.s32 p, i, {length}, p; "
-            f"{ADDRESS.format(bytes=4 * length)} @p st.global.f32 [a], x; }}",
+            # Logits stay in the L2 cache while keys pass through it: the selection reads them next.
+            f"{ADDRESS.format(bytes=4 * length)} createpolicy.fractional.L2::evict_last.b64 b, 0f3F800000; "
+            "@p st.global.L2::cache_hint.f32 [a], x, b; }",
             mgpu.utils.memref_ptr(ref),
             *(x.registers.item() for x in (row, first, end, known)),
             low,

@@ -25,10 +25,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.indexer import chunk as chunks
 from jaxkv_kernels.mosaic_gpu.indexer.chunk import COUNTERS, EMPTY, THREADS, UNIT
 from jaxkv_kernels.mosaic_gpu.indexer.sorting import store_sorted
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 
 CHUNK = 8192
+NOWHERE = -(2**31)
+"""No place is before it, not even those past the end of a row."""
 
 
 def select_topk(logits, *, k):
@@ -62,7 +65,9 @@ def _keep(values, places, *, size, count, k, end, interpret):
         places_ref = refs[0] if places is not None else None
         refs = refs[places is not None :]
         outs, (counters, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
-        if not last:  # the next launch is the only one that reads what this one keeps
+        # Only the next launch reads what this one keeps.  Started early beside many CTAs, its CTAs would share
+        # multiprocessors.
+        if not last and rows * count <= MULTIPROCESSORS // 2:
             pdl_launch_dependents(values_ref, interpret=interpret)
         row, part = lax.axis_index("row"), lax.axis_index("chunk")
         first = part * size
@@ -97,7 +102,7 @@ def _keep(values, places, *, size, count, k, end, interpret):
 def _search(counters, keys, places, k: int, end: int, interpret: bool):
     """A key and a place: the k largest are above the key, or equal to it and before the place; and their extremes.
 
-    `end` is the number of places.  With k or fewer logits above EMPTY, the key is EMPTY and the place 0.
+    `end` is the number of places.  With k or fewer logits above EMPTY, the key is EMPTY and the place NOWHERE.
     """
     count = partial(chunks.count, counters, keys=keys, interpret=interpret)
     valid = count(step=jnp.int32(0), least=jnp.int32(EMPTY + 1))
@@ -144,7 +149,7 @@ def _search(counters, keys, places, k: int, end: int, interpret: bool):
         carry = step, jnp.int32(0), jnp.int32(end)
         return least, lax.while_loop(lambda carry: carry[2] - carry[1] > 1, halve, carry)[2]
 
-    least, before = lax.cond(valid > k, search, lambda: (jnp.int32(EMPTY), jnp.int32(0)))
+    least, before = lax.cond(valid > k, search, lambda: (jnp.int32(EMPTY), jnp.int32(NOWHERE)))
     return least, before, jnp.maximum(least, low), high
 
 
