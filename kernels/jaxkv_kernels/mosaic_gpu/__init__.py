@@ -26,7 +26,7 @@ def _kernel(
 
 
 _COPIED = ("bf16", "f16", "f32")
-_MLA: Listed = {MLAEntry: ("bf16", "f16")}
+_MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8")}
 _SPARSE: Listed = {MLAEntry: ("bf16", "f16", "fp8_ds_mla")}
 _KV: Listed = {KVEntry: ("bf16", "f16")}
 

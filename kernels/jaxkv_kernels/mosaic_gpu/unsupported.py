@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.logit_cap import too_large
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import RAW_COLUMNS, TILE_COLUMNS, token_rows
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 
@@ -53,12 +55,13 @@ def _attention(entry, pages, arrays) -> Iterator[str]:
     if not entry.one_head and not {*entry.sizes} <= {*HEAD_DIMS}:
         yield f"{sizes}: supports 64, 128, 192 and 256 of each"
     for name, array in arrays.items():
-        if array.dtype != entry.dtype:
-            yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"
+        dtype = entry.dtype if name == "buffer" else entry.input_dtype
+        if array.dtype != dtype:
+            yield f"`{name}` of {array.dtype}: supports {dtype} with entries of format {entry.format!r}"
     if pages.block_size not in (16, 32, 64, 128, 256):
         yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
     try:
-        token_rows(pages)
+        token_rows(pages, TILE_COLUMNS if jnp.issubdtype(entry.dtype, jnp.floating) else RAW_COLUMNS)
     except ValueError as error:
         yield str(error)
 

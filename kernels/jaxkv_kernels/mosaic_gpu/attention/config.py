@@ -7,6 +7,8 @@ a warpgroup's wgmma has 64 rows and because two such tiles of latents are what s
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
+
 from jaxkv_kernels.tuning import require
 
 TILE = 64
@@ -76,6 +78,39 @@ class WideConfig:
 
     def __post_init__(self):
         _check_registers(self, 24, 40, 56)
+        _check_threshold(self)
+
+    @property
+    def multicast(self) -> bool:
+        """Whether the two CTAs of 128 rows share keys: each for itself, they would reach the limit of the L2 cache."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedWideConfig:
+    """`decode_mla` with more than FEW_ROWS rows per request, of quantised entries."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "multicast": (True, False),
+        "prefetch": (True, False),
+        "producer_registers": (56, 72, 88),
+        "rescale_threshold": _THRESHOLDS,
+        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+    }
+
+    producer_registers: int = 72
+    """Registers per lane of the producer warpgroup, which holds half a tile, 32 registers, to convert it."""
+    multicast: bool = True
+    """Whether the two CTAs of 128 rows share keys, as in WideConfig."""
+    rescale_threshold: int = 8
+    """As in WideConfig."""
+    prefetch: bool = True
+    """As in WideConfig."""
+    split_costs: SplitCosts = _PAIR_COSTS
+    """In steps of two tiles, as in WideConfig."""
+
+    def __post_init__(self):
+        _check_registers(self, 56, 72, 88)
         _check_threshold(self)
 
 
@@ -168,6 +203,13 @@ class SparseConfig:
             ahead = getattr(self, field)
             require(ahead >= 1 and units % ahead == 0, self, field, f"a divisor of {units}, the units of a tile")
         _check_threshold(self)
+
+
+def decode_mla_config(entry, rows: int) -> WideConfig | QuantisedWideConfig | FewRowsConfig:
+    """The default numbers of a call with `rows` (query tokens x heads) per request: their class tells the schedule."""
+    if jnp.issubdtype(entry.dtype, jnp.floating):
+        return FewRowsConfig() if rows <= FEW_ROWS else WideConfig()
+    return QuantisedWideConfig()
 
 
 def consumer_registers(producer_registers: int) -> int:

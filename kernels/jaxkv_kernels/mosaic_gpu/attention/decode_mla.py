@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, FewRowsConfig, WideConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, decode_mla_config
 from jaxkv_kernels.mosaic_gpu.attention.plan import plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
@@ -22,24 +22,23 @@ def decode_mla(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
 ):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    del kv_scale
     _, tokens, heads, _ = q_latent.shape
     plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
-    config = configuration(FewRowsConfig() if tokens * heads <= FEW_ROWS else WideConfig())
+    config = configuration(decode_mla_config(entry, tokens * heads))
     return _decode(
-        q_latent, q_pe, buffer, block_tables, layer, scale, plan,
+        q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan,
         pages=pages, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("pages", "logit_cap", "config", "interpret"))
-def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, plan, *, pages, logit_cap, config, interpret):
+def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan, *, pages, logit_cap, config, interpret):
     batch, tokens, heads, _ = q_latent.shape
     rows = tokens * heads
     # TMA tiles are of 8 rows; whole tiles past the last row it fills with zeros and clips by itself.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
-    attend = attend_few_rows if isinstance(config, FewRowsConfig) else attend_wide
+    attend = attend_few_rows if isinstance(config, FewRowsConfig) else partial(attend_wide, kv_scale=kv_scale)
     out, lse, split_out, split_lse, split_scale = attend(
         q_latent, q_pe, buffer, block_tables, layer, scale, plan,
         tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, config=config, interpret=interpret,

@@ -8,6 +8,8 @@ from jaxkv_kernels.addressing.pages import Pages
 
 TILE_ROWS, TILE_COLUMNS = 8, 64
 """TMA copies whole tiles of the swizzled memory that wgmma reads (16-bit elements)."""
+RAW_COLUMNS = 16
+"""Bytes: TMA's addresses are multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class TokenRows:
     head: Step
     first_row: int
     first_column: int
+    unit: int
+    """Columns are multiples of it."""
 
     def index(self, layer, block, token, head=0):
         """Indices of the rows from `token` on, a multiple of 8, of a page."""
@@ -41,15 +45,18 @@ class TokenRows:
         from jax.experimental import pallas as pl
 
         column = layer * self.layer.columns + head * self.head.columns + self.first_column
-        return pl.multiple_of(column, TILE_COLUMNS)
+        return pl.multiple_of(column, self.unit)
 
     def of(self, buffer: jax.Array) -> jax.Array:
         """The view; no copy."""
         return buffer.reshape(self.shape)
 
 
-def token_rows(pages: Pages) -> TokenRows:
-    """The view; ValueError with the reason where the strides allow none."""
+def token_rows(pages: Pages, columns: int = TILE_COLUMNS) -> TokenRows:
+    """The view, of entries that begin at multiples of `columns`; ValueError with the reason if the strides allow none.
+
+    Bytes, which are copied to shared memory without a swizzle, begin at multiples of RAW_COLUMNS.
+    """
     token, block = pages.token_stride, pages.block_stride
     if pages.block_size == 1:
         token = block if pages.num_blocks > 1 else pages.width
@@ -82,11 +89,12 @@ def token_rows(pages: Pages) -> TokenRows:
     if last_column + pages.width > token:
         raise ValueError(f"offset {pages.offset} breaks entries across rows of {token} elements")
     numbers = {"rows a block": (block // token, TILE_ROWS), "first row": (first_row, TILE_ROWS)}
-    numbers |= {"columns a row": (token, TILE_COLUMNS), "first column": (first_column, TILE_COLUMNS)}
+    numbers |= {"columns a row": (token, columns), "first column": (first_column, columns)}
     for axis, step in steps.items():
-        numbers |= {f"rows a {axis}": (step.rows, TILE_ROWS), f"columns a {axis}": (step.columns, TILE_COLUMNS)}
+        numbers |= {f"rows a {axis}": (step.rows, TILE_ROWS), f"columns a {axis}": (step.columns, columns)}
     for name, (number, tile) in numbers.items():
         if number % tile:
-            raise ValueError(f"{name} {number} is not a multiple of {tile}: TMA copies tiles of 8 rows by 64 columns")
+            reason = f"TMA copies tiles of 8 rows by {columns} columns"
+            raise ValueError(f"{name} {number} is not a multiple of {tile}: {reason}")
     shape = pages.size // block, block // token, token
-    return TokenRows(shape, steps["layer"], steps["head"], first_row, first_column)
+    return TokenRows(shape, steps["layer"], steps["head"], first_row, first_column, columns)

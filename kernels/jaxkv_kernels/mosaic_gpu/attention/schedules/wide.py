@@ -65,14 +65,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, PAIR, TILE, WideConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.config import (
+    HALF,
+    PAIR,
+    TILE,
+    QuantisedWideConfig,
+    WideConfig,
+    consumer_registers,
+)
+from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles, raw_halves, raw_ropes
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
 from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.attention.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import RAW_COLUMNS, TILE_COLUMNS, token_rows
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
@@ -82,6 +91,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     ROW,
     WGMMA,
     fold_columns,
+    over_columns,
     zeros,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
@@ -90,15 +100,20 @@ from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 def attend_wide(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, config: WideConfig, interpret,
+    *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale=None,
 ):  # fmt: skip
-    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows."""
+    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows.
+
+    With a QuantisedWideConfig, entries are e4m3, to be multiplied by `kv_scale`.
+    """
     batch, rows, _ = q_latent.shape
     row_tiles = -(-rows // TILE)
-    cluster = 2 if row_tiles % 2 == 0 else 1
+    quantised = isinstance(config, QuantisedWideConfig)
+    cluster = 2 if row_tiles % 2 == 0 and config.multicast else 1
     groups = row_tiles // cluster
-    view = token_rows(pages)
+    view = token_rows(pages, RAW_COLUMNS if quantised else TILE_COLUMNS)
     dtype = q_latent.dtype
+    k_dtype = DTYPE if quantised else dtype
     copies = copies_per_tile(pages)
     stored = min(rows, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
     padded = (groups * cluster - 1) * TILE + stored
@@ -108,10 +123,16 @@ def attend_wide(
 
     def body(
         q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
-        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
-        q, k, r, p, stats,
-        q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both, operands: Any = None
+        *refs, stats, q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both,
+        k_ready: Any = None, operands: Any = None, **memory,
     ):  # fmt: skip
+        *kv_scale_refs, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = refs
+        # Views of the same memory: as it is multiplied, as queries and results need it, and as keys arrive.
+        if quantised:
+            (q, q_in), (p, qr), (k, stages, raw_k), (r, raw_r) = (memory[name] for name in ("q", "p", "k", "r"))
+        else:
+            q, p, k, r = (memory[name] for name in ("q", "p", "k", "r"))
+            q_in, qr, stages, raw_k, raw_r = q, p, k, k, r
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
         row_tile = group * cluster + cta
@@ -137,10 +158,21 @@ def attend_wide(
                 def _():
                     plgpu.barrier_wait(k_free.at[2 * t + half])
 
-                parts = [Columns(half * HALF, HALF, k.at[t, half], k_full.at[2 * t + half])]
+                place = (0,) if quantised else ()
+                parts = [Columns(half * HALF, HALF, raw_k.at[t, half, *place], k_full.at[2 * t + half])]
                 if with_rope:
-                    parts.append(Columns(LATENT, ROPE, r.at[t], r_full.at[t]))
+                    parts.append(Columns(LATENT, ROPE, raw_r.at[t, *place], r_full.at[t]))
                 paged.fetch(found[t], (2 * pair + t) * TILE, *parts, **multicast)
+
+            def convert(t, half, with_rope):
+                """Waits until half a tile has landed, and converts it."""
+                if not quantised:
+                    return
+                plgpu.barrier_wait(k_full.at[2 * t + half])
+                if with_rope:
+                    plgpu.barrier_wait(r_full.at[t])
+                E4M3Tiles(k, r, raw_k, raw_r, interpret).convert(t, half, rope=with_rope)
+                plgpu.barrier_arrive(k_ready.at[2 * t + half])
 
             def prefetch(found, pair):
                 """This CTA's tile of a pair: one of the two that the cluster will fetch."""
@@ -153,10 +185,10 @@ def attend_wide(
                     plgpu.barrier_wait(q_free)
                 for half in range(2):
                     source = q_ref.at[request, pl.ds(first_row, TILE), pl.ds(half * HALF, HALF)]
-                    plgpu.copy_gmem_to_smem(source, q.at[half], q_full)
+                    plgpu.copy_gmem_to_smem(source, q_in.at[half], q_full)
                 if again:
                     plgpu.barrier_wait(p_free)
-                plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], p.at[0], qr_full)
+                plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr.at[0], qr_full)
 
             def run(n, carry):
                 used, (request, begin, end) = carry
@@ -171,12 +203,16 @@ def attend_wide(
                     def _():
                         fetch_queries(request, again=True)
 
+                    convert(0, 0, True)
+                    convert(0, 1, False)
                     fetch(found, i, 1, 1, True, used)
                     fetch(found, i, 1, 0, False, used)
                     if prefetching:
-                        for half in range(2):  # all CTAs begin at once: prefetch only after their first keys
-                            plgpu.barrier_wait(k_full.at[half])
+                        for half in range(0 if quantised else 2):
+                            plgpu.barrier_wait(k_full.at[half])  # all CTAs begin at once: their first keys come first
                         pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
+                    convert(1, 1, True)
+                    convert(1, 0, False)
                     # After the copies are issued: if these values are spilled to local memory, that waits for the load.
                     next_tile = lax.cond(
                         i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
@@ -211,10 +247,34 @@ def attend_wide(
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile, _, in_cache = load_work()
             results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
-            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored)
+            value_scale = kv_scale_refs[0][0] if quantised else None
+            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
             scale = scale_ref[0] * LOG2E
 
-            def scores(q_rope, i, request, length, masked, last):
+            def load_rope():
+                """The rotary queries; returns once both consumers have loaded them, since P0 overwrites them."""
+                plgpu.barrier_wait(qr_full)
+                q_rope = plgpu.load(qr.at[0], layout=WGMMA)
+                if scratch is not None and not quantised:
+                    operands[2 + side] = q_rope
+                    plgpu.commit_smem()
+                wait_for_both()
+                plgpu.barrier_wait(q_full)
+                return q_rope, scale
+
+            def fitted_rope():
+                """The rotary queries, with the latent ones made float16; and what scores are multiplied by."""
+                plgpu.barrier_wait(qr_full)
+                plgpu.barrier_wait(q_full)
+                rope = plgpu.load(qr.at[0], layout=WGMMA).astype(jnp.float32)
+                q_rope, inverse = fit_queries(side, q_in, q, rope, stats, 3, wait_for_both)
+                q_rope = q_rope.astype(k_dtype)
+                if scratch is not None:
+                    operands[2 + side] = q_rope
+                    plgpu.commit_smem()
+                return q_rope, inverse * (scale * value_scale)
+
+            def scores(q_rope, row_scale, i, request, length, masked, last):
                 z = opaque_zero(i)
                 stage = z + side
                 near, far = (0, 1) if side == 0 else (1, 0)
@@ -223,16 +283,18 @@ def attend_wide(
                     if side == 1:
                         plgpu.barrier_wait(s_issued)
                     for half in (near, far):
-                        plgpu.barrier_wait(k_full.at[2 * side + half])
+                        plgpu.barrier_wait((k_ready if quantised else k_full).at[2 * side + half])
                         plgpu.wgmma(acc, q.at[z + half], k.at[stage, half].transpose((1, 0)))
-                    plgpu.barrier_wait(r_full.at[side])
+                    if not quantised:
+                        plgpu.barrier_wait(r_full.at[side])
                     rope = q_rope if scratch is None else operands.at[2 + side]
                     plgpu.wgmma(acc, rope, r.at[stage].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
                     return acc[...]
 
-                s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
+                s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
+                s *= over_columns(row_scale, TILE) if quantised else row_scale
 
                 @pl.when(i == last)
                 def _():
@@ -262,16 +324,16 @@ def attend_wide(
             def share_weights(s, running_max, t):
                 """Gives the weights of a tile to the other consumer; returns them, and their sums per lane."""
                 w = softmax.weights(s, running_max)
-                w16 = w.astype(dtype)
+                w16 = w.astype(k_dtype)
                 p[t] = w16
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[t])
                 return w16, fold_columns(jnp.add, w)
 
-            def pair0(q_rope, request, length, unmasked_end, last, i, carry):
+            def pair0(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
                 masked = i >= unmasked_end
-                s = scores(q_rope, i, request, length, masked, last)
+                s = scores(*queries, i, request, length, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -289,10 +351,10 @@ def attend_wide(
 
                 return acc, max1, row_sum
 
-            def pair1(q_rope, request, length, unmasked_end, last, i, carry):
+            def pair1(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
                 masked = i >= unmasked_end
-                s = scores(q_rope, i, request, length, masked, last)
+                s = scores(*queries, i, request, length, masked, last)
                 plgpu.barrier_wait(p_ready.at[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -326,21 +388,15 @@ def attend_wide(
                 ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
                 request, begin, end, length, unmasked_end, split, _ = tile
                 length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
-                plgpu.barrier_wait(qr_full)
-                q_rope = plgpu.load(p.at[0], layout=WGMMA)
-                if scratch is not None:
-                    operands[2 + side] = q_rope
-                    plgpu.commit_smem()
-                wait_for_both()  # both have read p[0], which P0 overwrites
-                plgpu.barrier_wait(q_full)
+                queries = (fitted_rope if quantised else load_rope)()
                 last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
-                pair = partial(step, q_rope, request, length, unmasked_end, last)
+                pair = partial(step, queries, request, length, unmasked_end, last)
                 acc, running_max, row_sum = lax.fori_loop(begin, end, pair, carry)
 
-                stage = k.at[opaque_zero(last) + 1, side]
+                stage = stages.at[opaque_zero(last) + 1, side]
                 epilogue.store(side, acc, row_sum, running_max, request, split, stage)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free.at[2 + side])
@@ -354,6 +410,12 @@ def attend_wide(
     free = (
         plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4) if cluster > 1 else plgpu.Barrier(num_barriers=4)
     )
+    def viewed(*shape, arriving=True, raw=()):
+        """Shared memory of the dtype that is multiplied; quantised, also of that of queries and results, and `raw`."""
+        own = swizzled(*shape, dtype=k_dtype)
+        others = [swizzled(*shape, dtype=dtype)] if arriving else []
+        return plgpu.RefUnion(own, *others, *raw) if quantised else own
+
     return kernel(
         body,
         interpret=interpret,
@@ -370,11 +432,11 @@ def attend_wide(
         thread_name="wg",
         kernel_name="decode_mla",
         scratch_types={
-            "q": swizzled(2, TILE, HALF, dtype=dtype),
-            "k": swizzled(2, 2, TILE, HALF, dtype=dtype),
-            "r": swizzled(2, TILE, ROPE, dtype=dtype),
-            "p": swizzled(2, TILE, TILE, dtype=dtype),
-            "stats": plgpu.SMEM((3, TILE), jnp.float32),
+            "q": viewed(2, TILE, HALF),
+            "k": viewed(2, 2, TILE, HALF, raw=(raw_halves(),)),
+            "r": viewed(2, TILE, ROPE, arriving=False, raw=(raw_ropes(),)),
+            "p": viewed(2, TILE, TILE),
+            "stats": plgpu.SMEM((5 if quantised else 3, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=2),
             "qr_full": plgpu.Barrier(),
             "q_free": plgpu.Barrier(num_arrivals=2),
@@ -386,9 +448,10 @@ def attend_wide(
             "p_ready": plgpu.Barrier(num_barriers=2),
             "both": plgpu.Barrier(num_arrivals=2),
             # The interpreter wants register operands of wgmma in shared memory.
-            **({"operands": swizzled(4, TILE, TILE, dtype=dtype)} if interpret else {}),
+            **({"operands": swizzled(4, TILE, TILE, dtype=k_dtype)} if interpret else {}),
+            **({"k_ready": plgpu.Barrier(num_barriers=4)} if quantised else {}),
         },
     )(
         q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        plan.partitions, plan.work_tiles, plan.split_requests,
+        plan.partitions, plan.work_tiles, plan.split_requests, *([jnp.reshape(kv_scale, (1,))] if quantised else []),
     )  # fmt: skip
