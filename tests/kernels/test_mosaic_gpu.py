@@ -78,6 +78,14 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_a_cluster_shares_the_keys(self):
         self.case((200, 129), 128, form="f16")
 
+    def test_quantised_entries_round_the_edges(self):
+        self.case((0, 1, 65, 130), 20, form="fp8")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("heads", "tokens"), [(20, 4), (128, 1)])
+    def test_quantised_entries_in_small_pages(self, heads, tokens):
+        self.case((140, 60), heads, tokens, form="fp8", layout="LBNHC", layer=2, block_size=16, logit_cap=2.0)
+
     def test_several_tokens_and_odd_heads_on_a_layer_major_cache(self):
         self.case((3, 140), 20, 2, layout="LBNHC", layer=2)
 

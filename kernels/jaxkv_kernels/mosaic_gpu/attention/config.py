@@ -80,37 +80,26 @@ class WideConfig:
         _check_registers(self, 24, 40, 56)
         _check_threshold(self)
 
-    @property
-    def multicast(self) -> bool:
-        """Whether the two CTAs of 128 rows share keys: each for itself, they would reach the limit of the L2 cache."""
-        return True
-
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedWideConfig:
     """`decode_mla` with more than FEW_ROWS rows per request, of quantised entries."""
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "multicast": (True, False),
-        "prefetch": (True, False),
-        "producer_registers": (56, 72, 88),
+        "producer_registers": (88, 104, 120),
         "rescale_threshold": _THRESHOLDS,
         "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
     }
 
-    producer_registers: int = 72
-    """Registers per lane of the producer warpgroup, which holds half a tile, 32 registers, to convert it."""
-    multicast: bool = True
-    """Whether the two CTAs of 128 rows share keys, as in WideConfig."""
+    producer_registers: int = 104
+    """Registers per lane of the producer warpgroup, which holds a tile of keys, 72 registers."""
     rescale_threshold: int = 8
-    """As in WideConfig."""
-    prefetch: bool = True
     """As in WideConfig."""
     split_costs: SplitCosts = _PAIR_COSTS
     """In steps of two tiles, as in WideConfig."""
 
     def __post_init__(self):
-        _check_registers(self, 56, 72, 88)
+        _check_registers(self, 88, 104, 120)
         _check_threshold(self)
 
 

@@ -73,15 +73,17 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     WideConfig,
     consumer_registers,
 )
-from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles, raw_halves, raw_ropes
+from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Pages, InterpretedPages
+from jaxkv_kernels.mosaic_gpu.attention.convert.tiles import ConvertTiles
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import async_fence
 from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import RAW_COLUMNS, TILE_COLUMNS, token_rows
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
@@ -109,30 +111,48 @@ def attend_wide(
     batch, rows, _ = q_latent.shape
     row_tiles = -(-rows // TILE)
     quantised = isinstance(config, QuantisedWideConfig)
-    cluster = 2 if row_tiles % 2 == 0 and config.multicast else 1
+    cluster = 2 if row_tiles % 2 == 0 and not quantised else 1
     groups = row_tiles // cluster
-    view = token_rows(pages, RAW_COLUMNS if quantised else TILE_COLUMNS)
+    keys = view = None
+    if quantised:
+        keys = (InterpretedPages if interpret else E4M3Pages)(pages, buffer.dtype.itemsize)
+    else:
+        view = token_rows(pages)
     dtype = q_latent.dtype
     k_dtype = DTYPE if quantised else dtype
-    copies = copies_per_tile(pages)
+    copies = 1 if quantised else copies_per_tile(pages)
     stored = min(rows, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
     padded = (groups * cluster - 1) * TILE + stored
     multicast: Any = {"collective_axes": "cta"} if cluster > 1 else {}
-    prefetching = config.prefetch and cluster > 1 and pages.token_stride == pages.width
+    prefetching = not quantised and config.prefetch and cluster > 1 and pages.token_stride == pages.width
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(
         q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
-        *refs, stats, q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both,
-        k_ready: Any = None, operands: Any = None, **memory,
+        *refs, stats, operands: Any = None, **memory,
     ):  # fmt: skip
         *kv_scale_refs, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = refs
-        # Views of the same memory: as it is multiplied, as queries and results need it, and as keys arrive.
+        # Views of the same memory: as it is multiplied, and as queries and results need it.
         if quantised:
-            (q, q_in), (p, qr), (k, stages, raw_k), (r, raw_r) = (memory[name] for name in ("q", "p", "k", "r"))
+            (q_in, q), (qr_in, qr), (stages, k) = (memory[name] for name in ("q", "qr", "k"))
+            p, r = memory["p"], memory["r"]
         else:
             q, p, k, r = (memory[name] for name in ("q", "p", "k", "r"))
-            q_in, qr, stages, raw_k, raw_r = q, p, k, k, r
+            q_in, qr_in, stages, qr = q, p.at[0], k, None
+        if quantised:  # barriers of equal arrivals in one array each: their addresses and phases take fewer registers
+            one = [memory["one_arrives"].at[n] for n in range(11)]
+            k_full, k_free, p_ready, s_issued = one[:4], one[4:8], one[8:10], one[10]
+            q_free, both = (memory["two_arrive"].at[n] for n in range(2))
+            q_full = qr_full = memory["q_full"]
+            r_full = p_free = None
+        else:
+            k_full, k_free, r_full, p_ready = (
+                [memory[name].at[n] for n in range(count)]
+                for name, count in {"k_full": 4, "k_free": 4, "r_full": 2, "p_ready": 2}.items()
+            )
+            q_full, qr_full, q_free, p_free, s_issued, both = (
+                memory[name] for name in ("q_full", "qr_full", "q_free", "p_free", "s_issued", "both")
+            )
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
         row_tile = group * cluster + cta
@@ -148,7 +168,8 @@ def attend_wide(
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             first, end, first_tile, layer, in_cache = load_work()
-            paged = PagedKeys(kv_ref, view, table, jnp.where(in_cache, layer, 0))
+            layer = jnp.where(in_cache, layer, 0)
+            paged = None if quantised else PagedKeys(kv_ref, view, table, layer)
 
             def look_up(request, pair):
                 return tuple(paged.look_up(request, pair * PAIR + t * TILE) for t in range(2))
@@ -156,23 +177,12 @@ def attend_wide(
             def fetch(found, pair, t, half, with_rope, used):
                 @pl.when(used > 0)
                 def _():
-                    plgpu.barrier_wait(k_free.at[2 * t + half])
+                    plgpu.barrier_wait(k_free[2 * t + half])
 
-                place = (0,) if quantised else ()
-                parts = [Columns(half * HALF, HALF, raw_k.at[t, half, *place], k_full.at[2 * t + half])]
+                parts = [Columns(half * HALF, HALF, k.at[t, half], k_full[2 * t + half])]
                 if with_rope:
-                    parts.append(Columns(LATENT, ROPE, raw_r.at[t, *place], r_full.at[t]))
+                    parts.append(Columns(LATENT, ROPE, r.at[t], r_full[t]))
                 paged.fetch(found[t], (2 * pair + t) * TILE, *parts, **multicast)
-
-            def convert(t, half, with_rope):
-                """Waits until half a tile has landed, and converts it."""
-                if not quantised:
-                    return
-                plgpu.barrier_wait(k_full.at[2 * t + half])
-                if with_rope:
-                    plgpu.barrier_wait(r_full.at[t])
-                E4M3Tiles(k, r, raw_k, raw_r, interpret).convert(t, half, rope=with_rope)
-                plgpu.barrier_arrive(k_ready.at[2 * t + half])
 
             def prefetch(found, pair):
                 """This CTA's tile of a pair: one of the two that the cluster will fetch."""
@@ -186,9 +196,9 @@ def attend_wide(
                 for half in range(2):
                     source = q_ref.at[request, pl.ds(first_row, TILE), pl.ds(half * HALF, HALF)]
                     plgpu.copy_gmem_to_smem(source, q_in.at[half], q_full)
-                if again:
+                if again and not quantised:
                     plgpu.barrier_wait(p_free)
-                plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr.at[0], qr_full)
+                plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, qr_full)
 
             def run(n, carry):
                 used, (request, begin, end) = carry
@@ -203,16 +213,12 @@ def attend_wide(
                     def _():
                         fetch_queries(request, again=True)
 
-                    convert(0, 0, True)
-                    convert(0, 1, False)
                     fetch(found, i, 1, 1, True, used)
                     fetch(found, i, 1, 0, False, used)
                     if prefetching:
-                        for half in range(0 if quantised else 2):
-                            plgpu.barrier_wait(k_full.at[half])  # all CTAs begin at once: their first keys come first
+                        for half in range(2):  # all CTAs begin at once: prefetch only after their first keys
+                            plgpu.barrier_wait(k_full[half])
                         pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
-                    convert(1, 1, True)
-                    convert(1, 0, False)
                     # After the copies are issued: if these values are spilled to local memory, that waits for the load.
                     next_tile = lax.cond(
                         i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
@@ -223,19 +229,21 @@ def attend_wide(
                 used, _, next_tile = lax.fori_loop(begin, end, pair, start)
                 return used, next_tile
 
-            @pl.when(end > first)
-            def _():
-                fetch_queries(first_tile.request, again=False)  # before the keys of all CTAs, or they would come last
-
-            lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
+            if quantised:
+                source = ConvertTiles(keys, kv_ref, table_ref, k, r, k_full, k_free, interpret)
+                source.run(layer, first, end, partial(load_work_tile, work_tiles_ref), fetch_queries)
+            else:
+                pl.when(end > first)(partial(fetch_queries, first_tile.request, again=False))  # before all keys
+                lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
 
             # Wait for the last use of everything: a peer may still arrive on these barriers.
             @pl.when(end > first)
             def _():
                 plgpu.barrier_wait(q_free)
-                plgpu.barrier_wait(p_free)
+                if not quantised:
+                    plgpu.barrier_wait(p_free)
                 for stage in range(4):
-                    plgpu.barrier_wait(k_free.at[stage])
+                    plgpu.barrier_wait(k_free[stage])
 
         def consumer(side):
             scratch = operands.at[side] if interpret else None
@@ -251,28 +259,20 @@ def attend_wide(
             epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
             scale = scale_ref[0] * LOG2E
 
-            def load_rope():
-                """The rotary queries; returns once both consumers have loaded them, since P0 overwrites them."""
+            def load_queries():
+                """Waits for the queries; returns the rotary ones, and what scores are multiplied by."""
                 plgpu.barrier_wait(qr_full)
-                q_rope = plgpu.load(qr.at[0], layout=WGMMA)
-                if scratch is not None and not quantised:
-                    operands[2 + side] = q_rope
-                    plgpu.commit_smem()
-                wait_for_both()
-                plgpu.barrier_wait(q_full)
-                return q_rope, scale
-
-            def fitted_rope():
-                """The rotary queries, with the latent ones made float16; and what scores are multiplied by."""
-                plgpu.barrier_wait(qr_full)
-                plgpu.barrier_wait(q_full)
-                rope = plgpu.load(qr.at[0], layout=WGMMA).astype(jnp.float32)
-                q_rope, inverse = fit_queries(side, q_in, q, rope, stats, 3, wait_for_both)
-                q_rope = q_rope.astype(k_dtype)
+                if quantised:
+                    inverse = fit_queries(side, (q_in, q), (qr_in, qr), stats, 3, wait_for_both)
+                    return qr, inverse * (scale * value_scale)
+                q_rope = plgpu.load(p.at[0], layout=WGMMA)
                 if scratch is not None:
                     operands[2 + side] = q_rope
                     plgpu.commit_smem()
-                return q_rope, inverse * (scale * value_scale)
+                    q_rope = operands.at[2 + side]
+                wait_for_both()  # both have read p[0], which P0 overwrites
+                plgpu.barrier_wait(q_full)
+                return q_rope, scale
 
             def scores(q_rope, row_scale, i, request, length, masked, last):
                 z = opaque_zero(i)
@@ -283,12 +283,13 @@ def attend_wide(
                     if side == 1:
                         plgpu.barrier_wait(s_issued)
                     for half in (near, far):
-                        plgpu.barrier_wait((k_ready if quantised else k_full).at[2 * side + half])
+                        plgpu.barrier_wait(k_full[2 * side + half])
+                        if quantised:
+                            async_fence(interpret=interpret)
                         plgpu.wgmma(acc, q.at[z + half], k.at[stage, half].transpose((1, 0)))
                     if not quantised:
-                        plgpu.barrier_wait(r_full.at[side])
-                    rope = q_rope if scratch is None else operands.at[2 + side]
-                    plgpu.wgmma(acc, rope, r.at[stage].transpose((1, 0)))
+                        plgpu.barrier_wait(r_full[side])
+                    plgpu.wgmma(acc, q_rope, r.at[stage].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
                     return acc[...]
@@ -307,7 +308,7 @@ def attend_wide(
                     apply_mask, table=table, request=request, first_token=(2 * i + side) * TILE, first_row=first_row,
                     length=length, tokens=tokens, heads=heads, keys=1,
                 )  # fmt: skip
-                return lax.cond(masked, mask, lambda s: s, s)
+                return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
             def clear(i, t, request, length):
                 clear_values(k.at[opaque_zero(i) + t, side], 0, HALF, table, request, (2 * i + t) * TILE, length)
@@ -315,7 +316,8 @@ def attend_wide(
             def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
                 z = opaque_zero(i)
-                pl.when(masked)(partial(clear, i, t, request, length))
+                if masked is not False:
+                    pl.when(masked)(partial(clear, i, t, request, length))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
 
             def share_max(running_max):
@@ -325,37 +327,41 @@ def attend_wide(
                 """Gives the weights of a tile to the other consumer; returns them, and their sums per lane."""
                 w = softmax.weights(s, running_max)
                 w16 = w.astype(k_dtype)
-                p[t] = w16
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(p_ready.at[t])
+                if t == 0 or not quantised:
+                    share(w16, t)
                 return w16, fold_columns(jnp.add, w)
+
+            def share(w16, t):
+                p[t * (p.shape[0] - 1)] = w16
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready[t])
 
             def pair0(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = i >= unmasked_end
+                masked = unmasked_end if quantised else i >= unmasked_end
                 s = scores(*queries, i, request, length, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
                 acc, _ = add_values(w16, i, 0, request, length, masked, acc)
-                plgpu.barrier_arrive(k_free.at[0])
-                plgpu.barrier_wait(p_ready.at[1])
+                plgpu.barrier_arrive(k_free[0])
+                plgpu.barrier_wait(p_ready[1])
                 max1 = plgpu.load(stats.at[0], layout=ROW)
                 z = opaque_zero(i)
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
-                acc, _ = add_values(p.at[z + 1], i, 1, request, length, masked, acc)
+                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, length, masked, acc)
 
                 @pl.when(i != last)
                 def _():
-                    plgpu.barrier_arrive(k_free.at[2])
+                    plgpu.barrier_arrive(k_free[2])
 
                 return acc, max1, row_sum
 
             def pair1(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = i >= unmasked_end
+                masked = unmasked_end if quantised else i >= unmasked_end
                 s = scores(*queries, i, request, length, masked, last)
-                plgpu.barrier_wait(p_ready.at[0])
+                plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
 
@@ -367,18 +373,17 @@ def attend_wide(
                 acc, (max1, w16, added) = add_values(
                     p.at[z], i, 0, request, length, masked, acc, meanwhile=softmax_of_tile_1
                 )
-                plgpu.barrier_arrive(k_free.at[1])
+                plgpu.barrier_arrive(k_free[1])
 
-                @pl.when(i == last)
-                def _():
-                    plgpu.barrier_arrive(p_free)
-
+                if not quantised:
+                    pl.when(i == last)(lambda: plgpu.barrier_arrive(p_free))
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
-                acc, _ = add_values(w16, i, 1, request, length, masked, acc)
+                late = partial(share, w16, 1) if quantised else None
+                acc, _ = add_values(w16, i, 1, request, length, masked, acc, meanwhile=late)
 
                 @pl.when(i != last)
                 def _():
-                    plgpu.barrier_arrive(k_free.at[3])
+                    plgpu.barrier_arrive(k_free[3])
 
                 return acc, max1, row_sum + added
 
@@ -388,18 +393,23 @@ def attend_wide(
                 ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
                 request, begin, end, length, unmasked_end, split, _ = tile
                 length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
-                queries = (fitted_rope if quantised else load_rope)()
+                queries = load_queries()
                 last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
-                pair = partial(step, queries, request, length, unmasked_end, last)
-                acc, running_max, row_sum = lax.fori_loop(begin, end, pair, carry)
+                if quantised:  # in loops of their own, the pairs without a mask take fewer registers
+                    first_masked = jnp.clip(unmasked_end, begin, end)
+                    for low, high, masked in ((begin, first_masked, False), (first_masked, end, True)):
+                        carry = lax.fori_loop(low, high, partial(step, queries, request, length, masked, last), carry)
+                else:
+                    carry = lax.fori_loop(begin, end, partial(step, queries, request, length, unmasked_end, last), carry)
+                acc, running_max, row_sum = carry
 
                 stage = stages.at[opaque_zero(last) + 1, side]
                 epilogue.store(side, acc, row_sum, running_max, request, split, stage)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(k_free.at[2 + side])
+                plgpu.barrier_arrive(k_free[2 + side])
                 return ahead
 
             lax.fori_loop(first, end, run, first_tile)
@@ -407,14 +417,34 @@ def attend_wide(
         # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
-    free = (
-        plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4) if cluster > 1 else plgpu.Barrier(num_barriers=4)
-    )
-    def viewed(*shape, arriving=True, raw=()):
-        """Shared memory of the dtype that is multiplied; quantised, also of that of queries and results, and `raw`."""
-        own = swizzled(*shape, dtype=k_dtype)
-        others = [swizzled(*shape, dtype=dtype)] if arriving else []
-        return plgpu.RefUnion(own, *others, *raw) if quantised else own
+    if quantised:
+        barriers = {
+            "one_arrives": plgpu.Barrier(num_barriers=11),
+            "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            "q_full": plgpu.Barrier(num_arrivals=3),
+        }
+    else:
+        free: Any = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4)
+        barriers = {
+            "q_full": plgpu.Barrier(num_arrivals=2),
+            "qr_full": plgpu.Barrier(),
+            "q_free": plgpu.Barrier(num_arrivals=2),
+            "p_free": plgpu.Barrier(),
+            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=4),
+            "r_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
+            "k_free": free if cluster > 1 else plgpu.Barrier(num_barriers=4),
+            "s_issued": plgpu.Barrier(),
+            "p_ready": plgpu.Barrier(num_barriers=2),
+            "both": plgpu.Barrier(num_arrivals=2),
+        }
+
+    def viewed(*shape):
+        """Shared memory of the dtype of queries and results, and of the dtype that is multiplied, in the same place."""
+        views = swizzled(*shape, dtype=dtype), swizzled(*shape, dtype=k_dtype)
+        if not quantised:
+            return views[1]
+        # The interpreter takes any two accesses to a union through different views for a race.
+        return views if interpret else plgpu.RefUnion(*views)
 
     return kernel(
         body,
@@ -433,25 +463,16 @@ def attend_wide(
         kernel_name="decode_mla",
         scratch_types={
             "q": viewed(2, TILE, HALF),
-            "k": viewed(2, 2, TILE, HALF, raw=(raw_halves(),)),
-            "r": viewed(2, TILE, ROPE, arriving=False, raw=(raw_ropes(),)),
-            "p": viewed(2, TILE, TILE),
+            "k": viewed(2, 2, TILE, HALF),
+            "r": swizzled(2, TILE, ROPE, dtype=k_dtype),
+            "p": swizzled(1 if quantised else 2, TILE, TILE, dtype=k_dtype),
+            **({"qr": viewed(TILE, ROPE)} if quantised else {}),
             "stats": plgpu.SMEM((5 if quantised else 3, TILE), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=2),
-            "qr_full": plgpu.Barrier(),
-            "q_free": plgpu.Barrier(num_arrivals=2),
-            "p_free": plgpu.Barrier(),
-            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=4),
-            "r_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
-            "k_free": free,
-            "s_issued": plgpu.Barrier(),
-            "p_ready": plgpu.Barrier(num_barriers=2),
-            "both": plgpu.Barrier(num_arrivals=2),
+            **barriers,
             # The interpreter wants register operands of wgmma in shared memory.
             **({"operands": swizzled(4, TILE, TILE, dtype=k_dtype)} if interpret else {}),
-            **({"k_ready": plgpu.Barrier(num_barriers=4)} if quantised else {}),
         },
     )(
-        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        q_latent, q_pe, keys.buffer(buffer) if quantised else view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
         plan.partitions, plan.work_tiles, plan.split_requests, *([jnp.reshape(kv_scale, (1,))] if quantised else []),
     )  # fmt: skip
