@@ -62,6 +62,13 @@ BACKENDS = (
 """In order of priority.  The last one has a kernel for every operation."""
 
 
+_COSTS = dict.fromkeys(
+    [("decode_mla", "triton"), ("decode_mla_sparse", "triton"), ("decode_kv", "triton")],
+    ", which takes up to 3 times as long as mosaic_gpu",
+)
+"""What a fallback costs, by operation and implementation, where it was measured (H200)."""
+
+
 def implementations() -> dict[str, str]:
     """The names that `implementation=` accepts, in order of priority, each with the devices that it runs on.
 
@@ -93,6 +100,8 @@ def choose(call: Call, implementation: str | Sequence[str] | None) -> Backend:
     for name in names:
         reasons[name] = known[name].reasons_against(call)
         if not reasons[name]:
+            if implementation is None:
+                _warn_of_slower(call, name)
             return known[name]
     found = "; ".join(f"{name}: {', '.join(against)}" for name, against in reasons.items())
     raise NotImplementedError(f"{call.operation}: none of the requested implementations supports this call ({found})")
@@ -101,6 +110,22 @@ def choose(call: Call, implementation: str | Sequence[str] | None) -> Backend:
 def run(call: Call, implementation: str | Sequence[str] | None):
     """The result of `call` from the backend that `choose` returns."""
     return choose(call, implementation).run(call)
+
+
+def _warn_of_slower(call: Call, chosen: str) -> None:
+    """Logs why a call does not run on the fastest implementation, on devices that have its kernel."""
+    fastest = BACKENDS[0]
+    kernel = fastest.kernels.get(call.operation)
+    if chosen == fastest.name or kernel is None or jax.default_backend() != "gpu" or kernel.unavailable_reasons():
+        return
+    for reason in fastest.unsupported_reasons(call):
+        _warn_once(call.operation, chosen, fastest.name, reason)
+
+
+@cache
+def _warn_once(operation, chosen, fastest, reason):
+    cost = _COSTS.get((operation, chosen), "")
+    _log.warning("%s runs on %s%s; %s does not support %s", operation, chosen, cost, fastest, reason)
 
 
 @cache

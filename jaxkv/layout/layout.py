@@ -59,7 +59,8 @@ class CacheLayout:
       num_heads: KV heads (H); 1 for MLA and indexer entries.
       order: physical order of the axes, outermost first, one of `ORDERS`.  `BLNHC` (cross-layer), the default, keeps
         everything that a block needs, in every layer, in one run of memory.
-      block_padding: unused elements after each step of the block axis.
+      block_padding: unused elements after each step of the block axis.  Keep blocks at multiples of 128 bytes where
+        speed matters (`packed.ALIGNMENT`); kernels for GPUs need multiples of 16.
       dtype: dtype of the buffer; default the entry's own.  Any dtype whose itemsize divides the entry's bytes is
         allowed (uint8 for a buffer that groups of several dtypes share): entries are stored bit for bit.
       strides: instead of `order` and `block_padding`, as in `from_strides`; `offset` and `size` go with it.

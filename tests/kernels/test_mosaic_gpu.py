@@ -28,10 +28,14 @@ class Mosaic:
     latent, rope = 512, 64
     exact = "bf16"
     gaps = (
-        "entries of format",  # float32 has no wgmma; quantised entries are to come
+        "entries of format",  # float32 has no wgmma
+        "entries of 77 + 14",  # quantised entries, too, have DeepSeek's sizes
+        "query tokens x heads",  # quantised entries with more than 16 rows
         "blocks of",  # TMA tiles are of whole 16-token pages
-        "block stride",  # padding that is not a multiple of the token stride: pages are no rows
-        "`buffer` of",  # a buffer of another dtype, shared with other groups
+        "token stride",  # entries that are not side by side, of quantised caches
+        "offset of",  # bulk copies of quantised entries begin at multiples of 16 bytes
+        "layer stride of",
+        "block stride of",
         "`q_latent` of",  # queries of another dtype than the entries
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
@@ -75,6 +79,14 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_few_rows_of_more_requests_than_a_cta_has_places_for(self):
         self.case((1, 66, 0, 3, 0) * 4, 2, 3)
 
+    @pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla"])
+    def test_few_rows_of_quantised_entries(self, form):
+        self.case((130, 0, 67), 3, 2, form=form, block_size=16)
+
+    @pytest.mark.parametrize("form", [slow("fp8"), slow("fp8_ds_mla")])
+    def test_quantised_entries_of_more_requests_than_ctas(self, form):
+        self.case((1, 66, 0, 600, 0) * 2, 16, form=form, layout="LBNHC", logit_cap=2.0)
+
     def test_a_cluster_shares_the_keys(self):
         self.case((200, 129), 128, form="f16")
 
@@ -89,9 +101,9 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_several_tokens_and_odd_heads_on_a_layer_major_cache(self):
         self.case((3, 140), 20, 2, layout="LBNHC", layer=2)
 
-    @pytest.mark.parametrize("heads", [slow(16), 64])
-    def test_small_pages_and_a_cap(self, heads):
-        self.case((77,), heads, block_size=16, logit_cap=2.0)
+    @each_value(("heads", "layout"), [16, 64], ["packed, uint8", "gaps, offset"])
+    def test_small_pages_and_a_cap(self, heads, layout):
+        self.case((77,), heads, block_size=16, layout=layout, logit_cap=2.0)
 
     @each_value(("heads", "power"), [16, 64], [2.0**60, 2.0**-60])
     def test_pieces_of_a_cut_request_keep_the_range_of_the_entries(self, heads, power):
@@ -121,6 +133,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
 
 CASES = [("LBNHC", 4, 2, 16, 30.0), ("BLNHC", 1, 128, 64, 30.0), ("LBNHC", 3, 20, 128, None)]
+QUANTISED = [("fp8", "LBNHC", 4, 2, 16, 30.0), ("fp8_ds_mla", "BLNHC", 1, 16, 64, None)]
 SIZES = [
     (4, 2, 16, 30.0),
     (1, 128, 64, 30.0),
@@ -133,25 +146,30 @@ SIZES = [
 
 
 @pytest.mark.parametrize(
-    ("order", "tokens", "heads", "block_size", "cap"),
-    [*CASES, *(slow(order, *sizes) for order in ("BLNHC", "LBNHC") for sizes in SIZES if (order, *sizes) not in CASES)],
+    ("form", "order", "tokens", "heads", "block_size", "cap"),
+    [
+        *(("bf16", *case) for case in CASES),
+        *QUANTISED,
+        *(slow("bf16", order, *n) for order in ("BLNHC", "LBNHC") for n in SIZES if (order, *n) not in CASES),
+    ],
 )
-def test_lowers_for_hopper(order, tokens, heads, block_size, cap):
-    entry = jaxkv.MLAEntry("bf16")
+def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
+    entry = jaxkv.MLAEntry(form)
     layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=block_size, entry=entry, order=order)
     shape = jax.ShapeDtypeStruct
     arrays = (
         shape((4, tokens, heads, 512), jnp.bfloat16),
         shape((4, tokens, heads, 64), jnp.bfloat16),
-        shape((layout.size,), jnp.bfloat16),
+        shape((layout.size,), layout.dtype),
         shape((4, 9), jnp.int32),
         shape((4,), jnp.int32),
         shape((), jnp.int32),
         shape((), jnp.float32),
+        shape((), jnp.float32) if form == "fp8" else None,
     )
 
     def decode(*arrays):
-        return mosaic_gpu.KERNELS["decode_mla"].run(*arrays, None, None, pages=layout.pages, entry=entry, logit_cap=cap)
+        return mosaic_gpu.KERNELS["decode_mla"].run(*arrays, None, pages=layout.pages, entry=entry, logit_cap=cap)
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -166,8 +184,7 @@ REFUSED = {
     "entries of format 'f32'": dict(entry=jaxkv.MLAEntry("f32")),
     "entries of 256 + 64 values": dict(entry=jaxkv.MLAEntry("bf16", latent=256)),
     "blocks of 61 tokens": dict(block_size=61),
-    "block stride": dict(block_padding=8),
-    "`buffer` of uint8": dict(dtype="uint8"),
+    "block stride of": dict(block_padding=4),
 }
 
 

@@ -1,6 +1,5 @@
 """Mosaic GPU kernels that copy: lowered for CUDA and interpreted on any machine; the whole suites on a Hopper GPU."""
 
-import math
 import re
 
 import jax
@@ -14,7 +13,7 @@ from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
 from support.cases import on_layouts, slow
-from support.hopper import on_hopper, read_early
+from support.hopper import large, on_hopper, read_early
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
 
@@ -166,12 +165,6 @@ def test_lowers_for_hopper_in_place(name, entry):
             "call",
         }
         assert "stablehlo.reshape" in large(text, layout.size)  # else the text of lowered programs has changed
-
-
-def large(text, size):
-    """The operations whose results have as many elements as the cache."""
-    found = re.findall(r"^ *%\S+ = (\S+) .*tensor<((?:\d+x)+)\w+>\)?$", text, re.MULTILINE)
-    return {name for name, dims in found if math.prod(int(n) for n in dims.split("x") if n) >= size}
 
 
 REFUSED = {

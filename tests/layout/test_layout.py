@@ -112,7 +112,7 @@ def test_entries_inside_a_combined_entry_have_gaps():
 class TestPacked:
     @pytest.mark.parametrize("order", ["BLNHC", "BLHNC", "BHLNC"])
     def test_groups_lie_side_by_side_each_at_a_multiple_of_16_bytes(self, order):
-        packed = jaxkv.PackedLayout(num_blocks=4, block_size=5, groups=GROUPS, order=order)
+        packed = jaxkv.PackedLayout(num_blocks=4, block_size=5, groups=GROUPS, order=order, alignment=16)
         # 3 * 5 * 16 = 240 bytes; 2 * 5 * 3 * 10 = 300, rounded up to 304; 1 * 5 * 8 = 40, rounded up to 48.
         assert [packed[name].offset for name in packed] == [0, 240, 544]
         assert {layout.dtype for layout in packed.values()} == {jnp.dtype("uint8")}
@@ -134,12 +134,18 @@ class TestPacked:
             assert np.array_equal(addresses(layout)[:, 0] - layout.offset, addresses(alone)[:, 0])
             assert np.array_equal(addresses(layout), addresses(layout)[:, :1] + 592 * np.arange(4).reshape(1, 4, 1, 1))
 
+    def test_groups_lie_at_multiples_of_a_cache_line(self):
+        packed = jaxkv.PackedLayout(num_blocks=4, block_size=5, groups=GROUPS)
+        assert [packed[name].offset for name in packed] == [0, 256, 640]
+        assert packed["latent"].strides.block == 768
+        assert packed != jaxkv.PackedLayout(num_blocks=4, block_size=5, groups=GROUPS, alignment=16)
+
     def test_groups_of_one_dtype_share_it(self):
         groups = {"a": jaxkv.Group(1, MLA), "b": jaxkv.Group(2, KV)}
-        packed = jaxkv.PackedLayout(num_blocks=2, block_size=3, groups=groups)
+        packed = jaxkv.PackedLayout(num_blocks=2, block_size=3, groups=groups, alignment=16)
         assert packed["b"].dtype == jnp.bfloat16
         assert (packed["a"].offset, packed["b"].offset, packed["b"].size) == (0, 24, 2 * (24 + 32))
-        in_bytes = jaxkv.PackedLayout(num_blocks=2, block_size=3, groups=groups, dtype="uint8")
+        in_bytes = jaxkv.PackedLayout(num_blocks=2, block_size=3, groups=groups, dtype="uint8", alignment=16)
         assert (in_bytes["b"].offset, in_bytes["b"].size) == (48, 4 * (24 + 32))
 
     def test_it_is_a_mapping_of_its_groups(self):

@@ -99,6 +99,10 @@ REFUSED = {
         lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups=GROUPS, order="LBNHC"),
         ["`order` is 'LBNHC'", "BLNHC, BLHNC or BHLNC"],
     ),
+    "packed to parts of elements": (
+        lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups={"a": jaxkv.Group(1, MLA)}, alignment=3),
+        "`alignment` is 3 bytes: expected a multiple of the 2 of bfloat16",
+    ),
     "packed of nothing": (
         lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups={}),
         ["`groups` is {}", "at least one"],

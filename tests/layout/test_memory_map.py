@@ -134,7 +134,7 @@ def test_packed_groups(order, blocks):
         counts = {"L": group.num_layers, "B": 1, "H": group.num_heads, "N": 4}
         region = bytes_of(order, group.entry, counts)
         region["group"] = i
-        regions += [region, np.full(-len(region) % 16, -1).astype(region.dtype)]
+        regions += [region, np.full(-len(region) % 128, -1).astype(region.dtype)]
     memory = np.tile(np.concatenate(regions), blocks)
     memory["block"] = np.where(memory["group"] < 0, -1, np.arange(len(memory)) // (len(memory) // blocks))
     check(packed, memory)

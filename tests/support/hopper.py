@@ -1,5 +1,6 @@
 """Where the Mosaic GPU kernels run, and what programs have them do."""
 
+import math
 import re
 
 import pytest
@@ -12,6 +13,12 @@ on_hopper = pytest.mark.gpu(missing=tuple(mosaic_gpu.KERNELS["decode_mla"].unava
 def kernel_operands(program: str) -> list[list[str]]:
     """Names of the operands of each kernel in the text of a lowered program."""
     return [operands.split(", ") for operands in re.findall(r"custom_call @mosaic_gpu\w*\(([^)]*)\)", program)]
+
+
+def large(text, size):
+    """The operations whose results have as many elements as the cache."""
+    found = re.findall(r"^ *%\S+ = (\S+) .*tensor<((?:\d+x)+)\w+>\)?$", text, re.MULTILINE)
+    return {name for name, dims in found if math.prod(int(n) for n in dims.split("x") if n) >= size}
 
 
 def read_early(jaxpr) -> list[list[tuple[int, ...]]]:

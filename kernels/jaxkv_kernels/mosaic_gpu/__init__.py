@@ -26,8 +26,8 @@ def _kernel(
 
 
 _COPIED = ("bf16", "f16", "f32")
-_MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8")}
 _SPARSE: Listed = {MLAEntry: ("bf16", "f16", "fp8_ds_mla")}
+_DENSE: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla")}
 _KV: Listed = {KVEntry: ("bf16", "f16")}
 
 KERNELS: dict[str, Kernel] = {
@@ -35,8 +35,8 @@ KERNELS: dict[str, Kernel] = {
     "write_kv": _kernel("bulk.writes.write_kv", {KVEntry: _COPIED}, unsupported.write_kv, BULK_COPIES),
     "gather_mla": _kernel("bulk.gathers.gather_mla", {MLAEntry: _COPIED}, unsupported.gather_mla, BULK_COPIES),
     "gather_kv": _kernel("bulk.gathers.gather_kv", {KVEntry: _COPIED}, unsupported.gather_kv, BULK_COPIES),
-    "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
-    "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
+    "plan_decode": _kernel("attention.plan.plan_decode", {**_DENSE, **_KV}, unsupported.plan_decode, WGMMA),
+    "decode_mla": _kernel("attention.decode_mla.decode_mla", _DENSE, unsupported.decode_mla, WGMMA),
     "decode_mla_sparse": _kernel(
         "attention.decode_mla_sparse.decode_mla_sparse", _SPARSE, unsupported.decode_mla_sparse, WGMMA
     ),

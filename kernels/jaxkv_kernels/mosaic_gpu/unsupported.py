@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.logit_cap import too_large
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import RAW_COLUMNS, TILE_COLUMNS, token_rows
+from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 
@@ -19,9 +18,13 @@ BULK = 16
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla` call."""
-    yield from _attention(
-        options["entry"], options["pages"], {"buffer": arrays["buffer"], "q_latent": arrays["q_latent"]}
-    )
+    entry, q = options["entry"], arrays["q_latent"]
+    if _quantised(entry):
+        yield from _quantised_mla(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
+        if q.dtype != entry.input_dtype:
+            yield f"`q_latent` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+    else:
+        yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q_latent": q})
     yield from too_large(options)
 
 
@@ -44,26 +47,60 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
+    entry, pages = options["entry"], options["pages"]
+    if entry.one_head and _quantised(entry):
+        yield from _quantised_mla(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
+        return
     yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"]})
 
 
+def _quantised(entry) -> bool:
+    """Whether entries are not of a float dtype."""
+    return entry.dtype != entry.input_dtype
+
+
+def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
+    """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
+    if entry.sizes != (LATENT, ROPE):
+        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports {LATENT} + {ROPE}"
+    yield from _block_sizes(pages)
+    if rows > FEW_ROWS:
+        if entry.format != "fp8":
+            yield f"query tokens x heads of {rows}: supports up to {FEW_ROWS} with entries of format {entry.format!r}"
+        yield from _unaligned(_steps(pages, ("layer", "token")), buffer.dtype.itemsize)
+        return
+    if pages.token_stride != pages.width:
+        yield f"token stride {pages.token_stride}: supports {pages.width}, tokens that are contiguous"
+    yield from _unaligned(_steps(pages, ("layer",)), buffer.dtype.itemsize)
+    try:
+        row_view(pages)
+    except ValueError as error:
+        yield str(error)
+
+
+def _block_sizes(pages) -> Iterator[str]:
+    if pages.block_size not in (16, 32, 64, 128, 256):
+        yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
+
+
 def _attention(entry, pages, arrays) -> Iterator[str]:
-    """Reasons against attending to such entries, with arrays by name that must be of their dtype."""
+    """Reasons against attending to such entries: queries, by name in `arrays`, must be of their dtype."""
     sizes = f"entries of {entry.sizes[0]} + {entry.sizes[1]} values"
     if entry.one_head and entry.sizes != (LATENT, ROPE):
         yield f"{sizes}: supports {LATENT} + {ROPE}"
     if not entry.one_head and not {*entry.sizes} <= {*HEAD_DIMS}:
         yield f"{sizes}: supports 64, 128, 192 and 256 of each"
     for name, array in arrays.items():
-        dtype = entry.dtype if name == "buffer" else entry.input_dtype
-        if array.dtype != dtype:
-            yield f"`{name}` of {array.dtype}: supports {dtype} with entries of format {entry.format!r}"
-    if pages.block_size not in (16, 32, 64, 128, 256):
-        yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
-    try:
-        token_rows(pages, TILE_COLUMNS if jnp.issubdtype(entry.dtype, jnp.floating) else RAW_COLUMNS)
-    except ValueError as error:
-        yield str(error)
+        if name != "buffer" and array.dtype != entry.dtype:
+            yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"
+    yield from _block_sizes(pages)
+    itemsize = arrays["buffer"].dtype.itemsize
+    yield from _unaligned({**_steps(pages, ("layer", "token", "head")), "buffer": pages.size}, itemsize)
+    if pages.size // origin_step(pages) >= ROW_LIMIT:
+        yield (
+            f"a buffer of {pages.size} elements whose strides are multiples of {origin_step(pages)} only: supports "
+            f"fewer than 2**31 steps of that size"
+        )
 
 
 def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

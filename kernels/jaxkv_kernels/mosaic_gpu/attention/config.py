@@ -7,8 +7,6 @@ a warpgroup's wgmma has 64 rows and because two such tiles of latents are what s
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-
 from jaxkv_kernels.tuning import require
 
 TILE = 64
@@ -50,6 +48,7 @@ class SplitCosts:
 
 _PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)
 _TILE_COSTS = SplitCosts(least=2, overhead=0, combining=128, split=2)
+_QUANTISED_TILE_COSTS = replace(_TILE_COSTS, least=4)
 _THRESHOLDS = (0, 4, 8, 12)
 _PRODUCER_REGISTERS = (24, 40)
 
@@ -129,6 +128,39 @@ class FewRowsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FewRowsQuantisedConfig:
+    """`decode_mla` with up to FEW_ROWS rows per request, and entries of format `fp8` or `fp8_ds_mla`."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "keys_at_once": (1, 2, 3),
+        "rescale_threshold": _THRESHOLDS,
+        "split_costs": tuple(replace(_QUANTISED_TILE_COSTS, least=least) for least in (2, 4, 8)),
+    }
+
+    stages: int = 4
+    """Tiles of entries in shared memory, 36 or 41 KiB each.  Even, so that a consumer always has the same ones."""
+    query_stages: int = 2
+    """Work tiles whose queries are in shared memory, 18 KiB each."""
+    keys_at_once: int = 2
+    """Groups of 64 columns of keys that are converted while the products of as many are on their way: each takes 16
+    registers then."""
+    producer_registers: int = 88
+    """As in WideConfig.  The producer holds the queries of a work tile while it scales them."""
+    rescale_threshold: int = 4
+    """As in WideConfig.  Weights are float16, lifted by what the threshold leaves of its range, so a smaller one keeps
+    smaller weights: with 4, those of 2**-24 have all their bits."""
+    split_costs: SplitCosts = _QUANTISED_TILE_COSTS
+    """In steps of one tile, each half of the bytes of a bf16 tile."""
+
+    def __post_init__(self):
+        require(self.stages in (2, 4), self, "stages", "2 or 4, which is what shared memory holds")
+        require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
+        require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
+        _check_registers(self, 72, 88, 104)
+        _check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVConfig:
     """`decode_kv`."""
 
@@ -192,13 +224,6 @@ class SparseConfig:
             ahead = getattr(self, field)
             require(ahead >= 1 and units % ahead == 0, self, field, f"a divisor of {units}, the units of a tile")
         _check_threshold(self)
-
-
-def decode_mla_config(entry, rows: int) -> WideConfig | QuantisedWideConfig | FewRowsConfig:
-    """The default numbers of a call with `rows` (query tokens x heads) per request: their class tells the schedule."""
-    if jnp.issubdtype(entry.dtype, jnp.floating):
-        return FewRowsConfig() if rows <= FEW_ROWS else WideConfig()
-    return QuantisedWideConfig()
 
 
 def consumer_registers(producer_registers: int) -> int:

@@ -9,6 +9,7 @@ from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE, KVConfig
 from jaxkv_kernels.mosaic_gpu.attention.plan import plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.schedules.kv import attend_kv
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tuning import configuration
 
@@ -22,6 +23,7 @@ def decode_kv(
     plan = plan_or_default(
         plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens, window=window
     )
+    buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
     return _decode(
         q, buffer, block_tables, layer, scale, plan, pages=pages, entry=entry, logit_cap=logit_cap, window=window,
         config=configuration(KVConfig()), interpret=bool(interpreting.value),

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, decode_mla_config
-from jaxkv_kernels.mosaic_gpu.attention.plan import plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, FewRowsQuantisedConfig, QuantisedWideConfig
+from jaxkv_kernels.mosaic_gpu.attention.plan import mla_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
+from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
+from jaxkv_kernels.mosaic_gpu.attention.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 from jaxkv_kernels.tuning import configuration
@@ -24,23 +26,31 @@ def decode_mla(
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     _, tokens, heads, _ = q_latent.shape
     plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
-    config = configuration(decode_mla_config(entry, tokens * heads))
+    buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
+    config = configuration(mla_config(entry, tokens * heads))
     return _decode(
         q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan,
-        pages=pages, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
+        pages=pages, entry=entry, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("pages", "logit_cap", "config", "interpret"))
-def _decode(q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan, *, pages, logit_cap, config, interpret):
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "interpret"))
+def _decode(
+    q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, config, interpret
+):  # fmt: skip
     batch, tokens, heads, _ = q_latent.shape
     rows = tokens * heads
     # TMA tiles are of 8 rows; whole tiles past the last row it fills with zeros and clips by itself.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
-    attend = attend_few_rows if isinstance(config, FewRowsConfig) else partial(attend_wide, kv_scale=kv_scale)
+    if isinstance(config, FewRowsQuantisedConfig):
+        attend = partial(attend_few_rows_quantised, kv_scale=kv_scale, entry=entry)
+    elif isinstance(config, QuantisedWideConfig):
+        attend = partial(attend_wide, kv_scale=kv_scale)
+    else:
+        attend = attend_few_rows if isinstance(config, FewRowsConfig) else attend_wide
     out, lse, split_out, split_lse, split_scale = attend(
-        q_latent, q_pe, buffer, block_tables, layer, scale, plan,
+        q_latent, q_pe, buffer, block_tables, layer, scale, plan=plan,
         tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, config=config, interpret=interpret,
     )  # fmt: skip
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=rows, interpret=interpret)

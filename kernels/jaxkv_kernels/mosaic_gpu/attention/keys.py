@@ -47,7 +47,7 @@ class PagedKeys:
     def __init__(self, kv_ref, view: TokenRows, table: PageTable, layer, head: Any = 0):
         self._kv_ref, self._view, self._table = kv_ref, view, table
         self._layer, self._head = layer, head
-        self._column = view.column(layer, head)
+        view.install(kv_ref)
 
     def look_up(self, request, first_token):
         """The blocks of a tile."""
@@ -57,19 +57,21 @@ class PagedKeys:
         """One TMA copy per block and part."""
         for c, block in enumerate(found):
             rows = pl.ds(c * self._table.copy_rows, self._table.copy_rows)
-            source = self._rows(block, first_token + c * self._table.copy_rows)
+            origin, row = self._place(block, first_token + c * self._table.copy_rows)
             for first, count, into, full in parts:
-                columns = pl.ds(self._column + first, count)
-                plgpu.copy_gmem_to_smem(source.at[:, columns], into.at[rows], full, **copy)
+                columns = self._view.columns(first, count, origin)
+                source = self._kv_ref.at[origin, pl.ds(row, self._table.copy_rows), columns]
+                plgpu.copy_gmem_to_smem(source, into.at[rows], full, **copy)
 
     def prefetch(self, found, first_token, *, interpret: bool) -> None:
-        """Prefetches whole rows of the view, which should hold one layer only."""
+        """Prefetches whole entries, which should lie one after the other."""
+        nbytes = self._table.copy_rows * self._table.pages.width * self._kv_ref.dtype.itemsize
         for c, block in enumerate(found):
-            prefetch_to_l2(self._rows(block, first_token + c * self._table.copy_rows), interpret=interpret)
+            start = self._view.start(self._kv_ref, *self._place(block, first_token + c * self._table.copy_rows))
+            prefetch_to_l2(start, nbytes, interpret=interpret)
 
-    def _rows(self, block, first_token):
-        """Rows of a copy's tokens.  For a block outside the cache, those of block 0: its tokens are masked later."""
+    def _place(self, block, first_token):
+        """Where a copy's tokens begin in the view.  In block 0 for one outside the cache: masked later."""
         in_block = lax.rem(first_token, jnp.int32(self._table.pages.block_size))
         block = jnp.where(self._table.known(block), block, 0)
-        index, row = self._view.index(self._layer, block, in_block, self._head)
-        return self._kv_ref.at[index, pl.ds(row, self._table.copy_rows)]
+        return self._view.index(self._layer, block, in_block, self._head)

@@ -19,13 +19,16 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.mosaic_gpu.attention.config import (
+    FEW_ROWS,
     PAIR,
     SPLIT_COST_UNIT,
     TILE,
     FewRowsConfig,
+    FewRowsQuantisedConfig,
     KVConfig,
+    QuantisedWideConfig,
     SplitCosts,
-    decode_mla_config,
+    WideConfig,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
@@ -59,14 +62,23 @@ class Plan:
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens per request, with a partition per CTA."""
     del buffer
-    config = configuration(decode_mla_config(entry, tokens * heads) if entry.one_head else KVConfig())
+    few_rows = entry.one_head and tokens * heads <= FEW_ROWS
+    config = configuration(mla_config(entry, tokens * heads) if entry.one_head else KVConfig())
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
     partitions = 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)
     return make_plan(
         seq_lens, block_tables, partitions=partitions, tokens=tokens, block_size=pages.block_size,
         num_blocks=pages.num_blocks, window=window, batch_invariant=batch_invariant,
-        step=TILE if isinstance(config, FewRowsConfig) else PAIR, costs=config.split_costs,
+        step=TILE if few_rows else PAIR, costs=config.split_costs,
     )  # fmt: skip
+
+
+def mla_config(entry, rows: int) -> FewRowsConfig | FewRowsQuantisedConfig | WideConfig | QuantisedWideConfig:
+    """The default configuration of a `decode_mla` call with so many rows per request: its class is the schedule."""
+    quantised = not jnp.issubdtype(entry.dtype, jnp.floating)
+    if rows > FEW_ROWS:
+        return QuantisedWideConfig() if quantised else WideConfig()
+    return FewRowsQuantisedConfig() if quantised else FewRowsConfig()
 
 
 def plan_or_default(

@@ -8,8 +8,10 @@ the lanes vote; most tiles thus need no maximum over a row and no rescale.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -39,6 +41,8 @@ class OnlineSoftmax:
     keys: int
     threshold: float
     interpret: bool
+    max_over_keys: Callable[[jax.Array], jax.Array] | None = None
+    """Pallas's own maximum over axis 0 has scratch memory that only one warpgroup may use at a time."""
 
     def empty_max(self, rows: int):
         """The running max of rows that have seen no key."""
@@ -95,7 +99,8 @@ class OnlineSoftmax:
         return any_positive(above, interpret=self.interpret, warpgroup=self.keys == 0)
 
     def _raise(self, scores, running_max):
-        return jnp.maximum(running_max, scores.max(axis=self.keys))
+        found = scores.max(axis=self.keys) if self.max_over_keys is None else self.max_over_keys(scores)
+        return jnp.maximum(running_max, found)
 
     def _multiply(self, factor, sums):
         return tuple(x * self._spread(factor, x) for x in sums)

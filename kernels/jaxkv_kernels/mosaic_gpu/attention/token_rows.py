@@ -1,100 +1,118 @@
-"""The flat buffer as rows of tokens, so that one TMA copy fetches a tile of a page."""
+"""The flat buffer as pages of tokens, so that one TMA copy fetches a tile of a page."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
 
 TILE_ROWS, TILE_COLUMNS = 8, 64
 """TMA copies whole tiles of the swizzled memory that wgmma reads (16-bit elements)."""
-RAW_COLUMNS = 16
-"""Bytes: TMA's addresses are multiples of it."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """How far one step along an axis of the cache leads in the view; one of the three, or none."""
-
-    blocks: int = 0
-    rows: int = 0
-    columns: int = 0
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """A view [blocks, rows, token_stride]: token t of a page lies in the t-th row from the page's first."""
+    """A view [origins, tokens, width] of the buffer: row t of an origin where a page begins is the page's token t.
 
-    shape: tuple[int, int, int]
-    layer: Step
-    head: Step
-    first_row: int
-    first_column: int
-    unit: int
-    """Columns are multiples of it."""
+    Any multiple of `step` elements is an origin, so that pages lie wherever strides put them.  Rows overlap; only TMA
+    copies can address them (`install`).
+    """
+
+    pages: Pages
+    step: int
+    """Elements from an origin to the next: what the offset and all strides between pages are multiples of."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Origins, tokens per page, elements per entry."""
+        return self.pages.size // self.step, self.pages.block_size, self.pages.width
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of the axes of `shape`, in elements."""
+        return self.step, self.pages.token_stride, 1
 
     def index(self, layer, block, token, head=0):
-        """Indices of the rows from `token` on, a multiple of 8, of a page."""
+        """The origin of a page, and the row of `token`, a multiple of 8."""
         from jax.experimental import pallas as pl
 
-        row = layer * self.layer.rows + head * self.head.rows + self.first_row + token
-        return layer * self.layer.blocks + head * self.head.blocks + block, pl.multiple_of(row, TILE_ROWS)
+        origin, indices = self.pages.offset // self.step, {"layer": layer, "block": block, "head": head}
+        for axis, (count, stride) in _origin_axes(self.pages).items():
+            origin = origin + indices[axis] * (stride // self.step if count > 1 else 0)
+        return origin, pl.multiple_of(token, TILE_ROWS)
 
-    def column(self, layer, head=0):
-        """The first column of a page's entries."""
+    def columns(self, first: int, count: int, origin):
+        """Columns of a row, for `.at`."""
         from jax.experimental import pallas as pl
 
-        column = layer * self.layer.columns + head * self.head.columns + self.first_column
-        return pl.multiple_of(column, self.unit)
+        # Traced, since Pallas checks constants against the shape of the operand.
+        return pl.ds(pl.multiple_of(first + (origin - origin), TILE_COLUMNS), count)
 
     def of(self, buffer: jax.Array) -> jax.Array:
-        """The view; no copy."""
-        return buffer.reshape(self.shape)
+        """The operand of a kernel; no copy."""
+        return buffer.reshape(-1, 1, self.step)
+
+    def install(self, ref) -> None:
+        """Has TMA copies of a kernel address `ref`, its operand, by this view."""
+        restride(ref, self.shape, self.strides)
+
+    def start(self, ref, origin, row):
+        """A reference to the first element of a row of the operand, for instructions that take an address."""
+        from jax.experimental import pallas as pl
+
+        return ref.at[origin, 0, pl.ds(row * self.pages.token_stride, 1)]
 
 
-def token_rows(pages: Pages, columns: int = TILE_COLUMNS) -> TokenRows:
-    """The view, of entries that begin at multiples of `columns`; ValueError with the reason if the strides allow none.
+@dataclass(frozen=True)
+class InterpretedRows(TokenRows):
+    """The same for Pallas's interpreter, which knows no strides: a copy of the pages, in the order of their axes."""
 
-    Bytes, which are copied to shared memory without a swizzle, begin at multiples of RAW_COLUMNS.
-    """
-    token, block = pages.token_stride, pages.block_stride
-    if pages.block_size == 1:
-        token = block if pages.num_blocks > 1 else pages.width
-    axes = {"layer": (pages.num_layers, pages.layer_stride), "head": (pages.num_heads, pages.head_stride)}
-    named = {f"{axis} stride": stride for axis, (count, stride) in axes.items() if count > 1 and stride > token}
-    for name, extent in {"block stride": block, **named, "buffer size": pages.size}.items():
-        if extent % token:
-            raise ValueError(
-                f"{name} {extent} is not a multiple of the token stride {token}: pages are not rows of tokens"
-            )
-    if pages.size % block:
-        raise ValueError(f"buffer size {pages.size} is not a multiple of the block stride {block}")
-    steps, last_column = {}, pages.offset % token
-    for axis, (count, stride) in axes.items():
-        if count == 1:
-            steps[axis] = Step()
-        elif stride < token:
-            steps[axis] = Step(columns=stride)
-            last_column += (count - 1) * stride
-        elif stride < block:
-            steps[axis] = Step(rows=stride // token)
-        elif stride % block:
-            raise ValueError(f"{axis} stride {stride} is not a multiple of the block stride {block}")
-        else:
-            steps[axis] = Step(blocks=stride // block)
-    first_row, first_column = pages.offset // token, pages.offset % token
-    last_row = first_row + pages.block_size + sum((count - 1) * steps[axis].rows for axis, (count, _) in axes.items())
-    if last_row > block // token:
-        raise ValueError(f"pages end at row {last_row} of a block of {block // token}: entries of blocks interleave")
-    if last_column + pages.width > token:
-        raise ValueError(f"offset {pages.offset} breaks entries across rows of {token} elements")
-    numbers = {"rows a block": (block // token, TILE_ROWS), "first row": (first_row, TILE_ROWS)}
-    numbers |= {"columns a row": (token, columns), "first column": (first_column, columns)}
-    for axis, step in steps.items():
-        numbers |= {f"rows a {axis}": (step.rows, TILE_ROWS), f"columns a {axis}": (step.columns, columns)}
-    for name, (number, tile) in numbers.items():
-        if number % tile:
-            reason = f"TMA copies tiles of 8 rows by {columns} columns"
-            raise ValueError(f"{name} {number} is not a multiple of {tile}: {reason}")
-    shape = pages.size // block, block // token, token
-    return TokenRows(shape, steps["layer"], steps["head"], first_row, first_column, columns)
+    def index(self, layer, block, token, head=0):
+        """The number of a page, and the row of `token`."""
+        pages = self.pages
+        return (layer * pages.num_blocks + block) * pages.num_heads + head, token
+
+    def of(self, buffer):
+        """The pages."""
+        pages = self.pages
+        page = jnp.arange(pages.num_layers * pages.num_blocks * pages.num_heads)
+        head, block = page % pages.num_heads, page // pages.num_heads % pages.num_blocks
+        layer = page // (pages.num_heads * pages.num_blocks)
+        origin, _ = super().index(layer, block, 0, head)
+        token, column = jnp.arange(pages.block_size), jnp.arange(pages.width)
+        return buffer[(origin * self.step)[:, None, None] + (token * pages.token_stride)[:, None] + column]
+
+    def install(self, ref):
+        """Nothing."""
+
+
+def token_rows(pages: Pages) -> TokenRows:
+    """The view of a buffer of the entries' dtype, for the GPU or the interpreter."""
+    return (InterpretedRows if interpreting.value else TokenRows)(pages, origin_step(pages))
+
+
+def origin_step(pages: Pages) -> int:
+    """Elements between neighbouring origins; the size counts too, since origins divide the buffer."""
+    return gcd(pages.size, pages.offset, *(stride for count, stride in _origin_axes(pages).values() if count > 1))
+
+
+def in_entries_dtype(buffer: jax.Array, pages: Pages, dtype: Any) -> tuple[jax.Array, Pages]:
+    """The buffer as elements of `dtype`, the entries' own, and the pages in such elements; no copy."""
+    old, new = buffer.dtype.itemsize, jnp.dtype(dtype).itemsize
+    sizes = ("layer_stride", "block_stride", "head_stride", "token_stride", "offset", "width", "size")
+    return view_as(buffer, dtype), replace(pages, **{name: getattr(pages, name) * old // new for name in sizes})
+
+
+def _origin_axes(pages: Pages) -> dict[str, tuple[int, int]]:
+    """(count, stride) of the axes along which pages lie."""
+    return {
+        "layer": (pages.num_layers, pages.layer_stride),
+        "block": (pages.num_blocks, pages.block_stride),
+        "head": (pages.num_heads, pages.head_stride),
+    }

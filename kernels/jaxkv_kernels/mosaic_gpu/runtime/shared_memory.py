@@ -1,6 +1,5 @@
 """Shared memory that TMA and wgmma use, and hints to the L2 cache."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,19 +15,16 @@ def swizzled(*shape: int, dtype) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def prefetch_to_l2(source, *, interpret: bool) -> None:
-    """Prefetches the contiguous device memory of `source` to the L2 cache, by one instruction of one thread."""
+def prefetch_to_l2(start, nbytes: int, *, interpret: bool) -> None:
+    """Prefetches `nbytes` of device memory, from a reference on, to the L2 cache, by one instruction of one thread."""
     if interpret:
         return
     from jax.experimental.mosaic import gpu as mgpu
-    from jax.extend.mlir import ir
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def bulk_prefetch(_, ref):
-        kind = ir.MemRefType(ref.type)
-        nbytes = math.prod(kind.shape) * mgpu.utils.bytewidth(kind.element_type)
         one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
         instruction = f"cp.async.bulk.prefetch.L2.global [$0], {nbytes};"
         mgpu.utils.inline_ptx(instruction, mgpu.utils.memref_ptr(ref), predicate=one, has_side_effects=True)
 
-    bulk_prefetch(source)
+    bulk_prefetch(start)

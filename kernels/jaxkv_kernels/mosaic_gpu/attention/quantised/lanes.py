@@ -1,0 +1,311 @@
+"""What one lane does with a tile of quantised entries (`tiles.py` has the mapping of lanes): MLIR and inline PTX."""
+
+from typing import Any
+
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import array, c32, c64, i32, i64, ptx, words
+
+LANES, WARP_ROWS = 128, 16
+"""Lanes of a warpgroup; rows of a wgmma tile that a warp has."""
+LOAD = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+CONVERT = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+"""Four e4m3 values as two pairs of float16."""
+COLUMN_TILE = 1024
+"""Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""
+
+
+class Lane:
+    """Where the calling lane stands in a wgmma tile: row 16 `warp` + `row`, and 8 below; columns 2 `quad` + {0, 1}."""
+
+    def __init__(self):
+        thread = arith.remui(mgpu.utils.thread_idx(), c32(LANES))
+        self.thread = thread
+        self.lane = arith.andi(thread, c32(31))
+        self.warp = arith.shrui(thread, c32(5))
+        self.row = arith.shrui(self.lane, c32(2))
+        self.quad = arith.andi(thread, c32(3))
+
+
+def load_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
+    """16 bytes (`wide`: 32) of each of the lane's two rows: of columns 64 * `group`, or of bf16 rotary keys."""
+    lane = Lane()
+    row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
+    per_lane = 32 if wide else 16
+    first = arith.addi(arith.muli(row, c32(nbytes)), arith.muli(lane.quad, c32(per_lane)))
+    start = _in_stage(ref, stage, nbytes, first)
+    offsets = [8 * half * nbytes + (nbytes - 128 if wide else 64 * group) for half in range(2)]
+    return [
+        ptx(LOAD.format(offset=offset + at), start, result_types=[i32()] * 4, has_side_effects=True)
+        for offset in offsets
+        for at in range(0, per_lane, 16)
+    ]
+
+
+def convert_keys(raw, layout, *, wide: bool) -> Any:
+    """A [64, 64] tile from `load_keys`: word s of a row has the columns of the s-th product of 16."""
+    vectors = [words(register) for register in raw.registers.flat]
+    registers = _registers(layout, (64, 64))
+    for half in range(2):
+        for step in range(4):
+            if wide:
+                row = vectors[2 * half] + vectors[2 * half + 1]
+                pairs = row[2 * step : 2 * step + 2]
+            else:
+                pairs = ptx(CONVERT, vectors[half][step], result_types=[i32()] * 2)
+            for high, pair in enumerate(pairs):
+                kind = ir.BF16Type if wide else ir.F16Type
+                registers[0, 2 * step + high, 0, 0, half, 0, 0, 0, 0] = _pair(pair, kind.get())
+    return _fragmented(registers, layout)
+
+
+def load_scales(ref, stage, nbytes: int, offset: int, layout) -> list[Any]:
+    """Four float32 arrays [64]: the scales at `offset` of each entry."""
+    lane = Lane()
+    row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
+    start = _in_stage(ref, stage, nbytes, arith.muli(row, c32(nbytes)))
+    f32 = ir.F32Type.get()
+    found = [
+        ptx(LOAD.format(offset=offset + 8 * half * nbytes), start, result_types=[f32] * 4, has_side_effects=True)
+        for half in range(2)
+    ]
+    arrays = []
+    for group in range(4):
+        registers = _registers(layout, (64,))
+        for half in range(2):
+            registers[0, 0, half, 0, 0] = vector.from_elements(ir.VectorType.get((1,), f32), [found[half][group]])
+        arrays.append(_fragmented(registers, layout))
+    return arrays
+
+
+def load_values(ref, stage, nbytes: int, step: int, *, swapped: bool) -> list[list[Any]]:
+    """Per 128 latents, a word of each of four tokens: 16 `step` + 2 `quad` + {0, 1, 8, 9}.
+
+    `swapped`: odd quads load the second token of a pair first, which halves the bank conflicts of 576-byte entries.
+    """
+    lane = Lane()
+    token = arith.addi(arith.shli(lane.quad, c32(1)), c32(16 * step))
+    column = arith.addi(arith.shli(lane.warp, c32(5)), arith.shli(lane.row, c32(2)))
+    first = arith.addi(arith.muli(token, c32(nbytes)), column)
+    odd = arith.muli(arith.andi(lane.quad, c32(1)), c32(nbytes if swapped else 0))
+    starts = [_in_stage(ref, stage, nbytes, arith.addi(first, odd))]
+    starts.append(_in_stage(ref, stage, nbytes, arith.subi(arith.addi(first, c32(nbytes)), odd)))
+    return [
+        [_load_word(start, 128 * group + 8 * pair * nbytes) for pair in range(2) for start in starts]
+        for group in range(4)
+    ]
+
+
+def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
+    """A float16 [128, 16] tile of latents by tokens from `load_values`."""
+    tokens = words(raw.registers.flat[group])
+    low, high = c32(0x5140), c32(0x7362)
+    if swapped:
+        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(Lane().quad, c32(1)), c32(0))
+        low, high = arith.select(odd, c32(0x1504), low), arith.select(odd, c32(0x3726), high)
+    registers = _registers(layout, (128, 16))
+    for pair in range(2):
+        for tile, selector in enumerate((low, high)):
+            together = _permuted(tokens[2 * pair], tokens[2 * pair + 1], selector)
+            for half, values in enumerate(ptx(CONVERT, together, result_types=[i32()] * 2)):
+                registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = _pair(values, ir.F16Type.get())
+    return _fragmented(registers, layout)
+
+
+def clear(ref, stage, nbytes: int, row) -> None:
+    """Zeroes one token's entry."""
+    lane = Lane()
+    first = arith.addi(arith.muli(row, c32(nbytes)), arith.shli(lane.thread, c32(4)))
+    inside = arith.cmpi(arith.CmpIPredicate.ult, lane.thread, c32(nbytes // 16))
+    zero = c32(0)
+    ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", _in_stage(ref, stage, nbytes, first), zero, predicate=inside)
+
+
+def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
+    """The maximum or sum over the rows of a float32 [64, 16] tile, in all lanes: rows of `ref` from `scratch` are."""
+    f32, lane = ir.F32Type.get(), Lane()
+
+    def combine(a, b):
+        return ptx(f"{kind}.f32 $0, $1, $2;", a, b, result_types=f32)
+
+    mgpu.utils.warpgroup_barrier()  # scratch memory may still be read
+    base = _at(mgpu.utils.memref_ptr(ref), arith.shli(lane.quad, c32(3)))
+    own = _at(base, arith.shli(lane.warp, c32(6)))
+    first = arith.cmpi(arith.CmpIPredicate.eq, lane.row, c32(0))
+    for tile in range(2):
+        halves = [_floats(x.registers[0, tile, 0, 0, half].flat[0]) for half in range(2)]
+        columns = []
+        for column in range(2):
+            value = combine(halves[0][column], halves[1][column])
+            for distance in (4, 8, 16):
+                shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
+                other = ptx(shuffle, value, result_types=f32, has_side_effects=True, convergent=True)
+                value = combine(value, other)
+            columns.append(value)
+        store = f"st.shared.v2.f32 [$0 + {64 * scratch + 32 * tile}], {{$1, $2}};"
+        ptx(store, own, *columns, predicate=first)
+    mgpu.utils.warpgroup_barrier()
+    registers = _registers(layout, (16,))
+    for tile in range(2):
+        total: Any = None
+        for warp in range(4):
+            load = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {64 * (scratch + warp) + 32 * tile}];"
+            found = ptx(load, base, result_types=[f32] * 2, has_side_effects=True)
+            total = found if total is None else [combine(a, b) for a, b in zip(total, found, strict=True)]
+        registers[tile, 0, 0] = vector.from_elements(ir.VectorType.get((2,), f32), list(total))
+    return _fragmented(registers, layout)
+
+
+def store_rows(ref, place, parts, rows: int) -> None:
+    """Stores [128, 16] tiles of latents by rows, 16 bits each, as row `place` of `ref` [n, rows, 512]."""
+    lane = Lane()
+    width = 128 * len(parts)
+    row = arith.shli(lane.quad, c32(1))
+    column = arith.addi(arith.shli(lane.warp, c32(5)), arith.shli(lane.row, c32(2)))
+    first = arith.shli(arith.addi(arith.muli(row, c32(width)), column), c32(1))
+    first = arith.addi(arith.muli(arith.extui(i64(), place), c64(2 * rows * width)), arith.extui(i64(), first))
+    start = _at(mgpu.utils.memref_ptr(ref), first)
+    for group, part in enumerate(parts):
+        for tile in range(rows // 8):
+            pairs = [_word(part.registers[half, tile, 0, 0, low].flat[0]) for half in range(2) for low in range(2)]
+            for odd in range(2):
+                selector = c32(0x7632 if odd else 0x5410)
+                both = [_permuted(pairs[n], pairs[n + 1], selector) for n in (0, 2)]
+                offset = 2 * ((8 * tile + odd) * width + 128 * group)
+                ptx(f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};", start, *both)
+
+
+def load_queries(latent, rope, request, rows: int) -> Any:
+    """Eight values of each 64 columns: of row `thread` // 8 of `latent` [n, rows, 512] and `rope` [n, rows, 64]."""
+    row, chunk = _row_and_chunk()
+    inside = arith.cmpi(arith.CmpIPredicate.ult, row, c32(rows))
+    request = arith.extui(i64(), request)
+    found = []
+    for ref, groups in ((latent, 8), (rope, 1)):
+        width = 128 * groups
+        first = arith.addi(arith.muli(row, c32(width)), arith.shli(chunk, c32(4)))
+        first = arith.addi(arith.muli(request, c64(rows * width)), arith.extui(i64(), first))
+        start = _at(mgpu.utils.memref_ptr(ref), first)
+        for group in range(groups):
+            load = (
+                "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+                f"@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {128 * group}]; }}"
+            )
+            flag = arith.extui(i32(), inside)
+            found.append(ptx(load, start, flag, result_types=[i32()] * 4, has_side_effects=True))
+    return found
+
+
+def largest(raw, layout) -> Any:
+    """Per lane, the largest magnitude of its row of bf16 queries, as float32."""
+    most: Any = c32(0)
+    for register in raw.registers.flat:
+        for word in words(register):
+            most = ptx("max.u16x2 $0, $1, $2;", most, arith.andi(word, c32(0x7FFF7FFF)), result_types=i32())
+    most = arith.maxui(arith.shrui(most, c32(16)), arith.andi(most, c32(0xFFFF)))
+    for distance in (1, 2, 4):
+        shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
+        most = arith.maxui(most, ptx(shuffle, most, result_types=i32(), has_side_effects=True, convergent=True))
+    f32 = ir.F32Type.get()
+    registers = _registers(layout, (LANES,))
+    value = arith.bitcast(f32, arith.shli(most, c32(16)))
+    registers.flat[0] = vector.from_elements(ir.VectorType.get((1,), f32), [value])
+    return _fragmented(registers, layout)
+
+
+def store_queries(latent, rope, stats, stage, raw, factor, inverse, first_row: int, *, rope_type: str) -> None:
+    """Stores queries times their row's factor, as float16 [s, 16, 512] and `rope_type` [s, 16, 64].
+
+    Columns are in the order in which `convert_keys` has those of keys.  `inverse` goes to `stats`, to row `first_row` +
+    `stage`.
+    """
+    row, chunk = _row_and_chunk()
+    in_tile = arith.andi(row, c32(7))
+    odd, quad = arith.andi(chunk, c32(1)), arith.shrui(chunk, c32(1))
+    factor, inverse = (_floats(x.registers.flat[0])[0] for x in (factor, inverse))
+    vectors = [words(register) for register in raw.registers.flat]
+    for ref, groups, kind, some in ((latent, 8, "f16", vectors[:8]), (rope, 1, rope_type, vectors[8:])):
+        row_tile = arith.muli(arith.shrui(row, c32(3)), c32(groups * COLUMN_TILE))
+        first = arith.addi(arith.muli(stage, c32(2 * groups * COLUMN_TILE)), row_tile)
+        first = arith.addi(first, arith.addi(arith.shli(in_tile, c32(7)), arith.shli(quad, c32(2))))
+        base = mgpu.utils.memref_ptr(ref)
+        for n in range(4):
+            swizzled = arith.shli(arith.xori(arith.addi(arith.shli(odd, c32(2)), c32(n)), in_tile), c32(4))
+            start = _at(base, arith.addi(first, swizzled))
+            for group in range(groups):
+                scaled = [
+                    arith.mulf(arith.bitcast(ir.F32Type.get(), bits), factor)
+                    for bits in (
+                        arith.shli(some[group][n], c32(16)),
+                        arith.andi(some[group][n], c32(0xFFFF0000)),
+                    )
+                ]
+                pair = ptx(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", *scaled, result_types=i32())
+                ptx(f"st.shared.b32 [$0 + {group * COLUMN_TILE}], $1;", start, pair)
+    place = arith.addi(arith.shli(arith.addi(stage, c32(first_row)), c32(4)), row)
+    start = _at(mgpu.utils.memref_ptr(stats), arith.shli(place, c32(2)))
+    ptx("st.shared.f32 [$0], $1;", start, inverse, predicate=arith.cmpi(arith.CmpIPredicate.eq, chunk, c32(0)))
+
+
+def as_array(vectors, layout) -> Any:
+    """int32 vectors of four as an array."""
+    return array(vectors, layout)
+
+
+def _permuted(a, b, selector) -> Any:
+    """Four of the bytes of two words."""
+    return ptx("prmt.b32 $0, $1, $2, $3;", a, b, selector, result_types=i32())
+
+
+def _load_word(start, offset: int) -> Any:
+    return ptx(f"ld.shared.b32 $0, [$1 + {offset}];", start, result_types=i32(), has_side_effects=True)
+
+
+def _row_and_chunk() -> tuple[Any, Any]:
+    """Eight lanes share a row of queries."""
+    thread = Lane().thread
+    return arith.shrui(thread, c32(3)), arith.andi(thread, c32(7))
+
+
+def _in_stage(ref, stage, nbytes: int, offset) -> Any:
+    """So many bytes from where a stage of 64 entries begins."""
+    return _at(mgpu.utils.memref_ptr(ref), arith.addi(arith.muli(stage, c32(64 * nbytes)), offset))
+
+
+def _registers(layout, shape) -> Any:
+    return np.empty(layout.to_mgpu().registers_shape(shape), dtype=object)
+
+
+def _fragmented(registers, layout) -> Any:
+    """An array of these registers."""
+    signed = None
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
+
+
+def _pair(word, kind) -> Any:
+    """A vector of two 16-bit values."""
+    one = vector.from_elements(ir.VectorType.get((1,), i32()), [word])
+    return vector.bitcast(ir.VectorType.get((2,), kind), one)
+
+
+def _word(pair) -> Any:
+    """Two 16-bit values as int32."""
+    one = vector.bitcast(ir.VectorType.get((1,), i32()), pair)
+    return vector.extract(one, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+
+
+def _floats(register) -> list[Any]:
+    """The elements of a register."""
+    count = ir.VectorType(register.type).shape[0]
+    return [
+        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+        for i in range(count)
+    ]
+
+
+def _at(pointer, offset) -> Any:
+    """So many bytes from a pointer."""
+    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
