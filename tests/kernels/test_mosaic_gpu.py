@@ -52,9 +52,10 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
 
         suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, scene, layer), cache)
 
+    @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
     @pytest.mark.parametrize("heads", [16, 64, 128])
-    def test_batch_invariant_bits(self, heads):
-        suites.assert_batch_invariant((9000, 0, 70, 3000, 1025), heads)
+    def test_batch_invariant_bits(self, heads, form):
+        suites.assert_batch_invariant((9000, 0, 70, 3000, 1025), heads, form)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -92,6 +93,9 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
     def test_quantised_entries_round_the_edges(self):
         self.case((0, 1, 65, 130), 20, form="fp8")
+
+    def test_entries_with_scales_of_their_own_are_read_by_slot(self):
+        self.case((3, 65), 17, 2, form="fp8_ds_mla")
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("heads", "tokens"), [(20, 4), (128, 1)])

@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
 from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
 from support import scenes, suites
+from support.cases import slow
 
 PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
 TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
@@ -88,9 +89,12 @@ def test_a_request_is_split_alike_in_any_batch():
     assert len(splits([9000], 0)) == 8
 
 
-@pytest.mark.parametrize(("lengths", "heads"), [((2100, 0, 70), 16), ((2100, 70), 64)])
-def test_batch_invariant_bits(interpreted, lengths, heads):
-    suites.assert_batch_invariant(lengths, heads)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "form"),
+    [((2100, 0, 70), 16, "bf16"), ((2100, 70), 64, "bf16"), slow((2100, 70), 20, "fp8"), slow((2100, 70), 20, "fp8_ds_mla")],
+)
+def test_batch_invariant_bits(interpreted, lengths, heads, form):
+    suites.assert_batch_invariant(lengths, heads, form)
 
 
 def test_only_some_implementations_have_batch_invariant_plans(interpreted):
@@ -113,14 +117,14 @@ def plan_batch_invariant(form):
     return jaxkv.plan_decode(jaxkv.KVCache.zeros(layout), tables, lengths, num_heads=8, batch_invariant=True)
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla", "f32"])
-def test_entries_without_batch_invariant_plans_are_named_with_what_to_do(form):
+def test_entries_without_batch_invariant_plans_are_named_with_what_to_do():
     message = (
-        rf"mosaic_gpu: .*entries of format '{form}': supports bf16, f16; .*no implementation can be batch-invariant on "
-        rf"this cache of MLAEntry\(format='{form}', .*: plan without it, or use a cache that one of them supports"
+        r"mosaic_gpu: .*entries of format 'f32': supports bf16, f16, fp8, fp8_ds_mla; .*no implementation can be "
+        r"batch-invariant on this cache of MLAEntry\(format='f32', .*: plan without it, or use a cache that one of them "
+        r"supports"
     )
     with pytest.raises(NotImplementedError, match=message):
-        plan_batch_invariant(form)
+        plan_batch_invariant("f32")
 
 
 def test_the_device_that_a_batch_invariant_plan_needs_is_named():

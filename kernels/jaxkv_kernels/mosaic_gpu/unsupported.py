@@ -65,8 +65,6 @@ def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
         yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports {LATENT} + {ROPE}"
     yield from _block_sizes(pages)
     if rows > FEW_ROWS:
-        if entry.format != "fp8":
-            yield f"query tokens x heads of {rows}: supports up to {FEW_ROWS} with entries of format {entry.format!r}"
         yield from _unaligned(_steps(pages, ("layer", "token")), buffer.dtype.itemsize)
         return
     if pages.token_stride != pages.width:

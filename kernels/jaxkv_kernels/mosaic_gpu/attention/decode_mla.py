@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, FewRowsQuantisedConfig, QuantisedWideConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import mla_config, plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import decode_by_slots
+from jaxkv_kernels.mosaic_gpu.attention.plan import by_slots, mla_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
@@ -25,6 +26,11 @@ def decode_mla(
 ):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     _, tokens, heads, _ = q_latent.shape
+    if by_slots(entry, tokens * heads):
+        return decode_by_slots(
+            q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, plan,
+            pages=pages, entry=entry, logit_cap=logit_cap,
+        )  # fmt: skip
     plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
     buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
     config = configuration(mla_config(entry, tokens * heads))

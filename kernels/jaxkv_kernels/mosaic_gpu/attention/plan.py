@@ -62,6 +62,12 @@ class Plan:
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens per request, with a partition per CTA."""
     del buffer
+    if by_slots(entry, tokens * heads):
+        from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import plan_by_slots
+
+        return plan_by_slots(
+            block_tables, seq_lens, pages=pages, heads=heads, tokens=tokens, batch_invariant=batch_invariant
+        )
     few_rows = entry.one_head and tokens * heads <= FEW_ROWS
     config = configuration(mla_config(entry, tokens * heads) if entry.one_head else KVConfig())
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
@@ -71,6 +77,11 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
         num_blocks=pages.num_blocks, window=window, batch_invariant=batch_invariant,
         step=TILE if few_rows else PAIR, costs=config.split_costs,
     )  # fmt: skip
+
+
+def by_slots(entry, rows: int) -> bool:
+    """Whether calls with so many rows per request run as sparse attention to all slots of a request."""
+    return entry.format == "fp8_ds_mla" and rows > FEW_ROWS
 
 
 def mla_config(entry, rows: int) -> FewRowsConfig | FewRowsQuantisedConfig | WideConfig | QuantisedWideConfig:
