@@ -66,16 +66,12 @@ def decode_mla_sparse(
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
-    call = _bind(
-        q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap, batch_invariant
-    )
+    call = _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap, batch_invariant)
     out, lse = run(call, implementation)
     return (out, lse) if return_lse else out
 
 
-def _bind(
-    q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap, batch_invariant
-) -> Call:
+def _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap, batch_invariant) -> Call:
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     dims.check("q_latent", q_latent, "B Q Hq R")

@@ -137,7 +137,13 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
 
 CASES = [("LBNHC", 4, 2, 16, 30.0), ("BLNHC", 1, 128, 64, 30.0), ("LBNHC", 3, 20, 128, None)]
-QUANTISED = [("fp8", "LBNHC", 4, 2, 16, 30.0), ("fp8_ds_mla", "BLNHC", 1, 16, 64, None)]
+QUANTISED = [
+    ("fp8", "LBNHC", 4, 2, 16, 30.0),
+    ("fp8_ds_mla", "BLNHC", 1, 16, 64, None),
+    ("fp8", "LBNHC", 3, 20, 128, 30.0),
+    slow("fp8", "BLNHC", 1, 128, 16, None),
+    slow("fp8_ds_mla", "BLNHC", 1, 128, 64, None),
+]
 SIZES = [
     (4, 2, 16, 30.0),
     (1, 128, 64, 30.0),

@@ -69,7 +69,6 @@ class Mosaic:
                 scene = scene.holding(scales.view(np.uint8), request, position, slice(512, 528))
         return scene
 
-
     def check_batch_invariance(self, form, lengths, heads, slots):
         """Query tokens have the same bits alone as together, in batches that split them differently otherwise."""
         scene = suites.scenes.scene(self.entry(form), lengths=lengths)

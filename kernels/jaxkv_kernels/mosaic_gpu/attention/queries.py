@@ -9,7 +9,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, WGMMA, over_columns
 
 
 def fit_queries(side: int, latent, rope, stats, row: int, wait_for_both):
-    """Consumer `side` scales and converts its half of the queries; returns what the scores of each row are multiplied by.
+    """Consumer `side` scales and converts its half of the queries; returns what their scores are multiplied by per row.
 
     `latent` [2, 64, 256] and `rope` [64, 64] are pairs of views of the same memory: as queries arrive, and as they are
     multiplied.  Rows `row` and `row + 1` of `stats` are for largest magnitudes.

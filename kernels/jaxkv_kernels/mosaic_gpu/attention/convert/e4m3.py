@@ -63,11 +63,19 @@ class E4M3Pages:
 
     def load_half(self, kv_ref, block, tile, layer, half: int):
         """Starts the loads of half a tile whose block was looked up."""
-        return self._load(kv_ref, block, tile, layer, CHUNKS, 32, lambda lanes, first: lanes.load_half(self, first, half))
+
+        def load(lanes, first):
+            return lanes.load_half(self, first, half)
+
+        return self._load(kv_ref, block, tile, layer, CHUNKS, 32, load)
 
     def load_rope(self, kv_ref, block, tile, layer):
         """Starts the loads of a tile's rotary keys."""
-        return self._load(kv_ref, block, tile, layer, ROPE_CHUNKS, 8, lambda lanes, first: lanes.load_rope(self, first))
+
+        def load(lanes, first):
+            return lanes.load_rope(self, first)
+
+        return self._load(kv_ref, block, tile, layer, ROPE_CHUNKS, 8, load)
 
     def store_half(self, chunks, tile: int, half: int, k_ref) -> None:
         """Converts half a tile and stores it to `k_ref` [2, 2, 64, 256]."""
@@ -101,7 +109,7 @@ class E4M3Pages:
 
 
 class InterpretedPages(E4M3Pages):
-    """The same for Pallas's interpreter, which runs no inline PTX: arrays have a row of a tile per element of axis 0."""
+    """The same for Pallas's interpreter, which runs no inline PTX: axis 0 has the rows of a tile."""
 
     def buffer(self, buffer):
         """Bytes: a copy, where the dtype is wider."""

@@ -31,10 +31,7 @@ from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 
 WARP_ROWS = TILE // 4
 """Rows of a tile that a warp converts."""
-CONVERT = (
-    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
-    "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-)
+CONVERT = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
 """Four e4m3 values to float16."""
 
 
@@ -91,13 +88,15 @@ def first_row(cache, kv, block, tile, layer) -> Any:
     """Where the first of the calling warp's rows of a tile begins; in an unknown block, of block 0."""
     pages = cache.pages
     # The same in all lanes.  The compiler moves other arithmetic on it up to the load, and waits there.
-    block = ptx("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", block, result_types=i32(), has_side_effects=True, convergent=True)
+    first_lane = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+    block = ptx(first_lane, block, result_types=i32(), has_side_effects=True, convergent=True)
     known = arith.cmpi(arith.CmpIPredicate.ult, block, c32(pages.num_blocks))
     block = arith.select(known, block, c32(0))
     token = arith.addi(arith.shli(tile, c32(6)), arith.muli(Lane().warp, c32(WARP_ROWS)))
     token = arith.remui(token, c32(pages.block_size))
     # Tokens of a block are within 2**31 bytes: 32 bits, where a product in 64 would take more registers.
-    offset = arith.addi(_times(block, pages.block_stride * cache.itemsize), wide(arith.muli(token, c32(cache.token_bytes))))
+    in_block = wide(arith.muli(token, c32(cache.token_bytes)))
+    offset = arith.addi(_times(block, pages.block_stride * cache.itemsize), in_block)
     if pages.num_layers > 1:
         offset = arith.addi(offset, _times(layer, pages.layer_stride * cache.itemsize))
     return at(at(mgpu.utils.memref_ptr(kv), offset), c64(pages.offset * cache.itemsize))

@@ -32,6 +32,21 @@ The longest cycle is S0, P0, the release of K0 and the load of the next K0: it d
 consumers use K0 first, and S1 waits until all products of S0 have been issued.  Each consumer passes its P to the other
 through shared memory, and the running max in `stats`.  Each sums the weights of its own tiles.
 
+Quantised entries (`fp8`).  Keys come by plain loads instead of TMA, and become float16 on their way (`convert/`).
+The order of the consumers is the same, with these differences, which leave the producer the registers to hold a tile:
+
+- There are no clusters.  Bytes of all CTAs stay below the limit of the L2 cache, which bf16 keys would reach.
+- Queries become float16, scaled to fit (`queries.py`).  Their rotary part stays in shared memory, and P0 and P1 share a
+  place: consumer 1 stores P1 once it has multiplied P0.
+- Pairs that need a mask have a loop of their own, so that the others do not hold what masks are made from.
+- Every lane of the producer arrives on k_full once it has stored its share, and consumers make that visible to wgmma.
+  The half that is stored last brings the rotary keys; there are neither r_full nor p_free, and q_full also covers the
+  rotary queries.
+- The scale of all entries is part of the softmax scale, and multiplies the result.
+
+Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 200 per
+lane for consumers and 104 for the producer.
+
 Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
     q_full, qr_full    the queries have landed (2: halves); their rotary part has, in p[0] (1)
     q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
@@ -84,6 +99,7 @@ from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.wide_memory import barriers, plain_types, quantised_types
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
@@ -96,7 +112,6 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     over_columns,
     zeros,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 
@@ -120,7 +135,6 @@ def attend_wide(
         view = token_rows(pages)
     dtype = q_latent.dtype
     k_dtype = DTYPE if quantised else dtype
-    copies = 1 if quantised else copies_per_tile(pages)
     stored = min(rows, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
     padded = (groups * cluster - 1) * TILE + stored
     multicast: Any = {"collective_axes": "cta"} if cluster > 1 else {}
@@ -128,10 +142,10 @@ def attend_wide(
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(
-        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
-        *refs, stats, operands: Any = None, **memory,
+        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, *refs, stats, operands: Any = None, **memory
     ):  # fmt: skip
-        *kv_scale_refs, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = refs
+        *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[:-5]
+        results = refs[-5:]
         # Views of the same memory: as it is multiplied, and as queries and results need it.
         if quantised:
             (q_in, q), (qr_in, qr), (stages, k) = (memory[name] for name in ("q", "qr", "k"))
@@ -139,20 +153,9 @@ def attend_wide(
         else:
             q, p, k, r = (memory[name] for name in ("q", "p", "k", "r"))
             q_in, qr_in, stages, qr = q, p.at[0], k, None
-        if quantised:  # barriers of equal arrivals in one array each: their addresses and phases take fewer registers
-            one = [memory["one_arrives"].at[n] for n in range(11)]
-            k_full, k_free, p_ready, s_issued = one[:4], one[4:8], one[8:10], one[10]
-            q_free, both = (memory["two_arrive"].at[n] for n in range(2))
-            q_full = qr_full = memory["q_full"]
-            r_full = p_free = None
-        else:
-            k_full, k_free, r_full, p_ready = (
-                [memory[name].at[n] for n in range(count)]
-                for name, count in {"k_full": 4, "k_free": 4, "r_full": 2, "p_ready": 2}.items()
-            )
-            q_full, qr_full, q_free, p_free, s_issued, both = (
-                memory[name] for name in ("q_full", "qr_full", "q_free", "p_free", "s_issued", "both")
-            )
+        (
+            q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both,
+        ) = barriers(memory, quantised=quantised)  # fmt: skip
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
         row_tile = group * cluster + cta
@@ -254,7 +257,6 @@ def attend_wide(
 
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile, _, in_cache = load_work()
-            results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
             value_scale = kv_scale_refs[0][0] if quantised else None
             epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
             scale = scale_ref[0] * LOG2E
@@ -403,7 +405,8 @@ def attend_wide(
                     for low, high, masked in ((begin, first_masked, False), (first_masked, end, True)):
                         carry = lax.fori_loop(low, high, partial(step, queries, request, length, masked, last), carry)
                 else:
-                    carry = lax.fori_loop(begin, end, partial(step, queries, request, length, unmasked_end, last), carry)
+                    pair = partial(step, queries, request, length, unmasked_end, last)
+                    carry = lax.fori_loop(begin, end, pair, carry)
                 acc, running_max, row_sum = carry
 
                 stage = stages.at[opaque_zero(last) + 1, side]
@@ -418,34 +421,11 @@ def attend_wide(
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     if quantised:
-        barriers = {
-            "one_arrives": plgpu.Barrier(num_barriers=11),
-            "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            "q_full": plgpu.Barrier(num_arrivals=3),
-        }
+        scratch_types = quantised_types(dtype, k_dtype, interpret=interpret)
+        kv, kv_scales = keys.buffer(buffer), [jnp.reshape(kv_scale, (1,))]
     else:
-        free: Any = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4)
-        barriers = {
-            "q_full": plgpu.Barrier(num_arrivals=2),
-            "qr_full": plgpu.Barrier(),
-            "q_free": plgpu.Barrier(num_arrivals=2),
-            "p_free": plgpu.Barrier(),
-            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=4),
-            "r_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
-            "k_free": free if cluster > 1 else plgpu.Barrier(num_barriers=4),
-            "s_issued": plgpu.Barrier(),
-            "p_ready": plgpu.Barrier(num_barriers=2),
-            "both": plgpu.Barrier(num_arrivals=2),
-        }
-
-    def viewed(*shape):
-        """Shared memory of the dtype of queries and results, and of the dtype that is multiplied, in the same place."""
-        views = swizzled(*shape, dtype=dtype), swizzled(*shape, dtype=k_dtype)
-        if not quantised:
-            return views[1]
-        # The interpreter takes any two accesses to a union through different views for a race.
-        return views if interpret else plgpu.RefUnion(*views)
-
+        scratch_types = plain_types(dtype, copies=copies_per_tile(pages), cluster=cluster, interpret=interpret)
+        kv, kv_scales = view.of(buffer), []
     return kernel(
         body,
         interpret=interpret,
@@ -461,18 +441,8 @@ def attend_wide(
         num_threads=3,
         thread_name="wg",
         kernel_name="decode_mla",
-        scratch_types={
-            "q": viewed(2, TILE, HALF),
-            "k": viewed(2, 2, TILE, HALF),
-            "r": swizzled(2, TILE, ROPE, dtype=k_dtype),
-            "p": swizzled(1 if quantised else 2, TILE, TILE, dtype=k_dtype),
-            **({"qr": viewed(TILE, ROPE)} if quantised else {}),
-            "stats": plgpu.SMEM((5 if quantised else 3, TILE), jnp.float32),
-            **barriers,
-            # The interpreter wants register operands of wgmma in shared memory.
-            **({"operands": swizzled(4, TILE, TILE, dtype=k_dtype)} if interpret else {}),
-        },
+        scratch_types=scratch_types,
     )(
-        q_latent, q_pe, keys.buffer(buffer) if quantised else view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        plan.partitions, plan.work_tiles, plan.split_requests, *([jnp.reshape(kv_scale, (1,))] if quantised else []),
+        q_latent, q_pe, kv, block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
+        plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
