@@ -30,7 +30,7 @@ from jaxkv_kernels.addressing.slots import table_tokens
 from jaxkv_kernels.mosaic_gpu.attention.planning.division import Division, Problem
 from jaxkv_kernels.mosaic_gpu.attention.planning.interpreted import InterpretedRegisters
 from jaxkv_kernels.mosaic_gpu.attention.planning.lanes import LANES, WARP, WARPS
-from jaxkv_kernels.mosaic_gpu.attention.planning.registers import Registers, chunk, padded, scratch_name
+from jaxkv_kernels.mosaic_gpu.attention.planning.registers import Registers, chunk, padded
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 
 MOST_REQUESTS, MOST_TILES = 1024, 8192
@@ -38,8 +38,8 @@ MOST_REQUESTS, MOST_TILES = 1024, 8192
 AT_ONCE = 512
 """The most work tiles, and columns of a block table, that are processed at once."""
 OF_REQUESTS = (
-    "sums", "gap 0", "gap 1", "before", "counts", "sizes", "begins", "first", "keys", "unmasked_end", "first_split",
-    "origin", "after",
+    "sums", "with_gaps", "without_gaps", "before", "counts", "sizes", "begins", "first", "keys", "unmasked_end",
+    "first_split", "origin", "after",
 )  # fmt: skip
 """Names of tables."""
 
@@ -58,7 +58,7 @@ def divide(
         check = partial(_check, block_size=block_size, num_blocks=num_blocks, interpret=interpret)
         checked.append(check(seq_lens, block_tables, problem))
     requests, width = padded(problem.batch), problem.partitions + 1 + -(problem.partitions + 1) % WARP
-    candidates = 2 * (problem.partitions // 8 + 1) + chunk(width) // width
+    candidates = problem.partitions // 8 + 1 + chunk(width) // width
     at_once = min(padded(problem.tiles), AT_ONCE)
     chunks = -(-problem.tiles // at_once)
     most = table_tokens(block_tables, block_size)
@@ -107,10 +107,9 @@ def divide(
         thread_name="wg",
         out_type=[rows(problem.partitions + 1, 8), rows(problem.tiles, 7), rows(problem.combined, 3)],
         scratch_types={
-            **{scratch_name(name): table(requests) for name in OF_REQUESTS},
+            **{name: table(requests) for name in OF_REQUESTS},
             "ordered": table(chunks * at_once),
-            "loads": table(candidates),
-            "splits": table(candidates),
+            **{f"{what}_{kind}": table(candidates) for what in ("loads", "splits") for kind in OF_REQUESTS[1:3]},
             "following": table(chunk(width)),
             "warps": table(requests // LANES * WARPS),
         },

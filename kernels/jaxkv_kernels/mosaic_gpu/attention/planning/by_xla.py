@@ -13,10 +13,13 @@ class Arrays:
         """See `Vectors`."""
         return jnp.arange(count, dtype=jnp.int32)
 
-    def table(self, name, x):
+    def tables(self, **named):
         """See `Vectors`."""
-        del name
-        return x
+        return named
+
+    def read(self, table, i):
+        """See `Vectors`."""
+        return table[i]
 
     def take(self, table, i):
         """See `Vectors`."""
@@ -31,7 +34,7 @@ class Arrays:
         """See `Vectors`."""
         return jnp.cumsum(x)
 
-    def candidates(self, count, width, evaluate):
+    def candidates(self, kind, count, width, evaluate):
         """See `Vectors`."""
         self._width = width
         first, second = (x.reshape(count, width) for x in evaluate(self.iota(count * width)))

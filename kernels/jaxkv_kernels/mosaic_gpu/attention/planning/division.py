@@ -8,6 +8,7 @@ partition, not a comparison of all partitions with all requests.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -26,8 +27,11 @@ class Vectors(Protocol):
     def iota(self, count: int) -> Any:
         """0, 1, 2, ..."""
 
-    def table(self, name: str, x) -> Any:
-        """`x` as a table for `take` and `search`."""
+    def tables(self, **named) -> dict[str, Any]:
+        """Vectors as tables for `take`, `read` and `search`."""
+
+    def read(self, table, i: int) -> Any:
+        """table[i], a scalar."""
 
     def take(self, table, i) -> Any:
         """table[i]; i is in range."""
@@ -38,11 +42,13 @@ class Vectors(Protocol):
     def cumsum(self, x) -> Any:
         """Inclusive running sums."""
 
-    def candidates(self, count: int, width: int, evaluate: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+    def candidates(
+        self, kind: str, count: int, width: int, evaluate: Callable[[Any], tuple[Any, Any]]
+    ) -> tuple[Any, Any]:
         """Tables [count]: the maximum of the first and the sum of the second of `evaluate`, over `width` elements each.
 
-        `evaluate` maps a vector of element numbers (candidate * width + i) to two vectors of non-negative numbers, and
-        may call `following`.
+        `kind` names the tables.  `evaluate` maps a vector of element numbers (candidate * width + i) to two vectors of
+        non-negative numbers, and may call `following`.
         """
 
     def following(self, x) -> Any:
@@ -104,7 +110,8 @@ class Division:
         keys = lengths - origin
         sizes = jnp.where(valid, _ceil_div(keys, problem.step), 0)
         sums = vectors.cumsum(sizes)
-        self._total = jnp.sum(sizes)
+        self._of = vectors.tables(sums=sums)
+        self._total = vectors.read(self._of["sums"], problem.batch - 1)
         if problem.batch_invariant:
             gap = jnp.int32(problem.costs.overhead)
             self._length = _ceil_div(self._total + problem.batch * gap, problem.partitions)
@@ -123,12 +130,11 @@ class Division:
         first_split = vectors.cumsum(jnp.where(is_split, counts, 0)) - counts
         unmasked_end = _div(jnp.maximum(keys - (problem.tokens - 1), 0), problem.step)
         unmasked_end = jnp.where(unknown() != 0, 0, unmasked_end)
-        self._tiles = jnp.sum(counts)
-        named = {
-            "before": after - counts, "counts": counts, "sizes": sizes, "begins": begins, "first": first, "keys": keys,
-            "unmasked_end": unmasked_end, "first_split": first_split, "origin": origin, "after": after,
-        }  # fmt: skip
-        self._of = {name: vectors.table(name, x) for name, x in named.items()}
+        self._of |= vectors.tables(
+            before=after - counts, counts=counts, sizes=sizes, begins=begins, first=first, keys=keys,
+            unmasked_end=unmasked_end, first_split=first_split, origin=origin, after=after,
+        )  # fmt: skip
+        self._tiles = vectors.read(self._of["after"], problem.batch - 1)
         self._own = request, is_split, first_split, counts
 
     def _least_cost(self, request, sizes, sums):
@@ -137,41 +143,41 @@ class Division:
         partitions, batch, overhead = problem.partitions, problem.batch, costs.overhead
         fewest = partitions - partitions // 8  # the others stay empty
         lengths = partitions + 1 - fewest
-        gaps = (overhead, 0) if overhead else (0,)  # without gaps, equal requests are split alike
         width = partitions + 1 + -(partitions + 1) % 32
-        steps_after = v.table("sums", sums)
-        begins = [v.table(f"gap {n}", sums - sizes + gap * request) for n, gap in enumerate(gaps)]
+        kinds = {"with_gaps": overhead} if overhead == 0 else {"with_gaps": overhead, "without_gaps": 0}
+        begins = v.tables(**{kind: sums - sizes + gap * request for kind, gap in kinds.items()})
 
-        def division(candidate):
-            gap = jnp.where(candidate < lengths, overhead, 0)
-            used = fewest + jnp.where(candidate < lengths, candidate, candidate - lengths)
-            return gap, jnp.maximum(_ceil_div(self._total + batch * gap, used), costs.least)
+        def length_of(candidate, gap):
+            return jnp.maximum(_ceil_div(self._total + batch * gap, fewest + candidate), costs.least)
 
-        def evaluate(element):
-            candidate = _div(element, width)
+        def evaluate(kind, element):
+            gap, candidate = kinds[kind], _div(element, width)
             boundary = element - candidate * width
-            gap, length = division(jnp.minimum(candidate, len(gaps) * lengths - 1))
-            place = boundary * length
-            found = v.search(begins[0], batch, place)
-            if len(gaps) > 1:
-                found = jnp.where(gap > 0, found, v.search(begins[1], batch, place))
+            place = boundary * length_of(jnp.minimum(candidate, lengths - 1), gap)
+            found = v.search(begins[kind], batch, place)
             last = jnp.maximum(found - 1, 0)
-            end, within = v.take(steps_after, last), place - gap * last
+            end, within = v.take(self._of["sums"], last), place - gap * last
             inside = jnp.where((found > 0) & (within < end), 1, 0)
             passed = jnp.where(found > 0, jnp.minimum(end, within), 0) + overhead * found
             load = v.following(passed) - passed + overhead * inside
             real = boundary < partitions
             return jnp.where(real, load, 0), jnp.where(real, inside, 0)
 
-        count = len(gaps) * lengths
-        loads, splits = v.candidates(count, width, evaluate)
-        candidate = v.iota(count)
-        listed = jnp.minimum(candidate, count - 1)
-        split = v.take(splits, listed)
-        cost = SPLIT_COST_UNIT * v.take(loads, listed) + jnp.where(split > 0, costs.combining, 0) + costs.split * split
-        cost = jnp.where(candidate < count, cost, HUGE)
-        best = jnp.min(jnp.where(cost == jnp.min(cost), candidate, HUGE))  # the first, if several are equal
-        return division(best)
+        def cost(kind):
+            loads, splits = v.candidates(kind, lengths, width, partial(evaluate, kind))
+            split, load = (v.take(table, jnp.minimum(candidate, lengths - 1)) for table in (splits, loads))
+            found = SPLIT_COST_UNIT * load + jnp.where(split > 0, costs.combining, 0) + costs.split * split
+            return jnp.where(candidate < lengths, found, HUGE)
+
+        candidate = v.iota(lengths)
+        found = [cost(kind) for kind in kinds]
+        least = jnp.min(reduce(jnp.minimum, found))
+        best = jnp.full_like(candidate, HUGE)
+        for n, of_kind in reversed([*enumerate(found)]):  # the first, if several are equal
+            best = jnp.where(of_kind == least, candidate + n * lengths, best)
+        best = jnp.min(best)
+        gap = jnp.where(best < lengths, overhead, 0)  # without gaps, equal requests are split alike
+        return gap, length_of(lax.rem(best, jnp.int32(lengths)), gap)
 
     def work_tiles(self, tile) -> tuple[tuple[Any, ...], Any, Any]:
         """Columns of `WorkTile` of work tiles by number; their partitions; whether they are the last of a request."""

@@ -13,6 +13,12 @@ class InterpretedRegisters(Registers):
         """See `Vectors`."""
         return jnp.arange(padded(count), dtype=jnp.int32)
 
+    def tables(self, **named):
+        """See `Vectors`."""
+        for name, x in named.items():
+            self._scratch[name][...] = x
+        return {name: self._scratch[name] for name in named}
+
     def store(self, ref, x, start):
         """Stores a vector to a table."""
         ref[pl.ds(start, x.shape[0])] = x

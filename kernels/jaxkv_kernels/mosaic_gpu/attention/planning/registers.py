@@ -24,11 +24,6 @@ def chunk(width: int) -> int:
     return max(CHUNK // together, 1) * together
 
 
-def scratch_name(table: str) -> str:
-    """The shared memory of a table."""
-    return "of_" + table.replace(" ", "_")
-
-
 class Registers:
     """`Vectors` in the registers of a warpgroup, and tables in shared memory."""
 
@@ -40,11 +35,23 @@ class Registers:
         count = padded(count)
         return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=lanes.layout(count))
 
-    def table(self, name, x):
+    def tables(self, **named):
         """See `Vectors`."""
-        ref = self._scratch[scratch_name(name)]
-        self.store(ref, x, jnp.int32(0))
-        return ref
+        refs = {name: self._scratch[name] for name in named}
+
+        def store(threads, *refs_and_vectors):
+            count = len(refs_and_vectors) // 2
+            for ref, x in zip(refs_and_vectors[:count], refs_and_vectors[count:], strict=True):
+                for n, value in enumerate(x):
+                    threads.store(ref, value, threads.number(n))
+            threads.barrier()
+
+        lanes.call(store, *refs.values(), *named.values(), refs=len(refs))
+        return refs
+
+    def read(self, table, i):
+        """See `Vectors`."""
+        return table[i]
 
     def store(self, ref, x, start):
         """Stores a vector to a table, from element `start` on."""
@@ -104,12 +111,12 @@ class Registers:
 
         return lanes.call(cumsum, self._scratch["warps"], x, refs=1, result=x.shape[0])
 
-    def candidates(self, count, width, evaluate):
+    def candidates(self, kind, count, width, evaluate):
         """See `Vectors`."""
         step = chunk(width)
-        loads, splits = (self._scratch[name] for name in ("loads", "splits"))
-        for table in (loads, splits):
-            self.store(table, jnp.zeros_like(self.iota(table.shape[0])), jnp.int32(0))
+        names = f"loads_{kind}", f"splits_{kind}"
+        none = jnp.zeros_like(self.iota(self._scratch[names[0]].shape[0]))
+        loads, splits = self.tables(**dict.fromkeys(names, none)).values()
 
         def some(n, _):
             element = self.iota(step) + n * step
