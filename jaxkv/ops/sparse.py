@@ -34,6 +34,7 @@ def decode_mla_sparse(
     sinks=None,
     logit_cap: float | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     implementation=None,
 ) -> Any:
     """Absorbed multi-head latent attention to the given slots only (DeepSeek V3.2).
@@ -54,6 +55,8 @@ def decode_mla_sparse(
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       return_lse: also return the log-sum-exp of the scores.
+      batch_invariant: whether the result of a query token has the same bits whatever else is in the batch.  Its slots
+        are then split by their own number alone, which takes longer if query tokens are few.  `mosaic_gpu` only.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -63,12 +66,12 @@ def decode_mla_sparse(
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
-    call = _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap)
+    call = _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap, batch_invariant)
     out, lse = run(call, implementation)
     return (out, lse) if return_lse else out
 
 
-def _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap) -> Call:
+def _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap, batch_invariant) -> Call:
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     dims.check("q_latent", q_latent, "B Q Hq R")
@@ -100,7 +103,12 @@ def _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, l
         "scale": softmax_scale(scale),
         "kv_scale": entry_scale("kv_scale", kv_scale, cache),
     }
-    options = {"pages": pages, "entry": cache.layout.entry, "logit_cap": logit_cap_of(logit_cap)}
+    options = {
+        "pages": pages,
+        "entry": cache.layout.entry,
+        "logit_cap": logit_cap_of(logit_cap),
+        "batch_invariant": bool(batch_invariant),
+    }
     return Call("decode_mla_sparse", arrays, options)
 
 

@@ -52,9 +52,10 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
 
         suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, scene, layer), cache)
 
+    @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
     @pytest.mark.parametrize("heads", [16, 64, 128])
-    def test_batch_invariant_bits(self, heads):
-        suites.assert_batch_invariant((9000, 0, 70, 3000, 1025), heads)
+    def test_batch_invariant_bits(self, heads, form):
+        suites.assert_batch_invariant((9000, 0, 70, 3000, 1025), heads, form)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -89,6 +90,17 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
     def test_a_cluster_shares_the_keys(self):
         self.case((200, 129), 128, form="f16")
+
+    def test_quantised_entries_round_the_edges(self):
+        self.case((0, 1, 65, 130), 20, form="fp8")
+
+    def test_entries_with_scales_of_their_own_are_read_by_slot(self):
+        self.case((3, 65), 17, 2, form="fp8_ds_mla")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("heads", "tokens"), [(20, 4), (128, 1)])
+    def test_quantised_entries_in_small_pages(self, heads, tokens):
+        self.case((140, 60), heads, tokens, form="fp8", layout="LBNHC", layer=2, block_size=16, logit_cap=2.0)
 
     def test_several_tokens_and_odd_heads_on_a_layer_major_cache(self):
         self.case((3, 140), 20, 2, layout="LBNHC", layer=2)
@@ -125,7 +137,13 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
 
 CASES = [("LBNHC", 4, 2, 16, 30.0), ("BLNHC", 1, 128, 64, 30.0), ("LBNHC", 3, 20, 128, None)]
-QUANTISED = [("fp8", "LBNHC", 4, 2, 16, 30.0), ("fp8_ds_mla", "BLNHC", 1, 16, 64, None)]
+QUANTISED = [
+    ("fp8", "LBNHC", 4, 2, 16, 30.0),
+    ("fp8_ds_mla", "BLNHC", 1, 16, 64, None),
+    ("fp8", "LBNHC", 3, 20, 128, 30.0),
+    slow("fp8", "BLNHC", 1, 128, 16, None),
+    slow("fp8_ds_mla", "BLNHC", 1, 128, 64, None),
+]
 SIZES = [
     (4, 2, 16, 30.0),
     (1, 128, 64, 30.0),

@@ -10,7 +10,7 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
-from support.compare import assert_close
+from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
@@ -69,10 +69,32 @@ class Mosaic:
                 scene = scene.holding(scales.view(np.uint8), request, position, slice(512, 528))
         return scene
 
+    def check_batch_invariance(self, form, lengths, heads, slots):
+        """Query tokens have the same bits alone as together, in batches that split them differently otherwise."""
+        scene = suites.scenes.scene(self.entry(form), lengths=lengths)
+        cache, q = scene.cache(suites.layout_of("BLNHC", scene.entry), 1), suites.queries(scene.entry, 2, 1, heads)
+        chosen = self.choose(scene, 1, slots, np.random.default_rng(slots))
+
+        def decode(rows):
+            return jaxkv.decode_mla_sparse(
+                *(x[rows] for x in q), cache, jnp.asarray(chosen)[rows], layer=1, scale=0.11, return_lse=True,
+                batch_invariant=True, implementation="mosaic_gpu",
+            )  # fmt: skip
+
+        together = decode(np.arange(2)[::-1])
+        for row in range(2):
+            for alone, reversed_ in zip(decode(np.asarray([row])), together, strict=True):
+                assert_same_bits(alone[0], reversed_[-1 - row])
+
 
 @on_hopper
 class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     """The whole suite, and what only sizes of real calls show, on the GPU."""
+
+    @pytest.mark.parametrize("form", ["bf16", "fp8_ds_mla"])
+    @pytest.mark.parametrize("heads", [64, 128])
+    def test_batch_invariant_bits(self, form, heads):
+        self.check_batch_invariance(form, (190, 64), heads, 4000)
 
     @pytest.mark.parametrize("form", ["bf16", "f16", "fp8_ds_mla"])
     @pytest.mark.parametrize("heads", [8, 64, 100, 128])
@@ -113,6 +135,10 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
         sinks = np.random.default_rng(0).normal(0, 3, heads).astype(np.float32)
         sinks[:2] = -np.inf, np.inf
         self.sparse(form, (190, 64), heads, 300, counts=np.asarray([[300], [70]], np.int32), sinks=sinks)
+
+    @pytest.mark.slow
+    def test_batch_invariant_bits(self):
+        self.check_batch_invariance("fp8_ds_mla", (190, 64), 8, 2200)
 
     def test_no_slots_at_all_and_a_cap(self):
         counts = np.asarray([[0, 64], [3, 65]], np.int32)

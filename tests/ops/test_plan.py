@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
 from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
 from support import scenes, suites
+from support.cases import slow
 
 PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
 TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
@@ -88,9 +89,16 @@ def test_a_request_is_split_alike_in_any_batch():
     assert len(splits([9000], 0)) == 8
 
 
-@pytest.mark.parametrize(("lengths", "heads"), [((2100, 0, 70), 16), ((2100, 70), 64)])
-def test_batch_invariant_bits(interpreted, lengths, heads):
-    suites.assert_batch_invariant(lengths, heads)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "form"),
+    [
+        ((2100, 0, 70), 16, "bf16"),
+        ((2100, 70), 64, "bf16"),
+        *(slow((2100, 70), 20, form) for form in ("fp8", "fp8_ds_mla")),
+    ],
+)
+def test_batch_invariant_bits(interpreted, lengths, heads, form):
+    suites.assert_batch_invariant(lengths, heads, form)
 
 
 def test_only_some_implementations_have_batch_invariant_plans(interpreted):
@@ -115,9 +123,9 @@ def plan_batch_invariant(form):
 
 def test_entries_without_batch_invariant_plans_are_named_with_what_to_do():
     message = (
-        r"mosaic_gpu: .*entries of format 'f32': supports bf16, f16, fp8, fp8_ds_mla; .*no implementation can "
-        r"be batch-invariant on this cache of MLAEntry\(format='f32', .*: plan without it, or use a cache that one of them "
-        r"supports"
+        r"mosaic_gpu: .*entries of format 'f32': supports bf16, f16, fp8, fp8_ds_mla; .*no implementation can be "
+        r"batch-invariant on this cache of MLAEntry\(format='f32', .*: plan without it, or use a cache that one of "
+        r"them supports"
     )
     with pytest.raises(NotImplementedError, match=message):
         plan_batch_invariant("f32")

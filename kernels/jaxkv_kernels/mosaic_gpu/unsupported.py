@@ -113,8 +113,10 @@ def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
     if entry.sizes != (LATENT, ROPE):
         yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports {LATENT} + {ROPE}"
-    yield from _rows(entry, rows)
     yield from _block_sizes(pages)
+    if rows > FEW_ROWS:
+        yield from _unaligned(_steps(pages, ("layer", "token")), buffer.dtype.itemsize)
+        return
     if pages.token_stride != pages.width:
         yield f"token stride {pages.token_stride}: supports {pages.width}, tokens that are contiguous"
     yield from _unaligned(_steps(pages, ("layer",)), buffer.dtype.itemsize)
@@ -128,14 +130,13 @@ def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such keys and values, quantised, with so many query tokens x heads per request."""
     if not {*entry.sizes} <= {128, 256}:
         yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports 128 and 256 of each, if quantised"
-    yield from _rows(entry, rows // pages.num_heads)
+    if rows // pages.num_heads > FEW_ROWS:
+        yield (
+            f"query tokens x heads of {rows // pages.num_heads} per KV head: supports up to {FEW_ROWS} with entries of "
+            f"format {entry.format!r}"
+        )
     yield from _block_sizes(pages)
     yield from _origins(pages, buffer)
-
-
-def _rows(entry, rows: int) -> Iterator[str]:
-    if rows > FEW_ROWS:
-        yield f"query tokens x heads of {rows}: supports up to {FEW_ROWS} with entries of format {entry.format!r}"
 
 
 def _block_sizes(pages) -> Iterator[str]:

@@ -58,7 +58,7 @@ LATENT, ROPE, HEAD_DIM = 512, 64, 256
 
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `decode_mla` or `decode_mla_sparse` call."""
+    """Reasons against a `decode_mla` call."""
     yield from _empty(arrays, "q_latent", "block_tables", "slots")
     latent, rope = options["entry"].sizes
     if latent > LATENT or rope > ROPE:
@@ -66,7 +66,10 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     yield from too_large(options)
 
 
-decode_mla_sparse = decode_mla
+def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `decode_mla_sparse` call."""
+    yield from decode_mla(arrays, options)
+    yield from _batch_invariant(options)
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -80,6 +83,10 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `plan_decode` call."""
     yield from (decode_mla if options["entry"].one_head else decode_kv)(arrays, options)
+    yield from _batch_invariant(options)
+
+
+def _batch_invariant(options: Mapping[str, Any]) -> Iterator[str]:
     if options["batch_invariant"]:
         yield "a request is split depending on what else is in the batch: cannot be batch-invariant"
 

@@ -20,7 +20,7 @@ from jaxkv_kernels.xla.writes import write_indexer_k, write_kv, write_mla
 
 
 def _batch_invariant(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a reason against a `plan_decode` call that must be batch-invariant."""
+    """Yields a reason against a call that must be batch-invariant."""
     del arrays
     if options["batch_invariant"]:
         yield "cannot be batch-invariant: the last bits of a result depend on the shape of the batch"
@@ -47,7 +47,7 @@ KERNELS: dict[str, Kernel] = {
     "plan_decode": _kernel(plan_decode, {**_MLA, **_KV}, _batch_invariant),
     "decode_mla": _kernel(decode_mla, _MLA),
     "decode_kv": _kernel(decode_kv, _KV),
-    "decode_mla_sparse": _kernel(decode_mla_sparse, _MLA),
+    "decode_mla_sparse": _kernel(decode_mla_sparse, _MLA, _batch_invariant),
     "indexer_logits": _kernel(indexer_logits, _INDEXER),
     "select_topk": _kernel(select_topk, {}),
     "merge_states": _kernel(merge_states, {}),

@@ -29,9 +29,9 @@ def roundings_of(out):
     return 64 if out.dtype == jnp.float32 else 4
 
 
-def assert_batch_invariant(lengths, heads):
+def assert_batch_invariant(lengths, heads, form="bf16"):
     """Requests of the given lengths have the same bits alone as together, by a batch-invariant plan."""
-    entry, blocks = jaxkv.MLAEntry("bf16"), sum(-(-length // 64) for length in lengths) + 4
+    entry, blocks = jaxkv.MLAEntry(form), sum(-(-length // 64) for length in lengths) + 4
     scene = scenes.scene(entry, lengths=lengths, num_blocks=blocks)
     cache = scene.cache(layout_of("BLNHC", entry, num_blocks=blocks), 1)
     q = queries(entry, len(lengths), 1, heads)
@@ -41,7 +41,7 @@ def assert_batch_invariant(lengths, heads):
         rows = jnp.asarray(rows)
         plan = jaxkv.plan_decode(cache, tables[rows], lengths[rows], num_heads=heads, batch_invariant=True)
         args = (*(x[rows] for x in q), cache, tables[rows], lengths[rows])
-        return jaxkv.decode_mla(*args, layer=1, scale=0.11, return_lse=True, plan=plan)
+        return jaxkv.decode_mla(*args, layer=1, scale=0.11, return_lse=True, plan=plan, **scene.scale_arguments())
 
     together = decode(range(len(lengths))[::-1])
     for row in range(len(lengths)):

@@ -81,6 +81,28 @@ class WideConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantisedWideConfig:
+    """`decode_mla` with more than FEW_ROWS rows per request, of quantised entries."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "producer_registers": (88, 104, 120),
+        "rescale_threshold": _THRESHOLDS,
+        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+    }
+
+    producer_registers: int = 104
+    """Registers per lane of the producer warpgroup, which holds a tile of keys, 72 registers."""
+    rescale_threshold: int = 8
+    """As in WideConfig."""
+    split_costs: SplitCosts = _PAIR_COSTS
+    """In steps of two tiles, as in WideConfig."""
+
+    def __post_init__(self):
+        _check_registers(self, 88, 104, 120)
+        _check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FewRowsConfig:
     """`decode_mla` with up to FEW_ROWS rows per request."""
 

@@ -5,13 +5,15 @@ combines splits.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, FewRowsQuantisedConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import default_config, plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, FewRowsQuantisedConfig, QuantisedWideConfig
+from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import decode_by_slots
+from jaxkv_kernels.mosaic_gpu.attention.plan import by_slots, default_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedLatents
 from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
@@ -28,6 +30,11 @@ def decode_mla(
 ):
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     _, tokens, heads, _ = q_latent.shape
+    if by_slots(entry, tokens * heads):
+        return decode_by_slots(
+            q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, plan,
+            pages=pages, entry=entry, logit_cap=logit_cap,
+        )  # fmt: skip
     plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
     buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
     config = configuration(default_config(entry, tokens * heads))
@@ -54,7 +61,9 @@ def _decode(
             logit_cap=logit_cap, window=None, config=config, interpret=interpret,
         )  # fmt: skip
     else:
-        attend = attend_few_rows if isinstance(config, FewRowsConfig) else attend_wide
+        attend: Any = attend_few_rows if isinstance(config, FewRowsConfig) else attend_wide
+        if isinstance(config, QuantisedWideConfig):
+            attend = partial(attend_wide, kv_scale=kv_scale)
         found = attend(
             q_latent, q_pe, buffer, block_tables, layer, scale, plan,
             tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, config=config, interpret=interpret,

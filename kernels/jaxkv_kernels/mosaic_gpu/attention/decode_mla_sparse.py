@@ -9,38 +9,52 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, SparseConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE, SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.gather.interpreted import InterpretedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
-from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
+from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.attention.plan_slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.attention.schedules.slots import attend_slots
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 from jaxkv_kernels.tuning import configuration
 
 
-def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap):
+def decode_mla_sparse(
+    q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap,
+    batch_invariant=False,
+):  # fmt: skip
     """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P], slots [B, Q, K] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     del kv_scale
+    batch, tokens, heads, _ = q_latent.shape
+    plan_of = partial(
+        plan_slots, size=slots.shape[-1], heads=heads, costs=configuration(SparseConfig()).split_costs,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    if counts is None:
+        with jax.ensure_compile_time_eval():
+            plan = plan_of(jnp.full(batch * tokens, slots.shape[-1], jnp.int32))
+    else:
+        plan = plan_of(counts.reshape(-1), by_kernel=not interpreting.value)
+    return decode_slots(
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, plan, pages=pages, entry=entry, logit_cap=logit_cap
+    )
+
+
+def decode_slots(q_latent, q_pe, buffer, slots, sinks, layer, scale, plan: Plan, *, pages, entry, logit_cap):
+    """The same with a plan of query tokens."""
     return _decode(
-        q_latent, q_pe, buffer, slots, counts, sinks, layer, scale,
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, plan,
         pages=pages, entry=entry, logit_cap=logit_cap, config=configuration(SparseConfig()),
         interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "interpret"))
-def _decode(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, *, pages, entry, logit_cap, config, interpret):
+def _decode(q_latent, q_pe, buffer, slots, sinks, layer, scale, plan, *, pages, entry, logit_cap, config, interpret):
     batch, tokens, heads, _ = q_latent.shape
-    requests, size = batch * tokens, slots.shape[-1]
-    slots = slots.reshape(requests, size)
-    plan_of = partial(_plan, size=size, heads=heads, costs=config.split_costs, interpret=interpret)
-    if counts is None:
-        with jax.ensure_compile_time_eval():
-            plan = plan_of(jnp.full(requests, size, jnp.int32))
-    else:
-        plan = plan_of(counts.reshape(requests), by_kernel=not interpret)
+    requests = batch * tokens
+    slots = slots.reshape(requests, slots.shape[-1])
     pad = ((0, 0), (0, -heads % 8), (0, 0))  # TMA tiles are of 8 rows
     q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (q_latent, q_pe))
     if sinks is not None:
@@ -52,14 +66,3 @@ def _decode(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, *, pages
     )  # fmt: skip
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks)
     return out[:, :heads].reshape(batch, tokens, heads, LATENT), lse[:, :heads].reshape(batch, tokens, heads)
-
-
-def _plan(lengths, *, size: int, heads: int, costs, interpret: bool, by_kernel: bool = False):
-    """The schedule of requests of `lengths` [N], at most `size` slots each."""
-    partitions = 4 if interpret else max(MULTIPROCESSORS // -(-heads // TILE), 1)
-    # Slots are masked by the kernel: to the plan, a request has one block, which is known.
-    table = jnp.zeros((lengths.size, 1), jnp.int32)
-    return make_plan(
-        lengths, table, partitions=partitions, tokens=1, block_size=size, num_blocks=None, step=PAIR, costs=costs,
-        by_kernel=by_kernel,
-    )  # fmt: skip

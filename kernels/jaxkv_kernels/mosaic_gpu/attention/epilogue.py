@@ -69,6 +69,8 @@ class HalvesEpilogue:
     first_row: Any
     stored: int
     """Rows per tile to store in the log-sum-exps of whole requests: TMA does not clip 1-D copies at the array's end."""
+    value_scale: Any = None
+    """What results are multiplied by, if anything."""
 
     def store(
         self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None
@@ -92,7 +94,8 @@ class HalvesEpilogue:
             self.stats[1 + side] = row_sum.sum(axis=1)
             self.wait_for_both()
             sums = plgpu.load(self.stats.at[1], layout=ROW) + plgpu.load(self.stats.at[2], layout=ROW)
-            return self.softmax.finalize(sums, running_max, *sinks)
+            inverse, lse = self.softmax.finalize(sums, running_max, *sinks)
+            return (inverse if self.value_scale is None else inverse * self.value_scale), lse
 
         @pl.when(split < 0)
         def _():

@@ -27,6 +27,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     FewRowsQuantisedConfig,
     KVConfig,
     KVQuantisedConfig,
+    QuantisedWideConfig,
     SplitCosts,
     WideConfig,
 )
@@ -62,15 +63,27 @@ class Plan:
 def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens per request, with a partition per CTA."""
     del buffer
+    if by_slots(entry, tokens * heads):
+        from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import plan_by_slots
+
+        return plan_by_slots(
+            block_tables, seq_lens, pages=pages, heads=heads, tokens=tokens, batch_invariant=batch_invariant
+        )
     config = configuration(default_config(entry, tokens * heads // pages.num_heads))
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
     partitions = 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)
+    step = PAIR if isinstance(config, WideConfig | QuantisedWideConfig | KVConfig) else TILE
     return make_plan(
         seq_lens, block_tables, partitions=partitions, tokens=tokens, block_size=pages.block_size,
         num_blocks=pages.num_blocks, window=window, batch_invariant=batch_invariant,
-        step=PAIR if isinstance(config, WideConfig | KVConfig) else TILE, costs=config.split_costs,
+        step=step, costs=config.split_costs,
         by_kernel=not interpreting.value,
     )  # fmt: skip
+
+
+def by_slots(entry, rows: int) -> bool:
+    """Whether calls with so many rows per request run as sparse attention to all slots of a request."""
+    return entry.format == "fp8_ds_mla" and rows > FEW_ROWS
 
 
 def default_config(entry, rows: int) -> Any:
@@ -82,7 +95,7 @@ def default_config(entry, rows: int) -> Any:
     if not entry.one_head:
         return KVQuantisedConfig() if quantised else KVConfig()
     if rows > FEW_ROWS:
-        return WideConfig()
+        return QuantisedWideConfig() if quantised else WideConfig()
     return FewRowsQuantisedConfig() if quantised else FewRowsConfig()
 
 

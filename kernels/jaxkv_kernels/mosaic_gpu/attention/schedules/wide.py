@@ -32,6 +32,21 @@ The longest cycle is S0, P0, the release of K0 and the load of the next K0: it d
 consumers use K0 first, and S1 waits until all products of S0 have been issued.  Each consumer passes its P to the other
 through shared memory, and the running max in `stats`.  Each sums the weights of its own tiles.
 
+Quantised entries (`fp8`).  Keys come by plain loads instead of TMA, and become float16 on their way (`convert/`).
+The order of the consumers is the same, with these differences, which leave the producer the registers to hold a tile:
+
+- There are no clusters.  Bytes of all CTAs stay below the limit of the L2 cache, which bf16 keys would reach.
+- Queries become float16, scaled to fit (`queries.py`).  Their rotary part stays in shared memory, and P0 and P1 share a
+  place: consumer 1 stores P1 once it has multiplied P0.
+- Pairs that need a mask have a loop of their own, so that the others do not hold what masks are made from.
+- Every lane of the producer arrives on k_full once it has stored its share, and consumers make that visible to wgmma.
+  The half that is stored last brings the rotary keys; there are neither r_full nor p_free, and q_full also covers the
+  rotary queries.
+- The scale of all entries is part of the softmax scale, and multiplies the result.
+
+Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 200 per
+lane for consumers and 104 for the producer.
+
 Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
     q_full, qr_full    the queries have landed (2: halves); their rotary part has, in p[0] (1)
     q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
@@ -65,14 +80,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, PAIR, TILE, WideConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.config import (
+    HALF,
+    PAIR,
+    TILE,
+    QuantisedWideConfig,
+    WideConfig,
+    consumer_registers,
+)
+from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Pages, InterpretedPages
+from jaxkv_kernels.mosaic_gpu.attention.convert.tiles import ConvertTiles
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import async_fence
 from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.attention.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.wide_memory import barriers, plain_types, quantised_types
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
@@ -82,36 +109,53 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     ROW,
     WGMMA,
     fold_columns,
+    over_columns,
     zeros,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 
 def attend_wide(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, config: WideConfig, interpret,
+    *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale=None,
 ):  # fmt: skip
-    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows."""
+    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows.
+
+    With a QuantisedWideConfig, entries are e4m3, to be multiplied by `kv_scale`.
+    """
     batch, rows, _ = q_latent.shape
     row_tiles = -(-rows // TILE)
-    cluster = 2 if row_tiles % 2 == 0 else 1
+    quantised = isinstance(config, QuantisedWideConfig)
+    cluster = 2 if row_tiles % 2 == 0 and not quantised else 1
     groups = row_tiles // cluster
-    view = token_rows(pages)
+    keys = view = None
+    if quantised:
+        keys = (InterpretedPages if interpret else E4M3Pages)(pages, buffer.dtype.itemsize)
+    else:
+        view = token_rows(pages)
     dtype = q_latent.dtype
-    copies = copies_per_tile(pages)
+    k_dtype = DTYPE if quantised else dtype
     stored = min(rows, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
     padded = (groups * cluster - 1) * TILE + stored
     multicast: Any = {"collective_axes": "cta"} if cluster > 1 else {}
-    prefetching = config.prefetch and cluster > 1 and pages.token_stride == pages.width
+    prefetching = not quantised and config.prefetch and cluster > 1 and pages.token_stride == pages.width
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(
-        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
-        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
-        q, k, r, p, stats,
-        q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both, operands: Any = None
+        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, *refs, stats, operands: Any = None, **memory
     ):  # fmt: skip
+        *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[:-5]
+        results = refs[-5:]
+        # Views of the same memory: as it is multiplied, and as queries and results need it.
+        if quantised:
+            (q_in, q), (qr_in, qr), (stages, k) = (memory[name] for name in ("q", "qr", "k"))
+            p, r = memory["p"], memory["r"]
+        else:
+            q, p, k, r = (memory[name] for name in ("q", "p", "k", "r"))
+            q_in, qr_in, stages, qr = q, p.at[0], k, None
+        (
+            q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both,
+        ) = barriers(memory, quantised=quantised)  # fmt: skip
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
         row_tile = group * cluster + cta
@@ -127,7 +171,8 @@ def attend_wide(
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             first, end, first_tile, layer, in_cache = load_work()
-            paged = PagedKeys(kv_ref, view, table, jnp.where(in_cache, layer, 0))
+            layer = jnp.where(in_cache, layer, 0)
+            paged = None if quantised else PagedKeys(kv_ref, view, table, layer)
 
             def look_up(request, pair):
                 return tuple(paged.look_up(request, pair * PAIR + t * TILE) for t in range(2))
@@ -135,11 +180,11 @@ def attend_wide(
             def fetch(found, pair, t, half, with_rope, used):
                 @pl.when(used > 0)
                 def _():
-                    plgpu.barrier_wait(k_free.at[2 * t + half])
+                    plgpu.barrier_wait(k_free[2 * t + half])
 
-                parts = [Columns(half * HALF, HALF, k.at[t, half], k_full.at[2 * t + half])]
+                parts = [Columns(half * HALF, HALF, k.at[t, half], k_full[2 * t + half])]
                 if with_rope:
-                    parts.append(Columns(LATENT, ROPE, r.at[t], r_full.at[t]))
+                    parts.append(Columns(LATENT, ROPE, r.at[t], r_full[t]))
                 paged.fetch(found[t], (2 * pair + t) * TILE, *parts, **multicast)
 
             def prefetch(found, pair):
@@ -153,10 +198,10 @@ def attend_wide(
                     plgpu.barrier_wait(q_free)
                 for half in range(2):
                     source = q_ref.at[request, pl.ds(first_row, TILE), pl.ds(half * HALF, HALF)]
-                    plgpu.copy_gmem_to_smem(source, q.at[half], q_full)
-                if again:
+                    plgpu.copy_gmem_to_smem(source, q_in.at[half], q_full)
+                if again and not quantised:
                     plgpu.barrier_wait(p_free)
-                plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], p.at[0], qr_full)
+                plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, qr_full)
 
             def run(n, carry):
                 used, (request, begin, end) = carry
@@ -175,7 +220,7 @@ def attend_wide(
                     fetch(found, i, 1, 0, False, used)
                     if prefetching:
                         for half in range(2):  # all CTAs begin at once: prefetch only after their first keys
-                            plgpu.barrier_wait(k_full.at[half])
+                            plgpu.barrier_wait(k_full[half])
                         pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
                     # After the copies are issued: if these values are spilled to local memory, that waits for the load.
                     next_tile = lax.cond(
@@ -187,19 +232,21 @@ def attend_wide(
                 used, _, next_tile = lax.fori_loop(begin, end, pair, start)
                 return used, next_tile
 
-            @pl.when(end > first)
-            def _():
-                fetch_queries(first_tile.request, again=False)  # before the keys of all CTAs, or they would come last
-
-            lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
+            if quantised:
+                source = ConvertTiles(keys, kv_ref, table_ref, k, r, k_full, k_free, interpret)
+                source.run(layer, first, end, partial(load_work_tile, work_tiles_ref), fetch_queries)
+            else:
+                pl.when(end > first)(partial(fetch_queries, first_tile.request, again=False))  # before all keys
+                lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
 
             # Wait for the last use of everything: a peer may still arrive on these barriers.
             @pl.when(end > first)
             def _():
                 plgpu.barrier_wait(q_free)
-                plgpu.barrier_wait(p_free)
+                if not quantised:
+                    plgpu.barrier_wait(p_free)
                 for stage in range(4):
-                    plgpu.barrier_wait(k_free.at[stage])
+                    plgpu.barrier_wait(k_free[stage])
 
         def consumer(side):
             scratch = operands.at[side] if interpret else None
@@ -210,11 +257,26 @@ def attend_wide(
 
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile, _, in_cache = load_work()
-            results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
-            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored)
+            value_scale = kv_scale_refs[0][0] if quantised else None
+            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
             scale = scale_ref[0] * LOG2E
 
-            def scores(q_rope, i, request, length, masked, last):
+            def load_queries():
+                """Waits for the queries; returns the rotary ones, and what scores are multiplied by."""
+                plgpu.barrier_wait(qr_full)
+                if quantised:
+                    inverse = fit_queries(side, (q_in, q), (qr_in, qr), stats, 3, wait_for_both)
+                    return qr, inverse * (scale * value_scale)
+                q_rope = plgpu.load(p.at[0], layout=WGMMA)
+                if scratch is not None:
+                    operands[2 + side] = q_rope
+                    plgpu.commit_smem()
+                    q_rope = operands.at[2 + side]
+                wait_for_both()  # both have read p[0], which P0 overwrites
+                plgpu.barrier_wait(q_full)
+                return q_rope, scale
+
+            def scores(q_rope, row_scale, i, request, length, masked, last):
                 z = opaque_zero(i)
                 stage = z + side
                 near, far = (0, 1) if side == 0 else (1, 0)
@@ -223,16 +285,19 @@ def attend_wide(
                     if side == 1:
                         plgpu.barrier_wait(s_issued)
                     for half in (near, far):
-                        plgpu.barrier_wait(k_full.at[2 * side + half])
+                        plgpu.barrier_wait(k_full[2 * side + half])
+                        if quantised:
+                            async_fence(interpret=interpret)
                         plgpu.wgmma(acc, q.at[z + half], k.at[stage, half].transpose((1, 0)))
-                    plgpu.barrier_wait(r_full.at[side])
-                    rope = q_rope if scratch is None else operands.at[2 + side]
-                    plgpu.wgmma(acc, rope, r.at[stage].transpose((1, 0)))
+                    if not quantised:
+                        plgpu.barrier_wait(r_full[side])
+                    plgpu.wgmma(acc, q_rope, r.at[stage].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
                     return acc[...]
 
-                s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
+                s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
+                s *= over_columns(row_scale, TILE) if quantised else row_scale
 
                 @pl.when(i == last)
                 def _():
@@ -245,7 +310,7 @@ def attend_wide(
                     apply_mask, table=table, request=request, first_token=(2 * i + side) * TILE, first_row=first_row,
                     length=length, tokens=tokens, heads=heads, keys=1,
                 )  # fmt: skip
-                return lax.cond(masked, mask, lambda s: s, s)
+                return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
             def clear(i, t, request, length):
                 clear_values(k.at[opaque_zero(i) + t, side], 0, HALF, table, request, (2 * i + t) * TILE, length)
@@ -253,7 +318,8 @@ def attend_wide(
             def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
                 z = opaque_zero(i)
-                pl.when(masked)(partial(clear, i, t, request, length))
+                if masked is not False:
+                    pl.when(masked)(partial(clear, i, t, request, length))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
 
             def share_max(running_max):
@@ -262,38 +328,42 @@ def attend_wide(
             def share_weights(s, running_max, t):
                 """Gives the weights of a tile to the other consumer; returns them, and their sums per lane."""
                 w = softmax.weights(s, running_max)
-                w16 = w.astype(dtype)
-                p[t] = w16
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(p_ready.at[t])
+                w16 = w.astype(k_dtype)
+                if t == 0 or not quantised:
+                    share(w16, t)
                 return w16, fold_columns(jnp.add, w)
 
-            def pair0(q_rope, request, length, unmasked_end, last, i, carry):
+            def share(w16, t):
+                p[t * (p.shape[0] - 1)] = w16
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready[t])
+
+            def pair0(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = i >= unmasked_end
-                s = scores(q_rope, i, request, length, masked, last)
+                masked = unmasked_end if quantised else i >= unmasked_end
+                s = scores(*queries, i, request, length, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
                 acc, _ = add_values(w16, i, 0, request, length, masked, acc)
-                plgpu.barrier_arrive(k_free.at[0])
-                plgpu.barrier_wait(p_ready.at[1])
+                plgpu.barrier_arrive(k_free[0])
+                plgpu.barrier_wait(p_ready[1])
                 max1 = plgpu.load(stats.at[0], layout=ROW)
                 z = opaque_zero(i)
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
-                acc, _ = add_values(p.at[z + 1], i, 1, request, length, masked, acc)
+                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, length, masked, acc)
 
                 @pl.when(i != last)
                 def _():
-                    plgpu.barrier_arrive(k_free.at[2])
+                    plgpu.barrier_arrive(k_free[2])
 
                 return acc, max1, row_sum
 
-            def pair1(q_rope, request, length, unmasked_end, last, i, carry):
+            def pair1(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = i >= unmasked_end
-                s = scores(q_rope, i, request, length, masked, last)
-                plgpu.barrier_wait(p_ready.at[0])
+                masked = unmasked_end if quantised else i >= unmasked_end
+                s = scores(*queries, i, request, length, masked, last)
+                plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
 
@@ -305,18 +375,17 @@ def attend_wide(
                 acc, (max1, w16, added) = add_values(
                     p.at[z], i, 0, request, length, masked, acc, meanwhile=softmax_of_tile_1
                 )
-                plgpu.barrier_arrive(k_free.at[1])
+                plgpu.barrier_arrive(k_free[1])
 
-                @pl.when(i == last)
-                def _():
-                    plgpu.barrier_arrive(p_free)
-
+                if not quantised:
+                    pl.when(i == last)(lambda: plgpu.barrier_arrive(p_free))
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
-                acc, _ = add_values(w16, i, 1, request, length, masked, acc)
+                late = partial(share, w16, 1) if quantised else None
+                acc, _ = add_values(w16, i, 1, request, length, masked, acc, meanwhile=late)
 
                 @pl.when(i != last)
                 def _():
-                    plgpu.barrier_arrive(k_free.at[3])
+                    plgpu.barrier_arrive(k_free[3])
 
                 return acc, max1, row_sum + added
 
@@ -326,24 +395,24 @@ def attend_wide(
                 ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
                 request, begin, end, length, unmasked_end, split, _ = tile
                 length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
-                plgpu.barrier_wait(qr_full)
-                q_rope = plgpu.load(p.at[0], layout=WGMMA)
-                if scratch is not None:
-                    operands[2 + side] = q_rope
-                    plgpu.commit_smem()
-                wait_for_both()  # both have read p[0], which P0 overwrites
-                plgpu.barrier_wait(q_full)
+                queries = load_queries()
                 last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
-                pair = partial(step, q_rope, request, length, unmasked_end, last)
-                acc, running_max, row_sum = lax.fori_loop(begin, end, pair, carry)
+                if quantised:  # in loops of their own, the pairs without a mask take fewer registers
+                    first_masked = jnp.clip(unmasked_end, begin, end)
+                    for low, high, masked in ((begin, first_masked, False), (first_masked, end, True)):
+                        carry = lax.fori_loop(low, high, partial(step, queries, request, length, masked, last), carry)
+                else:
+                    pair = partial(step, queries, request, length, unmasked_end, last)
+                    carry = lax.fori_loop(begin, end, pair, carry)
+                acc, running_max, row_sum = carry
 
-                stage = k.at[opaque_zero(last) + 1, side]
+                stage = stages.at[opaque_zero(last) + 1, side]
                 epilogue.store(side, acc, row_sum, running_max, request, split, stage)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(k_free.at[2 + side])
+                plgpu.barrier_arrive(k_free[2 + side])
                 return ahead
 
             lax.fori_loop(first, end, run, first_tile)
@@ -351,9 +420,12 @@ def attend_wide(
         # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
-    free = (
-        plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4) if cluster > 1 else plgpu.Barrier(num_barriers=4)
-    )
+    if quantised:
+        scratch_types = quantised_types(dtype, k_dtype, interpret=interpret)
+        kv, kv_scales = keys.buffer(buffer), [jnp.reshape(kv_scale, (1,))]
+    else:
+        scratch_types = plain_types(dtype, copies=copies_per_tile(pages), cluster=cluster, interpret=interpret)
+        kv, kv_scales = view.of(buffer), []
     return kernel(
         body,
         interpret=interpret,
@@ -369,26 +441,8 @@ def attend_wide(
         num_threads=3,
         thread_name="wg",
         kernel_name="decode_mla",
-        scratch_types={
-            "q": swizzled(2, TILE, HALF, dtype=dtype),
-            "k": swizzled(2, 2, TILE, HALF, dtype=dtype),
-            "r": swizzled(2, TILE, ROPE, dtype=dtype),
-            "p": swizzled(2, TILE, TILE, dtype=dtype),
-            "stats": plgpu.SMEM((3, TILE), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=2),
-            "qr_full": plgpu.Barrier(),
-            "q_free": plgpu.Barrier(num_arrivals=2),
-            "p_free": plgpu.Barrier(),
-            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=4),
-            "r_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
-            "k_free": free,
-            "s_issued": plgpu.Barrier(),
-            "p_ready": plgpu.Barrier(num_barriers=2),
-            "both": plgpu.Barrier(num_arrivals=2),
-            # The interpreter wants register operands of wgmma in shared memory.
-            **({"operands": swizzled(4, TILE, TILE, dtype=dtype)} if interpret else {}),
-        },
+        scratch_types=scratch_types,
     )(
-        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        q_latent, q_pe, kv, block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip

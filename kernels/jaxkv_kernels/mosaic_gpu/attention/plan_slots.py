@@ -1,0 +1,21 @@
+"""The plan of sparse attention: to it, each query token is a request of its own, with a number of slots."""
+
+import jax.numpy as jnp
+
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, SplitCosts
+from jaxkv_kernels.mosaic_gpu.attention.plan import Plan, make_plan
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+
+
+def plan_slots(
+    counts, *, size: int, heads: int, costs: SplitCosts, batch_invariant: bool, by_kernel: bool = False
+) -> Plan:
+    """The schedule of query tokens with `counts` [N] slots each, at most `size`."""
+    partitions = 4 if interpreting.value else max(MULTIPROCESSORS // -(-heads // TILE), 1)
+    # Slots are masked by the kernel: to the plan, a request has one block, which is known.
+    table = jnp.zeros((counts.size, 1), jnp.int32)
+    return make_plan(
+        counts, table, partitions=partitions, tokens=1, block_size=size, num_blocks=None, step=PAIR, costs=costs,
+        batch_invariant=batch_invariant, by_kernel=by_kernel,
+    )  # fmt: skip
