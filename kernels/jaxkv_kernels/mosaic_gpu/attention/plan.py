@@ -13,6 +13,7 @@ splits, which `combine` merges.
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +66,10 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
     if by_slots(entry, tokens * heads):
         from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import plan_by_slots
 
-        return plan_by_slots(
+        by_token: Any = plan_by_slots(
             block_tables, seq_lens, pages=pages, heads=heads, tokens=tokens, batch_invariant=batch_invariant
         )
+        return by_token
     few_rows = entry.one_head and tokens * heads <= FEW_ROWS
     config = configuration(mla_config(entry, tokens * heads) if entry.one_head else KVConfig())
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)

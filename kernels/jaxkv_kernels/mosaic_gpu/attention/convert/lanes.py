@@ -93,7 +93,7 @@ def _in_row(lane: Lane, row) -> Any:
 
 
 def _load(start, offset: int) -> list[Any]:
-    return ptx(LOAD.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True)
+    return list(ptx(LOAD.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True))
 
 
 def _store_converted(into, place, offset: int, chunk: list[Any]) -> None:

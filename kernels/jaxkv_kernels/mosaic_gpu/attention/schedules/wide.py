@@ -114,7 +114,7 @@ from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 def attend_wide(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale=None,
+    *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale: Any = None,
 ):  # fmt: skip
     """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows.
 
@@ -281,8 +281,8 @@ def attend_wide(
                 plgpu.barrier_wait(q_full)
                 return q_rope, scale
 
-            def scores(q_rope, row_scale, i, request, length, masked, last):
-                z = opaque_zero(i)
+            def scores(queries, i, request, length, masked, last):
+                z, (q_rope, row_scale) = opaque_zero(i), queries
                 stage = z + side
                 near, far = (0, 1) if side == 0 else (1, 0)
 
@@ -344,7 +344,7 @@ def attend_wide(
             def pair0(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
                 masked = unmasked_end if quantised else i >= unmasked_end
-                s = scores(*queries, i, request, length, masked, last)
+                s = scores(queries, i, request, length, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -365,7 +365,7 @@ def attend_wide(
             def pair1(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
                 masked = unmasked_end if quantised else i >= unmasked_end
-                s = scores(*queries, i, request, length, masked, last)
+                s = scores(queries, i, request, length, masked, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
