@@ -85,20 +85,23 @@ class QuantisedWideConfig:
     """`decode_mla` with more than FEW_ROWS rows per request, of quantised entries."""
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "producer_registers": (88, 104, 120),
+        "prefetch": (True, False),
+        "producer_registers": (56, 72, 88),
         "rescale_threshold": _THRESHOLDS,
         "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
     }
 
-    producer_registers: int = 104
-    """Registers per lane of the producer warpgroup, which holds a tile of keys, 72 registers."""
+    producer_registers: int = 72
+    """Registers per lane of the producer warpgroup, which holds half a tile of keys, 32 registers, to convert it."""
+    prefetch: bool = True
+    """As in WideConfig."""
     rescale_threshold: int = 8
     """As in WideConfig."""
     split_costs: SplitCosts = _PAIR_COSTS
     """In steps of two tiles, as in WideConfig."""
 
     def __post_init__(self):
-        _check_registers(self, 88, 104, 120)
+        _check_registers(self, 56, 72, 88)
         _check_threshold(self)
 
 

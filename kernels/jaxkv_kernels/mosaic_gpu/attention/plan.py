@@ -66,9 +66,10 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
     if by_slots(entry, tokens * heads):
         from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import plan_by_slots
 
-        return plan_by_slots(
+        by_token: Any = plan_by_slots(
             block_tables, seq_lens, pages=pages, heads=heads, tokens=tokens, batch_invariant=batch_invariant
         )
+        return by_token
     config = configuration(default_config(entry, tokens * heads // pages.num_heads))
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
     partitions = 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)

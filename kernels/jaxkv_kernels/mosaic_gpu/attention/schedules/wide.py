@@ -32,20 +32,19 @@ The longest cycle is S0, P0, the release of K0 and the load of the next K0: it d
 consumers use K0 first, and S1 waits until all products of S0 have been issued.  Each consumer passes its P to the other
 through shared memory, and the running max in `stats`.  Each sums the weights of its own tiles.
 
-Quantised entries (`fp8`).  Keys come by plain loads instead of TMA, and become float16 on their way (`convert/`).
-The order of the consumers is the same, with these differences, which leave the producer the registers to hold a tile:
+Quantised entries (`fp8`).  TMA brings the bytes of half a tile to the first half of its own place, and the producer
+converts it to float16 there (`convert/`), in the order in which the consumers use halves: k_landed, k_full.  The order
+of the consumers is the same, with these differences, which leave the producer its registers:
 
-- There are no clusters.  Bytes of all CTAs stay below the limit of the L2 cache, which bf16 keys would reach.
 - Queries become float16, scaled to fit (`queries.py`).  Their rotary part stays in shared memory, and P0 and P1 share a
   place: consumer 1 stores P1 once it has multiplied P0.
 - Pairs that need a mask have a loop of their own, so that the others do not hold what masks are made from.
-- Every lane of the producer arrives on k_full once it has stored its share, and consumers make that visible to wgmma.
-  The half that is stored last brings the rotary keys; there are neither r_full nor p_free, and q_full also covers the
-  rotary queries.
+- The half that is converted first brings the rotary keys; there are neither r_full nor p_free for consumers, and q_full
+  also covers the rotary queries.
 - The scale of all entries is part of the softmax scale, and multiplies the result.
 
-Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 200 per
-lane for consumers and 104 for the producer.
+Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
+lane for consumers and 72 for the producer.
 
 Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
     q_full, qr_full    the queries have landed (2: halves); their rotary part has, in p[0] (1)
@@ -88,10 +87,8 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     WideConfig,
     consumer_registers,
 )
-from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Pages, InterpretedPages
-from jaxkv_kernels.mosaic_gpu.attention.convert.tiles import ConvertTiles
+from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import async_fence
 from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
@@ -117,7 +114,7 @@ from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 def attend_wide(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale=None,
+    *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale: Any = None,
 ):  # fmt: skip
     """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows.
 
@@ -126,19 +123,15 @@ def attend_wide(
     batch, rows, _ = q_latent.shape
     row_tiles = -(-rows // TILE)
     quantised = isinstance(config, QuantisedWideConfig)
-    cluster = 2 if row_tiles % 2 == 0 and not quantised else 1
+    cluster = 2 if row_tiles % 2 == 0 else 1
     groups = row_tiles // cluster
-    keys = view = None
-    if quantised:
-        keys = (InterpretedPages if interpret else E4M3Pages)(pages, buffer.dtype.itemsize)
-    else:
-        view = token_rows(pages)
+    view = token_rows(pages)
     dtype = q_latent.dtype
     k_dtype = DTYPE if quantised else dtype
     stored = min(rows, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
     padded = (groups * cluster - 1) * TILE + stored
     multicast: Any = {"collective_axes": "cta"} if cluster > 1 else {}
-    prefetching = not quantised and config.prefetch and cluster > 1 and pages.token_stride == pages.width
+    prefetching = config.prefetch and cluster > 1 and pages.token_stride == pages.width
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(
@@ -148,14 +141,16 @@ def attend_wide(
         results = refs[-5:]
         # Views of the same memory: as it is multiplied, and as queries and results need it.
         if quantised:
-            (q_in, q), (qr_in, qr), (stages, k) = (memory[name] for name in ("q", "qr", "k"))
-            p, r = memory["p"], memory["r"]
+            (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = (memory[n] for n in ("q", "qr", "k", "r"))
+            p = memory["p"]
         else:
             q, p, k, r = (memory[name] for name in ("q", "p", "k", "r"))
-            q_in, qr_in, stages, qr = q, p.at[0], k, None
+            q_in, qr_in, stages, qr, raw_k, raw_r = q, p.at[0], k, None, k, r
         (
             q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both,
         ) = barriers(memory, quantised=quantised)  # fmt: skip
+        k_landed = [memory["k_landed"].at[n] for n in range(4)] if quantised else k_full
+        r_landed = [memory["r_landed"].at[n] for n in range(2)] if quantised else r_full
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
         row_tile = group * cluster + cta
@@ -172,7 +167,8 @@ def attend_wide(
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             first, end, first_tile, layer, in_cache = load_work()
             layer = jnp.where(in_cache, layer, 0)
-            paged = None if quantised else PagedKeys(kv_ref, view, table, layer)
+            paged = PagedKeys(kv_ref, view, table, layer)
+            place = (0,) if quantised else ()
 
             def look_up(request, pair):
                 return tuple(paged.look_up(request, pair * PAIR + t * TILE) for t in range(2))
@@ -182,10 +178,19 @@ def attend_wide(
                 def _():
                     plgpu.barrier_wait(k_free[2 * t + half])
 
-                parts = [Columns(half * HALF, HALF, k.at[t, half], k_full[2 * t + half])]
+                parts = [Columns(half * HALF, HALF, raw_k.at[t, half, *place], k_landed[2 * t + half])]
                 if with_rope:
-                    parts.append(Columns(LATENT, ROPE, r.at[t], r_full[t]))
+                    parts.append(Columns(LATENT, ROPE, raw_r.at[t, *place], r_landed[t]))
                 paged.fetch(found[t], (2 * pair + t) * TILE, *parts, **multicast)
+
+            def convert(t):
+                """Converts a tile as it lands: half t and the rotary keys, then the other half."""
+                for half in (t, 1 - t):
+                    plgpu.barrier_wait(k_landed[2 * t + half])
+                    if half == t:
+                        plgpu.barrier_wait(r_landed[t])
+                    E4M3Tiles(k, r, raw_k, raw_r, interpret).convert(t, half, rope=half == t)
+                    plgpu.barrier_arrive(k_full[2 * t + half])
 
             def prefetch(found, pair):
                 """This CTA's tile of a pair: one of the two that the cluster will fetch."""
@@ -216,12 +221,16 @@ def attend_wide(
                     def _():
                         fetch_queries(request, again=True)
 
+                    if quantised:
+                        convert(0)
                     fetch(found, i, 1, 1, True, used)
                     fetch(found, i, 1, 0, False, used)
                     if prefetching:
-                        for half in range(2):  # all CTAs begin at once: prefetch only after their first keys
-                            plgpu.barrier_wait(k_full[half])
+                        for half in range(0 if quantised else 2):
+                            plgpu.barrier_wait(k_full[half])  # all CTAs begin at once: their first keys come first
                         pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
+                    if quantised:
+                        convert(1)
                     # After the copies are issued: if these values are spilled to local memory, that waits for the load.
                     next_tile = lax.cond(
                         i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
@@ -232,12 +241,8 @@ def attend_wide(
                 used, _, next_tile = lax.fori_loop(begin, end, pair, start)
                 return used, next_tile
 
-            if quantised:
-                source = ConvertTiles(keys, kv_ref, table_ref, k, r, k_full, k_free, interpret)
-                source.run(layer, first, end, partial(load_work_tile, work_tiles_ref), fetch_queries)
-            else:
-                pl.when(end > first)(partial(fetch_queries, first_tile.request, again=False))  # before all keys
-                lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
+            pl.when(end > first)(partial(fetch_queries, first_tile.request, again=False))  # before all keys
+            lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
 
             # Wait for the last use of everything: a peer may still arrive on these barriers.
             @pl.when(end > first)
@@ -276,8 +281,8 @@ def attend_wide(
                 plgpu.barrier_wait(q_full)
                 return q_rope, scale
 
-            def scores(q_rope, row_scale, i, request, length, masked, last):
-                z = opaque_zero(i)
+            def scores(queries, i, request, length, masked, last):
+                z, (q_rope, row_scale) = opaque_zero(i), queries
                 stage = z + side
                 near, far = (0, 1) if side == 0 else (1, 0)
 
@@ -286,8 +291,6 @@ def attend_wide(
                         plgpu.barrier_wait(s_issued)
                     for half in (near, far):
                         plgpu.barrier_wait(k_full[2 * side + half])
-                        if quantised:
-                            async_fence(interpret=interpret)
                         plgpu.wgmma(acc, q.at[z + half], k.at[stage, half].transpose((1, 0)))
                     if not quantised:
                         plgpu.barrier_wait(r_full[side])
@@ -341,7 +344,7 @@ def attend_wide(
             def pair0(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
                 masked = unmasked_end if quantised else i >= unmasked_end
-                s = scores(*queries, i, request, length, masked, last)
+                s = scores(queries, i, request, length, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -362,7 +365,7 @@ def attend_wide(
             def pair1(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
                 masked = unmasked_end if quantised else i >= unmasked_end
-                s = scores(*queries, i, request, length, masked, last)
+                s = scores(queries, i, request, length, masked, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -420,12 +423,10 @@ def attend_wide(
         # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
-    if quantised:
-        scratch_types = quantised_types(dtype, k_dtype, interpret=interpret)
-        kv, kv_scales = keys.buffer(buffer), [jnp.reshape(kv_scale, (1,))]
-    else:
-        scratch_types = plain_types(dtype, copies=copies_per_tile(pages), cluster=cluster, interpret=interpret)
-        kv, kv_scales = view.of(buffer), []
+    sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}
+    scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, **sizes)
+    kv_scales = [jnp.reshape(kv_scale, (1,))] if quantised else []
+
     return kernel(
         body,
         interpret=interpret,
@@ -443,6 +444,6 @@ def attend_wide(
         kernel_name="decode_mla",
         scratch_types=scratch_types,
     )(
-        q_latent, q_pe, kv, block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
+        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
