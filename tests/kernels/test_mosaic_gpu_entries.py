@@ -95,7 +95,7 @@ def test_every_value_is_divided_with_one_rounding(dtype, scale):
     parts = [jnp.asarray(values)[:, None], jnp.asarray(values[::-1])[:, None]]
     cache = jaxkv.write_kv(
         jaxkv.KVCache.zeros(layout), *parts, slots,
-        layer=0, k_scale=scale, v_scale=scale, implementation="mosaic_gpu",
+        layer=0, k_scale=jnp.float32(scale), v_scale=jnp.float32(scale), implementation="mosaic_gpu",
     )  # fmt: skip
     stored = np.asarray(cache.buffer).reshape(-1, entry.nbytes)
     with np.errstate(all="ignore"):
