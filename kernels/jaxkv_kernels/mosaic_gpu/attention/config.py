@@ -210,8 +210,8 @@ class SparseConfig:
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
         "producer_registers": (88, 104, 120),
-        "units_ahead": (1, 3),
-        "quantised_units_ahead": (1, 2, 3),
+        "share": (True, False),
+        "units_ahead": (1, 2, 4, 8),
         "prefetch": (True, False),
         "rescale_threshold": _THRESHOLDS,
         "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
@@ -220,11 +220,13 @@ class SparseConfig:
     producer_registers: int = 104
     """Registers per lane of the producer warpgroup, which holds the units that are on their way and the slots of two
     tiles.  The consumers get the rest, 200 each."""
-    units_ahead: int = 3
-    """Units of bf16 and f16 entries, 16 registers per lane each, that are loaded before the first of them is stored.
-    A divisor of the 9 units of a tile, so that each unit always has the same registers."""
-    quantised_units_ahead: int = 2
-    """The same for `fp8_ds_mla` entries, whose tiles have 6 units; converting them takes registers as well."""
+    share: bool = True
+    """Whether two CTAs of a cluster, where the tiles of heads are an even number, each load half of the keys and send
+    them to the other."""
+    units_ahead: int = 4
+    """Units of latents, 16 registers per lane each (8 where CTAs share), that are loaded before the first of them is
+    stored.  A divisor of the units of a tile, 4 in `fp8_ds_mla` and 8 in others, so that each unit always has the same
+    registers."""
     prefetch: bool = True
     """Whether the rows of the next tile are prefetched to the L2 cache: loads are bound by latency."""
     rescale_threshold: int = 8
@@ -234,9 +236,7 @@ class SparseConfig:
 
     def __post_init__(self):
         _check_registers(self, 88, 104, 120)
-        for field, units in (("units_ahead", 9), ("quantised_units_ahead", 6)):
-            ahead = getattr(self, field)
-            require(ahead >= 1 and units % ahead == 0, self, field, f"a divisor of {units}, the units of a tile")
+        require(self.units_ahead in (1, 2, 4, 8), self, "units_ahead", "1, 2, 4 or 8, divisors of the units of a tile")
         _check_threshold(self)
 
 

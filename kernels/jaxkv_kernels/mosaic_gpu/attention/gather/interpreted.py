@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import LINE, GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     EXPONENT,
     LARGEST,
@@ -29,19 +29,34 @@ class InterpretedRows(GatheredRows):
         found = slot_ref[...][request, jnp.minimum(position, slot_ref.shape[1] - 1)]
         return jnp.where(position < length, found, -1)
 
+    def spread(self, slots, *, every=False):
+        """The same: every step knows all slots."""
+        return slots
+
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
-        """[64, bytes]."""
-        valid = (slots >= 0) & (slots < limit)
-        first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x)
-        nbytes = 16 if unit.kind == "scales" else 128
-        byte = first[:, None] + (unit.offset + jnp.arange(nbytes, dtype=jnp.int32))
-        return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
+        """[64, 128], bytes."""
+        return self._bytes(kv_ref, slots, layer, limit, unit.offset, LINE)
+
+    def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
+        """[64, 16], bytes."""
+        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.quantised else None
+
+    def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
+        """At once."""
+        raw = self._bytes(kv_ref, slots, layer, limit, self.part("rope"), LINE)
+        r_ref[stage] = _elements(raw, self.rope_dtype)
+
+    def finish_rope(self, stage, r_ref, scales):
+        """Divides."""
+        if scales is not None:
+            _, factor = scales
+            r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit):
         """Nothing."""
 
-    def factors(self, stats_ref, row, flag, slots, limit, raw=None):
-        """Returns what latents are multiplied by, float16 [64, 4]."""
+    def factors(self, stats_ref, row, flag, slots, limit, raw):
+        """Returns what latents are multiplied by, float16 [64, 4], and the factors, float32 [64]."""
         factor, scales = jnp.ones(TILE, jnp.float32), None
         if raw is not None:
             scale = lax.bitcast_convert_type(raw.reshape(TILE, 4, 4), jnp.float32)
@@ -55,23 +70,24 @@ class InterpretedRows(GatheredRows):
         factor = jnp.where((slots >= 0) & (slots < limit), factor, MASKED_KEY)
         stats_ref[row] = factor
         stats_ref[flag[0], pl.ds(flag[1], 4)] = jnp.full(4, (factor != 1).any(), jnp.float32)
-        return scales
+        return None if raw is None else (scales, factor)
 
-    def store(self, unit, stage, k_ref, r_ref, raw, scales, stats_ref, row):
+    def store(self, unit, stage, k_ref, raw, scales, stats_ref):
         """`raw` [64, bytes]."""
-        if unit.kind == "rope":
-            values = _elements(raw, self.rope_dtype)
-            if self.quantised:
-                values = values * (1 / jnp.abs(stats_ref[row])).astype(values.dtype)[:, None]
-            r_ref[stage] = values
-            return
         if self.quantised:
             values = lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
-            values = values * scales[:, unit.number, None]
+            values = values * scales[0][:, unit.number, None]
         else:
             values = _elements(raw, self.latent_dtype)
         half, column = divmod(unit.number * values.shape[1], HALF)
         k_ref[stage, half, :, pl.ds(column, values.shape[1])] = values
+
+    def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
+        """Bytes of each slot's entry; zeros of masked ones."""
+        valid = (slots >= 0) & (slots < limit)
+        first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x)
+        byte = first[:, None] + (offset + jnp.arange(nbytes, dtype=jnp.int32))
+        return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
 
 
 def _elements(raw, dtype):

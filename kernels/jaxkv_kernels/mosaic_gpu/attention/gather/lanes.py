@@ -25,10 +25,15 @@ COLUMN_TILE = 1024
 """Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""
 LINE = 128
 """Bytes of a line of the L2 cache."""
-ROWS = 16
-"""Rows of which each lane has one."""
+WARP_ROWS = 16
+"""Rows of a tile that a warp loads."""
+BARRIERS = 7, 32
+"""Where in `stats` the barriers of two CTAs that share tiles are: a row and a column."""
+ROPE_TILE = 8 * COLUMN_TILE
+"""Bytes of the rotary keys of a tile."""
 # Not `.nc`: such loads ptxas moves past the synchronisation after them, down to their first use.
 LOAD = "ld.global.L1::evict_last.L2::256B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}}, [$5];"
 STORE = "st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
 CONVERT = (
     "{ .reg .b16 low, high; .reg .b32 even, odd; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 even, low; "
@@ -58,18 +63,29 @@ def c64(value: int) -> Any:
 
 
 def array(vectors, layout) -> Any:
-    """int32 registers, vectors of four, as an array."""
+    """int32 registers, vectors of equal length, as an array."""
     layout = layout.to_mgpu()
     held = np.empty((len(vectors),), dtype=object)
     for n, words in enumerate(vectors):
-        held[n] = vector.from_elements(ir.VectorType.get((4,), i32()), list(words))
+        held[n] = vector.from_elements(ir.VectorType.get((len(words),), i32()), list(words))
     return mgpu.FragmentedArray(_registers=held, _layout=layout, _is_signed=True)
 
 
 def words(register) -> list[Any]:
-    """The four words of a register."""
-    at = (ir.DenseI64ArrayAttr.get([i]) for i in range(4))
+    """The words of a register."""
+    at = (ir.DenseI64ArrayAttr.get([i]) for i in range(ir.VectorType(register.type).shape[0]))
     return [vector.extract(register, dynamic_position=[], static_position=i) for i in at]
+
+
+def shuffle(word, lane) -> Any:
+    """The word that another lane of the warp has.
+
+    What was loaded is first used by way of this: ptxas moves arithmetic up to the load, past barriers, and there each
+    lane would wait for the load; it does not move a shuffle.
+    """
+    return ptx(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", word, lane, result_types=i32(), has_side_effects=True, convergent=True
+    )
 
 
 class Lane:
@@ -83,6 +99,29 @@ class Lane:
         """Of every 16 rows."""
         self.second = arith.andi(arith.shrui(self.lane, c32(2)), c32(1))
         self.quarter = arith.shrui(self.lane, c32(3))
+
+    @property
+    def own(self) -> Any:
+        """The lane's own one of the warp's 16 rows, which another lane has as well."""
+        return arith.andi(self.lane, c32(WARP_ROWS - 1))
+
+    @property
+    def own_row(self) -> Any:
+        """The same among the 64 rows of a tile."""
+        in_group = arith.addi(arith.shli(self.warp, c32(2)), arith.andi(self.lane, c32(3)))
+        return arith.addi(arith.shli(arith.shrui(self.own, c32(2)), c32(4)), in_group)
+
+    def owners(self, rows: int) -> list[Any]:
+        """The lanes whose own rows are those of which this lane loads chunks: `rows` of them."""
+        first = arith.addi(arith.andi(self.lane, c32(3)), self.share(rows, 4))
+        return [arith.addi(first, c32(4 * n)) for n in range(rows)]
+
+    def share(self, rows: int, size: int) -> Any:
+        """Where the groups of 16 rows begin that this CTA loads, in a row of groups of `size`.
+
+        With fewer than all of the four groups, two CTAs of a cluster share a tile.
+        """
+        return c32(0) if rows == ROWS_PER_LANE else arith.muli(cta_in_cluster(), c32(rows * size))
 
     @property
     def chunk(self) -> Any:
@@ -103,26 +142,25 @@ class Lane:
         return arith.addi(arith.addi(row_tile, arith.shli(in_tile, c32(7))), swizzled)
 
 
-def load_slots(ref, request, tile, length) -> list[Any]:
-    """The slots of the lane's rows."""
-    lane = Lane()
+def load_slots(ref, request, tile, length) -> Any:
+    """The slot of the lane's own row; -1 at positions from `length` on."""
     width = ir.MemRefType(ref.type).shape[1]
-    start = arith.addi(arith.muli(tile, c32(TILE)), lane.row)
-    first = arith.addi(arith.muli(arith.extui(i64(), request), c64(4 * width)), _wide(arith.shli(start, c32(2))))
-    first = _at(mgpu.utils.memref_ptr(ref), first)
-    found = []
-    for n in range(ROWS_PER_LANE):
-        load = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; "
-        load += f"@p ld.global.nc.b32 $0, [$1 + {4 * n * ROWS}]; }}"
-        position = arith.addi(start, c32(n * ROWS))
-        found.append(ptx(load, first, position, length, result_types=i32(), has_side_effects=True))
-    return found
+    position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
+    first = arith.addi(arith.muli(arith.extui(i64(), request), c64(4 * width)), _wide(arith.shli(position, c32(2))))
+    load = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
+    return ptx(
+        load, _at(mgpu.utils.memref_ptr(ref), first), position, length, result_types=i32(), has_side_effects=True
+    )
 
 
-def valid(slots, limit) -> list[Any]:
-    """Whether the slots of the lane's rows are the cache's."""
-    limit = limit.registers.item()
-    return [arith.cmpi(arith.CmpIPredicate.ult, slot, limit) for slot in words(slots.registers.item())]
+def spread(slot, rows: int) -> list[Any]:
+    """The slots of the rows of which a lane loads chunks, from those of lanes' own rows."""
+    return [shuffle(slot, owner) for owner in Lane().owners(rows)]
+
+
+def valid(slot, limit) -> Any:
+    """Whether a slot is the cache's."""
+    return arith.cmpi(arith.CmpIPredicate.ult, slot, limit)
 
 
 class _Wide:
@@ -153,26 +191,46 @@ class _Narrow:
 
 def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
     """Where the rows of slots begin; masked ones at `zero`."""
-    known = valid(slots, limit)
     base, nothing = mgpu.utils.memref_ptr(kv), mgpu.utils.memref_ptr(zero)
-    layer = _Narrow(layer.registers.item())
+    layer = _Narrow(layer)
     found = []
-    for slot, one_known in zip(words(slots.registers.item()), known, strict=True):
+    for slot in slots:
         offset = cache.offset(_Narrow(slot), layer, lambda n: _Wide(c64(n)), lambda x: _Wide(_wide(x.value)))
-        found.append(arith.select(one_known, _at(base, offset.value), nothing))
+        found.append(arith.select(valid(slot, limit), _at(base, offset.value), nothing))
     return found
 
 
 def load_unit(addresses, unit, *, e4m3: bool) -> list[Any]:
-    """The lane's chunks of a unit; all of the scales."""
-    lane = Lane()
-    if unit.kind != "scales":
-        chunk = lane.e4m3_chunk if e4m3 and unit.kind != "rope" else lane.chunk
-        addresses = [_at(address, _wide(arith.shli(chunk, c32(4)))) for address in addresses]
+    """The lane's chunks of a unit of latents."""
+    addresses = _chunks(addresses, Lane().e4m3_chunk if e4m3 else Lane().chunk)
     load = LOAD.format(offset=unit.offset)
     found = [ptx(load, address, result_types=[i32()] * 4, has_side_effects=True) for address in addresses]
     ptx("bar.warp.sync 0xffffffff;", convergent=True)
     return found
+
+
+def load_scales(address, offset: int) -> list[Any]:
+    """The four scales of the lane's own row."""
+    return list(ptx(LOAD.format(offset=offset), address, result_types=[i32()] * 4, has_side_effects=True))
+
+
+def copy_rope(addresses, offset: int, ref, stage: int) -> None:
+    """Starts to copy rotary keys to shared memory as they are."""
+    lane = Lane()
+    start = _at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, 1))
+    for n, address in enumerate(_chunks(addresses, lane.chunk)):
+        into = stage * ROPE_TILE + n * 2 * COLUMN_TILE
+        ptx(f"cp.async.cg.shared.global.L2::128B [$0 + {into}], [$1 + {offset}], 16;", start, address)
+
+
+def wait_for_copies() -> None:
+    """Waits until what this lane copies has landed."""
+    ptx("cp.async.wait_all;")
+
+
+def _chunks(addresses, chunk) -> list[Any]:
+    """Where a lane's chunk of each row is."""
+    return [_at(address, _wide(arith.shli(chunk, c32(4)))) for address in addresses]
 
 
 def prefetch(rows, nbytes: int) -> None:
@@ -184,111 +242,161 @@ def prefetch(rows, nbytes: int) -> None:
             ptx("prefetch.global.L2 [$0];", _at(address, offset))
 
 
-def scales(raw) -> tuple[list[Any], list[list[Any]]]:
-    """The factors of the lane's rows as float32, and the scales to multiply by as pairs of float16."""
-    f32 = ir.F32Type.get()
-    factors, packed = [], []
-    one = c32(0x3F800000)
-    for register in raw.registers.flat:
-        found = words(register)
-        size = [arith.andi(word, c32(0x7FFFFFFF)) for word in found]
-        most, least = size[0], size[0]
-        for n in size[1:]:
-            most, least = arith.maxui(most, n), arith.minui(least, n)
-        safe = arith.andi(
-            arith.cmpi(arith.CmpIPredicate.uge, least, c32(SMALLEST)),
-            arith.cmpi(arith.CmpIPredicate.ult, most, c32(LARGEST)),
-        )
-        power = arith.andi(most, c32(EXPONENT))
-        power = arith.maxui(arith.minui(power, c32(MOST_FACTOR)), c32(LEAST_FACTOR))
-        power = arith.select(safe, one, power)
-        inverse = arith.bitcast(f32, arith.subi(c32(INVERSE), power))
-        ratios = [arith.mulf(arith.bitcast(f32, word), inverse) for word in found]
-        factors.append(arith.bitcast(f32, power))
-        for low, high in (ratios[:2], ratios[2:]):
-            packed.append(ptx("cvt.rn.f16x2.f32 $0, $2, $1;", low, high, result_types=i32()))
-    return factors, [packed[:4], packed[4:]]
+def scales(raw) -> tuple[Any, list[Any]]:
+    """From the scales of a row: its factor as float32; the scales to multiply by, as pairs of float16."""
+    f32, one, lane = ir.F32Type.get(), c32(0x3F800000), Lane().lane
+    found = [shuffle(word, lane) for word in raw]
+    size = [arith.andi(word, c32(0x7FFFFFFF)) for word in found]
+    most, least = size[0], size[0]
+    for n in size[1:]:
+        most, least = arith.maxui(most, n), arith.minui(least, n)
+    safe = arith.andi(
+        arith.cmpi(arith.CmpIPredicate.uge, least, c32(SMALLEST)),
+        arith.cmpi(arith.CmpIPredicate.ult, most, c32(LARGEST)),
+    )
+    power = arith.andi(most, c32(EXPONENT))
+    power = arith.maxui(arith.minui(power, c32(MOST_FACTOR)), c32(LEAST_FACTOR))
+    power = arith.select(safe, one, power)
+    inverse = arith.bitcast(f32, arith.subi(c32(INVERSE), power))
+    ratios = [arith.mulf(arith.bitcast(f32, word), inverse) for word in found]
+    pairs = [ptx("cvt.rn.f16x2.f32 $0, $2, $1;", *pair, result_types=i32()) for pair in (ratios[:2], ratios[2:])]
+    return arith.bitcast(f32, power), pairs
 
 
-def store_factors(stats, row: int, flag: tuple[int, int], known, factors) -> None:
-    """Stores the factors of the lane's rows, and for its warp whether any is not 1."""
+def store_factors(stats, row: int, flag: tuple[int, int], known, factor) -> tuple[Any, Any]:
+    """Stores the factor of the lane's own row, and for its warp whether any is not 1.  Returns both."""
     f32, lane = ir.F32Type.get(), Lane()
     one, masked = (mgpu.c(value, f32) for value in (1.0, MASKED_KEY))
     base = mgpu.utils.memref_ptr(stats)
     width = 4 * ir.MemRefType(stats.type).shape[1]
-    stores = arith.cmpi(arith.CmpIPredicate.ult, lane.lane, c32(4))
-    start = _at(base, arith.shli(lane.row, c32(2)))
-    special: Any = None
-    for n, one_known in enumerate(known):
-        factor = arith.select(one_known, one if factors is None else factors[n], masked)
-        ptx(f"st.shared.f32 [$0 + {row * width + 4 * ROWS * n}], $1;", start, factor, predicate=stores)
-        differs = arith.cmpf(arith.CmpFPredicate.UNE, factor, one)
-        special = differs if special is None else arith.ori(special, differs)
-    vote = (
-        "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.f32 $0, 0f3F800000, 0f00000000, p; }"
-    )
-    found = ptx(vote, arith.extui(i32(), special), result_types=f32, has_side_effects=True, convergent=True)
+    factor = arith.select(known, one if factor is None else factor, masked)
+    into = _at(base, arith.shli(lane.own_row, c32(2)))
+    stores = arith.cmpi(arith.CmpIPredicate.ult, lane.lane, c32(WARP_ROWS))
+    ptx(f"st.shared.f32 [$0 + {row * width}], $1;", into, factor, predicate=stores)
+    special = arith.cmpf(arith.CmpFPredicate.UNE, factor, one)
+    vote = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 0x3F800000, 0, p; }"
+    found = ptx(vote, arith.extui(i32(), special), result_types=i32(), has_side_effects=True, convergent=True)
     into = _at(base, arith.shli(lane.warp, c32(2)))
     first = arith.cmpi(arith.CmpIPredicate.eq, lane.lane, c32(0))
-    ptx(f"st.shared.f32 [$0 + {flag[0] * width + 4 * flag[1]}], $1;", into, found, predicate=first)
+    ptx(f"st.shared.b32 [$0 + {flag[0] * width + 4 * flag[1]}], $1;", into, found, predicate=first)
+    return factor, found
 
 
-def store_words(ref, raw, stage: int, tile: int | None) -> None:
-    """Stores a unit as it is: column tile `tile` of a latent, or rotary keys."""
-    _store_vectors(ref, [words(register) for register in raw.registers.flat], stage, tile)
+def inverse_pair(factor) -> Any:
+    """1 / |factor|, a power of two, twice in bf16."""
+    factor = arith.andi(arith.bitcast(i32(), factor), c32(0x7FFFFFFF))
+    inverse = arith.shrui(arith.subi(c32(INVERSE), factor), c32(16))
+    return arith.ori(inverse, arith.shli(inverse, c32(16)))
 
 
-def store_divided(ref, raw, stage: int, stats, row: int) -> None:
-    """Stores rotary keys, bf16, divided by the factors that this warp has stored: powers of two."""
-    width = 4 * ir.MemRefType(stats.type).shape[1]
-    start = _at(mgpu.utils.memref_ptr(stats), arith.shli(Lane().row, c32(2)))
-    divided = []
+def store_words(ref, raw, stage: int, tile: int, full) -> None:
+    """Stores a unit as it is: column tile `tile` of a latent."""
+    lane, column_tiles = Lane(), HALF // 64
+    half, column = divmod(tile, column_tiles)
+    first = ((stage * 2 + half) * 8 * column_tiles + column) * COLUMN_TILE
+    start = _first_row(ref, lane.place(lane.chunk, column_tiles), column_tiles, len(raw.registers))
+    write = _writer(full, 2 * stage + half)
     for n, register in enumerate(raw.registers.flat):
-        load = f"ld.shared.b32 $0, [$1 + {row * width + 4 * ROWS * n}];"
-        factor = arith.andi(ptx(load, start, result_types=i32(), has_side_effects=True), c32(0x7FFFFFFF))
-        inverse = arith.shrui(arith.subi(c32(INVERSE), factor), c32(16))
-        inverse = arith.ori(inverse, arith.shli(inverse, c32(16)))
-        divided.append(
-            [ptx("mul.rn.bf16x2 $0, $1, $2;", word, inverse, result_types=i32()) for word in words(register)]
-        )
-    _store_vectors(ref, divided, stage, None)
+        write(start, first + n * 2 * column_tiles * COLUMN_TILE, words(register))
 
 
-def _store_vectors(ref, vectors, stage: int, tile: int | None) -> None:
-    lane = Lane()
-    column_tiles = 1 if tile is None else HALF // 64
-    half, column = divmod(tile or 0, column_tiles)
-    halves = 1 if tile is None else 2
-    first = ((stage * halves + half) * 8 * column_tiles + column) * COLUMN_TILE
-    start = _at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, column_tiles))
-    for n, vector_words in enumerate(vectors):
-        ptx(STORE.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *vector_words)
+def divide_rope(ref, stage: int, special, inverse) -> None:
+    """Where `special` is not 0, multiplies rotary keys, bf16, that this lane has copied by the inverses of rows."""
+    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, special, c32(0))):
+        lane = Lane()
+        start = _at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, 1))
+        for n, owner in enumerate(lane.owners(ROWS_PER_LANE)):
+            at = stage * ROPE_TILE + n * 2 * COLUMN_TILE
+            by = shuffle(inverse, owner)
+            load = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {at}];"
+            found = ptx(load, start, result_types=[i32()] * 4, has_side_effects=True)
+            divided = [ptx("mul.rn.bf16x2 $0, $1, $2;", word, by, result_types=i32()) for word in found]
+            ptx(STORE.format(offset=at), start, *divided)
 
 
-def store_e4m3(ref, raw, scales, stage: int, group: int) -> None:
-    """Stores a unit of e4m3 values, scale group `group` of a latent, as float16 times their scales."""
+def store_e4m3(ref, raw, pairs, stage: int, group: int, full) -> None:
+    """Stores a unit of e4m3 values, scale group `group` of a latent, as float16 times their scales.
+
+    `pairs` has the scales of the lane's own row.
+    """
     lane = Lane()
     column_tiles = HALF // 64
     half, in_half = divmod(group, 2)
     first = ((stage * 2 + half) * 8 * column_tiles + 2 * in_half) * COLUMN_TILE
     chunk = arith.andi(arith.shli(lane.e4m3_chunk, c32(1)), c32(7))
     second_tile = arith.muli(arith.shrui(lane.quarter, c32(1)), c32(COLUMN_TILE))
-    place, base = arith.addi(lane.place(chunk, column_tiles), second_tile), mgpu.utils.memref_ptr(ref)
-    starts = _at(base, place), _at(base, arith.xori(place, c32(16)))
-    pairs = [pair for register in scales.registers.flat for pair in words(register)]
+    place, rows = arith.addi(lane.place(chunk, column_tiles), second_tile), len(raw.registers)
+    starts = [_first_row(ref, x, column_tiles, rows) for x in (place, arith.xori(place, c32(16)))]
+    write = _writer(full, 2 * stage + half)
     splat = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {%s, %s}; }"
     splat %= ("low", "low") if group % 2 == 0 else ("high", "high")
-    for n, register in enumerate(raw.registers.flat):
-        scale = ptx(splat, pairs[2 * n + group // 2], result_types=i32())
+    for n, (register, owner) in enumerate(zip(raw.registers.flat, lane.owners(len(raw.registers)), strict=True)):
+        scale = ptx(splat, shuffle(pairs[group // 2], owner), result_types=i32())
         values = [value for word in words(register) for value in ptx(CONVERT, word, scale, result_types=[i32()] * 2)]
-        store = STORE.format(offset=first + n * 2 * column_tiles * COLUMN_TILE)
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
-            ptx(store, start, *four)
+            write(start, first + n * 2 * column_tiles * COLUMN_TILE, four)
 
 
-def warpgroup_barrier() -> None:
-    """Waits for all lanes of the warpgroup."""
-    mgpu.utils.warpgroup_barrier()
+def _first_row(ref, place, column_tiles: int, rows: int) -> Any:
+    """Where a lane stores a chunk of its first row."""
+    share = Lane().share(rows, 2 * column_tiles * COLUMN_TILE)
+    return _at(mgpu.utils.memref_ptr(ref), arith.addi(place, share))
+
+
+def _writer(full, half: int) -> Any:
+    """Stores four words to a place and an offset: with `full`, also to the other CTA of the cluster.
+
+    There they count as bytes that the barrier `half` of `full` expects.
+    """
+
+    def write(start, offset: int, four) -> None:
+        ptx(STORE.format(offset=offset), start, *four)
+        if full is not None:
+            ptx(SEND.format(offset=offset), in_other_cta(start), *four, in_other_cta(barrier(full, half)))
+
+    return write
+
+
+def cta_in_cluster() -> Any:
+    """0 or 1."""
+    return ptx("mov.b32 $0, %cluster_ctarank;", result_types=i32())
+
+
+def in_other_cta(pointer) -> Any:
+    """The same place in the shared memory of the other CTA of a cluster of two."""
+    other = arith.xori(cta_in_cluster(), c32(1))
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", pointer, other, result_types=i32())
+
+
+def barrier(ref, n: int) -> Any:
+    """Of the 64-bit barriers at the end of a row of `stats`, the n-th."""
+    row, column = BARRIERS
+    width = ir.MemRefType(ref.type).shape[1]
+    return _at(mgpu.utils.memref_ptr(ref), c32(4 * (row * width + column) + 8 * n))
+
+
+def start_barriers(ref, count: int) -> None:
+    """Lets barriers wait for 128 lanes each, and waits until both CTAs of the cluster have got so far."""
+    first = arith.cmpi(arith.CmpIPredicate.eq, mgpu.utils.thread_idx(), c32(0))
+    for n in range(count):
+        ptx(f"mbarrier.init.shared::cta.b64 [$0], {THREADS};", barrier(ref, n), predicate=first)
+    ptx("fence.mbarrier_init.release.cluster;", predicate=first)
+    ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
+    ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
+
+
+def arrive(ref, n: int, nbytes: int) -> None:
+    """Arrives for this lane, which expects so many bytes from the other CTA."""
+    ptx(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};", barrier(ref, n))
+
+
+def wait(ref, n: int, turn) -> None:
+    """Waits until a barrier has completed for the `turn`-th time, counted from 0."""
+    ptx(
+        "{ .reg .pred p; .reg .b32 parity; and.b32 parity, $1, 1; again: "
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], parity; @!p bra again; }",
+        barrier(ref, n), turn, convergent=True,
+    )  # fmt: skip
 
 
 def _wide(x) -> Any:

@@ -1,15 +1,18 @@
 """The loader of entries at chosen slots: how they reach the shared memory that wgmma reads.
 
 TMA has no gather on Hopper, so a warpgroup gathers by plain 128-bit loads: each lane loads 16-byte chunks of four rows
-of a tile, keeps them in registers while they are on their way, and stores them to swizzled shared memory.  A tile of 64
-rows moves in units of one chunk of four rows per lane: 8 KiB that lie in 128 bytes of each entry.
+of a tile, keeps them in registers while they are on their way, and stores them to swizzled shared memory.  The latents
+of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB that lie in 128 bytes of each entry.
 
     lane       row 4 warp + lane % 4 of every 16 rows; chunk: by the quarter lane // 8 and by lane // 4 % 2
-    bf16, f16  a unit is a column tile of 64 values: latent tiles 0 to 7, rope
-    fp8_ds_mla a unit is a scale group of 128 values, the four scales, or rope
+    bf16, f16  a unit is a column tile of 64 values, latent tiles 0 to 7
+    fp8_ds_mla a unit is a scale group of 128 values, 0 to 3
 
 Eight lanes, which share a phase of a shared-memory access, have four rows and two chunks that the 128-byte swizzle
 spreads over all banks.
+
+Of what a row has once, slot and scales, a lane holds those of one row, its own, of the 16 of its warp; shuffles give
+them to the lanes that need them.  Rotary keys need no conversion, and are copied to shared memory without registers.
 
 The latents of `fp8_ds_mla` entries are converted to float16 in between (`scaling.py`).  A masked key (slot below 0 or
 past the cache, or position past the count) is a row of zeros with factor -1.
@@ -32,24 +35,28 @@ from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 
 
 def _registers(per_lane: int) -> Any:
-    """Layout of int32 arrays [128 * per_lane] of which a lane holds vectors of four."""
-    return plgpu.Layout.WG_STRIDED((lanes.THREADS * per_lane,), lanes.ROWS_PER_LANE)
+    """Layout of int32 arrays of which a lane holds vectors of up to four."""
+    return plgpu.Layout.WG_STRIDED((lanes.THREADS * per_lane,), min(per_lane, 4))
 
 
-SLOTS, UNIT, PACKED_SCALES = _registers(4), _registers(16), _registers(8)
-"""One slot per row; a chunk per row; two pairs of float16 scales per row."""
+def _array(per_lane: int) -> Any:
+    return plgpu.ShapeDtypeStruct((lanes.THREADS * per_lane,), jnp.int32, layout=_registers(per_lane))
+
+
+LINE = lanes.LINE
+"""Bytes of an entry that a unit has."""
+OWN, FOUR = _registers(1), _registers(4)
+"""The slot of a lane's own row; the slots of four rows, or four words of its own row."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a lane loads of its rows at once."""
+    """What a lane loads of the latents of its rows at once."""
 
-    kind: str
-    """latent, scales or rope."""
     offset: int
     """Its first byte in an entry."""
-    number: int = 0
-    """Of a latent's column tile or scale group."""
+    number: int
+    """Of the column tile or scale group."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,13 @@ class GatheredRows:
     pages: Pages
     entry: MLAEntry
     itemsize: int
+    shared: bool = False
+    """Whether two CTAs of a cluster share tiles: each loads half of the rows of latents, and stores them to both."""
+
+    @property
+    def loaded(self) -> int:
+        """The rows of a tile whose latents a lane loads chunks of."""
+        return lanes.ROWS_PER_LANE // (2 if self.shared else 1)
 
     @property
     def quantised(self) -> bool:
@@ -75,17 +89,19 @@ class GatheredRows:
         """Of rotary keys in shared memory."""
         return jnp.dtype(jnp.bfloat16) if self.quantised else self.entry.dtype
 
+    @property
+    def units(self) -> int:
+        """The units of a tile."""
+        return (LATENT if self.quantised else 2 * LATENT) // LINE
+
     def half(self, which: int) -> tuple[Unit, ...]:
         """The units of half a latent."""
-        width = 128
-        count = (LATENT if self.quantised else 2 * LATENT) // width // 2
-        return tuple(Unit("latent", n * width, n) for n in range(which * count, (which + 1) * count))
+        count = self.units // 2
+        return tuple(Unit(n * LINE, n) for n in range(which * count, (which + 1) * count))
 
-    def order(self, near: int) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """The units of a tile in the order in which they are stored: up to the end of half `near`, then the rest."""
-        parts = {part.name: part.offset for part in self.entry.parts()}
-        scales = (Unit("scales", parts["scales"]),) if self.quantised else ()
-        return (*scales, *self.half(near)), (Unit("rope", parts["rope"]), *self.half(1 - near))
+    def part(self, name: str) -> int:
+        """Where a part of an entry begins."""
+        return next(part.offset for part in self.entry.parts() if part.name == name)
 
     def zeros(self) -> jax.Array:
         """A row that masked keys are loaded from.
@@ -115,99 +131,139 @@ class GatheredRows:
         )
 
     def slots(self, slot_ref, request, tile, length):
-        """The slots of a tile of keys; -1 at positions from `length` on."""
+        """The slots of a tile of keys, each lane its own; -1 at positions from `length` on."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR),
-            return_type=plgpu.ShapeDtypeStruct((lanes.THREADS * 4,), jnp.int32, layout=SLOTS),
-        )
-        def load(_, ref, request, tile, length):
-            found = lanes.load_slots(ref, *(x.registers.item() for x in (request, tile, length)))
-            return lanes.array([found], SLOTS)
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=_array(1))
+        def load(_, ref, *place):
+            return lanes.array([[lanes.load_slots(ref, *(x.registers.item() for x in place))]], OWN)
 
         return load(slot_ref, request, tile, length)
 
+    def spread(self, slots, *, every: bool = False):
+        """The slots of the rows that each lane loads chunks of; with `every`, of those that both CTAs do."""
+        count = lanes.ROWS_PER_LANE if every else self.loaded
+
+        @plgpu.inline_mgpu(arg_types=(OWN,), return_type=_array(count))
+        def spread(_, slots):
+            return lanes.array([lanes.spread(_word(slots), count)], _registers(count))
+
+        return spread(slots)
+
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit: Unit):
-        """A unit of a tile's rows, on its way: valid slots are below `limit`."""
+        """A unit of a tile's rows, on its way: valid ones of the `spread` slots are below `limit`."""
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), SLOTS, SCALAR, SCALAR),
-            return_type=plgpu.ShapeDtypeStruct((lanes.THREADS * 16,), jnp.int32, layout=UNIT),
+            arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(self.loaded), SCALAR, SCALAR),
+            return_type=_array(4 * self.loaded),
         )
         def load(_, kv, zero, slots, layer, limit):
-            rows = lanes.rows(self, kv, zero, slots, layer, limit)
-            return lanes.array(lanes.load_unit(rows, unit, e4m3=self.quantised), UNIT)
+            found = lanes.load_unit(self._rows(kv, zero, slots, layer, limit), unit, e4m3=self.quantised)
+            return lanes.array(found, _registers(4 * self.loaded))
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
-    def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
-        """Has the rows of a tile brought to the L2 cache."""
+    def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
+        """The scales of a tile's rows, on their way, each lane its own; None if they have none."""
+        if not self.quantised:
+            return None
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SLOTS, SCALAR, SCALAR))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=_array(4))
+        def load(_, kv, zero, slots, layer, limit):
+            (row,) = self._rows(kv, zero, slots, layer, limit)
+            return lanes.array([lanes.load_scales(row, self.part("scales"))], FOUR)
+
+        return load(kv_ref, zero_ref, slots, layer, limit)
+
+    def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> None:
+        """Starts to copy the rotary keys of all rows of a tile, whose slots are `spread`, to `r_ref` [2, 64, 64]."""
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR, _ref_type(self.rope_dtype))
+        )
+        def copy(_, kv, zero, slots, layer, limit, ref):
+            lanes.copy_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"), ref, stage)
+
+        copy(kv_ref, zero_ref, slots, layer, limit, r_ref)
+
+    def finish_rope(self, stage: int, r_ref, scales) -> None:
+        """Waits until rotary keys have landed, and divides them by the factors of their rows."""
+
+        @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), *([FOUR] if self.quantised else [])))
+        def finish(_, ref, *scales):
+            lanes.wait_for_copies()
+            for held in scales:
+                *_, special, inverse = _words(held)
+                lanes.divide_rope(ref, stage, special, inverse)
+
+        finish(r_ref, *([scales] if self.quantised else []))
+
+    def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
+        """Has the rows of a tile, of `spread` slots, brought to the L2 cache."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(self.loaded), SCALAR, SCALAR))
         def prefetch(_, kv, zero, slots, layer, limit):
-            lanes.prefetch(lanes.rows(self, kv, zero, slots, layer, limit), self.entry.nbytes)
+            lanes.prefetch(self._rows(kv, zero, slots, layer, limit), self.entry.nbytes)
 
         prefetch(kv_ref, zero_ref, slots, layer, limit)
 
-    def factors(self, stats_ref, row: int, flag: tuple[int, int], slots, limit, raw=None):
+    def factors(self, stats_ref, row: int, flag: tuple[int, int], slots, limit, raw):
         """Stores the factors of a tile's keys to row `row` of `stats_ref`, and whether any is not 1 to `flag`.
 
-        `flag` is a row and a column: each warp has a value, 1 where a factor of its keys is not 1.  Returns what
-        `store` multiplies latents by, made from the unit `raw` of scales.
+        `flag` is a row and a column: each warp has a value, 1 where a factor of its keys is not 1.  `raw` is what
+        `load_scales` returned.  Returns what `store` and `finish_rope` need of the scales.
         """
         if raw is None:
 
-            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SLOTS, SCALAR))
+            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR))
             def mark(_, stats, slots, limit):
-                lanes.store_factors(stats, row, flag, lanes.valid(slots, limit), None)
+                lanes.store_factors(stats, row, flag, lanes.valid(_word(slots), limit.registers.item()), None)
 
             return mark(stats_ref, slots, limit)
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), SLOTS, SCALAR, UNIT),
-            return_type=plgpu.ShapeDtypeStruct((lanes.THREADS * 8,), jnp.int32, layout=PACKED_SCALES),
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, FOUR), return_type=_array(4))
         def scale(_, stats, slots, limit, raw):
-            factors, packed = lanes.scales(raw)
-            lanes.store_factors(stats, row, flag, lanes.valid(slots, limit), factors)
-            return lanes.array(packed, PACKED_SCALES)
+            factor, pairs = lanes.scales(_words(raw))
+            known = lanes.valid(_word(slots), limit.registers.item())
+            factor, special = lanes.store_factors(stats, row, flag, known, factor)
+            return lanes.array([[*pairs, special, lanes.inverse_pair(factor)]], FOUR)
 
         return scale(stats_ref, slots, limit, raw)
 
-    def store(self, unit: Unit, stage: int, k_ref, r_ref, raw, scales, stats_ref, row: int) -> None:
-        """Stores a unit of latents to `k_ref` [2, 2, 64, 256], of rotary keys to `r_ref` [2, 64, 64].
+    def store(self, unit: Unit, stage: int, k_ref, raw, scales, stats_ref) -> None:
+        """Stores a unit of latents to `k_ref` [2, 2, 64, 256]; `stats_ref` has the barriers of shared tiles."""
+        scaled = [FOUR] if self.quantised else []
 
-        Row `row` of `stats_ref` has the factors of the tile.
-        """
-        rope = unit.kind == "rope"
-        into, dtype = (r_ref, self.rope_dtype) if rope else (k_ref, self.latent_dtype)
-        ref_type = plgpu.RefType(swizzled(1, dtype=dtype).transforms)
-        if rope and self.quantised:
+        @plgpu.inline_mgpu(
+            arg_types=(_ref_type(self.latent_dtype), _registers(4 * self.loaded), plgpu.RefType(), *scaled)
+        )
+        def store(_, ref, raw, stats, *scales):
+            full = stats if self.shared else None
+            if self.quantised:
+                lanes.store_e4m3(ref, raw, _words(*scales)[:2], stage, unit.number, full)
+            else:
+                lanes.store_words(ref, raw, stage, unit.number, full)
 
-            @plgpu.inline_mgpu(arg_types=(ref_type, UNIT, plgpu.RefType()))
-            def divide(_, ref, raw, stats):
-                lanes.store_divided(ref, raw, stage, stats, row)
+        store(k_ref, raw, stats_ref, *([scales] if self.quantised else []))
 
-            divide(into, raw, stats_ref)
-        elif not self.quantised:
-
-            @plgpu.inline_mgpu(arg_types=(ref_type, UNIT))
-            def copy(_, ref, raw):
-                lanes.store_words(ref, raw, stage, None if rope else unit.number)
-
-            copy(into, raw)
-        else:
-
-            @plgpu.inline_mgpu(arg_types=(ref_type, UNIT, PACKED_SCALES))
-            def convert(_, ref, raw, scales):
-                lanes.store_e4m3(ref, raw, scales, stage, unit.number)
-
-            convert(into, raw, scales)
+    def _rows(self, kv, zero, slots, layer, limit):
+        """Where the rows of the slots that a lane holds begin."""
+        return lanes.rows(self, kv, zero, _words(slots), layer.registers.item(), limit.registers.item())
 
 
-def warpgroup_barrier() -> None:
-    """Waits for all lanes of the warpgroup."""
-    plgpu.inline_mgpu()(lambda _: lanes.warpgroup_barrier())()
+def _words(held) -> list[Any]:
+    """The words of an array of one register per lane."""
+    return lanes.words(held.registers.item())
+
+
+def _word(held) -> Any:
+    """The word of an array of one word per lane."""
+    (word,) = _words(held)
+    return word
+
+
+def _ref_type(dtype) -> Any:
+    """Of the swizzled shared memory that tiles are stored to."""
+    return plgpu.RefType(swizzled(1, dtype=dtype).transforms)
 
 
 def async_fence(*, interpret: bool) -> None:

@@ -1,8 +1,9 @@
 """The producer of sparse attention: gathers tiles of keys, pair by pair, for the consumers of `slots.py`.
 
-A tile is stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is converted and stored, the
-next ones are on their way, also across the ends of tiles and work tiles.  Rows are brought to the L2 cache half a tile
-before they are loaded, and slots are loaded half a tile before that.
+The latents of a tile are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is converted and
+stored, the next ones are on their way, also across the ends of tiles and work tiles.  Scales are loaded a tile ahead.
+Rotary keys are copied to shared memory while the latents of their tile are stored.  Rows are brought to the L2 cache a
+tile before they are stored, and their slots are loaded a tile before that.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, warpgroup_barrier
-from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the factors of either tile; whether any is not 1, four values per tile.  The number of all rows."""
@@ -35,7 +35,7 @@ class GatherTiles:
     r: Any
     stats: Any
     k_full: Any
-    """Barriers [2 * tile + half]: a half is stored; with the far half also the rotary keys."""
+    """`OwnFull` or `SharedFull`, of 2 * tile + half: it is stored; with the far half also the rotary keys."""
     k_free: Any
     interpret: bool
 
@@ -61,7 +61,7 @@ class GatherTiles:
             request, begin, stop, keys = load_work(n)
 
             def pair(i, carry):
-                used, ring, here, ahead = carry
+                used, state = carry
 
                 def of_next_work_tile():  # loaded when it is needed: registers are scarce
                     request, begin, _, keys = load_work(n + 1)
@@ -71,15 +71,15 @@ class GatherTiles:
                     i + 1 < stop, lambda: (request, i + 1, keys), of_next_work_tile
                 )
                 beyond = [(following, 2 * next_pair + tile, next_keys) for tile in range(2)]
-                ring, here, ahead = fetch_tile(0, used, ring, here, ahead, beyond[0])
+                state = fetch_tile(0, used, state, beyond[0])
 
                 @pl.when((i == begin) & (n > first))
                 def _():
                     plgpu.barrier_wait(q_free)
                     fetch_queries(request)
 
-                ring, here, ahead = fetch_tile(1, used, ring, here, ahead, beyond[1])
-                return used + 1, ring, here, ahead
+                state = fetch_tile(1, used, state, beyond[1])
+                return used + 1, state
 
             return lax.fori_loop(begin, stop, pair, carry)
 
@@ -90,8 +90,10 @@ class GatherTiles:
             fetch_queries(request)
 
         here, ahead = (find(request, 2 * begin + tile, keys) for tile in range(2))
-        ring = tuple(self._load(here, layer, limit, unit) for unit in self._units(0)[: self._ring])
-        lax.fori_loop(first, end, work_tile, (jnp.int32(0), ring, here, ahead))
+        raw = self._load_scales(here, layer, limit)
+        spread = self.rows.spread(here)
+        ring = tuple(self._load(spread, layer, limit, unit) for unit in self._units(0)[: self._ring])
+        lax.fori_loop(first, end, work_tile, (jnp.int32(0), (ring, raw, here, ahead)))
 
         @pl.when(end > first)
         def _():  # a barrier is waited on as often as it completes
@@ -102,46 +104,47 @@ class GatherTiles:
     @property
     def _ring(self) -> int:
         """How many units are on their way."""
-        return self.config.quantised_units_ahead if self.rows.quantised else self.config.units_ahead
+        return min(self.config.units_ahead, self.rows.units)
 
     def _units(self, tile):
-        """All units of a tile, in the order in which they are stored: half `tile` is the near one."""
-        near, far = self.rows.order(tile)
-        return near + far
+        """The units of a tile in the order in which they are stored: half `tile` is the near one."""
+        return self.rows.half(tile) + self.rows.half(1 - tile)
 
     def _load(self, slots, layer, limit, unit):
         return self.rows.load(self.kv_ref, self.zero_ref, slots, layer, limit, unit)
 
-    def _fetch_tile(self, layer, limit, tile, used, ring, here, ahead, beyond):
+    def _load_scales(self, slots, layer, limit):
+        return self.rows.load_scales(self.kv_ref, self.zero_ref, slots, layer, limit)
+
+    def _fetch_tile(self, layer, limit, tile, used, state, beyond):
         """Stores a tile, whose first units are in `ring`; loads those of the next one.
 
-        `here`, `ahead`: slots of this tile and of the next one; `beyond`: where those of the one after are.
+        `state`: the units and scales that are on their way; slots of this tile and of the next one.  `beyond`: where
+        those of the one after are.
         """
-        rows, stats, near = self.rows, self.stats, len(self.rows.order(tile)[0])
-        units = self._units(tile)
+        rows, (ring, raw, here, ahead) = self.rows, state
+        units, ring = self._units(tile), list(ring)
         coming = units + self._units(1 - tile)
-        ring, scales, after = list(ring), None, ahead
-        factors = partial(rows.factors, stats, FACTOR + tile, (FLAG, 4 * tile), here, limit)
-        if self.config.prefetch:
-            # Plus an opaque zero: the compiler would otherwise keep the addresses until they are loaded from.
-            rows.prefetch(self.kv_ref, self.zero_ref, ahead + opaque_zero(used), layer, limit)
+        from_cache = self.kv_ref, self.zero_ref
         self._wait_free(tile, tile, used)
-        if not rows.quantised:
-            factors()
+        rows.copy_rope(*from_cache, rows.spread(here, every=True), layer, limit, tile, self.r)
+        ahead_spread = rows.spread(ahead)
+        here_spread = rows.spread(here) if self._ring < len(units) else None
+        after = rows.slots(self.slot_ref, *beyond)
+        scales = rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), here, limit, raw)
+        raw = self._load_scales(ahead, layer, limit)
         for n, unit in enumerate(units):
-            if n == near:
+            if n == len(units) // 2:
                 self._stored(2 * tile + tile)
-                after = rows.slots(self.slot_ref, *beyond)
                 self._wait_free(tile, 1 - tile, used)
-            raw = ring[n % self._ring]
-            if unit.kind == "scales":
-                scales = factors(raw)
-            else:
-                rows.store(unit, tile, self.k, self.r, raw, scales, stats, FACTOR + tile)
-            slots = here if n + self._ring < len(units) else ahead
+            rows.store(unit, tile, self.k, ring[n % self._ring], scales, self.stats)
+            slots = here_spread if n + self._ring < len(units) else ahead_spread
             ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
+        if self.config.prefetch:
+            rows.prefetch(*from_cache, rows.spread(after), layer, limit)
+        rows.finish_rope(tile, self.r, scales)
         self._stored(2 * tile + 1 - tile)
-        return tuple(ring), ahead, after
+        return tuple(ring), raw, ahead, after
 
     def _wait_free(self, tile, half, used):
         @pl.when(used > 0)
@@ -149,12 +152,10 @@ class GatherTiles:
             plgpu.barrier_wait(self.k_free[2 * tile + half])
 
     def _stored(self, half):
-        """Signals that all lanes have stored a half; the consumers make it visible to wgmma.
+        """Signals that a half is stored: each lane arrives for itself.  The consumers make it visible to wgmma.
 
         A fence here might wait for the loads that are on their way.
         """
         if self.interpret:
             plgpu.commit_smem()
-        else:
-            warpgroup_barrier()
-        plgpu.barrier_arrive(self.k_full[half])
+        self.k_full.arrive(half)

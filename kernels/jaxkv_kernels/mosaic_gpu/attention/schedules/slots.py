@@ -1,28 +1,29 @@
 """Sparse MLA decode in tiles of 64 rows: each query token attends to slots of its own.
 
 Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
-the plan: work tiles, each a range of pairs of key tiles of a query token.  With more than 64 heads, each CTA gathers
-keys for itself: converting a tile takes less time than its products.
+the plan: work tiles, each a range of pairs of key tiles of a query token.  If the tiles of heads are an even number (65
+to 128 heads, say), two CTAs form a cluster and share the gathering: each loads and converts half of the rows of a tile,
+and stores them to both (`gather/full.py`).
 
 Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
 64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.
 
-    producer (all lanes gather)      consumer 0                          consumer 1
-    next tile to the L2 cache
-    K0 left           -> k_free[0]   S0 = Q K0'     -> k_full[0], [1]
-    slots of the tile after next       arrives s_issued
-    K0 right + rope   -> k_free[1]   softmax, P0: arrives p_ready[0]     S1 = Q K1'      -> s_issued, k_full[3], [2]
-    queries of the next work tile    O0 += P0 K0 left                    O1 += P0 K0 right  -> p_ready[0]
-                      -> q_free        arrives k_free[0]                   beside it softmax of S1
-    K1 right          -> k_free[3]                                         arrives k_free[1]
-    K1 left + rope    -> k_free[2]                                       O1 += P1 K1 right, arrives k_free[3]
-                                                                           beside it P1: arrives p_ready[1]
-                                     O0 += P1 K1 left  -> p_ready[1]
-                                       arrives k_free[2]
+    producer (all lanes gather)          consumer 0                       consumer 1
+                      -> k_free[0]       S0 = Q K0'  -> k_full[0], [1]
+    copies K0's rotary keys                arrives s_issued
+    slots of the tile after next         softmax, P0: arrives p_ready[0]  S1 = Q K1'  -> s_issued, k_full[3], [2]
+    factors of K0, loads those of K1     O0 += P0 K0 left                 O1 += P0 K0 right  -> p_ready[0]
+    stores K0 left                         arrives k_free[0]                beside it softmax of S1
+    stores K0 right   -> k_free[1]                                          arrives k_free[1]
+    tile after next to the L2 cache                                       O1 += P1 K1 right, arrives k_free[3]
+    queries of the next work tile                                           beside it P1: arrives p_ready[1]
+                      -> q_free          O0 += P1 K1 left  -> p_ready[1]
+    K1 likewise, right half first          arrives k_free[2]
+                      -> k_free[3], [2]
 
-This is the order of `wide.py`.  The producer loads some units of a tile ahead of those that it stores, across the ends
-of tiles and work tiles (`gather/tiles.py`).  P0 and P1 share a place, since the rotary queries keep theirs: registers
-that hold them in `wide.py` are the producer's here.
+This is the order of `wide.py`.  The producer's loads are ahead of its stores, across the ends of tiles and work tiles
+(`gather/tiles.py`): when a tile comes free, what goes there is in registers.  P0 and P1 share a place, since the rotary
+queries keep theirs: registers that hold them in `wide.py` are the producer's here.
 
 Numbers.  A key has a factor: what its values, as they lie in shared memory, are to be multiplied by
 (`gather/scaling.py`).  Tiles in which all factors are 1, nearly all tiles, skip what deals with them.  Otherwise scores
@@ -35,9 +36,9 @@ Barriers.
     q_full           the queries have landed
     q_free           both consumers have multiplied with the queries for the last time
     k_full[2t + h]   half h of key tile t is stored; with the half that is stored last, also the rotary keys.  Factors
-                     are stored with the first.
-    k_free[2t + h]   the consumer that multiplies this half last is done with it.  K1's halves stage the result of a
-                     work tile, and are free once it has been stored.
+                     are stored with the first.  Where two CTAs share tiles, these are not Pallas's barriers.
+    k_free[2t + h]   the consumer that multiplies this half last, in every CTA of the cluster, is done with it.  K1's
+                     halves stage the result of a work tile, and are free once it has been stored.
     s_issued         S0's products have been issued
     p_ready[t]       P of tile t is in p, and the running max after tile t is in stats[0]
     both             named barrier of the two consumers: largest queries, scaled queries, or row sums of both are there
@@ -50,6 +51,7 @@ Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + st
 """
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -58,6 +60,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig, consumer_registers
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
+from jaxkv_kernels.mosaic_gpu.attention.gather.full import OwnFull, SharedFull
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import FACTOR, FLAG, STATS, GatherTiles
@@ -95,7 +98,9 @@ def attend_slots(
     q_latent [N, heads rounded up to 8, R], slots [N, K], sinks [heads rounded up to 64] or None.
     """
     batch, heads, _ = q_latent.shape
-    groups = -(-heads // TILE)
+    tiles = -(-heads // TILE)
+    cluster = 2 if rows.shared else 1
+    groups = tiles // cluster
     stored = min(heads, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
@@ -109,16 +114,21 @@ def attend_slots(
         q_full = scratch["q_full"]
         # Barriers of equal arrivals in one array each: their addresses and phases take fewer registers.
         one, two = scratch["one_arrives"], scratch["two_arrive"]
-        k_full, k_free = [one.at[n] for n in range(4)], [one.at[4 + n] for n in range(4)]
-        s_issued, *p_ready = (one.at[8 + n] for n in range(3))
+        k_free = [scratch["k_free"].at[n] for n in range(4)]
+        s_issued, *p_ready = (one.at[n] for n in range(3))
         q_free, both = (two.at[n] for n in range(2))
         # Two views of the same memory: as it is multiplied, and as it comes from and goes to device memory.
         (q, q_in), (k, stages) = (
             (scratch[name], scratch[name]) if dtype == k_dtype else tuple(scratch[name]) for name in ("q", "k")
         )
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
-        partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
-        first_row = group * TILE
+        partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
+        first_row = (group * cluster + cta) * TILE
+        if rows.shared:
+            k_full: Any = SharedFull(stats, jnp.dtype(k_dtype).itemsize)
+        else:
+            k_full = OwnFull([one.at[3 + n] for n in range(4)])
+        k_full.start()
 
         def fetch_queries(request):
             for half in range(2):
@@ -164,7 +174,7 @@ def attend_slots(
                 wait_for_both()
                 return inverse * scale
 
-            def scores(row_scale, i, last):
+            def scores(row_scale, i, turn, last):
                 """Scores of this side's tile, with the logarithms of factors; and how its weights are summed."""
                 z = opaque_zero(i)
                 tile = z + side
@@ -174,7 +184,7 @@ def attend_slots(
                     if side == 1:
                         plgpu.barrier_wait(s_issued)
                     for half in (near, far):
-                        plgpu.barrier_wait(k_full[2 * side + half])
+                        k_full.wait(2 * side + half, turn)
                         async_fence(interpret=interpret)
                         plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
                     plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
@@ -237,9 +247,9 @@ def attend_slots(
                 z = opaque_zero(i)
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=operand)
 
-            def pair0(row_scale, last, i, carry):
+            def pair0(row_scale, last, turns, i, carry):
                 acc, old_max, row_sum = carry
-                s, row_sums = scores(row_scale, i, last)
+                s, row_sums = scores(row_scale, i, turns + i, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = weights(s, max0, row_sums)
                 share_weights(w16, 0)
@@ -257,9 +267,9 @@ def attend_slots(
 
                 return acc, max1, row_sum
 
-            def pair1(row_scale, last, i, carry):
+            def pair1(row_scale, last, turns, i, carry):
                 acc, old_max, row_sum = carry
-                s, row_sums = scores(row_scale, i, last)
+                s, row_sums = scores(row_scale, i, turns + i, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -281,7 +291,8 @@ def attend_slots(
 
             step = (pair0, pair1)[side]
 
-            def run(n, tile: WorkTile):
+            def run(n, state: tuple[WorkTile, Any]):
+                tile, turns = state  # turns: pairs before this work tile
                 ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
                 request, begin, end, _, _, split, _ = tile
                 plgpu.barrier_wait(q_full)
@@ -290,16 +301,18 @@ def attend_slots(
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
-                acc, running_max, row_sum = lax.fori_loop(begin, end, partial(step, row_scale, last), carry)
+                acc, running_max, row_sum = lax.fori_loop(
+                    begin, end, partial(step, row_scale, last, turns - begin), carry
+                )
 
                 stage = stages.at[opaque_zero(last) + 1, side]
                 own_sinks = [partial(load_sinks, ref) for ref in sink_refs]
                 epilogue.store(side, acc, row_sum, running_max, request, split, stage, *own_sinks)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free[2 + side])
-                return ahead
+                return ahead, turns + (end - begin)
 
-            lax.fori_loop(first, end, run, first_tile)
+            lax.fori_loop(first, end, run, (first_tile, jnp.int32(0)))
 
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
@@ -313,16 +326,21 @@ def attend_slots(
         # The interpreter takes any two accesses to a union through different views for a race.
         return views if interpret else plgpu.RefUnion(*views)
 
+    free: Any = plgpu.Barrier(num_barriers=4)
+    if rows.shared:
+        free = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4)
     return kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
         out_type=result_types(
             (batch,), plan.max_splits, dtype,
-            rows=heads, width=LATENT, lse=(groups - 1) * TILE + stored, split_lse=groups * TILE, scales=2,
+            rows=heads, width=LATENT, lse=(tiles - 1) * TILE + stored, split_lse=tiles * TILE, scales=2,
         ),
         grid=(groups, plan.num_partitions),
         grid_names=("group", "partition"),
+        cluster=(cluster,),
+        cluster_names=("cta",),
         num_threads=3,
         thread_name="wg",
         kernel_name="decode_mla_sparse",
@@ -334,7 +352,8 @@ def attend_slots(
             "p": swizzled(TILE, TILE, dtype=k_dtype),
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=3),
-            "one_arrives": plgpu.Barrier(num_barriers=11),
+            "one_arrives": plgpu.Barrier(num_barriers=3 if rows.shared else 7),
+            "k_free": free,
             "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             # The interpreter wants register operands of wgmma in shared memory.
             **({"operands": swizzled(2, TILE, TILE, dtype=k_dtype)} if interpret else {}),
