@@ -222,7 +222,7 @@ class SparseConfig:
     tiles.  The consumers get the rest, 200 each."""
     share: bool = True
     """Whether two CTAs of a cluster, where the tiles of heads are an even number, each load half of the keys and send
-    them to the other."""
+    them to the other.  For 4,096 query tokens with 128 heads and bf16 entries, 5.6 ms instead of 8.2."""
     units_ahead: int = 4
     """Units of latents, 16 registers per lane each (8 where CTAs share), that are loaded before the first of them is
     stored.  A divisor of the units of a tile, 4 in `fp8_ds_mla` and 8 in others, so that each unit always has the same
@@ -238,6 +238,16 @@ class SparseConfig:
         _check_registers(self, 88, 104, 120)
         require(self.units_ahead in (1, 2, 4, 8), self, "units_ahead", "1, 2, 4 or 8, divisors of the units of a tile")
         _check_threshold(self)
+
+
+QUANTISED_SPARSE = SparseConfig(producer_registers=88, share=False, units_ahead=2)
+"""The default for quantised entries.  Sending a converted tile to the other CTA takes as long as converting it: shared,
+128 requests with 128 heads took 0.216 ms instead of 0.187."""
+
+
+def sparse_config(quantised: bool) -> SparseConfig:
+    """The default configuration of a `decode_mla_sparse` call."""
+    return QUANTISED_SPARSE if quantised else SparseConfig()
 
 
 def consumer_registers(producer_registers: int) -> int:

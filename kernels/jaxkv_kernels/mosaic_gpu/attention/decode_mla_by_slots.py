@@ -6,12 +6,10 @@ The schedule of sparse attention loads entries by slot.  Here the block table gi
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import lengths_in_table, slots_for, table_tokens
-from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
-from jaxkv_kernels.mosaic_gpu.attention.decode_mla_sparse import decode_slots
+from jaxkv_kernels.mosaic_gpu.attention.decode_mla_sparse import config_of, decode_slots
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.plan_slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.tuning import configuration
 
 
 def decode_by_slots(
@@ -24,17 +22,19 @@ def decode_by_slots(
     slots = slots_for(block_tables, positions, block_size=pages.block_size)
     slots = jnp.broadcast_to(slots[:, None], (batch, tokens, size))
     if plan is None:
-        plan = plan_by_slots(block_tables, seq_lens, pages=pages, heads=heads, tokens=tokens, batch_invariant=False)
+        plan = plan_by_slots(
+            block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens, batch_invariant=False
+        )
     return decode_slots(
         q_latent, q_pe, buffer, slots, None, layer, scale, plan, pages=pages, entry=entry, logit_cap=logit_cap
     )
 
 
-def plan_by_slots(block_tables, seq_lens, *, pages, heads: int, tokens: int, batch_invariant: bool) -> Plan:
+def plan_by_slots(block_tables, seq_lens, *, pages, entry, heads: int, tokens: int, batch_invariant: bool) -> Plan:
     """The schedule of such calls: query token t of a request sees all but the last `tokens` - 1 - t slots."""
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
     counts = jnp.maximum(lengths[:, None] - jnp.arange(tokens - 1, -1, -1, dtype=jnp.int32), 0).reshape(-1)
-    costs, size = configuration(SparseConfig()).split_costs, table_tokens(block_tables, pages.block_size)
+    costs, size = config_of(entry).split_costs, table_tokens(block_tables, pages.block_size)
     return plan_slots(
         counts, size=size, heads=heads, costs=costs, batch_invariant=batch_invariant,
         by_kernel=not interpreting.value,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE, SparseConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE, SparseConfig, sparse_config
 from jaxkv_kernels.mosaic_gpu.attention.gather.interpreted import InterpretedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
@@ -24,11 +24,14 @@ def decode_mla_sparse(
     q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap,
     batch_invariant=False,
 ):  # fmt: skip
-    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P], slots [B, Q, K] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
+
+    Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
+    """
     del kv_scale
     batch, tokens, heads, _ = q_latent.shape
     plan_of = partial(
-        plan_slots, size=slots.shape[-1], heads=heads, costs=configuration(SparseConfig()).split_costs,
+        plan_slots, size=slots.shape[-1], heads=heads, costs=config_of(entry).split_costs,
         batch_invariant=batch_invariant,
     )  # fmt: skip
     if counts is None:
@@ -41,11 +44,16 @@ def decode_mla_sparse(
     )
 
 
+def config_of(entry) -> SparseConfig:
+    """The configuration of a call with such entries: the user's, or the default."""
+    return configuration(sparse_config(not jnp.issubdtype(entry.dtype, jnp.floating)))
+
+
 def decode_slots(q_latent, q_pe, buffer, slots, sinks, layer, scale, plan: Plan, *, pages, entry, logit_cap):
     """The same with a plan of query tokens."""
     return _decode(
         q_latent, q_pe, buffer, slots, sinks, layer, scale, plan,
-        pages=pages, entry=entry, logit_cap=logit_cap, config=configuration(SparseConfig()),
+        pages=pages, entry=entry, logit_cap=logit_cap, config=config_of(entry),
         interpret=bool(interpreting.value),
     )  # fmt: skip
 

@@ -67,7 +67,13 @@ def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, 
         from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import plan_by_slots
 
         by_token: Any = plan_by_slots(
-            block_tables, seq_lens, pages=pages, heads=heads, tokens=tokens, batch_invariant=batch_invariant
+            block_tables,
+            seq_lens,
+            pages=pages,
+            entry=entry,
+            heads=heads,
+            tokens=tokens,
+            batch_invariant=batch_invariant,
         )
         return by_token
     config = configuration(default_config(entry, tokens * heads // pages.num_heads))
