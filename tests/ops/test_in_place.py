@@ -32,7 +32,7 @@ MOVES_NOTHING = {
     "custom-call",
 }
 """HLO operations that may have a result as large as the cache.  A fusion's own operations are looked at as well; a
-custom call is a kernel, whose operand `test_mosaic_gpu_copies` finds aliased.
+custom call is a kernel, whose operand `kernels/mosaic_gpu/test_copies.py` finds aliased.
 """
 
 

@@ -10,7 +10,7 @@ from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import origin_step
+from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of

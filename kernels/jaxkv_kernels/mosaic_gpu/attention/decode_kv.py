@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE, KVQuantisedConfig
+from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.attention.plan import default_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
 from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedHeads
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.kv import attend_kv
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tuning import configuration
 

@@ -13,7 +13,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import TILE, SparseConfig, sparse
 from jaxkv_kernels.mosaic_gpu.attention.gather.interpreted import InterpretedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.plan_slots import plan_slots
+from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.attention.schedules.slots import attend_slots
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
-from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable
+from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA
 
 MASKED = -math.inf

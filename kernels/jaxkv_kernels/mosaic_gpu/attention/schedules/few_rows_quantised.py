@@ -66,7 +66,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import TILE, FewRowsQuantisedConf
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MOST_FACTOR
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask
-from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable
+from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, STATS, STEPS, N, Tiles
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax

@@ -51,12 +51,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, KVConfig, consumer_registers
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
-from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
-from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
+from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY

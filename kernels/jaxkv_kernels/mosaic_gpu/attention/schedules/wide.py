@@ -36,7 +36,7 @@ Quantised entries (`fp8`).  TMA brings the bytes of half a tile to the first hal
 converts it to float16 there (`convert/`), in the order in which the consumers use halves: k_landed, k_full.  The order
 of the consumers is the same, with these differences, which leave the producer its registers:
 
-- Queries become float16, scaled to fit (`queries.py`).  Their rotary part stays in shared memory, and P0 and P1 share a
+- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, and P0 and P1 share a
   place: consumer 1 stores P1 once it has multiplied P0.
 - Pairs that need a mask have a loop of their own, so that the others do not hold what masks are made from.
 - The half that is converted first brings the rotary keys; there are neither r_full nor p_free for consumers, and q_full
@@ -88,15 +88,15 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     consumer_registers,
 )
 from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles
+from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
-from jaxkv_kernels.mosaic_gpu.attention.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
-from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
+from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
+from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.queries import fit_queries
+from jaxkv_kernels.mosaic_gpu.attention.schedules.wide_memory import barriers, plain_types, quantised_types
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import token_rows
-from jaxkv_kernels.mosaic_gpu.attention.wide_memory import barriers, plain_types, quantised_types
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero

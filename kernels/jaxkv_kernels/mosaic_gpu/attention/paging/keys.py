@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.page_table import PageTable
-from jaxkv_kernels.mosaic_gpu.attention.token_rows import TokenRows
+from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable
+from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TokenRows
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import prefetch_to_l2
 
 
