@@ -1,6 +1,6 @@
 """Mosaic GPU kernels that convert entries, and `merge_states`: interpreted on any machine; the suites on a Hopper GPU.
 
-The suites of writes and gathers, with all formats, are in `test_mosaic_gpu_copies.py`.
+The suites of writes and gathers, with all formats, are in `test_copies.py`.
 """
 
 import jax

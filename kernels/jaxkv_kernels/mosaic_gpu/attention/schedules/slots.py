@@ -2,8 +2,8 @@
 
 Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
 the plan: work tiles, each a range of pairs of key tiles of a query token.  If the tiles of heads are an even number (65
-to 128 heads, say), and the configuration has `share`, two CTAs form a cluster and share the gathering: each loads half of
-the rows of a tile, and stores them to both (`gather/full.py`).
+to 128 heads, say), and the configuration has `share`, two CTAs form a cluster and share the gathering: each loads half
+of the rows of a tile, and stores them to both (`gather/full.py`).
 
 Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
 64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.

@@ -36,8 +36,8 @@ Quantised entries (`fp8`).  TMA brings the bytes of half a tile to the first hal
 converts it to float16 there (`convert/`), in the order in which the consumers use halves: k_landed, k_full.  The order
 of the consumers is the same, with these differences, which leave the producer its registers:
 
-- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, and P0 and P1 share a
-  place: consumer 1 stores P1 once it has multiplied P0.
+- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, and P0 and
+  P1 share a place: consumer 1 stores P1 once it has multiplied P0.
 - Pairs that need a mask have a loop of their own, so that the others do not hold what masks are made from.
 - The half that is converted first brings the rotary keys; there are neither r_full nor p_free for consumers, and q_full
   also covers the rotary queries.
