@@ -126,10 +126,9 @@ class Plan(Case):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The fields of the attention.  Queries have the entries' own dtype, so that every planned call can be run."""
+        """The fields of the attention.  Its queries have the entries' input dtype, so that every planned call can run."""
         attention = DecodeMLA if layout.entry.one_head else DecodeKV
-        found, own = attention.sizes(rng, layout, fields), str(layout.entry.dtype)
-        return {**found, "dtype": jnp.dtype(own)} if own in ("bfloat16", "float16", "float32") else found
+        return {**attention.sizes(rng, layout, fields), "dtype": jnp.dtype(layout.entry.input_dtype)}
 
     @property
     def attention(self) -> DecodeMLA:
