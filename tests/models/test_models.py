@@ -40,9 +40,6 @@ HEADS = {"llama"}
 families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [
     ("deepseek_v2_lite", "LBNHC"),
-    ("deepseek_v3", "LBNHC"),
-    ("deepseek_v32", "BLNHC"),
-    ("youtu", "LBNHC"),
     ("llama", "BHLNC"),
 ]
 """All families run in chunks, on block-major caches."""
