@@ -15,9 +15,6 @@ ENTRY = jaxkv.MLAEntry("fp8")  # 576 elements of one byte
 BLOCK_SIZE = 64
 SCALE = 0.02
 
-# The emitters that conftest.py has XLA use pass over the whole buffer to copy a block: not these.
-WRITES_IN_PLACE = {"donate_argnums": 0, "compiler_options": {"xla_backend_extra_options": ""}}
-
 
 def layout_of(order, num_layers, num_blocks, block_size=BLOCK_SIZE):
     sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size)
@@ -58,7 +55,7 @@ def check(layout, view, layers):
     q = [jnp.asarray(rng.standard_normal((1, 2, n)), jnp.bfloat16) for n in ENTRY.sizes]
     small = layout_of("LBNHC", 1, len(blocks))
     near = jnp.arange(len(blocks), dtype=jnp.int32)[None]
-    store = jax.jit(write, **WRITES_IN_PLACE)
+    store = jax.jit(write, donate_argnums=0)
     zeros = np.zeros(layout.size, layout.dtype)  # half the time of JAX's
     cache = jaxkv.KVCache(jax.device_put(zeros, may_alias=False), layout)
     del zeros
@@ -79,9 +76,9 @@ def check(layout, view, layers):
 
     # The last block over the last but one, and from there, as it travels, over block 1.
     last = layout.num_blocks - 1
-    cache = jax.jit(jaxkv.copy_blocks, **WRITES_IN_PLACE)(cache, jnp.asarray([last]), jnp.asarray([last - 1]))
+    cache = jax.jit(jaxkv.copy_blocks, donate_argnums=0)(cache, jnp.asarray([last]), jnp.asarray([last - 1]))
     rows = jaxkv.read_blocks(cache, jnp.asarray([last - 1]))
-    cache = jax.jit(jaxkv.write_blocks, **WRITES_IN_PLACE)(cache, jnp.asarray([1]), rows)
+    cache = jax.jit(jaxkv.write_blocks, donate_argnums=0)(cache, jnp.asarray([1]), rows)
 
     # Only now, for a buffer that NumPy looks at cannot be donated.
     everything = scenes.to_bytes(cache)
