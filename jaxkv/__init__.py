@@ -1,6 +1,6 @@
 """Paged KV caches for JAX, with explicit strides.
 
-A cache (`KVCache`) is one flat buffer and a static layout (`CacheLayout`) that says where each entry lies in it.
+A cache (`KVCache`) is one flat buffer and a static layout (`CacheLayout`) that defines where each entry lies in it.
 Operations are pure functions: they take the cache and the layer as arguments, and those that write return a new cache.
 
     layout = CacheLayout(num_layers=27, num_blocks=64, block_size=64, entry=MLAEntry("bf16"))
@@ -16,11 +16,11 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
-- **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` checks data at
-run time.
+- **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
+  ValueError for invalid data (slots, block ids, lengths) at run time.
 
-`jaxkv.models` has language models on these operations, `jaxkv.serving` the engine that serves them, `jaxkv.offload`
-blocks in host memory and on disk, and `jaxkv.parallel` recipes for several devices.
+`jaxkv.models` has language models built on these operations, and `jaxkv.serving` the engine that serves them.
+`jaxkv.offload` stores blocks in host memory and on disk.  `jaxkv.parallel` has recipes for several devices.
 """
 
 from importlib.metadata import version

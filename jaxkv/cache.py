@@ -29,7 +29,10 @@ class KVCache:
         return f"KVCache({self.layout!r})"  # without the buffer's values
 
     def view(self, layout: CacheLayout) -> "KVCache":
-        """The same buffer with another layout, such as that of another group of a packed block."""
+        """The same buffer with another layout, such as that of another group of a `PackedLayout`.
+
+        ValueError unless the two layouts have buffers of the same size and dtype.
+        """
         if not isinstance(layout, CacheLayout):
             raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout")
         if (layout.size, layout.dtype) != (self.layout.size, self.layout.dtype):

@@ -1,4 +1,4 @@
-"""Which implementation supports which call: `explain` for one call, the support matrix for all operations."""
+"""Which implementations support a call (`explain`), and the support matrix of all operations."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from jaxkv_kernels.formats.format import FORMATS
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `explain`: which implementation runs a call, and why others do not."""
+    """The result of `explain`: the implementation that would run a call, and why the others would not."""
 
     operation: str
     reasons: Mapping[str, tuple[str, ...]]
-    """By implementation, in order of priority; empty if it would run the call."""
+    """The reasons of each implementation, in order of priority; empty for one that would run the call."""
 
     @property
     def chosen(self) -> str | None:
@@ -61,16 +61,17 @@ def call_of(operation: Callable[..., Any], *args, **kwargs) -> Call:
 
 
 def sample_calls() -> Iterator[tuple[Operation, Sample]]:
-    """The samples of every operation: one for each format of each of its entry kinds."""
+    """Sample calls of every operation: one for each format of each kind of entry that it accepts."""
     for operation in OPERATIONS:
         for sample in operation.samples():
             yield operation, sample
 
 
 def support_matrix() -> str:
-    """A Markdown table with a row per operation, a column per implementation, and the supported entry formats.
+    """A Markdown table of the supported entry formats, with a row per operation and a column per implementation.
 
-    The table is the same on every machine: it shows what an implementation supports on its devices.
+    The table is the same on every machine.  A column shows what the implementation supports on the devices that it is
+    for.
     """
     names = [f"`{backend.name}` ({backend.devices})" for backend in backends.BACKENDS]
     lines = [f"| operation | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
@@ -88,13 +89,14 @@ def support_matrix() -> str:
 
 
 PAGE = 64
-"""Tokens of the page that `format_table` shows where pages are split."""
+"""Tokens per page in the byte maps of `format_table`, for formats whose pages are split."""
 
 
 def format_table() -> str:
     """A Markdown table of the entry formats, made from their byte maps.
 
-    It shows the entry of default sizes of the first kind that a format serves; the other kinds are stored alike.
+    If several kinds of entries have a format, its byte map is that of the first kind, with default sizes.  The other
+    kinds are stored in the same way.
     """
     lines = ["| format | entries | bytes per token and head | byte map |", "|---|---|---|---|"]
     for name, form in FORMATS.items():

@@ -1,7 +1,7 @@
-"""Chains of consecutive calls in one program, timed on the clock of the host or of the device.
+"""Chains of consecutive calls in one program, timed by the clock of the host or of the device.
 
-A chain is `turns` rounds of `ahead + calls` calls, of which only `calls` are timed: while the others run, the host gets
-ahead of the device.
+A chain has `turns` rounds of `ahead + calls` calls.  Only the last `calls` of a round are timed.  While the first
+`ahead` run, the host launches calls in advance, so that the device does not wait for it.
 """
 
 import time
@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 
 Step = Callable[[jax.Array, Any, Any], Any]
-"""f(i, carry, fixed) -> carry: the i-th call."""
+"""A function f(i, carry, fixed) -> carry that makes the i-th call."""
 
 TURNS = jax.ShapeDtypeStruct((), jnp.int32)
 STAMPS = 2**32
-"""The number of nanoseconds after which stamps wrap around."""
+"""The number of nanoseconds after which time stamps wrap around."""
 
 
 class ByHost:
-    """Timed on the host's clock: the difference between a long chain and a short one.
+    """Timing by the host's clock: the difference between a chain of all calls and one of only `ahead` calls per round.
 
-    The time of a call therefore excludes launching the program and waiting for the notification of its end.
+    The difference excludes the time to launch the program and to learn that it has ended.
     """
 
     def __init__(self, step: Step, carry, fixed, *, ahead: int, calls: int):
@@ -43,7 +43,7 @@ class ByHost:
         self.short, self.long = (lowered.compile() for lowered in self._lowered)
 
     def run(self, carry, fixed, turns: int) -> tuple[Any, float]:
-        """The carry after chains of `turns` rounds, and the seconds of the timed calls."""
+        """Runs chains of `turns` rounds; returns the carry, and the seconds of the timed calls."""
 
         def elapsed(chain) -> float:
             nonlocal carry
@@ -58,9 +58,9 @@ class ByHost:
 
 
 class ByDevice:
-    """Timed on a Hopper GPU's clock, which the program reads before and after the timed calls of each round.
+    """Timing by a Hopper GPU's clock, which the program reads before and after the timed calls of each round.
 
-    The delay until the host is notified, which varies, is not included.  The time to launch kernels is included if the
+    The delay until the host is notified of the end is not included.  The time to launch kernels is included only if the
     host launches them more slowly than the GPU runs them.
     """
 
@@ -70,7 +70,7 @@ class ByDevice:
         @partial(jax.jit, donate_argnums=0)
         def chain(carry, fixed, turns):
             def consecutive(calls: int, first, carry, now):
-                """The carry after `calls` calls after the stamp `now`, and what a stamp after them must depend on."""
+                """Runs calls after the time stamp `now`; returns the carry, and the input of the next time stamp."""
 
                 def call(j, state):
                     carry, now = state
@@ -99,10 +99,10 @@ class ByDevice:
         self.long = self._lowered.compile()
 
     def run(self, carry, fixed, turns: int) -> tuple[Any, float]:
-        """The carry after a chain of `turns` rounds, and the seconds of the timed calls."""
+        """Runs a chain of `turns` rounds; returns the carry, and the seconds of the timed calls."""
         start = time.perf_counter()
         carry, spent = self.long(carry, fixed, jnp.int32(turns))
         seconds = int(spent[0]) % STAMPS / 1e9
         by_host = time.perf_counter() - start
-        # Stamps wrap around after longer times, for which the host's clock is accurate enough.
+        # Time stamps wrap around after STAMPS nanoseconds.  The host's clock is accurate enough for such long times.
         return carry, seconds if by_host < STAMPS / 1e9 else by_host * self._timed

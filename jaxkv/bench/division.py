@@ -32,7 +32,7 @@ Parts = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The whole problem, which is divided; the first device has the largest part."""
+    """Sizes of the whole problem.  If it cannot be divided evenly, the first device has the largest part."""
 
     divided: str
     """`context`: the tokens of each request; `tensor`: the heads."""
@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def entry(self) -> jaxkv.MLAEntry:
-        """What the cache stores."""
+        """The entry that the cache stores."""
         return jaxkv.MLAEntry(self.format, latent=512, rope=64)
 
     @property
@@ -68,12 +68,12 @@ class Sizes:
 
 
 class Division:
-    """The cache, filled with the same tokens on any number of devices, the queries, and the programs.
+    """The cache, the queries and the programs.  The cache holds the same tokens on any number of devices.
 
     Args:
       sizes: the whole problem.
       devices: the number of devices.
-      implementation: that of the attention; None selects the first that supports it.
+      implementation: the implementation of the attention; None selects the first that supports it.
     """
 
     def __init__(self, sizes: Sizes, devices: int, implementation: str | None):
@@ -97,15 +97,15 @@ class Division:
         self._q = self._placed(q, self._heads)
 
     def attention(self, repeats: int) -> tuple[float, np.ndarray]:
-        """Seconds per layer of each device's part, and the result of the last layer of a step."""
+        """Seconds per layer of the attention without the collective, and the result of a step's last layer."""
         return self._timed(self._attend, repeats)
 
     def collective(self, repeats: int) -> float:
-        """Seconds per layer of combining the parts, alone."""
+        """Seconds per layer of the collective that combines the parts, without the attention."""
         return self._timed(lambda q, cache, index, plan, layer, parts: self._unite(*parts), repeats)[0]
 
     def both(self, repeats: int) -> tuple[float, np.ndarray]:
-        """Like `attention`, with the parts combined."""
+        """Like `attention`, but with the collective."""
         return self._timed(lambda *args: self._unite(*self._attend(*args)), repeats)
 
     def free(self) -> None:
@@ -134,12 +134,12 @@ class Division:
             for _ in range(count):
                 parts = program(parts, self._q, self._cache, self._tables)
                 if jax.default_backend() == "cpu":
-                    # Simulated devices share threads: several steps in flight could deadlock.
+                    # Simulated devices share threads, so several steps in flight could deadlock.
                     jax.block_until_ready(parts)
             jax.block_until_ready(parts)
             return time.perf_counter() - start
 
-        run(1)  # compiles
+        run(1)  # compiles the program
         first = np.asarray(parts[0].astype(jnp.float32))
         count = max(1, round(LEAST_SECONDS / min(run(1) for _ in range(2))))
         return float(np.median([run(count) for _ in range(repeats)])) / (count * self._sizes.layers), first
@@ -154,7 +154,7 @@ class Division:
     def _unite(self, out, lse) -> Parts:
         if self._sizes.divided == "context":
             return context.merge_states(out, lse, axis=AXIS)
-        # Like the sum after the output projection, which is not computed here.
+        # A sum of the size of the one after the output projection, which is not computed here.
         x = lax.psum(jnp.broadcast_to(out[:, :1, 0], (len(out), HIDDEN)), AXIS)
         return out + x[:, None, : out.shape[-1]], lse
 

@@ -21,7 +21,7 @@ class Varying(NamedTuple):
     values: tuple[jax.Array, ...]
     """Queries, or new values."""
     chosen: tuple[jax.Array, ...]
-    """Slots or blocks."""
+    """Slots or blocks that the calls use."""
     layers: jax.Array
     """int32 [n], the layers of successive calls, in rotation."""
 
@@ -32,7 +32,7 @@ class Shared(NamedTuple):
     index: tuple[jax.Array, ...]
     """Tables and lengths, or slots of new tokens."""
     plan: jaxkv.DecodePlan | None = None
-    """Of dense attention."""
+    """The plan of dense attention; None for other operations."""
 
 
 def arguments(
@@ -48,7 +48,7 @@ def inputs(workload: Workload) -> tuple[Varying, Shared]:
     rng = np.random.default_rng(1)
     requests = _requests(workload, rng)
     chosen, index = workload.index(requests, rng)
-    # Drawn on the host: a device would compile a program for every shape.
+    # Drawn on the host, because a device would compile a program for every shape.
     drawn = [rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for shape, dtype in workload.value_shapes]
     values, chosen, index = (tuple(map(jnp.asarray, arrays)) for arrays in (drawn, chosen, index))
     return Varying(values, chosen, jnp.asarray(workload.visited, jnp.int32)), Shared(index)
@@ -75,7 +75,7 @@ def filled(workload: Workload) -> jaxkv.KVCache:
         workload.entry,
     )
     blocks = jnp.arange(layout.num_blocks, dtype=jnp.int32) % PATTERN_BLOCKS
-    # The orders of benchmarked caches are block-major: a block is a row.
+    # The caches have block-major orders, so a block is a row of the buffer.
     return jaxkv.KVCache(_repeated(pattern.reshape(PATTERN_BLOCKS, -1), blocks), layout)
 
 
@@ -84,9 +84,9 @@ def _repeated(rows, index):
     return rows[index].reshape(-1)
 
 
-@lru_cache(maxsize=1)  # successive shapes often agree in all but the number of blocks
+@lru_cache(maxsize=1)  # successive shapes often differ only in the number of blocks
 def _pattern(writer: str, scales, layers: int, block_size: int, heads: int, entry) -> jax.Array:
-    """The buffer of a cross-layer cache of `PATTERN_BLOCKS` blocks, full."""
+    """The buffer of a cross-layer cache of `PATTERN_BLOCKS` blocks with random entries."""
     layout = jaxkv.CacheLayout(
         num_layers=layers, num_blocks=PATTERN_BLOCKS, block_size=block_size, num_heads=heads, entry=entry
     )

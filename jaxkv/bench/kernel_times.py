@@ -1,4 +1,4 @@
-"""How long the kernels of a call run on a GPU: without the gaps between them."""
+"""The time in which a call's kernels run on a GPU, without the gaps between them."""
 
 import math
 import tempfile
@@ -17,23 +17,23 @@ COPIES = "Memcpy", "Memset"
 """Prefixes of the names of events that are not kernels."""
 
 Span = tuple[str, float, float]
-"""A kernel's name, begin and end; nanoseconds."""
+"""A kernel's name, start and end; times in nanoseconds."""
 
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Seconds in which a call's kernels run."""
+    """Seconds in which the kernels of one call run."""
 
     median: float
-    """Of all kernels of a call together."""
+    """The median over calls of the time of all kernels together."""
     kernels: tuple[tuple[str, float], ...]
-    """(name, median) in order of their begins.  Time in which kernels overlap counts for the earlier one only."""
+    """(name, median) of each kernel, in order of start times.  Overlapping time counts for the earlier kernel only."""
 
 
 def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes | None:
     """Kernel times of `repeats` runs of `jit(call)`, from the timeline of CUPTI, NVIDIA's profiling interface.
 
-    None if there is no timeline (no CUPTI, or another profiler uses it); the reason goes to standard error.
+    None if there is no timeline (no CUPTI, or another profiler uses it); the reason is printed to standard error.
     """
     if "cuda" not in jax.devices()[0].client.platform_version.lower():
         return None
@@ -45,8 +45,8 @@ def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes |
 
 
 def _timeline(run: Callable[..., Any], args: tuple[Any, ...], repeats: int) -> list[Span]:
-    """The kernels that ran on the first GPU, in order of their begins."""
-    jax.block_until_ready(run(*args))  # compiles, and touches all memory
+    """The kernels that ran on the first GPU, in order of start times."""
+    jax.block_until_ready(run(*args))  # compiles the program and touches all its memory
     options = ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ def _spans(profile: ProfileData) -> Iterator[Span]:
     """The kernels of the first GPU."""
     plane = profile.find_plane_with_name("/device:GPU:0")
     for line in plane.lines if plane else ():
-        if line.name.startswith("Stream"):  # other lines repeat the same by operation or module
+        if line.name.startswith("Stream"):  # other lines repeat the same events by operation or module
             for event in line.events:
                 if not event.name.startswith(COPIES):
                     yield event.name, event.start_ns, event.end_ns
@@ -80,7 +80,7 @@ def _medians(spans: list[Span], repeats: int) -> KernelTimes:
 
 
 def _added(spans: Iterable[Span]) -> Iterator[float]:
-    """The nanoseconds that each span adds after all earlier spans have ended."""
+    """The nanoseconds of each span that do not overlap with earlier spans."""
     ended = -math.inf
     for _, begin, end in spans:
         yield max(end - max(begin, ended), 0.0)

@@ -1,4 +1,4 @@
-"""A workload made ready to be timed: lowered and compiled before there is a cache."""
+"""The program of a workload, which is lowered and compiled before its cache is made."""
 
 import time
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxkv.bench.timing import Chain, Timing
 from jaxkv.bench.workload import Workload
 
 UNCHECKED = [export.DisabledSafetyCheck.custom_call(name) for name in ("triton_kernel_call", "triton_kernel_call_ffi")]
-"""Triton's kernels: not guaranteed to run with other versions of JAX, which a program timed at once does not need."""
+"""Triton's kernels, which are not guaranteed to run with other versions of JAX.  These programs are never saved."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Program:
             self._shared = self._shared._replace(plan=plan)
         args, options = arguments(workload, cache, self._varying, self._shared, 0)
         self.implementation = implementation or str(jaxkv.explain(function, *args, **options).chosen)
-        # Lowering a Pallas kernel takes seconds: once for all programs.
+        # Lowering a Pallas kernel takes seconds, so lower the call once and use it in all programs.
         layer = jax.ShapeDtypeStruct((), jnp.int32)
         exported = export.export(jax.jit(call), disabled_checks=UNCHECKED)(cache, self._varying, self._shared, layer)
         self._call: Any = exported.call
@@ -84,7 +84,7 @@ class Program:
         cache, layer = filled(self._workload), jnp.int32(self._workload.visited[0])
         once, state = (self._write_once, jax.new_ref(cache.buffer)) if self._writes else (self._call, cache)
         kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=repeats)
-        del state  # a copy, where it is a Ref
+        del state  # if this is a Ref, it holds a copy of the cache
         if self._writes:
             timing = self._chain.time((cache, self._varying), self._shared, repeats=repeats, sustain=True)
         else:
@@ -101,7 +101,10 @@ class Program:
         return lax.optimization_barrier((varying, self._call(fixed[0], varying, fixed[1], _layer(i, varying))))
 
     def _write_once(self, ref, varying, shared, layer):
-        """Writes in place to a Ref, which outlives the call, unlike a donated cache; returns a value to wait for."""
+        """One call that writes to a Ref in place; returns a value to wait for.
+
+        Unlike a donated cache, the Ref can be passed to several calls.
+        """
         ref[...] = self._call(jaxkv.KVCache(ref[...], self._layout), varying, shared, layer).buffer
         return lax.optimization_barrier(layer)
 

@@ -17,21 +17,22 @@ CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
 """The timed part of a chain lasts at least this long."""
 
 LEAST_CALLS, MOST_CALLS = 32, 1024
-"""Timed calls per round, on GPUs.  Published times are medians of about so few consecutive calls, and more would come
-closer to the power limit.  The host checks before each round whether there is another."""
+"""Timed calls per round, on GPUs.  Published times are medians of about this few consecutive calls; with more, the GPU
+would come closer to its power limit.  Before each round, the host waits to learn whether another one follows.
+"""
 
 LEAST_SECONDS = 2e-7
 """No kernel launches faster: if a call takes less, XLA has removed it."""
 
 REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
-"""The rest of a GPU before each chain, so that all start at the full clock, and the length of the sustained chain.
+"""The idle time of a GPU before each chain, so that all start at the full clock, and the length of the sustained chain.
 
-After that time, an H200 with busy tensor cores is at its power limit, and its clock a fifth lower."""
+After that time, an H200 with busy tensor cores is at its power limit, and its clock is lower by a fifth."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call, over several chains."""
+    """Seconds per call: statistics over several chains."""
 
     median: float
     least: float
@@ -39,11 +40,11 @@ class Timing:
     calls: int
     """Timed calls per chain."""
     sustained: float | None = None
-    """Of a chain that runs for a second; None on CPUs or if it was not requested."""
+    """Seconds per call of a chain that runs for a second; None on CPUs or if it was not requested."""
 
     @property
     def spread(self) -> float:
-        """The range of the chains, as a fraction of their median."""
+        """The difference of the slowest and the fastest chain, as a fraction of the median."""
         return (self.most - self.least) / self.median
 
 
@@ -52,19 +53,19 @@ class Pace:
     """How chains are run."""
 
     ahead: int
-    """Untimed calls at the start of a round: while they run, the host gets ahead."""
+    """Untimed calls at the start of a round.  While they run, the host launches calls in advance."""
     calls: int
     """Timed calls per round, after the untimed ones."""
     least: float
     """Seconds that the timed calls must take; rounds are added until they do."""
     rest: float
-    """Seconds before each chain."""
+    """Seconds of idle time before each chain."""
     sustained: float
     """Seconds of the sustained chain; 0 for none."""
 
 
 def pace(backend: str, least: float) -> Pace:
-    """The pace for calls that take at least `least` seconds."""
+    """The pace for calls that take at least `least` seconds each."""
     if backend == "cpu":
         return Pace(0, 1, CPU_SECONDS, 0, 0)
     calls = min(max(round(GPU_SECONDS / least), LEAST_CALLS), MOST_CALLS)
@@ -72,14 +73,14 @@ def pace(backend: str, least: float) -> Pace:
 
 
 def has_clock() -> bool:
-    """Whether programs can read the device's clock: on Hopper GPUs."""
+    """Whether programs can read the device's clock, which is the case on Hopper GPUs."""
     return jax.default_backend() == "gpu" and not available.unavailable_reasons(available.CLOCK)
 
 
 class Chain:
     """Consecutive calls `carry = step(i, carry, fixed)` in one program.
 
-    A step must depend on its carry, because XLA computes what does not change from call to call only once.
+    The result of a step must depend on its carry.  Otherwise, XLA would compute it only once for all calls.
 
     Args:
       step: one call; `i` counts the calls of a chain.
@@ -99,7 +100,7 @@ class Chain:
         return self
 
     def time(self, carry, fixed, *, repeats: int, sustain: bool = False) -> Timing:
-        """The statistics of `repeats` chains and, with `sustain`, of one that runs without rest."""
+        """Times `repeats` chains and, with `sustain`, one longer chain."""
         calls, least = self._pace.calls, self._pace.least
 
         def seconds(turns: int) -> float:
@@ -108,13 +109,13 @@ class Chain:
             return found
 
         jax.block_until_ready((carry, fixed))
-        seconds(1)  # loads the program, and touches all memory
+        seconds(1)  # loads the program and touches all its memory
         turns, last = 1, min(seconds(1) for _ in range(3))
         while last < least:
             turns = max(turns + 1, round(1.1 * turns * least / max(last, least / 100)))
             if turns * calls * LEAST_SECONDS > least:
                 raise RuntimeError(f"{turns * calls} calls take no time: does a step depend on its carry?")
-            last = min(seconds(turns) for _ in range(3))  # a hiccup must not end the search
+            last = min(seconds(turns) for _ in range(3))  # one slow run must not end the search
         found = []
         for _ in range(repeats):
             time.sleep(self._pace.rest)
@@ -129,7 +130,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best rates of the device: bytes/s of reading, bytes/s read and written by copying, bf16 flops/s."""
+    """The best measured rates of the device: bytes/s of a read, bytes/s read plus written by a copy, bf16 flops/s."""
 
     read: float
     copy: float
@@ -137,7 +138,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: jax.Device, *, repeats: int) -> Ceilings:
-    """Measures the ceilings: a reduction of a large array, an update of it in place, a large square matrix product."""
+    """Measures the ceilings: a reduction of a large array, an update of it in place, a product of square matrices."""
     cpu = device.platform == "cpu"
     size, side = (2**28, 1024) if cpu else (min(2**32, device_memory(device) // 16), 8192)
     tile = jax.random.normal(jax.random.key(0), (2**20,))

@@ -1,4 +1,4 @@
-"""Searches for a kernel's best configuration for one workload: one field at a time, from the default."""
+"""Searches for a kernel's best configuration for one workload, changing one field at a time from the default."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ class Trial:
     seconds: float | None
     """Median time of a call; None if it could not run."""
     reason: str = ""
-    """Why it could not."""
+    """Why the configuration could not run; otherwise empty."""
 
 
 def search(default: Any, measure: Callable[[Any], float]) -> Iterator[Trial]:
-    """Trials from `default` on: for each field of its `SEARCH`, every value, the best of the fields before kept.
+    """Yields trials, beginning with `default`.  For each field of its `SEARCH`, the best of all values is kept.
 
-    `measure` returns the seconds of a call with a configuration; it raises where the configuration cannot run.
+    `measure` returns the seconds of a call with a configuration; it raises if the configuration cannot run.
     """
     best = _trial(default, measure)
     yield best
@@ -32,7 +32,7 @@ def search(default: Any, measure: Callable[[Any], float]) -> Iterator[Trial]:
                 continue
             try:
                 config = replace(start, **{field: value})
-            except ValueError:  # not with the other fields' values
+            except ValueError:  # not valid with the other fields' values
                 continue
             trial = _trial(config, measure)
             yield trial
@@ -51,5 +51,5 @@ def _trial(config: Any, measure: Callable[[Any], float]) -> Trial:
     try:
         with tuning.using(config):
             return Trial(config, measure(config))
-    except Exception as error:  # whatever a compiler may raise: the search goes on with the next
+    except Exception as error:  # compilers may raise anything; the search continues with the next configuration
         return Trial(config, None, str(error).splitlines()[0] if str(error) else type(error).__name__)

@@ -16,7 +16,7 @@ Shapes = list[tuple[tuple[int, ...], str]]
 
 
 class Requests(NamedTuple):
-    """Where the tokens of the requests are in the cache, on the host."""
+    """The places of the requests' tokens in the cache, as NumPy arrays."""
 
     tables: np.ndarray
     """int32 [B, M], shuffled blocks."""
@@ -38,10 +38,10 @@ class Requests(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One call: `operation` for `requests` of `tokens` each, on a cross-layer cache (packed where `layers` is 1).
+    """One call of `operation` for a number of requests with `tokens` tokens each, on a cache in cross-layer order.
 
-    Reads attend to, gather or copy `tokens` cached tokens per request; writes store as many.  Queries, new values and
-    results are bf16.  There is a subclass for each family of operations.
+    Operations that read attend to, gather or copy `tokens` cached tokens per request; writes store as many.  Queries,
+    new values and results are bf16.  There is a subclass for each family of operations.
     """
 
     suite: str
@@ -57,7 +57,7 @@ class Workload:
     chosen: int = 0
     """Slots that each query token attends to in sparse attention, or positions that it selects."""
     varlen: bool = False
-    """Requests have random lengths of at most `tokens`."""
+    """Whether requests have random lengths of at most `tokens`."""
     format: str = "bf16"
     block_size: int = 64
 
@@ -70,9 +70,10 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Operation, requests x heads x q_len x tokens (v: at most as many), layers; no heads without queries.
+        """The name in tables: operation, requests x heads x q_len x tokens, layers.
 
-        Of the formats, only fp8 is named: the others come with one operation each.
+        A `v` before the tokens means that requests have at most as many.  Heads are left out if there are no queries.
+        Of the formats, only fp8 is part of the name: each other format is used with its own operation.
         """
         queries = f"{self.heads}x{self.q_len}x" if self.has_queries else ""
         sizes = f"{self.requests}x{queries}{self.tokens}{'v' * self.varlen}"
@@ -94,7 +95,7 @@ class Workload:
 
     @property
     def writer(self) -> str:
-        """The operation that stores such entries."""
+        """The operation that writes entries of this kind."""
         if isinstance(self.entry, jaxkv.KVEntry):
             return "write_kv"
         return "write_indexer_k" if isinstance(self.entry, jaxkv.IndexerEntry) else "write_mla"
@@ -138,25 +139,26 @@ class Workload:
 
     @property
     def traffic(self) -> int:
-        """Bytes that a call must move: entries, and queries, new values and results."""
+        """Bytes that a call must move: entries, queries, new values and results, each once."""
         raise NotImplementedError
 
     @property
     def flops(self) -> int:
-        """Operations of a call's matrix products, as if every query token saw every token."""
+        """Flops of a call's matrix products, as if every query token saw every token."""
         return 0
 
     @property
     def least_seconds(self) -> float:
-        """A lower bound of the time of a call, on a device of 5 TB/s and 1 Pflop/s."""
+        """A lower bound of the time of a call, for a device with 5 TB/s and 1 Pflop/s."""
         return max(self.traffic / 5e12, self.flops / 1e15)
 
     @property
     def visited(self) -> list[int]:
-        """Layers that successive calls work on: all in turn, so that no call finds its data in a GPU's cache.
+        """The layers that successive calls use, in rotation.
 
-        Attention works on the middle layer, most shapes of which are larger than that cache; published numbers, too,
-        are of calls on the same data.
+        Copies use all layers, so that no call finds its data in the GPU's L2 cache.  Attention always uses the middle
+        layer: one layer of most shapes is larger than the L2 cache, and published times also repeat calls on the same
+        data.
         """
         return [self.layers // 2] if self.has_queries else list(range(self.layers))
 

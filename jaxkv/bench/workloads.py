@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv.bench.workload import Shapes, Workload
 
 MLA_LAYERS = 61
-"""DeepSeek V3's."""
+"""The number of layers of DeepSeek V3."""
 
 
 class Write(Workload):
@@ -19,7 +19,7 @@ class Write(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The parts of new entries."""
+        """Shapes and dtypes of the parts of new entries."""
         return self.entry_shapes(int(self.lengths.sum()))
 
     def index(self, requests, rng):
@@ -30,7 +30,7 @@ class Write(Workload):
 
     @property
     def traffic(self) -> int:
-        """Entries and their values."""
+        """Bytes of the entries, and of their values in bf16."""
         return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes))
 
 
@@ -39,16 +39,16 @@ class Gather(Workload):
 
     @property
     def options(self):
-        """The rows of the result."""
+        """`total`: the rows of the result."""
         return {"total": int(self.lengths.sum())}
 
     def index(self, requests, rng):
-        """Tables and the running sum of lengths."""
+        """Block tables and the running sum of lengths."""
         return [], [requests.tables, requests.running_sum]
 
     @property
     def traffic(self) -> int:
-        """Entries and their values."""
+        """Bytes of the entries, and of their values in bf16."""
         return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes))
 
 
@@ -60,7 +60,7 @@ class DecodeMLA(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries for each part of an entry."""
+        """Shapes and dtypes of the queries, one array for each part of an entry."""
         return [((*self.queries, n), "bfloat16") for n in self.entry.sizes]
 
     @property
@@ -70,18 +70,18 @@ class DecodeMLA(Workload):
 
     @property
     def traffic(self) -> int:
-        """Entries, queries and results."""
+        """Bytes of entries, queries and results."""
         values = sum(self.entry.sizes) + self.entry.sizes[0]
         return self.entries * self.entry.nbytes + 2 * np.prod(self.queries).item() * values
 
     @property
     def flops(self) -> int:
-        """Of both products."""
+        """Flops of both products of attention."""
         return 2 * self.heads * self.keys * (sum(self.entry.sizes) + self.entry.sizes[0])
 
     @property
     def keys(self) -> int:
-        """Pairs of a query token and a token that it sees."""
+        """The number of pairs of a query token and a token that it sees."""
         return self.q_len * int(self.lengths.sum())
 
 
@@ -90,17 +90,17 @@ class DecodeKV(DecodeMLA):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries."""
+        """Shapes and dtypes of the queries."""
         return super().value_shapes[:1]
 
     @property
     def traffic(self) -> int:
-        """Entries, queries and results."""
+        """Bytes of entries, queries and results."""
         return self.entries * self.entry.nbytes + 2 * np.prod(self.queries).item() * sum(self.entry.sizes)
 
     @property
     def flops(self) -> int:
-        """Of both products."""
+        """Flops of both products of attention."""
         return 2 * self.heads * self.keys * sum(self.entry.sizes)
 
 
@@ -117,12 +117,12 @@ class Sparse(DecodeMLA):
 
     @property
     def entries(self) -> int:
-        """Those that are selected."""
+        """The number of selected entries."""
         return self.requests * self.q_len * self.chosen
 
     @property
     def keys(self) -> int:
-        """Pairs of a query token and a slot."""
+        """The number of pairs of a query token and a selected slot."""
         return self.entries
 
 
@@ -133,23 +133,23 @@ class Logits(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries and their weights."""
+        """Shapes and dtypes of the queries and their weights."""
         return [((*self.queries, self.entry.sizes[0]), "bfloat16"), (self.queries, "bfloat16")]
 
     @property
     def options(self):
-        """The length of the result."""
+        """`max_len`: the number of positions of the result."""
         return {"max_len": self.tokens}
 
     @property
     def traffic(self) -> int:
-        """Entries, queries with their weights, and logits."""
+        """Bytes of entries, queries with their weights, and logits."""
         queries = 2 * np.prod(self.queries).item() * (self.entry.sizes[0] + 1)
         return self.entries * self.entry.nbytes + queries + 4 * self.requests * self.q_len * self.tokens
 
     @property
     def flops(self) -> int:
-        """Of queries and keys."""
+        """Flops of the product of queries and keys."""
         return 2 * self.heads * self.q_len * int(self.lengths.sum()) * self.entry.sizes[0]
 
 
@@ -160,20 +160,20 @@ class Plan(Workload):
 
     @property
     def options(self):
-        """The queries of the attention."""
+        """`num_heads` and `q_len` of the attention."""
         return {"num_heads": self.heads, "q_len": self.q_len}
 
     def index(self, requests, rng):
-        """Tables and lengths, as if each layer had its own: what all layers share is computed once for all calls."""
+        """Block tables and lengths, passed as if each layer had its own, or XLA would compute the plan only once."""
         return [requests.tables, requests.lengths], []
 
     def arguments(self, cache, values, index, layer):
-        """Cache, tables and lengths."""
+        """The cache, block tables and lengths."""
         return (cache, *index), self.options
 
     @property
     def traffic(self) -> int:
-        """Tables and lengths."""
+        """Bytes of block tables and lengths."""
         return 4 * (self.num_blocks + self.requests)
 
 
@@ -185,11 +185,11 @@ class TopK(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Logits."""
+        """Shape and dtype of the logits."""
         return [((self.requests, self.q_len, self.tokens), "float32")]
 
     def index(self, requests, rng):
-        """None."""
+        """No integer arguments."""
         return [], []
 
     def arguments(self, cache, values, index, layer):
@@ -198,7 +198,7 @@ class TopK(Workload):
 
     @property
     def traffic(self) -> int:
-        """Logits and positions."""
+        """Bytes of logits and positions."""
         return 4 * self.requests * self.q_len * (self.tokens + self.chosen)
 
 
@@ -210,12 +210,12 @@ class Merge(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Partial results and their log-sum-exps."""
+        """Shapes and dtypes of the partial results and their log-sum-exps."""
         parts = self.tokens, *self.queries
         return [((*parts, self.entry.sizes[0]), "bfloat16"), (parts, "float32")]
 
     def index(self, requests, rng):
-        """None."""
+        """No integer arguments."""
         return [], []
 
     def arguments(self, cache, values, index, layer):
@@ -224,7 +224,7 @@ class Merge(Workload):
 
     @property
     def traffic(self) -> int:
-        """Bytes: all partial results are read, and the result is written."""
+        """Bytes of all partial results and of the result, with their log-sum-exps."""
         return np.prod(self.queries).item() * (self.tokens + 1) * (2 * self.entry.sizes[0] + 4)
 
 
@@ -232,7 +232,7 @@ class ReadBlocks(Workload):
     """Reads all blocks, of all layers."""
 
     def index(self, requests, rng):
-        """The blocks."""
+        """The ids of all blocks."""
         return [requests.blocks], []
 
     def arguments(self, cache, values, index, layer):
@@ -241,7 +241,7 @@ class ReadBlocks(Workload):
 
     @property
     def traffic(self) -> int:
-        """Entries, read and written."""
+        """Bytes of the blocks, read and written."""
         return 2 * self.entries * self.layers * self.entry.nbytes
 
 
@@ -250,7 +250,7 @@ class WriteBlocks(ReadBlocks):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The payloads."""
+        """Shape and dtype of the payloads."""
         return [((self.num_blocks, self.layout.block_nbytes // self.layout.itemsize), str(self.layout.dtype))]
 
 
@@ -285,16 +285,16 @@ FAMILIES: dict[str, type[Workload]] = {
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,
 }
-"""How each declared operation is called."""
+"""The family of each declared operation."""
 
 
 def workload(operation: str, **sizes) -> Workload:
-    """A workload of that operation."""
+    """Makes a workload of `operation`; `sizes` are the other fields of `Workload`."""
     return FAMILIES[operation](operation=operation, **sizes)
 
 
 def _cpu() -> Iterator[Workload]:
-    """Every operation, in a second each on two cores."""
+    """The suite `cpu`: every operation, with sizes that take about a second each on two cores."""
     for layers in (1, 4):
         for operation in ("write_mla", "gather_mla"):
             yield workload(suite="cpu", operation=operation, requests=2, tokens=4096, layers=layers)
@@ -317,7 +317,9 @@ def _cpu() -> Iterator[Workload]:
 
 
 def _peers() -> Iterator[Workload]:
-    """Dense decoding: many requests and few, 128 heads (arithmetic decides) and 16 (memory does), lengths that vary."""
+    """The suite `peers`: dense decoding of many or few requests, with 128 heads (arithmetic-bound) or 16
+    (memory-bound).
+    """
     sizes = (
         (128, 128, 1, 4096),
         (128, 128, 1, 16384),
@@ -341,7 +343,7 @@ def _peers() -> Iterator[Workload]:
 
 
 def _copies() -> Iterator[Workload]:
-    """A prefill's 8,192 tokens, a decoding step's 128, and 64 whole blocks."""
+    """The suite `copies`: writes and gathers of 8,192 tokens, writes of 128 tokens, and copies of 64 blocks."""
     mla = partial(workload, suite="copies", layers=MLA_LAYERS)
     yield mla(operation="write_mla", requests=8, tokens=1024)
     yield mla(operation="write_mla", requests=128, tokens=1)
@@ -356,7 +358,7 @@ def _copies() -> Iterator[Workload]:
 
 
 def _models() -> Iterator[Workload]:
-    """Grouped-query attention of 64 heads on 8, fp8 entries, DeepSeek V3.2's sparse attention and indexer, the rest."""
+    """The suite `models`: GQA and MHA, fp8 entries, DeepSeek V3.2's operations, and the remaining operations."""
     for layers in (1, MLA_LAYERS):
         model = partial(workload, suite="models", layers=layers)
         sparse = partial(model, operation="decode_mla_sparse", chosen=2048, format="fp8_ds_mla")

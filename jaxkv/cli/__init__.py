@@ -14,21 +14,22 @@ from jaxkv.terminal import streams
 COMMANDS = ("demo", "generate", "verify", "bench", "step", "ttft", "offload", "parallel", "doctor", "layout", "matrix")
 
 MISTAKES = (ValueError, ImportError, OSError, NotImplementedError, MemoryError)
-"""What a user's mistake raises; it is reported in one line.  Other exceptions are bugs and keep their traceback."""
+"""Exceptions of user errors, which are reported in one line.  Other exceptions are bugs and keep their traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: the command's name and options; default those of the process.
+      argv: the command's name and options; by default `sys.argv[1:]`.
 
     Returns:
-      The exit status: 0 on success; 1 if a result is wrong or could not be written; 130 after Ctrl-C and 141 if the
-      reader of standard output went away, as shells report programs that SIGINT or SIGPIPE ends.
+      The exit status: 0 on success; 1 if a result is wrong or could not be written; 130 after Ctrl-C; 141 if the reader
+      of standard output went away.  Shells report the last two for programs ended by SIGINT and SIGPIPE.
 
     Raises:
-      SystemExit: the options are misused (status 2), or the command cannot run with them (one line, status 1).
+      SystemExit: an option is unknown or invalid (status 2), or the command cannot run with the options (status 1, with
+        a one-line message).
     """
     return streams.guarded(lambda: _run(argv))
 
@@ -62,7 +63,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _without_device() -> str:
-    """Why JAX has no device, or an empty string; JAX itself does not always fail with a message."""
+    """Why JAX has no device; empty if it has one.  JAX's own error does not always have a message."""
     try:
         jax.devices()
     except Exception as error:

@@ -1,12 +1,13 @@
-"""Time operations on this device, beside the ceilings of memory and arithmetic measured in the same run.
+"""Time operations on this device, and compare them with the memory and arithmetic ceilings measured in the same run.
 
 Each row is one call on random data with shuffled blocks.
 
-- `ms` is device time: a program runs a chain of many dependent calls, whose time is divided by their number.  It is the
-  median of several chains, and a GPU rests before each.  Time is read from the GPU's clock on Hopper; elsewhere from
-  the host's, less the time to launch the program.
+- `ms` is device time per call: a program runs a chain of many dependent calls, and the time of the chain is divided by
+  their number.  The median of several chains is shown.  On GPUs, the device is idle for a moment before each chain.  On
+  Hopper, time is read from the GPU's clock; elsewhere, from the host's clock, less the time to launch the program.
 - `sustained` is the same for one chain that runs for a second, long enough for a GPU to reach its power limit.
-- `kernel ms` is the time in which kernels of one call run, by CUPTI on NVIDIA GPUs, without the gaps between them.
+- `kernel ms` is the time in which the kernels of one call run, without the gaps between them.  It is measured by CUPTI
+  on NVIDIA GPUs.
 - `MB` is what the call must move (cache entries, queries, new values and results, each once) and `GFLOP` what it must
   multiply; `/max` is the fraction of the measured ceiling.
 """
@@ -37,10 +38,10 @@ from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
 
 MEMORY_FRACTION = 0.6
-"""The part of the device's memory that a cache may use.  If all layers do not fit, fewer are timed."""
+"""The fraction of the device's memory that a cache may use.  If not all layers fit, fewer are timed."""
 
 BATCH = 8
-"""Shapes that are compiled before any of them is timed: lowering and compiling overlap, timing runs alone."""
+"""Shapes that are compiled before any of them is timed.  Lowering and compiling overlap, but not with timing."""
 
 COLUMNS = (
     ("layers", "layers", 6, "d"),
@@ -60,7 +61,7 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which shapes to time, how, and where to write the results."""
+    """Adds the options: which shapes to time, how, and where to write the results."""
     parser.add_argument("operations", nargs="*", choices=FAMILIES, metavar="OPERATION", help=", ".join(FAMILIES))
     parser.add_argument(
         "--suite",
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; returns 2 if no shape is selected.  ValueError if none could be timed."""
+    """Prints the table.  Returns 2 if no shape is selected; ValueError if none could be timed."""
     device = jax.devices()[0]
     workloads = _selected(args, device)
     if not workloads:
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     for row in _rows(workloads, args, device, ceilings):
         rows.append(row)
         print(_table_line(row, width), flush=True)
-        if args.json:  # after every row: a run may be cut short
+        if args.json:  # written after every row, because a run may be cut short
             write_json(args.json, {**about, "rows": rows})
     if all("reason" in row for row in rows):
         raise ValueError(f"nothing was timed: {rows[0]['reason']}")
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _selected(args: argparse.Namespace, device: jax.Device) -> list[Workload]:
-    """The selected workloads, of a default suite unless shapes are named."""
+    """The selected workloads: those named by the options, otherwise the default suite of the device."""
     suites = ("cpu",) if device.platform == "cpu" else ("peers", "copies", *(("models",) if args.operations else ()))
     suites = SUITES if args.shape else suites
     return [
@@ -138,11 +139,11 @@ def _selected(args: argparse.Namespace, device: jax.Device) -> list[Workload]:
 
 
 def _rows(workloads: list[Workload], args, device: jax.Device, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """One row per workload, each as soon as it is measured."""
+    """Yields one row per workload, as soon as it is measured."""
     limit = int(MEMORY_FRACTION * device_memory(device))
     if device.platform != "cpu":
-        # An allocator that grows on demand keeps a region for each size, so the first region must hold any of the
-        # caches.
+        # An allocator that grows on demand keeps a region of memory for each size.  The first region must therefore be
+        # large enough for all caches.
         jnp.zeros(max(workload.fitted(limit).layout.nbytes for workload in workloads), jnp.uint8).delete()
     compiler = ThreadPoolExecutor(max_workers=1)
     try:
@@ -155,11 +156,11 @@ def _rows(workloads: list[Workload], args, device: jax.Device, ceilings: Ceiling
             for workload, ready, program in zip(batch, fitted, programs, strict=True):
                 yield {"shape": workload.name, **asdict(ready), **_figures(ready, program, args.repeats, ceilings)}
     finally:
-        compiler.shutdown(cancel_futures=True)  # after Ctrl-C, what is queued need not be compiled
+        compiler.shutdown(cancel_futures=True)  # after Ctrl-C, do not compile what is still queued
 
 
 def _compiling(compiler: ThreadPoolExecutor, workload: Workload, implementation: str | None) -> Future[Program]:
-    """The workload's program: lowered now, compiled in the background."""
+    """The workload's program, lowered by this call and compiled in the background."""
     try:
         return compiler.submit(Program(workload, implementation=implementation).compile)
     except NotImplementedError as error:
@@ -169,7 +170,7 @@ def _compiling(compiler: ThreadPoolExecutor, workload: Workload, implementation:
 
 
 def _figures(workload: Workload, program: Future[Program], repeats: int, ceilings: Ceilings) -> dict[str, Any]:
-    """What the table and the JSON show besides the shape; only `reason` if it could not run."""
+    """What the table and the JSON file show besides the shape; only `reason` if the workload could not run."""
     try:
         found = program.result().measure(repeats=repeats)
     except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -196,7 +197,7 @@ def _figures(workload: Workload, program: Future[Program], repeats: int, ceiling
 
 
 def _table_line(row: dict[str, Any], width: int) -> str:
-    """The row's line of the table."""
+    """A row as a line of the table."""
     if "reason" in row:
         return f"{row['shape'].ljust(width)} not run: {row['reason']}"
     return _line(

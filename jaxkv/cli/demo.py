@@ -1,8 +1,8 @@
-"""Decode token by token on a DeepSeek-V2-Lite-shaped cache, and check every bit.
+"""Decode token by token on a cache of DeepSeek-V2-Lite's shape, and check the results.
 
-A toy model of 27 layers (random projections, a hidden state of 64 values) with the attention of DeepSeek-V2-Lite: 16
-heads, latents of 512 values, rotary parts of 64, bf16.  All layers live in one block-major buffer and run under
-`lax.scan` with a traced layer.
+The model is a toy: 27 layers with random projections and a hidden state of 64 values.  Its attention has the shape of
+DeepSeek-V2-Lite's: 16 heads, latents of 512 values, rotary parts of 64, in bf16.  All layers live in one block-major
+buffer and run under `lax.scan` with a traced layer.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Requests(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sizes of the run."""
+    """Adds the options: the sizes of the run."""
     prompts = "length of each prompt, in tokens (200 64 1)"
     parser.add_argument("--prompts", type=positive, nargs="+", default=[200, 64, 1], metavar="N", help=prompts)
     parser.add_argument("--tokens", type=positive, default=12, metavar="N", help="tokens to decode per request (12)")
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     compiled = step.lower(cross, requests).compile()
     memory = compiled.memory_analysis()
     assert memory is not None  # CPUs and GPUs support the analysis
-    # The working memory of kernels has a fixed size, but copies of a cache would grow with the cache.
+    # The temporary memory of kernels does not depend on the number of blocks, but a copy of the cache would.
     larger = _layout("BLNHC", 2 * args.blocks)
     buffer: Any = jax.ShapeDtypeStruct((larger.size,), larger.dtype)
     doubled = step.lower(jaxkv.KVCache(buffer, larger), requests).compile().memory_analysis()
@@ -129,14 +129,14 @@ def _write(weights: Weights, layer: jax.Array, cache: jaxkv.KVCache, hidden, slo
 
 
 def _prefill(weights: Weights, tables, lengths, total: int, cache: jaxkv.KVCache, hidden) -> jaxkv.KVCache:
-    """The prompts' entries, in every layer."""
+    """Stores the entries of the prompts in every layer."""
     cu_seq_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])
     slots = jaxkv.ragged_slots(tables, cu_seq_lens, total=total, block_size=64)
     return lax.fori_loop(0, LAYERS, lambda layer, cache: _write(weights, layer, cache, hidden, slots), cache)
 
 
 def _step(weights: Weights, tables, cache: jaxkv.KVCache, requests: Requests):
-    """One token per request through all layers: the cache, the requests, and each layer's queries and outputs."""
+    """Decodes one token per request; returns the cache, the requests, and the queries and outputs of each layer."""
     slots = jaxkv.slots_for(tables, requests.seq_lens, block_size=64)
     seq_lens = requests.seq_lens + 1
     plan = jaxkv.plan_decode(cache, tables, seq_lens, num_heads=HEADS)
@@ -169,7 +169,7 @@ def _serve(step, weights, cache, tables, requests, args) -> tuple[jaxkv.KVCache,
 
 
 def _pages(cache: jaxkv.KVCache):
-    """Every slot's entry, layer by layer, as gathered."""
+    """The entries of all slots, gathered layer by layer."""
     every = jnp.arange(cache.layout.num_blocks, dtype=jnp.int32)[None]
     total = cache.layout.num_slots
     for layer in range(LAYERS):
@@ -181,7 +181,7 @@ def _bits(array: jax.Array) -> np.ndarray:
 
 
 def _error(cache, tables, lengths, trace) -> float:
-    """The largest relative error of any layer's attention in the last step, against float64 on the stored entries."""
+    """The largest relative error of the last step's attention in any layer, against float64 on the stored entries."""
     queries, outs = (np.asarray(x.astype(jnp.float32), np.float64) for x in trace)
     worst = 0.0
     cu_seq_lens = jnp.asarray([0, *np.cumsum(lengths)], jnp.int32)

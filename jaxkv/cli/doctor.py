@@ -1,4 +1,4 @@
-"""Report versions, devices, and which implementations can run here: please attach it to bug reports."""
+"""Report versions, devices, and which implementations can run here.  Please attach the output to bug reports."""
 
 import argparse
 import os
@@ -27,11 +27,11 @@ PACKAGES = (
     "jax-cuda13-plugin",
 )
 VARIABLES = ("JAX_", "XLA_", "CUDA_", "NVIDIA_", "TRITON_", "MOSAIC_", "LD_LIBRARY_PATH")
-"""Prefixes of the environment variables that change what JAX and its compilers do."""
+"""Prefixes of environment variables that affect JAX and its compilers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Adds no options."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> str:
-    """What a maintainer needs first.  A probe that fails is reported in its place, and the others still run."""
+    """The text of the report.  If a probe fails, the report has its error instead, and the other probes still run."""
     sections = {
         "versions": _versions,
         "conflicts": lambda: conflicts({name: _version(name) for name in PACKAGES}) or ["none known"],
@@ -56,7 +56,7 @@ def report() -> str:
 
 
 def conflicts(versions: Mapping[str, str | None]) -> list[str]:
-    """Messages about installed packages that are known not to work together; version None is not installed."""
+    """Messages about versions that are known not to work together.  None is a package that is not installed."""
     found = []
     jax_, jax_triton, triton = (_release(versions.get(name)) for name in ("jax", "jax-triton", "triton"))
     if jax_ and jax_triton and jax_ >= (0, 12) and jax_triton <= (0, 4):
@@ -92,7 +92,7 @@ def _version(package: str) -> str | None:
 def _guarded(probe: Callable[[], list[str]]) -> list[str]:
     try:
         return probe()
-    except Exception as error:  # the report is for machines on which things fail
+    except Exception as error:  # the report must work on machines on which things fail
         return [f"unknown ({type(error).__name__}: {' '.join(str(error).split())})"]
 
 
@@ -123,7 +123,7 @@ def _device_line(device: jax.Device) -> str:
 
 
 def _implementations() -> list[str]:
-    """For each implementation, which sample calls it supports, and its reasons against the others."""
+    """For each implementation, lines with the sample calls that it supports and its reasons against the others."""
     samples = list(sample_calls())
     kernels = {backend.name: backend.kernels for backend in BACKENDS}
     lines = []

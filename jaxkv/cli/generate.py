@@ -1,4 +1,4 @@
-"""Generate text with a checkpoint on this machine: several prompts at once, from one cache.
+"""Generate text with a checkpoint on this machine: several prompts at once, served from one cache.
 
 Continuations are streamed to standard output; the layout, progress and rates go to standard error.
 Nothing is downloaded.
@@ -28,7 +28,7 @@ MOST_ROWS = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The checkpoint, the prompts, the sampling and the cache."""
+    """Adds the options: the checkpoint, the prompts, the sampling and the cache."""
     parser.add_argument("--model", required=True, metavar="DIR", help="folder with config.json and safetensors")
     parser.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT", help="may be given several times")
     ids = 'a prompt as token ids: "1 2 3"'
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Streams the continuations; returns 1 if one of them ended because its logits are NaN."""
-    # Other commands need neither the models nor safetensors.
+    # Imported here, because the other commands need neither the models nor safetensors.
     from jaxkv import models, serving
 
     if not args.prompts:
@@ -101,7 +101,10 @@ def _ids(text: str) -> list[int]:
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Callable[[], IdStream | TextStream]]:
-    """A function from prompts to token ids, and a stream of text; without a tokenizer.json, a stream of ids."""
+    """A function from a prompt to token ids, and a function that makes a stream of text.
+
+    Without a tokenizer.json, the stream is one of token ids.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
 
@@ -117,20 +120,20 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
         raise ImportError("reading tokenizer.json needs tokenizers: pip install 'jaxkv[models]'") from None
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers has no narrower type
+    except Exception as error:  # tokenizers raises no narrower type
         raise ValueError(f"{file} cannot be read by the installed tokenizers library: {error}") from None
 
     def encode(prompt: str | list[int]) -> list[int]:
         try:
             return tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-        except Exception as error:  # tokenizers has no narrower type
+        except Exception as error:  # tokenizers raises no narrower type
             raise ValueError(f"{file} cannot encode {prompt!r}: {error}") from None
 
     return encode, partial(TextStream, tokenizer)
 
 
 def _pieces(engine: "Engine", request: "Request", stream: IdStream | TextStream) -> Iterator[str]:
-    """The text of a request as it grows, while the engine serves all of them."""
+    """Yields the text of a request as it grows.  The engine serves the other requests at the same time."""
     shown = 0
     while True:
         new = request.generated[shown:]

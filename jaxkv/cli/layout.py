@@ -8,7 +8,7 @@ from jaxkv.terminal.files import named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The layout, and where to save its picture."""
+    """Adds the options: the layout, and where to save its picture."""
     parser.add_argument("--layers", type=positive, default=27, metavar="N", help="layers (27)")
     parser.add_argument("--blocks", type=positive, default=1024, metavar="N", help="blocks (1024)")
     parser.add_argument("--block-size", type=positive, default=64, metavar="N", help="tokens per block (64)")

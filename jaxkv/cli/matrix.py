@@ -6,7 +6,7 @@ from jaxkv.support import support_matrix
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Adds no options."""
 
 
 def run(args: argparse.Namespace) -> int:

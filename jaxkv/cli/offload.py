@@ -1,8 +1,8 @@
-"""Time stores and loads of blocks between the device and host memory, and decode steps beside them.
+"""Time stores and loads of blocks between the device and host memory, and decode steps that run at the same time.
 
-The ceiling is the rate of one large array in the same run.  Stores and loads are timed from the call until everything
-has arrived; rates are medians.  `one copy per layer` is a cache whose blocks are not gathered: one transfer for each
-layer of each block.
+The ceiling is the transfer rate of one large array, measured in the same run.  Stores and loads are timed from the call
+until everything has arrived; rates are medians.  `one copy per layer` shows the rate if blocks are not gathered: one
+transfer for each layer of each block.
 """
 
 import argparse
@@ -28,13 +28,13 @@ BLOCK_SIZE = 64
 LARGE_BYTES = 2**31
 """Size of the array that shows the ceiling, unless the blocks together are smaller."""
 CPU_LARGE_BYTES = 2**24
-"""The same on CPUs, where larger arrays return their memory to the operating system: page faults would be timed."""
+"""The same on CPUs, where the operating system takes back the memory of larger arrays: page faults would be timed."""
 WARM_UP = 5
 """Untimed transfers of the large array, until its memory is pinned (on CPUs: touched)."""
 PATTERN_BLOCKS = 16
-"""Blocks with entries of their own; a longer cache repeats them."""
+"""Blocks with distinct entries; a larger cache repeats them."""
 LAYERWISE_BLOCKS = 2
-"""Blocks that are moved with one copy per layer, which is slow."""
+"""Blocks that are transferred with one copy per layer; few, because this is slow."""
 STEPS = 20
 """Consecutive decode steps."""
 
@@ -51,7 +51,7 @@ SIZES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The blocks, and the batch that is decoded beside them; defaults depend on the device."""
+    """Adds the options: the blocks, and the batch that is decoded meanwhile.  Defaults depend on the device."""
     for name, (description, *_) in SIZES.items():
         parser.add_argument(f"--{name}", type=positive, metavar="N", help=description)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the results")
@@ -121,7 +121,7 @@ def _filled(layout: jaxkv.CacheLayout) -> jaxkv.KVCache:
 
         return lax.fori_loop(0, -(-layout.num_blocks // PATTERN_BLOCKS), some, jaxkv.KVCache.zeros(layout))
 
-    # Committed to its device, like the caches that `load` returns.
+    # Committed to its device, like the caches that `load` returns, so that programs are not compiled twice.
     return jax.block_until_ready(jax.device_put(fill(), jax.devices()[0]))
 
 
@@ -133,12 +133,12 @@ def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _rates(nbytes: int, stores: list[float], loads: list[float], *, warm_up: int = 1) -> dict[str, float]:
-    """Median GB/s each way, without the first `warm_up` transfers, one of which compiles."""
+    """Median GB/s of stores and of loads, without the first `warm_up` transfers, the first of which compiles."""
     return {way: nbytes / float(np.median(s[warm_up:])) / 1e9 for way, s in (("store", stores), ("load", loads))}
 
 
 def _large(nbytes: int, repeats: int) -> dict[str, float]:
-    """The ceiling: one large array, timed once its memory has been used."""
+    """The ceiling: GB/s of one large array, after untimed transfers that touch its memory."""
     stores, loads = [], []
     array = jax.device_put(jax.random.bits(jax.random.key(0), (nbytes // 4,)), jax.devices()[0])
     for _ in range(WARM_UP + repeats):
@@ -149,12 +149,12 @@ def _large(nbytes: int, repeats: int) -> dict[str, float]:
 
 
 def _keys(*about: Any, count: int) -> list[bytes]:
-    """Keys of `count` blocks that were never stored."""
+    """Keys of `count` blocks that were never stored, made from `about`."""
     return [repr((*about, i)).encode() for i in range(count)]
 
 
 def _whole(cache: jaxkv.KVCache, pool: offload.HostPool, repeats: int) -> dict[str, float]:
-    """All blocks of a cache, in random order, to the pool and back."""
+    """Transfers all blocks of a cache, in random order, to the pool and back."""
     stores, loads = [], []
     count, order = cache.layout.num_blocks, cache.layout.order
     blocks = np.random.default_rng(0).permutation(count).tolist()
@@ -172,7 +172,7 @@ def _whole(cache: jaxkv.KVCache, pool: offload.HostPool, repeats: int) -> dict[s
 
 
 def _layerwise(cache: jaxkv.KVCache, repeats: int) -> dict[str, float]:
-    """Transfers the pages of all layers, with one transfer per layer."""
+    """Transfers blocks with one transfer per layer."""
     pages = jax.jit(lambda x: list(x.reshape(-1, x.size // (cache.layout.num_layers * cache.layout.num_blocks))))
     stores, loads = [], []
     for _ in range(1 + repeats):
@@ -185,7 +185,10 @@ def _layerwise(cache: jaxkv.KVCache, repeats: int) -> dict[str, float]:
 
 
 def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]:
-    """Milliseconds per decode step, alone and with as many blocks stored after each as may be in flight at a time."""
+    """Milliseconds per decode step, alone and with a store after each step.
+
+    A store copies as many blocks as may be in flight.
+    """
     per_request = _per_request(args)
     blocks = np.random.default_rng(1).permutation(args.requests * per_request)
     cache = _filled(_layout(args, "BLNHC", blocks.size))
@@ -213,7 +216,7 @@ def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]
 
 
 def _step(cache: jaxkv.KVCache, q_latent, q_pe, block_tables, seq_lens):
-    """Attention of all layers, and the writes of the new tokens."""
+    """A decode step: writes the new tokens and computes attention in all layers."""
     slots = jaxkv.slots_for(block_tables, seq_lens[:, None] - 1, block_size=BLOCK_SIZE)[:, 0]
     plan = jaxkv.plan_decode(cache, block_tables, seq_lens, num_heads=q_pe.shape[1])
 

@@ -1,4 +1,4 @@
-"""Types of options that several commands share."""
+"""Option types and options that several commands share."""
 
 import argparse
 import os
@@ -45,7 +45,7 @@ def output_folder(text: str) -> Path:
     try:
         if not text or (path.exists() and not path.is_dir()):
             raise argparse.ArgumentTypeError(f"{text!r} is not a folder")
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # such as a name that is too long
         raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}") from None
     return path
 
@@ -56,7 +56,7 @@ def output_file(text: str) -> Path:
     try:
         if path.is_dir() or not path.parent.is_dir():
             raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder")
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # such as a name that is too long
         raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}") from None
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")

@@ -1,9 +1,9 @@
-"""Time attention on several devices, which divide the tokens of a long request or the heads of a batch.
+"""Time attention on several devices that divide the tokens of long requests (context) or the heads of a batch (tensor).
 
 Each row is one layer of `decode_mla` on that many devices, measured over steps through all layers of a cache.
 `attention` is one device's part.  `collective` combines the parts: the merge (context), or the sum of [requests, 7168]
-bf16 values that follows a layer's output projection (tensor).  Each is timed alone, then `both` together; `share` is
-the part of `both` that the collective adds.  GB/s and TFLOP/s are those of one device's attention.
+bf16 values that follows a layer's output projection (tensor).  Each is timed alone, then both together (`both`).
+`share` is the fraction of `both` that the collective adds.  GB/s and TFLOP/s are those of one device's attention.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is divided, the batch, and the numbers of devices."""
+    """Adds the options: what is divided, the batch, and the numbers of devices."""
     parser.add_argument("divided", choices=("context", "tensor"), help="divide tokens of each request, or heads")
     parser.add_argument("--devices", type=positive, nargs="+", metavar="N", help="default: 1, 2, 4, ... up to all")
     requests, tokens = "requests: 1 (context), 128 (tensor)", "cached tokens per request: 1,000,000, 4,096"
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, and how much results differ from those of the fewest devices."""
+    """Prints the table, and how far the results differ from those on the fewest devices."""
     sizes, device = _sizes(args), jax.devices()[0]
     counts = args.devices or [2**i for i in range(jax.device_count().bit_length())]
     for count in counts:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if sizes.divided == "tensor" and sizes.heads % count:
             raise ValueError(f"--devices has {count}: expected divisors of the {sizes.heads} heads")
     measured: list[tuple[Row, np.ndarray]] = []
-    # The peak of memory never falls, so measure in the order in which it rises: the most devices first.
+    # The reported peak of memory never falls, so measure in the order of rising peaks: the most devices first.
     for count in progress(sorted(counts, reverse=True), "measuring"):
         division = Division(sizes, count, args.implementation)
         measured.append(_measured(division, sizes, count, args.repeats))
@@ -119,7 +119,7 @@ def _sizes(args: argparse.Namespace) -> Sizes:
 
 
 def _measured(division: Division, sizes: Sizes, count: int, repeats: int) -> tuple[Row, np.ndarray]:
-    """The row, and the results of a step: merged under context parallelism, each device's heads otherwise."""
+    """The row, and the results of a step: merged under context parallelism, otherwise the heads of all devices."""
     attention, parts = division.attention(repeats)
     collective = division.collective(repeats) if count > 1 else None
     both, united = division.both(repeats) if count > 1 else (attention, parts)

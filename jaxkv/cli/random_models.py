@@ -1,4 +1,4 @@
-"""Models with random weights, for commands that time them: from a config.json and options."""
+"""Models with random weights, from a config.json and options, for commands that time them."""
 
 import argparse
 from functools import partial
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how it is cached."""
+    """Adds the options that choose the model and the format of its cache."""
     parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
     add_entry_format(parser)
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
 
 
 def random_model(args: argparse.Namespace, num_blocks: int, block_size: int, order: str = "BLNHC") -> "Model":
-    """The model, for a cache of `num_blocks` blocks.
+    """The model with random weights, after a check that it fits beside a cache of `num_blocks` blocks.
 
-    ValueError, before any weights are drawn, if the configuration is invalid or model and cache exceed the memory.
+    ValueError if the configuration is invalid, or if model and cache together exceed the device's memory.  It is raised
+    before any weights are drawn.
     """
     from jaxkv import models
 

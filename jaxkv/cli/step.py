@@ -30,7 +30,7 @@ LEAST_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the batch, and the format and layout of the cache."""
+    """Adds the options: the model, the batch, and the format and layout of the cache."""
     random_models.add_arguments(parser)
     parser.add_argument("--requests", type=positive, default=32, metavar="N", help="rows of the batch (32)")
     tokens = "cached tokens of each request, the new one included (4096)"
@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the sizes, the time of a step, and on NVIDIA GPUs the time of its kernels."""
+    """Prints the sizes, the time of a step and, on NVIDIA GPUs, the time of its kernels."""
     model = random_models.random_model(args, args.requests * _per_request(args.tokens), BLOCK_SIZE)
     config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
     tables = _tables(args.requests, args.tokens)
     cache = jax.block_until_ready(
         _filled(model, tables.size)
-    )  # fail here, if it does not fit, before anything is printed
+    )  # raises here, before anything is printed, if the model does not fit
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
     print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
     lengths = jnp.full(args.requests, args.tokens, jnp.int32)
@@ -64,7 +64,7 @@ def _per_request(tokens: int) -> int:
 
 
 def _tables(requests: int, tokens: int) -> np.ndarray:
-    """int32 [requests, blocks]: shuffled, as after some hours of service."""
+    """int32 [requests, blocks]: block tables with shuffled blocks, as after hours of service."""
     blocks = _per_request(tokens)
     return np.random.default_rng(0).permutation(requests * blocks).astype(np.int32).reshape(requests, blocks)
 
@@ -95,7 +95,7 @@ def _filled(model: "Model", num_blocks: int) -> jaxkv.KVCache:
 
 
 def _step(model: "Model", cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KVCache, jax.Array]:
-    """The likeliest next tokens."""
+    """A decode step: the cache, and the most likely next token of each request."""
     from jaxkv.models import decode
 
     cache, logits = decode(model, cache, tokens, *index)
@@ -103,9 +103,9 @@ def _step(model: "Model", cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KV
 
 
 def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
-    """Seconds per step, over steps that each continue the previous one; and the cache."""
+    """Seconds per step, over steps that each use the previous one's tokens; and the cache."""
     step: Any = jax.jit(_step, donate_argnums=1)
-    for _ in range(2):  # the first compiles
+    for _ in range(2):  # the first run compiles
         cache, tokens = jax.block_until_ready(step(model, cache, tokens, index))
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < LEAST_SECONDS:
@@ -117,9 +117,9 @@ def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
 
 
 def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
-    """Prints which part of a step the GPU runs kernels, and which part kernels of this library."""
+    """Prints the fraction of a step in which the GPU runs kernels, and the fraction of this library's kernels."""
     buffer, layout = jax.new_ref(cache.buffer), cache.layout
-    del cache  # from here on it would be a copy
+    del cache  # the steps below would otherwise need memory for a second cache
 
     def once(buffer, model, tokens, index):
         cache, tokens = _step(model, jaxkv.KVCache(buffer[...], layout), tokens, index)
@@ -138,6 +138,6 @@ def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
 
 
 def _is_own(kernel: str) -> bool:
-    """Whether a kernel of that name is one of this library's; those of `implementation="xla"` cannot be recognised."""
+    """Whether the kernel of that name belongs to this library.  Those of `xla` cannot be recognised."""
     # The names of this library's Triton kernels begin with an underscore.
     return kernel.endswith("mosaic_gpu_kernel") or re.match("_[a-z]", kernel) is not None

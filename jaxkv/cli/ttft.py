@@ -1,9 +1,9 @@
-"""Time to first token of a prompt whose prefix is computed, or found on the device, on the host or on disk.
+"""Time to first token of a prompt whose prefix is computed, or found on the device, in host memory or on disk.
 
 The weights are random, which does not change the time.  The prompt is a prefix that fills whole blocks and chunks, plus
 one token.  All cases therefore compute their first token with the same program from the same entries, and their tokens
-must be equal.  One round of all cases runs untimed first.  The files on disk have just been written, so the operating
-system may still have them in memory.
+must be equal.  All cases run once untimed first.  The files on disk have just been written, so the operating system may
+still have them in memory.
 """
 
 import argparse
@@ -35,7 +35,7 @@ NEW_TOKENS = 16
 
 
 class Case(NamedTuple):
-    """How a prompt was served."""
+    """Measurements of one case: how a prompt was served."""
 
     seconds: float
     """Time to its first token."""
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, the prompt, and where blocks go on disk."""
+    """Adds the options: the model, the prompt, and the folder for blocks on disk."""
     random_models.add_arguments(parser)
     prefix = f"tokens that are found again, a multiple of --chunk and of {BLOCK_SIZE} (1024)"
     parser.add_argument("--prefix", type=positive, default=1024, help=prefix)
@@ -114,7 +114,7 @@ def _num_blocks(prefix: int) -> int:
 
 
 class Bench:
-    """A model, and block pools that outlive its engines."""
+    """A model, with host and disk pools that outlive its engines."""
 
     def __init__(self, model: "Model", prefix: int, chunk: int, order: str, folder: Path):
         from jaxkv.models import fingerprint
@@ -137,7 +137,7 @@ class Bench:
 
     def round(self) -> dict[str, Case]:
         """Serves one new prompt in every case (computed, found on the device, in host memory, on disk)."""
-        # No seed: the folder may hold the blocks of an earlier run.
+        # Without a seed, because the folder may hold blocks of the same prompt from an earlier run.
         prompt = np.random.default_rng().integers(0, self._model.config.vocab_size, self._prefix + 1).tolist()
         engine = self._engine(self._host)
         cases = {"cold": _served(engine, prompt), "device": _served(engine, prompt)}
@@ -150,7 +150,7 @@ class Bench:
         return HostPool(self._layout, 2 * self._num_blocks, disk=self._disk)
 
     def _engine(self, host: HostPool) -> "Engine":
-        """A new engine, which has cached no prompt."""
+        """A new engine with an empty cache."""
         from jaxkv.serving import Engine
 
         sizes = {"num_blocks": self._num_blocks, "block_size": BLOCK_SIZE, "chunk": self._chunk, "max_requests": 1}

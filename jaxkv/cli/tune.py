@@ -1,4 +1,4 @@
-"""`jaxkv bench --tune`: search the configurations of the kernels that selected shapes run."""
+"""`jaxkv bench --tune`: searches for the best configurations of the kernels that the selected shapes run."""
 
 import math
 from argparse import Namespace
@@ -13,7 +13,7 @@ from jaxkv.terminal.files import write_json
 
 
 def run(workloads: list[Workload], args: Namespace, about: dict[str, Any]) -> int:
-    """Prints a line per configuration tried and the best one; ValueError if no shape runs a kernel that has one."""
+    """Prints a line per trial, and the best configuration.  ValueError if no selected shape runs a tunable kernel."""
     rows: list[dict[str, Any]] = []
     for workload in workloads:
         for default in _configurations(workload, args.implementation):
@@ -57,7 +57,7 @@ def _trials(workload: Workload, default: Any, args: Namespace) -> Iterator[Trial
 
 
 def _difference(config: Any, default: Any) -> str:
-    """The fields that differ, as they are written in code."""
+    """The fields in which `config` differs from `default`, written as keyword arguments."""
     fields = [name for name in type(default).SEARCH if getattr(config, name) != getattr(default, name)]
     return ", ".join(f"{name}={getattr(config, name)!r}" for name in fields)
 

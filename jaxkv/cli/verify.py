@@ -1,7 +1,7 @@
 """Check on this machine that every operation returns the same bits on every layout.
 
-Each operation runs on a cache of every order, whose neighbouring memory is full of random bytes, and on a packed cache
-of one layer.  Results must be equal bit for bit, and a write must leave every other byte as it was.  With `--calls`,
+Each operation runs on caches of every order and on a packed cache of one layer.  The memory around the entries is full
+of random bytes.  Results must be equal bit for bit, and a write must leave every other byte as it was.  With `--calls`,
 the fuzzer makes that many random calls on random layouts instead.
 """
 
@@ -31,18 +31,18 @@ ENTRIES = (
 
 
 class Case(NamedTuple):
-    """An operation on a cache of some order."""
+    """The outcome of one operation on a cache of one order."""
 
     operation: str
     order: str
     wrong: str = ""
-    """What is wrong with its result; empty if nothing."""
+    """What is wrong with the result; empty if it is right."""
     rejected: str = ""
     """The reasons why the implementation does not support the call."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which implementation to check, and how."""
+    """Adds the options: which implementation to check, and how."""
     parser.add_argument("--implementation", choices=jaxkv.implementations(), default="xla")
     parser.add_argument("--calls", type=positive, metavar="N", help="make N random calls of random layouts and shapes")
     parser.add_argument("--seed", type=seed, default=0, metavar="S", help="first seed of --calls (0)")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _outcome(cases: list[Case]) -> str:
-    """The outcomes of one operation in one line."""
+    """The outcomes of one operation, as one line of text."""
     right = [case for case in cases if not (case.wrong or case.rejected)]
     outcomes = [f"ok on {counted(len(right), 'orders')}"] if right else []
     outcomes += [f"{case.order}: {case.wrong}" for case in cases if case.wrong]
@@ -82,7 +82,7 @@ def _outcome(cases: list[Case]) -> str:
 
 
 def _verify(entry, implementation: str) -> Iterator[Case]:
-    """Every operation on each order of caches of `entry`."""
+    """Runs every operation on caches of `entry` in each order."""
     heads = 1 if entry.one_head else 2
     sizes = {"num_blocks": BLOCKS, "block_size": BLOCK_SIZE, "num_heads": heads, "entry": entry}
     packed = jaxkv.CacheLayout(num_layers=1, order="LBNHC", **sizes)
@@ -112,7 +112,7 @@ def _verify(entry, implementation: str) -> Iterator[Case]:
 
 
 def _verify_blocks(layout: jaxkv.CacheLayout, noise: np.ndarray, implementation: str) -> Iterator[Case]:
-    """A block copied within the cache, and one moved to an empty cache."""
+    """Checks a block copied within the cache, and one exported to an empty cache."""
     one: dict[str, Any] = {"implementation": implementation}
     source, target = 5, 2
     cache, ids = _cache(layout, noise), (jnp.asarray([source], jnp.int32), jnp.asarray([target], jnp.int32))
@@ -137,7 +137,7 @@ def _verify_blocks(layout: jaxkv.CacheLayout, noise: np.ndarray, implementation:
 
 
 def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.KVCache, int], Any]]:
-    """A function of a cache and a layer per operation: the write first, then the reads of what it stored."""
+    """A function of a cache and a layer for each operation.  The write comes first; the others read what it stored."""
     rng = np.random.default_rng(1)
 
     def normal(*shape):
@@ -187,7 +187,10 @@ def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.
 
 
 def _bleed(noise: np.ndarray, cache: jaxkv.KVCache, twin: jaxkv.KVCache) -> str:
-    """What is wrong with a written cache: its layer must hold the twin's entries, everything else the old noise."""
+    """What is wrong with a cache after a write; empty if nothing.
+
+    The layer that was written must hold the twin's entries, and everything else the random bytes `noise` of before.
+    """
     after = _bytes(cache.buffer)
     if not np.array_equal(_entries(cache.layout, after, LAYER), _entries(twin.layout, _bytes(twin.buffer), 0)):
         return "stored different bytes from the packed cache"

@@ -47,9 +47,9 @@ class Backend:
         return [*unavailable, *self.unsupported_reasons(call)]
 
     def run(self, call: Call):
-        """The kernel's result; logs the first run of each operation."""
+        """Runs the kernel and returns its result.  The first run of each operation is logged."""
         _log_once(call.operation, self.name)
-        # Kernels are written for JAX's defaults, even if a program is stricter about its own arrays.
+        # Kernels are written for JAX's default promotion rules, but the user's program may have stricter ones.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return self.kernels[call.operation].run(**call.arrays, **call.options)
 
@@ -65,7 +65,7 @@ BACKENDS = (
 def implementations() -> dict[str, str]:
     """The names that `implementation=` accepts, in order of priority, each with the devices that it runs on.
 
-    The last supports every call, on every layout, that needs no batch-invariant plan.
+    The last one supports every call on every layout, except that it makes no batch-invariant plans.
     """
     return {backend.name: backend.devices for backend in BACKENDS}
 
@@ -78,7 +78,7 @@ def choose(call: Call, implementation: str | Sequence[str] | None) -> Backend:
       implementation: None for all of `BACKENDS`, a name, or a sequence of names in order of preference.
 
     Raises:
-      ValueError: `implementation` is not one of these, or has an unknown name.
+      ValueError: `implementation` is none of these, or has an unknown name.
       NotImplementedError: none of them would run the call; the message has the reasons of each.
     """
     known = {backend.name: backend for backend in BACKENDS}

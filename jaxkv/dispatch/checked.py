@@ -1,4 +1,4 @@
-"""Checked mode: wrong data (slots, block ids, lengths) is reported by argument, position and value."""
+"""Checked mode: invalid data (slots, block ids, lengths) raises an error with the argument, position and value."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,18 +11,18 @@ from jax.experimental import checkify
 from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import table_tokens
 
-# Part of the keys of jit's caches: a function that was traced without checks is traced again with them.
+# The value is part of the keys of jit's caches, so a function that was traced without checks is traced again with them.
 _checking = jax.make_user_context(default_value=False)
 
 
 def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """`function` compiled with checks on the data of every jaxkv call in it.
 
-    Without checks, wrong data never touches memory of other requests, but it is silently ignored: invalid slots are
-    skipped and invalid blocks masked.  With checks, the first error raises ValueError with the argument's name, the
-    position and the value: slots and block ids out of range, a slot written twice in one call, lengths beyond the
-    table, lengths other than those that a plan was made for, traced layers out of range, NaN in entries that a decode
-    reads.
+    Without checks, invalid data never touches the memory of other requests, but it is silently ignored: invalid slots
+    are skipped and invalid blocks masked.  With checks, the first error raises ValueError with the argument's name, the
+    position and the value.  The checks find slots and block ids out of range, a slot written twice in one call, lengths
+    beyond the table, lengths other than those that a plan was made for, traced layers out of range, and NaN in entries
+    that a decode reads.
 
     It works through `jit` and `scan`, but not `vmap`, and costs time and memory.  All arguments of `function` are
     traced and none is donated; put static arguments into a closure: `jaxkv.checked(lambda cache:
@@ -82,7 +82,7 @@ def check_written_once(name, slots, what):
 
 
 def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None):
-    """Checks that positions first <= p < lengths lie in the table, and those below `most` in blocks of the cache."""
+    """Checks that positions first <= p < lengths lie in the table, and that those below `most` have valid blocks."""
     capacity = table_tokens(block_tables, pages.block_size)
     fits = (lengths >= 0) & (lengths <= capacity)
     require(fits, name, lengths, f"the table holds {block_tables.shape[1]} blocks, {capacity} tokens")
@@ -100,7 +100,7 @@ def check_ids(name, blocks, pages):
 
 
 def check_live_entries(cache, slots, live, layer):
-    """Checks that no entry at `slots` [...] holds NaN where `live` [...]."""
+    """Checks that no entry at `slots` [...] holds NaN where `live` [...] is true."""
     layout = cache.layout
     rows, valid = load_entries(cache.buffer, layout.pages, layout.entry, slots, layer)
     parts = layout.entry.decode(rows, jnp.float32)

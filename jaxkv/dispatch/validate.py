@@ -13,13 +13,13 @@ from jaxkv_kernels.formats.entries import Entry
 
 FLOATS = ("bfloat16", "float16", "float32")
 MAY_BE_EMPTY = ("T", "n")
-"""Axes that may have length 0: new tokens, blocks.  Batches, tables and all other axes have at least one element."""
+"""Axes that may have length 0: T new tokens and n blocks.  All other axes must have at least one element."""
 
 
 class Dims:
-    """The lengths of axes by letter: the first array with an axis sets its length, and later ones must have the same.
+    """The lengths of axes by letter.  The first array with an axis sets its length; later arrays must have the same.
 
-    `known` lengths are set from the start, each with a phrase that says in messages where it comes from.
+    `known` lengths are set from the start.  Each comes with a phrase that explains in messages where it comes from.
     """
 
     def __init__(self, **known: tuple[int, str]):
@@ -62,7 +62,7 @@ def _is_integer(array) -> bool:
 
 
 def int32(array):
-    """Integers as int32.  Values out of range saturate: if they wrapped around, they could become valid slots."""
+    """Integers as int32.  Values out of range saturate, because wrapped values could be valid slots."""
     if array is None or isinstance(array, jax.ShapeDtypeStruct):
         return array
     limits = np.iinfo(np.int32)
@@ -75,7 +75,7 @@ def int32(array):
 
 
 def check_cache(cache: KVCache, *kinds: type[Entry]):
-    """ValueError unless `cache` is a KVCache of entries of one of `kinds`, with a buffer that fits its layout."""
+    """ValueError unless `cache` is a KVCache with entries of one of `kinds` and a buffer that fits its layout."""
     if not isinstance(cache, KVCache):
         raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache")
     layout, buffer = cache.layout, cache.buffer
@@ -101,10 +101,10 @@ def index_below(name: str, value: Any, count: int, what: str) -> jax.Array:
     """`value` as an int32 scalar array.
 
     A value on the host must be an integer (not a bool) from 0 to `count` - 1.  Of a JAX array, only shape and dtype are
-    checked: it may be traced.
+    checked, because it may be traced.
 
     Raises:
-      ValueError: `value` is not an integer, or out of range; the message names `what` is counted.
+      ValueError: `value` is not an integer or is out of range; `what` names the counted things in the message.
     """
     expected = f"expected an int from 0 to {count - 1} ({count} {what}), or an int32 scalar"
     if hasattr(value, "dtype") and not isinstance(value, np.generic | np.ndarray):
@@ -125,7 +125,10 @@ def softmax_scale(scale):
 
 
 def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
-    """The scale of quantised entries as float32, scalar or [H]; ValueError if it is missing, or passed but not used."""
+    """The scale of entries as float32, scalar or [H]; None for a format without a scale.
+
+    ValueError if a scale is missing, or is passed for a format without one.
+    """
     entry, count = cache.layout.entry, cache.layout.num_heads
     if not entry.codec.scaled:
         if scale is not None:
@@ -145,7 +148,7 @@ def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
 
 
 def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False):
-    """`value` as float32 of `shape`; ValueError unless it holds real numbers, positive ones if so requested.
+    """`value` as float32 of `shape`; ValueError unless it holds real numbers, which must be positive with `positive`.
 
     Signs are checked only if the values are known while tracing.
     """
@@ -166,9 +169,10 @@ def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool =
 
 
 def in_float32(value) -> np.ndarray:
-    """A number rounded to float32 as on devices: inf if it is too large, 0 if it is too small.
+    """A number rounded to float32: inf if it is too large, 0 if it is too small.
 
-    Devices also flush subnormal numbers, below 2**-126, to 0, and a division by one of them returns NaN.
+    Subnormal numbers (below 2**-126) also become 0, because devices flush them to 0; a division by one would return
+    NaN.
     """
     with np.errstate(over="ignore", under="ignore"):
         found = np.asarray(value).astype(np.float32)
@@ -187,7 +191,7 @@ def float_dtype(name: str, dtype):
 
 
 def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
-    """`value` as a Python int; ValueError unless it is a positive integer, by default one that int32 holds."""
+    """`value` as a Python int; ValueError unless it is a positive integer and less than `below` (None for no limit)."""
     number = None if isinstance(value, jax.Array) else as_int(value)
     if number is None or number < 1 or (below is not None and number >= below):
         limit = "" if below is None else f" below {below}"
@@ -198,8 +202,8 @@ def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
 def window_within(window, capacity: int) -> int | None:
     """`window` as kernels expect it; ValueError unless it is None or a positive int, of any size.
 
-    The result is None if no token is outside the window: if it is at least `capacity`, the tokens of a block table, or
-    does not fit int32.
+    The result is None if the window can exclude no token: if it is at least `capacity` (the tokens of a block table),
+    or does not fit in int32.
     """
     if window is None:
         return None
@@ -208,7 +212,7 @@ def window_within(window, capacity: int) -> int | None:
 
 
 def logit_cap_of(value) -> float | None:
-    """`value`; ValueError unless it is None, or a Python number that float32 represents together with its inverse."""
+    """`value` as it is; ValueError unless it is None or a number that, like its inverse, is a normal float32."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 2.0**-126 <= in_float32(value) <= 2.0**126):
         raise ValueError(
@@ -219,7 +223,7 @@ def logit_cap_of(value) -> float | None:
 
 
 def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
-    """`ids` as int32 [n] on the host; ValueError unless all are blocks of the cache, no two equal if `distinct`."""
+    """`ids` as int32 [n] on the host; ValueError unless all are valid blocks and, with `distinct`, no two are equal."""
     found = np.asarray(ids)
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
         raise ValueError(f"`{name}` is {describe(ids)}: expected block ids, ints [n]")

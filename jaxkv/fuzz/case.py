@@ -1,4 +1,4 @@
-"""`Case` holds what is static in random calls of an operation (layout, shapes, options), `Draw` one call's contents."""
+"""Random calls: `Case` holds what is static (layout, shapes, options), and `Draw` the contents of one call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What one compiled program is made for.  Each family of operations has a subclass."""
+    """The static part of random calls, for which one program is compiled.  Each family of operations has a subclass."""
 
     operation: str
     layout: jaxkv.CacheLayout
@@ -55,7 +55,7 @@ class Case:
     options: tuple[tuple[str, Any], ...]
     """Static keyword arguments."""
     extras: tuple[str, ...]
-    """Names of the optional arguments that are passed; `PER_HEAD` if scales are per head."""
+    """Names of the optional arguments that are passed, and `PER_HEAD` if scales are per head."""
 
     effect: ClassVar[Literal["reads", "writes", "moves blocks"]] = "reads"
     """What the call does to the cache.  It decides how the result is checked."""
@@ -64,7 +64,7 @@ class Case:
 
     @classmethod
     def drawn(cls, rng: np.random.Generator, operation: Operation) -> Self:
-        """A case of `operation`."""
+        """A random case of `operation`."""
         layout = draw_layout(rng, draw_entry(rng, operation.entries or (jaxkv.MLAEntry,)))
         fields: dict[str, Any] = {
             "requests": pick(rng, 1, 2, 3, 5, 17),
@@ -82,12 +82,12 @@ class Case:
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """What `extras` may contain."""
+        """The names that `extras` may contain."""
         return (PER_HEAD,)
 
     @classmethod
     def sizes(cls, rng: np.random.Generator, layout: jaxkv.CacheLayout, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields that this family draws differently, by name."""
+        """The fields that this family draws in its own way, by name; they replace those in `fields`."""
         return {}
 
     @property
@@ -113,7 +113,7 @@ class Case:
         return [(count, *heads, n) for n in self.layout.entry.sizes]
 
     def index(self, rng: np.random.Generator, live: np.ndarray) -> Index:
-        """The integer arguments of a call; marks the slots that it may read in `live`."""
+        """Draws the integer arguments of a call, and marks the slots that it may read in `live`."""
         raise NotImplementedError
 
     def draw(self, rng: np.random.Generator) -> Draw:
@@ -136,7 +136,7 @@ class Case:
         return self.function(*args, **keywords, implementation=implementation)
 
     def expected(self, cache, values, draw: Draw, layer):
-        """The expected result: the same call on a packed cache, by `xla`."""
+        """The expected result: the same call by `xla`, on a packed cache."""
         return self.run(cache, values, draw, layer, "xla")
 
     def _scales(self, rng: np.random.Generator) -> dict[str, np.ndarray]:

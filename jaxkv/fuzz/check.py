@@ -1,9 +1,9 @@
-"""Checks one random call: one program per case, which returns one error per result.
+"""Checks of random calls: one compiled program per case, which returns an error for each result of a call.
 
-The expected result comes from `xla` on a packed cache of one layer.  A map of addresses, made in NumPy from the strides
-alone, says where its entries lie in the buffer under test.  Everything that a call may not read is NaN; everything that
-it may not write is random bytes, which must stay as they are.  Writes, gathers and copies must agree bit for bit,
-attention within roundings of its dtype, as in the tests.
+The expected result is that of `xla` on a twin: a packed cache of one layer.  An address map, computed by NumPy from the
+strides alone, gives the place of each entry of the twin in the buffer under test.  Everything that a call may not read
+is NaN.  Everything that it may not write is random bytes, which must not change.  Writes, gathers and copies must agree
+bit for bit, attention within some roundings of its dtype.
 """
 
 import math
@@ -23,22 +23,22 @@ EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class AddressMap(NamedTuple):
-    """What each element of a cache's buffer is, computed by NumPy from the strides alone; int32."""
+    """What each element of a cache's buffer belongs to, computed by NumPy from the strides alone; int32 arrays."""
 
     layer: np.ndarray
     """[size]: the layer of each element; -1 between entries."""
     place: np.ndarray
-    """[size]: its index in a packed cache of one layer."""
+    """[size]: the index of the same element in a packed cache of one layer."""
     block: np.ndarray
     """[size]: the exported block that contains it; -1 for none."""
     place_in_block: np.ndarray
-    """[size]: its index in that block."""
+    """[size]: the index of the element in that block."""
     blocks: np.ndarray
-    """[blocks, elements]: the elements of each exported block."""
+    """[blocks, elements]: the indices in the buffer of the elements of each exported block."""
 
 
 def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
-    """The map of a layout."""
+    """The address map of a layout."""
     strides = layout.strides
     shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.num_heads, layout.width)
     steps = (strides.layer, strides.block, strides.token, strides.head, 1)
@@ -55,9 +55,9 @@ def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
 
 
 def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
-    """A function of an `AddressMap` and a `Draw` that returns errors over tolerances, float32 [results].
+    """A function of an `AddressMap` and a `Draw` that returns error / tolerance of each result, float32 [n].
 
-    An error above 1 is wrong.
+    A value above 1 means that the result is wrong.
     """
     layout = case.layout
     twin_layout = jaxkv.CacheLayout(
@@ -93,14 +93,16 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         if case.result == "bits":
             return [_differ(*pair) for pair in _pairs(found, expected)]
         if case.result == "logits":
-            terms = math.sqrt(layout.entry.sizes[0])  # size of the terms summed over heads: products of random vectors
+            terms = math.sqrt(layout.entry.sizes[0])  # size of the summed terms: products of random vectors
             return [_excess(found, expected, roundings=128, dtype="float32", magnitude=terms, floor=terms)]
         dtype = case.dtype.name
-        # Scores have this size.  Capped ones are computed from the cap, as in 1 - 2 / (1 + exp(2 s / cap)).
+        # The size of scores.  Capped scores also have errors of the size of the cap, because the kernels compute tanh
+        # as a difference, such as cap * (1 - 2 / (1 + exp(2 s / cap))).
         cap = dict(case.options).get("logit_cap") or 0
         scores = 4 + cap
-        # A weight is as far off, relative to itself, as its score is absolutely.  The best float32 tanh is off by up to
-        # 2 roundings, so two of them differ by up to 4, of the size of the cap.  Results in 16 bits round away more.
+        # The relative error of a softmax weight equals the absolute error of its score.  A good float32 tanh is off by
+        # up to 2 roundings, so two of them differ by up to 4, which the cap multiplies.  The tolerance of 16-bit
+        # results is wider than this.
         size = 1 + 4 / 64 * cap if dtype == "float32" else 1
         return [
             _excess(found[0], expected[0], roundings=64 if dtype == "float32" else 4, dtype=dtype, magnitude=size),
@@ -147,7 +149,7 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
 def _rounded(x: jax.Array, dtype) -> jax.Array:
     """float32 `x` rounded to `dtype`.
 
-    Explicitly, because XLA may elide a pair of casts when the result is converted back to float32.
+    A cast alone does not suffice: if the result is converted back to float32, XLA may remove both casts.
     """
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
@@ -166,10 +168,11 @@ def _differ(found: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def _excess(found, expected, *, roundings: int, dtype: str, magnitude: float, floor: float = 0) -> Any:
-    """The largest error over its tolerance, per element and of the whole by norm; inf if infinities or NaN differ.
+    """The largest error / tolerance, of single elements and of the norm of all; inf if infinities or NaN differ.
 
-    `magnitude` is the size of the terms that were summed: the absolute part of an element's tolerance.  `floor` is the
-    absolute part of the whole's tolerance, for results that may be small by chance, such as a request's only score.
+    `magnitude` is the size of the terms that were summed, which is the absolute part of an element's tolerance.
+    `floor` is the absolute part of the norm's tolerance, for results that may be small by chance, such as a request's
+    only score.
     """
     assert found.shape == expected.shape
     a, e = found.astype(jnp.float32), expected.astype(jnp.float32)

@@ -16,7 +16,7 @@ from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Format
 
 TRIES = 300
-"""Draws before an operation counts as unsupported: GPU kernels support the sizes of real models and some layouts."""
+"""Draws before an operation counts as unsupported.  GPU kernels support only some sizes and layouts."""
 
 
 class Write(Case):
@@ -26,11 +26,11 @@ class Write(Case):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The parts of the entries."""
+        """Shapes and dtypes of the parts of the new entries."""
         return [(shape, self.dtype) for shape in self.entry_shapes(self.count)]
 
     def index(self, rng, live) -> Index:
-        """Slots."""
+        """The slots to write."""
         return (draw_distinct(rng, live.size, self.count),), {}
 
 
@@ -39,16 +39,16 @@ class Gather(Case):
 
     @classmethod
     def optional(cls):
-        """`seq_starts`, where runs start."""
+        """`seq_starts`: the position at which each run starts."""
         return ("seq_starts", PER_HEAD)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """`total` and `dtype` of the result."""
+        """The result's `total` and `dtype`."""
         return {"options": {"total": fields["count"], "dtype": fields["dtype"]}}
 
     def index(self, rng, live) -> Index:
-        """Tables and the running sum of lengths."""
+        """Block tables and the running sum of lengths."""
         ends = draw_lengths(rng, self.requests, self.columns * self.layout.block_size, self.layout.block_size)
         given = "seq_starts" in self.extras
         starts = rng.integers(ends + 1) if given else np.zeros_like(ends)
@@ -59,15 +59,15 @@ class Gather(Case):
 
 
 class Queries(Case):
-    """Queries against all cached tokens of each request; queries come before the cache in the arguments."""
+    """Operations with queries against all cached tokens of each request.  Their queries come before the cache."""
 
     def arguments(self, cache, values, draw, layer):
-        """Queries, cache, indices."""
+        """Queries, the cache, then tables and lengths."""
         (cache, *rest), keywords = super().arguments(cache, (), draw, layer)
         return (*values, cache, *rest), keywords
 
     def index(self, rng, live) -> Index:
-        """Tables and lengths."""
+        """Block tables and lengths."""
         lengths = draw_lengths(rng, self.requests, self.columns * self.layout.block_size, self.layout.block_size)
         tables = draw_tables(rng, self.layout, self.columns, lengths)
         window = dict(self.options).get("window")
@@ -83,7 +83,7 @@ class DecodeMLA(Queries):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The options of attention, and a dtype of queries that represents the entries exactly."""
+        """Options of attention, and a dtype of the queries that represents the entries exactly."""
         options = {"scale": pick(rng, 0.03, 0.07, 0.11), "logit_cap": pick(rng, None, None, 2.0, 30.0)}
         own = str(layout.entry.dtype)
         dtype = fields["dtype"]
@@ -93,7 +93,7 @@ class DecodeMLA(Queries):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries for each part of an entry."""
+        """Shapes and dtypes of the queries, one array for each part of an entry."""
         return [((self.requests, self.q_len, self.heads, n), self.dtype) for n in self.layout.entry.sizes]
 
 
@@ -110,7 +110,7 @@ class DecodeKV(DecodeMLA):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries."""
+        """Shapes and dtypes of the queries."""
         return super().value_shapes[:1]
 
 
@@ -121,12 +121,12 @@ class Plan(Case):
 
     @classmethod
     def optional(cls):
-        """Batch invariance."""
+        """`batch_invariant`."""
         return ("batch_invariant", PER_HEAD)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """Those of the attention, in the entries' own dtype, so that whatever can be planned can also be run."""
+        """The fields of the attention.  Queries have the entries' own dtype, so that every planned call can be run."""
         attention = DecodeMLA if layout.entry.one_head else DecodeKV
         found, own = attention.sizes(rng, layout, fields), str(layout.entry.dtype)
         return {**found, "dtype": jnp.dtype(own)} if own in ("bfloat16", "float16", "float32") else found
@@ -140,15 +140,15 @@ class Plan(Case):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries of the attention."""
+        """Shapes and dtypes of the attention's queries."""
         return self.attention.value_shapes
 
     def index(self, rng, live) -> Index:
-        """Tables and lengths."""
+        """Block tables and lengths."""
         return self.attention.index(rng, live)
 
     def arguments(self, cache, values, draw, layer):
-        """Those of `plan_decode`."""
+        """The arguments of `plan_decode`."""
         keywords = {"window": dict(self.options).get("window"), "batch_invariant": "batch_invariant" in self.extras}
         return (cache, *draw.index), {"num_heads": self.heads, "q_len": self.q_len, **keywords}
 
@@ -168,7 +168,7 @@ class Sparse(DecodeMLA):
 
     @classmethod
     def optional(cls):
-        """How many slots count, and sinks."""
+        """`counts` (how many slots are used) and `sinks`."""
         return ("counts", "sinks")
 
     def index(self, rng, live) -> Index:
@@ -202,7 +202,7 @@ class Logits(Queries):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Queries and their weights."""
+        """Shapes and dtypes of the queries and their weights."""
         queries = self.requests, self.q_len, self.heads
         return [((*queries, self.layout.entry.sizes[0]), self.dtype), (queries, jnp.dtype("float32"))]
 
@@ -217,11 +217,11 @@ def _exact_queries(entry: Entry) -> tuple[str, ...]:
 
 
 class TopK(Case):
-    """Selects the largest of logits, many of which are equal."""
+    """Selects the largest logits, many of which are equal."""
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """How many to select."""
+        """k, the number of positions to select."""
         return {"options": {"k": pick(rng, 1, 7, 64, 512)}}
 
     def index(self, rng, live) -> Index:
@@ -247,12 +247,12 @@ class Merge(Case):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The partial results."""
+        """Shapes and dtypes of the partial results."""
         shape = self.count, self.requests, self.q_len, self.heads, self.layout.entry.sizes[0]
         return [(shape, self.dtype)]
 
     def index(self, rng, live) -> Index:
-        """Their log-sum-exps."""
+        """The log-sum-exps of the partial results."""
         shape = self.count, self.requests, self.q_len, self.heads
         lses = rng.standard_normal(shape, np.float32)
         empty = rng.random(shape) < pick(rng, 0, 0.1, 0.5)
@@ -270,7 +270,7 @@ class Blocks(Case):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """How many blocks."""
+        """The number of blocks."""
         return {"count": pick(rng, 1, 3, 9, layout.num_blocks)}
 
     def arguments(self, cache, values, draw, layer):
@@ -279,7 +279,7 @@ class Blocks(Case):
 
 
 class ReadBlocks(Blocks):
-    """Reads blocks, some of them twice."""
+    """Reads blocks, some of which occur twice."""
 
     def index(self, rng, live) -> Index:
         """Blocks to read."""
@@ -289,7 +289,7 @@ class ReadBlocks(Blocks):
 
 
 class CopyBlocks(ReadBlocks):
-    """Copies blocks, some of which it overwrites."""
+    """Copies blocks; some of them are also overwritten."""
 
     def index(self, rng, live) -> Index:
         """Blocks to read, and distinct ones to overwrite."""
@@ -302,7 +302,7 @@ class WriteBlocks(Blocks):
 
     @property
     def value_shapes(self) -> Shapes:
-        """The payloads."""
+        """Shape and dtype of the payloads."""
         return [((self.count, self.layout.block_nbytes // self.layout.itemsize), self.layout.dtype)]
 
     def index(self, rng, live) -> Index:
@@ -328,14 +328,14 @@ FAMILIES: dict[str, type[Case]] = {
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,
 }
-"""How the calls of each declared operation are drawn."""
+"""The family of each declared operation."""
 
 OPERATIONS = tuple(operation.name for operation in DECLARED)
-"""Names of the operations; seed s draws a case of number s modulo their count."""
+"""Names of the operations.  Seed s draws a case of operation number s modulo their count."""
 
 
 def draw_case(seed: int, implementation: str) -> Case | str:
-    """A case drawn from a seed that the implementation supports, or the reasons why it rejects the last one drawn."""
+    """A case of this seed that the implementation supports; otherwise the reasons against the last one drawn."""
     rng, operation = np.random.default_rng(seed), DECLARED[seed % len(DECLARED)]
     kernels = {backend.name: backend.kernels for backend in backends.BACKENDS}[implementation]
     reasons: tuple[str, ...] = ()

@@ -18,10 +18,10 @@ from jaxkv.fuzz.families import FAMILIES, draw_case
 from jaxkv.terminal.streams import notice
 
 CALLS_PER_CASE = 250
-"""Calls of one compiled program: compiling takes seconds, a call milliseconds."""
+"""Calls per compiled program: compiling takes seconds, a call milliseconds."""
 
 CALL_SECONDS, COMPILE_SECONDS = 60, 600
-"""A call or a compilation that takes longer is reported as hanging, and ends the process."""
+"""If a call or a compilation takes longer, it is reported as hanging and the process ends."""
 
 SHOWN = 3
 """Wrong calls of a case that are reported one by one; the others are only counted."""
@@ -39,12 +39,12 @@ class Prepared:
 def fuzz(*, calls: int, seed: int, implementation: str) -> int:
     """Makes `calls` random calls and checks each; prints one line per case, and returns the number of wrong calls.
 
-    Each seed, from `seed` on, draws one case, of which up to `CALLS_PER_CASE` calls are made.  A case and its calls
-    depend on the seed alone: `calls=j + 1, seed=s` repeats call j of seed s.  A case that the implementation supports
-    but fails to compile counts as one wrong call.
+    Successive seeds, from `seed` on, draw one case each, and up to `CALLS_PER_CASE` calls are made of it.  A case and
+    its calls depend on the seed alone: `calls=j + 1, seed=s` repeats call j of seed s.  A case that the implementation
+    supports but fails to compile counts as one wrong call.
 
     Raises:
-      ValueError: the implementation supports none of the calls, so nothing was checked.
+      ValueError: the implementation supports none of the cases, so nothing was checked.
     """
     begin, made, wrong, running = time.perf_counter(), 0, 0, 0.0
     for prepared in _prepared(-(-calls // CALLS_PER_CASE), seed, implementation):
@@ -97,7 +97,7 @@ def _prepared(count: int, seed: int, implementation: str) -> Iterator[Prepared]:
 
 
 def _compiling(compiler: ThreadPoolExecutor, case: Case, implementation: str) -> Future[Any]:
-    """The case's program: lowered now, compiled in the background."""
+    """The program of a case, lowered by this call and compiled in the background."""
     where, draw = address_map(case.layout), case.draw(np.random.default_rng(0))
     try:
         return compiler.submit(jax.jit(checker(case, implementation)).lower(where, draw).compile)
@@ -108,7 +108,7 @@ def _compiling(compiler: ThreadPoolExecutor, case: Case, implementation: str) ->
 
 
 def _wrong_calls(prepared: Prepared, program, count: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(call, errors over their tolerances) of each wrong call among the first `count`."""
+    """(number of the call, errors divided by their tolerances) of each wrong call among the first `count`."""
     where = jax.device_put(address_map(prepared.case.layout))
     for call in range(count):
         with _watched(f"seed {prepared.seed}, call {call}: {prepared.case}", CALL_SECONDS):

@@ -19,8 +19,8 @@ def draw_lengths(rng: np.random.Generator, requests: int, most: int, block_size:
 def draw_tables(rng: np.random.Generator, layout: CacheLayout, columns: int, lengths: np.ndarray) -> np.ndarray:
     """Tables [B, M].
 
-    Requests have blocks of their own or share them; entries past the lengths hold anything, and a few before them are
-    not blocks of the cache.
+    Requests have blocks of their own or share them.  Table entries past the lengths hold any value, and a few before
+    them are not blocks of the cache.
     """
     blocks, shape = layout.num_blocks, (lengths.size, columns)
     if lengths.size * columns <= blocks and rng.random() < 0.7:

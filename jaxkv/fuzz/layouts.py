@@ -9,16 +9,16 @@ import jaxkv
 from jaxkv_kernels.formats.entries import Entry
 
 MOST_BYTES = 2**25
-"""Largest cache, in bytes.  Every call fills the cache again, so small ones make fast calls."""
+"""Largest cache, in bytes.  Every call fills the cache again, so calls on small caches are fast."""
 
 
 def pick(rng: np.random.Generator, *choices) -> Any:
-    """One of `choices`, of any types."""
+    """One of `choices`, which may have any types."""
     return choices[rng.integers(len(choices))]
 
 
 def draw_entry(rng: np.random.Generator, kinds: Sequence[type[Entry]]) -> Entry:
-    """An entry of one of `kinds` in any of its formats, with the sizes of a real model or small ones."""
+    """An entry of one of `kinds`, in any of its formats, with the sizes of a real model or small sizes."""
     kind = pick(rng, *kinds)
     form = pick(rng, *kind.formats)
     if kind is jaxkv.IndexerEntry:
@@ -40,7 +40,7 @@ def draw_layout(rng: np.random.Generator, entry: Entry) -> jaxkv.CacheLayout:
 
 
 def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLayout:
-    """Any of the six orders, padded or not, a group of a packed block, or explicit strides with gaps."""
+    """A layout in any of the six orders, padded or not, a group of a `PackedLayout`, or explicit strides with gaps."""
     sizes: dict[str, Any] = {
         "num_layers": pick(rng, 1, 2, 3, 4),
         "num_blocks": pick(rng, 2, 5, 12, 24, 64),
@@ -58,7 +58,7 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
     sizes |= {"entry": entry, "num_heads": heads}
     dtype = pick(rng, None, None, "uint8")
     itemsize = entry.dtype.itemsize if dtype is None else 1
-    if kind == "order" or entry.split:  # the tokens of a split page cannot lie apart
+    if kind == "order" or entry.split:  # the tokens of a split page must be adjacent
         padding = pick(rng, 0, 0, 16, 48) // itemsize
         if rng.random() < 0.2:
             padding = 3 * entry.nbytes // itemsize

@@ -1,4 +1,4 @@
-"""A layout in plain numbers: as a table, and as the bands of its memory map."""
+"""A layout as numbers: its table, and the bands (rows) of its memory map."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ class Description:
     entry: Entry
     block_size: int
     axes: tuple[Axis, ...]
-    """All four, outermost in memory first."""
+    """All four axes, outermost in memory first."""
     order: str
-    """The same in letters."""
+    """The order of the axes in letters, such as `BLNHC`."""
     offset: int
-    """Where the first entry begins."""
+    """The byte of the buffer at which the first entry begins."""
     nbytes: int
-    """The whole buffer."""
+    """Bytes of the whole buffer."""
     block_nbytes: int
-    """An exported block."""
+    """Bytes of an exported block."""
     dtype: str
     """Dtype of the buffer."""
     itemsize: int
@@ -131,9 +131,9 @@ class Band:
 
 
 def bands(groups: Descriptions) -> list[Band]:
-    """The memory map: the whole buffer, then the contents of its first step, and so on down to an entry.
+    """The rows of the memory map: the whole buffer, then its first step in more detail, and so on down to an entry.
 
-    Below the second row, each group has its own rows.  ValueError if the steps of an axis interleave.
+    Below the second row, each group has its own rows.  ValueError if the steps of an axis interleave in memory.
     """
     views = [_View(name, about) for name, about in groups.items()]
     for view in views:
@@ -142,7 +142,7 @@ def bands(groups: Descriptions) -> list[Band]:
     start = min(view.about.offset for view in views)
     span = max(view.about.offset + view.span(1) for view in views) - start
     items = _items(outer, start, span)
-    # If blocks are runs, bytes of a run before its first entry belong to the block.
+    # If blocks are runs, the bytes of the run before its first entry belong to the block.
     low = 0 if about.blocks_are_runs else start
     high = min(low + outer.stride, about.nbytes)
     inside = sorted((piece for view in views for piece in view.pieces(1, view.about.offset)), key=lambda x: x.start)
@@ -163,7 +163,7 @@ class _View:
 
     @cached_property
     def axes(self) -> list[Axis]:
-        """Outermost first, without axes of heads or tokens of length 1."""
+        """The axes, outermost first, without head and token axes of length 1."""
         return [axis for axis in self.about.axes if axis.count > 1 or axis.name in ("block", "layer")]
 
     @cached_property
@@ -171,16 +171,16 @@ class _View:
         return self.about.entry.parts(self.about.block_size)
 
     def is_split_page(self, depth: int) -> bool:
-        """Whether the next axis is the tokens of a split page."""
+        """Whether the next axis enumerates the tokens of a split page."""
         inner = self.axes[depth:]
         return self.about.entry.split and bool(inner) and inner[0].name == "token"
 
     def span(self, depth: int) -> int:
-        """Bytes from the first to the last entry, both included."""
+        """Bytes from the start of the first entry at this depth to the end of the last one."""
         return sum((axis.count - 1) * axis.stride for axis in self.axes[depth:]) + self.about.entry.nbytes
 
     def check_order(self) -> None:
-        """ValueError if the steps of an axis interleave, which boxes side by side cannot show."""
+        """ValueError if the steps of an axis interleave in memory, which adjacent boxes cannot show."""
         for depth, axis in enumerate(self.axes, 1):
             if axis.count > 1 and axis.stride < self.span(depth):
                 raise ValueError(

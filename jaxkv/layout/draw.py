@@ -1,4 +1,4 @@
-"""The memory map of a layout, drawn: which bytes belong to which block, layer, head and token."""
+"""Draws the memory map of a layout, which shows the bytes of each block, layer, head and token."""
 
 import io
 import os
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 # Inches.
 WIDTH, COLUMN, MARGIN = 12.0, 6.6, 0.3  # the least width of a picture, and of a group's column in it
-TOP, ROW, HEIGHT = 0.92, 1.36, 0.52  # the first row, row to row, the coloured part of each
-TITLE, ADDRESSES = 0.28, 0.24  # above and below the coloured part
+TOP, ROW, HEIGHT = 0.92, 1.36, 0.52  # top of the first row, distance between rows, height of the coloured part
+TITLE, ADDRESSES = 0.28, 0.24  # heights of the text above and below the coloured part
 ELIDED, SLIVER = (
     0.74,
     0.06,
-)  # an elided piece, and the least width of others: padding stays visible
+)  # width of an elided piece, and the least width of others, so that padding stays visible
 
 INK, FAINT, LINE, SHADOW = "#1f2937", "#6b7280", "#9ca3af", "#eef0f3"
 HUES = {"block": "#475569", "layer": "#1d4ed8", "head": "#7c3aed", "token": "#0f766e", "part": "#b45309"}
@@ -34,12 +34,12 @@ def draw(groups: Descriptions, path: str | os.PathLike[str] | None = None) -> "F
     """The memory map as a matplotlib figure, saved if `path` is given; addresses are in bytes.
 
     Args:
-      groups: descriptions by name, of one layout under the name "", or of the groups of a `PackedLayout`.
+      groups: descriptions by name: that of one layout under the name "", or those of the groups of a `PackedLayout`.
       path: a file name that ends in .svg or .png.
 
     Raises:
       ImportError: matplotlib is missing.
-      ValueError: `path` ends in neither .svg nor .png, or the steps of an axis interleave.
+      ValueError: `path` ends in neither .svg nor .png, or blocks, layers, heads or tokens interleave in memory.
     """
     if path is not None and Path(path).suffix not in (".svg", ".png"):
         raise ValueError(f"`path` ends in {Path(path).suffix!r}: expected .svg or .png")
@@ -90,7 +90,7 @@ def svg(groups: Descriptions) -> str | None:
 def _save(figure: "Figure", file: str | os.PathLike[str] | io.StringIO, suffix: str) -> None:
     from matplotlib import rc_context
 
-    # The same picture is the same file: no date, and ids that are not random.
+    # Equal pictures make equal files: without a date, and without random ids.
     with rc_context({"svg.hashsalt": "jaxkv"}):
         figure.savefig(file, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
 
@@ -110,7 +110,7 @@ def _edges(pieces: Sequence[Piece], left: float, right: float) -> list[float]:
 
 
 def _draw_zoom(axes: "Axes", row: int, above: Sequence[float], here: Sequence[float]) -> None:
-    """Draws the shadow from the enlarged part of the row above to this row."""
+    """Draws the shadow that connects the enlarged part of the row above to this row."""
     top = TOP + ROW * row
     y = [top - ROW + HEIGHT, top - ROW + HEIGHT + ADDRESSES, top - TITLE, top]
     left, right = ((above[side], above[side], here[side], here[side]) for side in (0, 1))
@@ -182,7 +182,7 @@ def _text_width(text: str, size: float, weight: str = "normal") -> float:
     from matplotlib.textpath import text_to_path
 
     font = FontProperties(family="DejaVu Sans", size=size, weight=weight)
-    # Pixels round letters up.
+    # The width of letters is rounded up to pixels.
     return text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] / 72 * 1.04
 
 

@@ -1,13 +1,14 @@
-"""Whether entries with arbitrary strides share elements: exact, and as fast for a billion blocks as for two.
+"""Whether entries with arbitrary strides share elements.  The answer is exact, and its cost does not depend on counts.
 
 Two entries share an element if and only if they begin less than an entry's width apart.  Let d be the difference of
-their indices: along each axis it is smaller than the axis, and the entries begin d . strides elements apart.  So two
+their indices.  Along each axis, |d_i| is less than the count, and the entries begin d . strides elements apart.  So two
 entries overlap if and only if the lattice of the vectors
 
     (d_1 / count_1, ..., d_n / count_n, d . strides / width)        for integers d
 
-has a point other than 0 in the open cube (-1, 1)^(n + 1).  Such a point is shorter than sqrt(n + 1), and only a bounded
-number of combinations of a reduced basis are that short, unless its first vector already lies in the cube.
+has a point other than 0 in the open cube (-1, 1)^(n + 1).  Such a point is shorter than sqrt(n + 1).  The search tries
+the vectors of a reduced basis first.  If none of them lies in the cube, only a bounded number of their combinations are
+that short.
 """
 
 import math
@@ -27,7 +28,7 @@ def overlapping_entries(
       width: elements of an entry.
     """
     tangled = sorted(axes, key=lambda name: axes[name][1])
-    # Steps of an axis cannot overlap if its stride spans everything inside of it.
+    # Entries at different indices of an axis cannot overlap if its stride is at least the extent of all inner axes.
     while tangled and axes[tangled[-1]][1] >= width + sum((axes[name][0] - 1) * axes[name][1] for name in tangled[:-1]):
         tangled.pop()
     counts, strides = [axes[name][0] for name in tangled], [axes[name][1] for name in tangled]
@@ -51,7 +52,10 @@ def _short_points(basis: list[Vector]) -> Iterator[Vector]:
     squares = [_dot(x, x) for x in orthogonal]
 
     def points(i: int, tail: Vector, room: Fraction) -> Iterator[Vector]:
-        """`tail` and combinations of the first i vectors, whose part outside the span of the rest has square `room`."""
+        """Sums of `tail` and integer multiples of the first i vectors that may be short enough.
+
+        The part of a sum within the span of the first i vectors may have a squared length of at most `room`.
+        """
         if i == 0:
             yield tail
             return

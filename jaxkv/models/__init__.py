@@ -1,4 +1,4 @@
-"""Language models on the cache, of the families in `families/`: pure functions over pytrees.
+"""Language models that use the cache, of the families in `families/`: pytrees and pure functions.
 
     model = jaxkv.models.load("path/to/checkpoint")
     cache = model.cache(num_blocks=256)
@@ -7,8 +7,8 @@
     cache, logits = prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping)
     cache, logits = decode(model, cache, tokens, seq_lens, block_tables, slot_mapping)
 
-One compiled program of each serves all requests: lengths, tables and slots are traced.  Reading weights needs the
-extra `jaxkv[models]`.
+One compiled program of each function serves all requests, because lengths, tables and slots are traced.  Reading
+weights needs the extra `jaxkv[models]`.
 """
 
 from jaxkv.models.config import ModelConfig

@@ -1,4 +1,4 @@
-"""What every layer needs to know about the new tokens."""
+"""The inputs that every layer needs about the new tokens."""
 
 from dataclasses import dataclass
 
@@ -12,22 +12,22 @@ from jaxkv.ops.plan import DecodePlan
 
 @dataclass(frozen=True)
 class Batch:
-    """B requests of Q new tokens, aligned to the end."""
+    """B requests with Q new tokens each, aligned to the end."""
 
     cos: jax.Array
-    """float32 [B, Q, rotary_dim / 2], as is `sin`."""
+    """float32 [B, Q, rotary_dim / 2], the same shape as `sin`: the rotary embedding of the tokens."""
     sin: jax.Array
     seq_lens: jax.Array
     block_tables: jax.Array
     slots: jax.Array
-    """int32 [B * Q], of this device."""
+    """int32 [B * Q], the slots of the new tokens in this device's cache."""
 
     plan: DecodePlan | None
-    """Of dense attention, the same for all layers."""
+    """The plan of dense attention, the same for all layers; None with an indexer."""
 
     @classmethod
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
-        """The batch of slot_mapping [B, Q]."""
+        """Makes the batch from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
         config, q_len = model.config, slot_mapping.shape[1]
         positions = seq_lens[:, None] - q_len + jax.numpy.arange(q_len)[None]
         plan = None

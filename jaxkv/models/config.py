@@ -11,7 +11,7 @@ from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071): rotary frequencies stretched to `factor` times the length of the first training."""
+    """YaRN (arXiv 2309.00071): scales rotary frequencies for contexts `factor` times as long as `original_length`."""
 
     factor: float
     original_length: int
@@ -24,10 +24,10 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Llama3:
-    """The scaling of Llama 3.1: long waves are stretched to `factor` times their length, short ones kept.
+    """The scaling of Llama 3.1: low rotary frequencies are divided by `factor`, high ones are kept.
 
-    A wave is long if it turns fewer than `low_freq_factor` times in the length of the first training, and short if it
-    turns more than `high_freq_factor` times; between them, frequencies are blended.
+    A frequency is low if it makes fewer than `low_freq_factor` turns within `original_length` tokens, and high if it
+    makes more than `high_freq_factor`.  Between these, the two are blended linearly.
     """
 
     factor: float
@@ -38,7 +38,9 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding.  Pairs are (x[2i], x[2i + 1]) in the weights if `interleaved`, else (x[i], x[i + half])."""
+    """Rotary embedding.  In the order of the weights, pairs are (x[2i], x[2i + 1]) if `interleaved`, else (x[i], x[i +
+    half]).
+    """
 
     theta: float
     interleaved: bool
@@ -47,16 +49,16 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """Routing of the mixture of experts."""
+    """The mixture of experts: sizes, and how tokens are routed."""
 
     count: int
     per_token: int
     groups: int
     groups_per_token: int
     scoring: str
-    """`softmax` (V2), or `sigmoid` with a bias that corrects the choice but not the weight (V3)."""
+    """`softmax` (V2), or `sigmoid` (V3), with a bias that affects which experts are chosen but not their weights."""
     normalize: bool
-    """Whether the weights of a token's experts are made to sum to 1 before `scale`."""
+    """Whether the weights of a token's experts are normalised to a sum of 1 before they are multiplied by `scale`."""
     scale: float
     intermediate_size: int
     shared_intermediate_size: int
@@ -76,7 +78,7 @@ class MLA:
     """Multi-head latent attention."""
 
     q_lora_rank: int | None
-    """None where queries have no latent."""
+    """Rank of the queries' latent; None if queries have none."""
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -89,7 +91,7 @@ class MLA:
         return self.qk_rope_head_dim
 
     def entry(self, entry_format: str) -> MLAEntry:
-        """What the cache stores per token; ValueError for a format that cannot hold it."""
+        """The entry that the cache stores per token; ValueError if `entry_format` does not support it."""
         return MLAEntry(entry_format, self.kv_lora_rank, self.qk_rope_head_dim)
 
 
@@ -99,21 +101,21 @@ class GQA:
 
     num_kv_heads: int
     head_dim: int
-    """Of queries, keys and values."""
+    """Size of a head of queries, keys and values."""
 
     @property
     def rotary_dim(self) -> int:
-        """Values of a query or key that rotary embedding turns: all."""
+        """The number of values of a query or key that rotary embedding rotates: all of them."""
         return self.head_dim
 
     def entry(self, entry_format: str) -> KVEntry:
-        """What the cache stores per token and KV head; ValueError for a format that cannot hold it."""
+        """The entry that the cache stores per token and KV head; ValueError if `entry_format` does not support it."""
         return KVEntry(entry_format, self.head_dim)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the programs need to know about a model; static and hashable.  Names are those of `config.json`."""
+    """The configuration of a model; static and hashable.  Most names are those of `config.json`."""
 
     architecture: str
     vocab_size: int
@@ -129,14 +131,14 @@ class ModelConfig:
     max_position_embeddings: int
     stop_tokens: tuple[int, ...]
     dtype: str
-    """dtype of the checkpoint."""
+    """The dtype that config.json states for the weights."""
     rope: Rope
     attention: MLA | GQA
     experts: Experts | None
 
     @property
     def indexer(self) -> Indexer | None:
-        """That of the attention, if it has one."""
+        """The indexer of the attention; None if it has none."""
         return self.attention.indexer if isinstance(self.attention, MLA) else None
 
     @classmethod
@@ -144,22 +146,25 @@ class ModelConfig:
         """The configuration of the checkpoint in folder `path`, or in the file `path`.
 
         Raises:
-          ValueError: `config.json` is missing or not a JSON object; the architecture, or a value that the model
-            depends on, is not supported; or a key is missing.  The message is one line, with the file and the key.
+          ValueError: `config.json` is missing or not a JSON object, a key is missing, or the architecture or another
+            value is not supported.  The message is one line that names the file and the key.
         """
         file = path if os.path.isfile(path := Path(path)) else path / "config.json"
-        if not os.path.isfile(file):  # also of a name that no file can have
+        if not os.path.isfile(file):  # also False for a name that no file can have
             raise ValueError(f"`path` is {str(path)!r}: expected a folder with a config.json, or such a file")
         return cls._of(JsonObject.read(file))
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Like `read`, from the decoded JSON."""
+        """Like `read`, but from the decoded JSON object."""
         return cls._of(JsonObject(values, "config.json"))
 
     @classmethod
     def _of(cls, fields: JsonObject) -> "ModelConfig":
-        """The family reads and checks what its models depend on; other keys are ignored."""
-        from jaxkv.models.families import family_of  # families are made of configurations: they import this module
+        """The configuration that the model's family reads.
+
+        The family checks the keys that its models depend on, and ignores all others.
+        """
+        from jaxkv.models.families import family_of  # imported here, because families import this module
 
         return family_of(fields).read(fields)

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers under `lax.scan` with the cache as the carry, norm and head."""
+"""The decoder: embedding, layers under `lax.scan` with the cache in the carry, final norm and head."""
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,22 @@ from jaxkv.models.model import Model
 
 
 def prefill(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
-    """A chunk of new tokens of each request: stores their entries, and attends to all that is cached, them included.
+    """Processes a chunk of new tokens of each request: stores their entries and attends to all cached tokens.
 
-    A request with fewer than Q new tokens has them at the end of its row, as `decode_mla` has it; what stands before
-    them is padding, of any token, with slot -1.  A request without new tokens has `seq_lens` 0 and slots -1.
+    If a request has fewer than Q new tokens, they are at the end of its row, as in `decode_mla`.  The positions before
+    them are padding: their slots must be negative, and their tokens may be any id.  A request without new tokens has
+    `seq_lens` 0 and slots -1.
 
     Args:
       model: from `load`.
       cache: from `model.cache`; donate it.
-      tokens: int32 [B, Q], the new tokens, aligned to the end.
-      seq_lens: int32 [B], tokens of each request once these are stored: those cached before and the new ones.
+      tokens: int32 [B, Q], the new tokens, aligned to the end of each row.
+      seq_lens: int32 [B], tokens of each request, the new ones included.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      slot_mapping: int32 [B, Q], where each new token's entry goes; negative for padding.
+      slot_mapping: int32 [B, Q], the slot of each new token; negative for padding.
 
     Returns:
-      The cache, and float32 [B, vocab]: the logits after the last token of each request.
+      The cache, and the logits after the last token of each request, float32 [B, vocab].
 
     Raises:
       ValueError: a shape or dtype is wrong, or the cache is not of the model's layout.
@@ -37,18 +38,18 @@ def prefill(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 
 
 def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
-    """One new token of each request: a prefill of one token.
+    """Processes one new token of each request; the same as a prefill with Q = 1.
 
     Args:
       model: from `load`.
       cache: from `model.cache`; donate it.
-      tokens: int32 [B]; any token for a request that is not there.
-      seq_lens: int32 [B], tokens of each request, the new one included; 0 for a request that is not there.
+      tokens: int32 [B]; any id in rows without a request.
+      seq_lens: int32 [B], tokens of each request, the new one included; 0 in rows without a request.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      slot_mapping: int32 [B], where each new token's entry goes; negative for a request that is not there.
+      slot_mapping: int32 [B], the slot of each new token; negative in rows without a request.
 
     Returns:
-      The cache, and float32 [B, vocab]: the logits after each token; without meaning where no request is.
+      The cache, and the logits after each token, float32 [B, vocab].  Logits of rows without a request are meaningless.
 
     Raises:
       ValueError: a shape or dtype is wrong, or the cache is not of the model's layout.
@@ -57,7 +58,7 @@ def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_ma
 
 
 def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
-    """`prefill` without the head: the cache, and [B, Q, hidden] after the last layer; padding rows have no meaning."""
+    """`prefill` without the head: the cache, and x [B, Q, hidden] after the last layer; padding has no meaning."""
     model.check_cache(cache)
     dims = Dims()
     dims.check_ints("tokens", tokens, "B Q")
@@ -68,7 +69,7 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 
 
 def _layers(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
-    """`forward` on one device, with its part of the model, the cache and the batch."""
+    """`forward` on one device, for its part of the model, the cache and the batch."""
     block = FAMILIES[model.config.architecture].block
     batch = Batch.of(model, cache, seq_lens, block_tables, slot_mapping)
 
@@ -86,8 +87,7 @@ def _layers(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 
 
 def head(model: Model, x) -> jax.Array:
-    """Logits, float32 [..., vocab], from the result of `forward`, [..., hidden]: the final norm and the output
-    matrix."""
+    """Logits, float32 [..., vocab], of x [..., hidden] from `forward`: the final norm and the output matrix."""
     params = model.params
     x = rms_norm(x, params["norm"], model.config.rms_norm_eps)
     weight = params["embed"] if model.config.tie_word_embeddings else params["head"]

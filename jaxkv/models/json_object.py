@@ -1,4 +1,4 @@
-"""JSON files that others wrote: objects whose values are checked as they are read."""
+"""JSON objects from files of unknown origin, whose values are checked when they are read."""
 
 import json
 from collections import Counter
@@ -10,15 +10,15 @@ from typing import Any
 REQUIRED: Any = object()
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 3.4e38
-"""Programs compute with int32 and float32."""
+"""The largest number that is accepted, because models compute in float32."""
 _shown = Repr(maxstring=200, maxother=200).repr
-"""A value in a message: a long one is cut."""
+"""Formats a value for a message; long ones are shortened."""
 
 
 class JsonObject:
-    """An object of a JSON file; each error is one line that names the file, the key, its value and what is expected.
+    """A JSON object from a file.  Errors are one line that names the file, the key, its value and what is expected.
 
-    A key with a `default` may be absent; it may be null only where the default is None.
+    A key with a `default` may be absent.  It may be null only if the default is None.
     """
 
     def __init__(self, values: Any, source: str, parent: str = ""):
@@ -30,7 +30,7 @@ class JsonObject:
 
     @classmethod
     def read(cls, file: Path) -> "JsonObject":
-        """The object that is the whole of `file`; ValueError unless it is one, without duplicate keys."""
+        """Reads `file`, which must hold a single JSON object without duplicate keys; otherwise ValueError."""
         try:
             values = json.loads(file.read_bytes(), object_pairs_hook=_without_duplicates)
         except OSError as error:
@@ -40,22 +40,22 @@ class JsonObject:
         return cls(values, str(file))
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there, and not null."""
+        """Whether the key is present and not null."""
         return self._values.get(key) is not None
 
     def value(self, key: str, default: Any = REQUIRED) -> Any:
-        """What the key holds, unchecked, or the default; ValueError where a key without a default is absent."""
+        """The value of the key, unchecked, or the default; ValueError if the key is absent and has no default."""
         if key not in self._values and default is REQUIRED:
             raise ValueError(f"{self._source} has no {self._name(key)}, which is needed")
         return self._values.get(key, default)
 
     def error(self, key: str, expected: str) -> ValueError:
-        """The error for a value that is not as expected."""
+        """The error for a key whose value is not as `expected`."""
         held = _shown(self._values.get(key))
         return ValueError(f"{self._source}: {self._name(key)} is {held}: expected {expected}")
 
     def _name(self, key: str) -> str:
-        """The key in a message; as `repr` escapes it, since it may hold anything."""
+        """The key for a message, escaped as by `repr`, because it may hold any characters."""
         return f"`{repr(self._parent + key)[1:-1]}`"
 
     def integer(self, key: str, *, least: int = 1) -> int:
@@ -66,7 +66,7 @@ class JsonObject:
         return value
 
     def number(self, key: str, *, least: float | None = None, above: float = 0, default: Any = REQUIRED) -> Any:
-        """A float of at least `least`, or else larger than `above`, that float32 can represent."""
+        """A float within the range of float32: at least `least` if that is given, otherwise larger than `above`."""
         value = self.value(key, default)
         if value is default:
             return value
@@ -77,19 +77,21 @@ class JsonObject:
         return float(value)
 
     def flag(self, key: str, *, default: Any = REQUIRED) -> bool:
-        """A bool."""
+        """The bool of the key."""
         return self.choice(key, False, True, default=default)
 
     def choice(self, key: str, *expected: Any, default: Any = REQUIRED) -> Any:
-        """One of `expected`, of the same type: 0 is not False."""
+        """The value of the key, which must be one of `expected`.  Types must agree, too: 0 is not False."""
         value = self.value(key, default)
         if value is not default and not any(type(value) is type(one) and value == one for one in expected):
             raise self.error(key, " or ".join(map(repr, expected)))
         return value
 
     def spelling(self, *keys: str) -> str:
-        """Which of several names for one value the object has (if none, the first); ValueError if two have different
-        values."""
+        """The first of several names for one value that the object has, or `keys[0]` if it has none.
+
+        ValueError if two of them have different values.
+        """
         used = [key for key in keys if key in self]
         for other in used[1:]:
             if self._values[other] != self._values[used[0]]:
@@ -97,7 +99,7 @@ class JsonObject:
         return (used or keys)[0]
 
     def child(self, key: str) -> "JsonObject":
-        """The object that the key holds."""
+        """The JSON object that is the value of the key."""
         if not isinstance(self.value(key), dict):
             raise self.error(key, "an object")
         return JsonObject(self._values[key], self._source, f"{self._parent}{key}.")

@@ -1,4 +1,4 @@
-"""A model: its configuration, its weights and what its cache holds."""
+"""A model: its configuration, its weights and the layout of its cache."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,16 +17,16 @@ from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class Model:
-    """A pytree of weights with a static configuration; goes through `jit`."""
+    """A pytree of weights with a static configuration; it can be passed to `jit`."""
 
     params: Any
     config: ModelConfig = field(metadata={"static": True})
     entry_format: str = field(metadata={"static": True})
     """Format of the cached entries."""
     implementation: Any = field(default=None, metadata={"static": True})
-    """Passed to every operation on the cache."""
+    """The `implementation` argument of every operation on the cache."""
     parallel: Parallel = field(default=OneDevice(), metadata={"static": True})
-    """Where it lies, and what devices divide."""
+    """On which devices the model lies, and what they divide."""
 
     def __repr__(self):
         layers = f"{self.config.num_layers} layers"
@@ -34,22 +34,22 @@ class Model:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of one device: its share of the model's."""
+        """Query heads of one device."""
         return self.parallel.share(self.config.num_heads)
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of one device's cache: its share of GQA's; one of MLA, whose query heads all attend to the same."""
+        """Heads of one device's cache: its share of the KV heads of GQA, or 1 for MLA."""
         attention = self.config.attention
         return self.parallel.share(attention.num_kv_heads) if isinstance(attention, GQA) else 1
 
     @property
     def entry(self) -> MLAEntry | KVEntry:
-        """The entry that the cache stores per token and head (with V3.2, in addition to the indexer's key)."""
+        """The entry that the cache stores per token and head.  V3.2 also stores the indexer's key."""
         return self.config.attention.entry(self.entry_format)
 
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
-        """The layout of one device's cache; with an indexer (V3.2), its keys lie in the same blocks."""
+        """The layout of one device's cache.  With an indexer (V3.2), it is a PackedLayout with the indexer's keys."""
         block_size = self.parallel.device_block_size(block_size)
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
@@ -57,24 +57,28 @@ class Model:
         return CacheLayout(num_layers=self.config.num_layers, num_heads=self.num_kv_heads, entry=self.entry, **sizes)
 
     def packed_layout(self, indexer: Indexer, num_blocks: int, block_size: int, order: str = "BLNHC") -> PackedLayout:
-        """The layout with groups "latent" and "indexer"."""
+        """The layout of a model with an indexer: groups "latent" and "indexer" in the same blocks."""
         layers, keys = self.config.num_layers, IndexerEntry.beside(self.entry_format, indexer.head_dim)
         groups = {"latent": Group(layers, self.entry), "indexer": Group(layers, keys)}
         return PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, order=order)
 
     def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> KVCache:
-        """An empty cache where the model lies; of a packed layout, its view of the latents.
+        """A cache of zeros for `prefill` and `decode`, on the model's devices.
 
-        `prefill` and `decode` take it.  `num_blocks` and `block_size` are those of block tables and slots: on several
-        devices, `parallel` says what each has of them.
+        `num_blocks` and `block_size` are those of block tables and slots.  On several devices, `parallel` decides which
+        part of them each device holds.
 
-        `copy_blocks` and the like move whole blocks of it, the indexer's keys included.
+        For a model with an indexer (V3.2), the result is a view of the group "latent".  `copy_blocks`, `read_blocks`
+        and `write_blocks` still move whole blocks, including the indexer's keys.
         """
         layout = self.layout(num_blocks, block_size, order)
         return self.parallel.zeros(layout["latent"] if isinstance(layout, PackedLayout) else layout)
 
     def check_cache(self, cache: KVCache) -> None:
-        """ValueError unless `cache` is one for this model: of any strides, but for a packed one."""
+        """ValueError unless `cache` fits this model.
+
+        Any strides are accepted, except for V3.2, whose cache must have its packed layout.
+        """
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
         layout, config = cache.layout, self.config

@@ -16,13 +16,14 @@ class Sampling:
     """How a request's tokens are chosen.
 
     Args:
-      temperature: logits are divided by it before the softmax; 0 takes the likeliest token (greedy).
-      top_p: draw from the fewest likeliest tokens whose probabilities reach this sum (nucleus sampling,
-        arXiv:1904.09751); 1 draws from all.
-      seed: an int, 0 to 2**32 - 1.  A request's tokens depend on its seed, not on the requests that run beside it.
+      temperature: logits are divided by it before the softmax; 0 selects the most likely token (greedy).
+      top_p: draw from the smallest set of most likely tokens whose probabilities sum to at least this value (nucleus
+        sampling, arXiv:1904.09751); 1 draws from all tokens.
+      seed: an int, 0 to 2**32 - 1.  A request's random numbers depend on its seed, not on the other requests in the
+        batch.
 
     Raises:
-      ValueError: an argument is out of range or no number; a bool is none, and a seed is no float.
+      ValueError: an argument is out of range or not a number (a bool is rejected), or `seed` is not an int.
     """
 
     temperature: float = 0.0
@@ -45,17 +46,17 @@ def _is_real(value) -> bool:
 
 
 def sample(logits, temperature, top_p, seeds, positions) -> jax.Array:
-    """One token a row.
+    """Samples one token per row.
 
     Args:
       logits: float [B, V].
       temperature: float32 [B], 0 for greedy.
       top_p: float32 [B].
       seeds: uint32 [B].
-      positions: int32 [B], which token of the request is drawn: each has random numbers of its own.
+      positions: int32 [B], the position of the sampled token in its request; each position has its own random numbers.
 
     Returns:
-      int32 [B]; -1 where a logit is NaN, so that no token is made up.
+      int32 [B], the token of each row; -1 if one of the row's logits is NaN.
     """
     logits = logits.astype(jnp.float32)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -64,7 +65,7 @@ def sample(logits, temperature, top_p, seeds, positions) -> jax.Array:
         drawn = jax.vmap(_draw)(logits, jnp.where(temperature > 0, temperature, 1), top_p, seeds, positions)
         return jnp.where(temperature > 0, drawn, greedy)
 
-    # Sorting a vocabulary takes long on a GPU: only if it is requested.
+    # Sorting the vocabulary is slow on a GPU, so do it only if a row needs it.
     tokens = lax.cond(jnp.any(temperature > 0), draw, lambda _: greedy, None)
     return jnp.where(jnp.isnan(logits).any(axis=-1), -1, tokens)
 
@@ -74,6 +75,6 @@ def _draw(logits, temperature, top_p, seed, position):
     likeliest, tokens = lax.top_k(logits / temperature, logits.shape[-1])
     p = jax.nn.softmax(likeliest)
     before = jnp.cumsum(p) - p
-    # The likeliest stays whatever the rounding of its sum.
+    # Keep the most likely token, however the sum of probabilities is rounded.
     kept = (before < top_p).at[0].set(True)
     return tokens[jax.random.categorical(key, jnp.where(kept, likeliest, -jnp.inf))]

@@ -1,8 +1,8 @@
-"""Blocks in host memory and on disk, stored under keys of what they contain.
+"""Blocks in host memory and on disk, stored under keys that identify their contents.
 
 `prefix_keys` computes a key for each full block of a prompt.  A `HostPool` stores blocks of a cache in host memory and
-loads them back into any block; with a `DiskPool`, it also writes them to files that later processes find.  A load that
-stops half-way raises `LoadFailed`; a file that is damaged raises `DamagedBlock` and never reaches a cache.
+loads them back into any block; with a `DiskPool`, it also writes them to files that later processes can load.  A load
+that stops half-way raises `LoadFailed`.  A damaged file raises `DamagedBlock`; its contents never reach a cache.
 """
 
 from jaxkv.offload.block_file import DamagedBlock

@@ -1,6 +1,6 @@
-"""A block in a file: its bytes, what they are, and a digest over both.
+"""The format of block files: a description of the block, its bytes, and a digest of both.
 
-Little-endian.  A header of 4096 bytes, then the block.  The header:
+A file is a header of 4096 bytes, followed by the block.  Numbers are little-endian.  The header is:
 
     magic         8 bytes
     version       uint32
@@ -28,18 +28,18 @@ import numpy as np
 MAGIC = b"jaxkvblk"
 VERSION = 2
 HEADER_BYTES = 4096
-"""The block begins at a page of memory, whatever its description."""
+"""Size of the header: a page of memory, so that the block begins at a page boundary."""
 DIGEST_BYTES = 32
 UNFINISHED = ".unfinished"
 """Suffix of a file that is still being written."""
 
 SHOWN = 200
-"""Bytes of a description in a message, at most."""
+"""The most bytes of a description that are shown in a message."""
 
 _START = struct.Struct("<8sII")
 _LENGTH = struct.Struct("<I")
 _DIGESTED_FROM = _START.size + DIGEST_BYTES
-"""Where the bytes begin that the digest covers: after itself."""
+"""The offset of the bytes that the digest covers: all after the digest itself."""
 
 _SCHEMA = {
     "dtype": r"[a-z0-9_]+",
@@ -48,15 +48,15 @@ _SCHEMA = {
     "secret": r"|[0-9a-f]{32}",
     "key": r"([0-9a-f]{2})+",
 }
-"""Patterns that the fields of a description must match in full, in the order in which they are written."""
+"""Patterns that the fields of a description must match in full, in the order of the file."""
 
 
 class DamagedBlock(ValueError):
-    """A file that cannot be a valid block.  The message names the file and what is wrong with it."""
+    """A file is not a valid block.  The message names the file and what is wrong with it."""
 
 
 class ForeignBlock(LookupError):
-    """A file of another pool (model, layout, secret), or of another format version: treated as absent, not damaged."""
+    """A file belongs to another pool (model, layout or secret) or format version; it is treated as absent."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,20 @@ class Description:
 
     dtype: str
     fingerprint: str
-    """Of the layout."""
+    """The fingerprint of the layout."""
     model: str
     secret: str
-    """Its `secret_id`."""
+    """The `secret_id` of the secret."""
     key: str
-    """In hex."""
+    """The key of the block, in hex."""
 
     def check(self) -> None:
-        """ValueError if it is too long for a header."""
+        """ValueError if the description is too long for the header."""
         _encoded(self)
 
 
 def secret_id(secret: bytes | None) -> str:
-    """Identifies a secret without revealing it: 32 hex digits, or "" for None.  ValueError if it is not a secret."""
+    """Identifies a secret without revealing it: 32 hex digits, or "" for None.  ValueError if `secret` is invalid."""
     if secret is None:
         return ""
     most = hashlib.blake2b.MAX_KEY_SIZE
@@ -89,16 +89,17 @@ def secret_id(secret: bytes | None) -> str:
 
 
 def write_block(path: Path, description: Description, row: np.ndarray, secret: bytes | None = None) -> None:
-    """Writes a file atomically: it exists complete or not at all, even if the process or the machine stops.
+    """Writes a file atomically: it is complete or does not exist, even if the process or the machine stops.
 
     Args:
-      path: the file; replaced where it exists.
+      path: the file, which is replaced if it exists.
       description: what `row` is.
       row: [E] of any dtype.
-      secret: keys the digest; `description.secret` is its `secret_id`.
+      secret: the key of the digest; `description.secret` is its `secret_id`.
 
     Raises:
-      OSError: for example, the disk is full; nothing of the new file is left, and an older file is unchanged.
+      OSError: the file cannot be written, for example because the disk is full.  The new file is removed, and an
+        existing file is unchanged.
     """
     block = memoryview(np.ascontiguousarray(row).view(np.uint8)).cast("B")
     header = _header(description, block, secret)
@@ -116,15 +117,15 @@ def write_block(path: Path, description: Description, row: np.ndarray, secret: b
 
 
 def read_block(path: Path, expected: Description, row: jax.ShapeDtypeStruct, secret: bytes | None = None) -> np.ndarray:
-    """The block of a file, checked completely.
+    """Reads a block from a file and checks it completely.
 
-    The file is read into memory and checked there, so later changes by other processes have no effect.
+    The file is read into memory and checked there, so changes by other processes during the check have no effect.
 
     Args:
       path: the file.
       expected: what the block must be.
       row: shape [E] and dtype of the block.
-      secret: keys the digest; `expected.secret` is its `secret_id`.
+      secret: the key of the digest; `expected.secret` is its `secret_id`.
 
     Raises:
       DamagedBlock: the file is not a block, is truncated, altered, or holds the block of another key.
@@ -142,7 +143,7 @@ def read_block(path: Path, expected: Description, row: jax.ShapeDtypeStruct, sec
             raise DamagedBlock(f"{path} became shorter than {whole} bytes while it was read")
     found = _digest(secret, header[_DIGESTED_FROM:], block.view(np.uint8))
     if not hmac.compare_digest(found, header[_START.size : _DIGESTED_FROM]):
-        # Do not print the right digest: with it, a forged block could be completed.
+        # Do not print the expected digest: with it, a forged block could be completed.
         raise DamagedBlock(f"{path} was altered: its contents do not have the digest in its header")
     return block
 
@@ -154,7 +155,7 @@ def _header(description: Description, block, secret: bytes | None) -> bytes:
 
 
 def _encoded(description: Description) -> bytes:
-    """The end of a header, beginning with the length of the description."""
+    """The last part of a header: the length of the description and the description."""
     text = json.dumps(asdict(description)).encode()
     encoded = _padded(text)
     if len(encoded) > HEADER_BYTES - _DIGESTED_FROM:

@@ -1,4 +1,4 @@
-"""Blocks that were stored together, and which of them was used least recently."""
+"""Chunks (blocks that were stored together), in order of their last use."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -11,17 +11,17 @@ from jaxkv.offload.transfers import HostArray
 
 @dataclass(eq=False)
 class Chunk:
-    """Blocks that are transferred as one array: every transfer costs the host about 50 us, whatever its size."""
+    """Blocks that are transferred as one array, because every transfer costs the host about 50 us whatever its size."""
 
     keys: tuple[bytes, ...]
     rows: HostArray
     """[len(keys), E]."""
     written: Future | None = None
-    """The write to disk, if there is one."""
+    """The write to disk; None without a disk pool."""
 
     @property
     def has_arrived(self) -> bool:
-        """Whether it is in host memory already, so that reading it does not wait."""
+        """Whether the chunk has arrived in host memory, so that reading it does not wait."""
         return isinstance(self.rows, np.ndarray) or self.rows.is_ready()  # type: ignore[missing-attribute]
 
 
@@ -54,14 +54,14 @@ class Chunks:
         self._places.update((key, (chunk, row)) for row, key in enumerate(chunk.keys))
 
     def remove(self, chunk: Chunk) -> None:
-        """Removes a chunk, if it is still there."""
+        """Removes a chunk if it is present."""
         if chunk in self._chunks:
             del self._chunks[chunk]
             for key in chunk.keys:
                 del self._places[key]
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Marks blocks of a prompt as used, the first one most recently: the others are useless without it."""
+        """Marks blocks of a prompt as used, the first one most recently, because the others are useless without it."""
         for key in reversed(list(keys)):
             if key in self._places:
                 chunk, _ = self._places[key]

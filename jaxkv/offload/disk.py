@@ -1,4 +1,4 @@
-"""Blocks in files: a pool that survives the process."""
+"""`DiskPool`: blocks in files, which later processes can use."""
 
 import hashlib
 import json
@@ -29,32 +29,32 @@ from jaxkv.offload.rows import Layout, row_of
 BLOCK, DAMAGED = ".block", ".damaged"
 """Suffixes of the files of blocks, and of damaged files."""
 _OURS = re.compile(rf"((?:[0-9a-f]{{2}})+)({BLOCK}|{DAMAGED}|{BLOCK}\.[0-9a-f]{{8}}{UNFINISHED})")
-"""Names of the pool's files: the key in hex, and what it is."""
+"""Names of the pool's files: the key in hex and a suffix for the kind of file."""
 ABANDONED_SECONDS = 600
-"""No block takes this long to write: an unfinished file that is older was left by a process that died."""
+"""An unfinished file that is older was left by a process that died: no write takes this long."""
 
 
 class DiskPool:
-    """One file per block, in a folder of the model, the layout's fingerprint and the secret under `path`.
+    """One file per block, in a subfolder of `path` for the model, the layout's fingerprint and the secret.
 
-    Files of other models, layouts, secrets and versions of the format are in other folders; one that is moved here by
-    hand is not found.  A damaged file raises when it is read, and is kept under the name `KEY.damaged`.  Other files in
-    the folder are left alone, with a warning.  Several processes may use a folder.  Each sees the files that existed
-    when it opened the folder, and those that it writes.
+    Files of other models, layouts, secrets and versions of the format are in other folders; such a file is ignored if
+    it is moved here.  A damaged file raises DamagedBlock when it is read, and is kept under the name `KEY.damaged`.
+    Other files in the folder are left alone, with a warning.  Several processes may use a folder.  Each sees the files
+    that existed when it opened the folder, and those that it writes.
 
-    Every file has a digest of its contents.  Without a secret, it is a checksum (CRC-32) that detects accidents: files
-    that are truncated, overwritten or mixed up.  It does not detect attacks: anyone who can write to the folder can
-    change what a model reads.  With a secret, it is a keyed hash (BLAKE2b), which cannot be computed without the
-    secret.  A block that passes was written under its key by a process that has the secret.  Neither digest hides what
-    blocks contain or that they exist, and neither prevents others from removing files or from restoring an older file
-    of the same key, layout, model and secret.
+    Every file has a digest of its contents.  Without a secret, it is a checksum (CRC-32) that detects accidental
+    damage: files that are truncated, overwritten or mixed up.  It does not detect attacks: anyone who can write to the
+    folder can change what a model reads.  With a secret, it is a keyed hash (BLAKE2b), which cannot be computed without
+    the secret.  A block whose digest is right was written, under its key, by a process that has the secret.  Neither
+    digest hides what blocks contain or that they exist, and neither prevents others from removing files or from
+    restoring an older file of the same key, layout, model and secret.
 
     Args:
       path: a folder, created if it is missing.
-      layout: the layout of the cache, or the `PackedLayout` of which the cache views a group.
+      layout: the layout of the cache, or the `PackedLayout` if the cache is a view of one of its groups.
       model: a name for the weights and everything else that changes what a token stores.
-      num_blocks: the most files, and one more while a block is written; the least recently used are removed after it.
-        Default: no limit.
+      num_blocks: the most files; there is one more while a block is written, and the least recently used are removed
+        afterwards. Default: no limit.
       secret: 1 to 64 random bytes, such as `secrets.token_bytes(32)`, the same in all processes that share blocks.
         Default: none.
 
@@ -85,10 +85,10 @@ class DiskPool:
         self._folder = Path(path) / f"{self._fingerprint}-{name}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = Lock()
-        """Held while the order of keys changes, because a HostPool writes from its own thread."""
+        """Held while the order of keys changes, because a HostPool writes from a background thread."""
         self._description(b"\0" * 32).check()
         self._keys = dict.fromkeys(self._opened())
-        """Least recently used first."""
+        """The keys of the blocks, least recently used first."""
 
     def _opened(self) -> list[bytes]:
         """Keys of the existing files, oldest first.  Abandoned files are removed."""
@@ -124,18 +124,18 @@ class DiskPool:
         return f"DiskPool({str(self._folder)!r}, {len(self)} blocks)"
 
     def __contains__(self, key: bytes) -> bool:
-        with self._lock:  # an eviction is either complete, or not yet decided and will see new holds
+        with self._lock:  # evictions are either complete here, or see the new holds
             return key in self._keys
 
     def file(self, key: bytes) -> Path:
-        """The path of the block of that key, whether it exists or not."""
+        """The path of the file for a key, whether it exists or not."""
         return self._folder / f"{key.hex()}{BLOCK}"
 
     def store(self, key: bytes, row: np.ndarray, *, held: Container[bytes] = ()) -> bool:
-        """Writes a block atomically.  If the pool is full, others are then removed.
+        """Writes a block atomically.  If the pool is over its limit, the least recently used blocks are then removed.
 
         Args:
-          key: its name.
+          key: the key of the block.
           row: [E] of the layout's dtype, a row of `read_blocks`.
           held: keys that must not be removed to make room.
 
@@ -144,7 +144,7 @@ class DiskPool:
 
         Raises:
           ValueError: `row` is not a block of the layout.
-          OSError: for example, the disk is full; all earlier blocks are still there.
+          OSError: the file cannot be written, for example because the disk is full; all earlier blocks are still there.
         """
         if (row.dtype, row.shape) != (self._row.dtype, self._row.shape):
             raise ValueError(f"`row` is {describe(row)}: expected {describe(self._row)}, a block of the layout")
@@ -153,7 +153,7 @@ class DiskPool:
                 return False
         write_block(self.file(key), self._description(key), row, self._secret)
         with self._lock:
-            removed = self._victims(key, held)  # others may be held by now
+            removed = self._victims(key, held)  # which blocks are held may have changed during the write
             stored = removed is not None
             if stored:
                 for victim in removed:
@@ -175,7 +175,7 @@ class DiskPool:
         with self._lock:
             if key not in self._keys:
                 raise KeyError(key.hex())
-            self._keys[key] = self._keys.pop(key)  # used most recently
+            self._keys[key] = self._keys.pop(key)  # now the most recently used
         try:
             return read_block(self.file(key), self._description(key), self._row, self._secret)
         except (FileNotFoundError, ForeignBlock) as error:
@@ -183,11 +183,11 @@ class DiskPool:
             raise KeyError(key.hex()) from error
         except DamagedBlock as error:
             fate = self._quarantine(key)
-            self._forget(key)  # from then on it may be written again
+            self._forget(key)  # afterwards, the block may be stored again
             raise DamagedBlock(f"{error}; {fate}") from None
 
     def _quarantine(self, key: bytes) -> str:
-        """Renames a damaged file, over an earlier one of the same key; returns the outcome for a message."""
+        """Renames a damaged file, replacing an earlier one of the same key; returns the outcome for a message."""
         kept = self.file(key).with_suffix(DAMAGED)
         try:
             os.replace(self.file(key), kept)
@@ -200,7 +200,7 @@ class DiskPool:
             self._keys.pop(key, None)
 
     def _victims(self, key: bytes, held: Container[bytes]) -> list[bytes] | None:
-        """Keys to remove when `key` is stored, least recently used first; None if too many are held."""
+        """Keys to remove when `key` is stored, least recently used first; None if too many blocks are held."""
         if self.num_blocks is None or key in self._keys:
             return []
         excess = max(len(self._keys) + 1 - self.num_blocks, 0)

@@ -1,4 +1,4 @@
-"""Blocks in host memory: the pool into which blocks of caches are stored, and from which they are loaded."""
+"""`HostPool`: stores blocks of caches in host memory and loads them back."""
 
 import time
 import warnings
@@ -21,21 +21,22 @@ from jaxkv.offload.rows import Layout, check_exchange, read_rows, row_of, write_
 from jaxkv.offload.stats import Stats
 
 CHUNK_BYTES = 2**26
-"""What one transfer moves, at most: enough for the full rate."""
+"""The most bytes per transfer: enough to reach the full rate."""
 POOL_CHUNKS = 8
-"""A pool has room for that many chunks at least, as they leave it as a whole."""
+"""The least number of chunks for which a pool has room; there should be several, because they are evicted as a whole.
+"""
 STORES_IN_FLIGHT = 4
-"""Chunks that wait on the device for their transfer, at most: they take its memory."""
+"""The most chunks that wait on the device for their transfer, where they take memory."""
 SLACK = 1 / 8
-"""More memory is pinned than blocks take: chunks differ in length, and leave gaps."""
+"""The extra fraction of pinned memory: chunks differ in length and leave gaps when they are evicted."""
 SKIPPED = -1
 """A block id outside every cache."""
 
 
 class LoadFailed(RuntimeError):
-    """A load that stopped half-way: `cache` is the cache, as the one given to `load` was donated.
+    """A load that stopped half-way.  `cache` is the current cache, because the one passed to `load` was donated.
 
-    The blocks that were to be filled hold anything, all others what they held.
+    The contents of the blocks to be loaded are undefined; all other blocks are unchanged.
     """
 
     def __init__(self, message: str, cache: KVCache):
@@ -46,31 +47,32 @@ class LoadFailed(RuntimeError):
 class HostPool:
     """Blocks in host memory, by key.
 
-    Stores and loads are a few large transfers.  They are asynchronous, overlap with computation on the device, and are
-    ordered by data flow.  A store contains every write before it and none after it, and its blocks of the cache may be
-    reused as soon as `store` returns.  Everything that uses the cache that `load` returns sees the loaded blocks.  A
-    block can be loaded as soon as `store` returns; the load waits until the block has arrived.
+    Each store or load is a few large transfers, which are asynchronous and overlap with computation on the device.
+    Their order follows from the data flow.  A store contains all writes to the cache before it and none after it, so
+    blocks may be overwritten as soon as `store` returns.  Operations on the cache that `load` returns see the loaded
+    blocks.  A block can be loaded as soon as `store` returns; the load waits until the block has arrived.
 
-    Blocks that are stored together form a chunk.  A chunk is held, evicted and transferred as a whole: holding one of
-    its blocks holds all, and loading some of its blocks transfers all.  When the pool is full, the least recently used
-    chunks that are not held are evicted.
+    Blocks that are stored together form a chunk, which is held, evicted and transferred as a whole.  Holding one of its
+    blocks therefore holds all of them, and loading some of its blocks transfers all of them.  When the pool is full,
+    the least recently used chunks that are not held are evicted.
 
-    With a disk pool, blocks are also written to disk in the background, and found there after they are evicted.
+    With a disk pool, blocks are also written to disk in the background, and can be loaded from there after eviction.
 
-    One thread at a time may use a pool.
+    A pool is not thread-safe: only one thread at a time may use it.
 
     Args:
-      layout: the layout of the cache, or the `PackedLayout` of which the cache views a group; blocks move with all
-        groups.
-      num_blocks: the most blocks in host memory.  A load of more blocks from disk is divided into portions that
-        fit.  If all blocks of the pool are held, a portion is one additional chunk (an eighth of `num_blocks`, at least
-        one block).  On GPUs, all memory is pinned when the pool is made, which takes half a second per GB.
-      disk: a pool of the same layout, for more blocks and for blocks that survive the process.
-      device: the device to whose host the memory belongs; default the first of this process.
+      layout: the layout of the cache, or the `PackedLayout` if the cache is a view of one of its groups.  Blocks are
+        moved with all groups.
+      num_blocks: the most blocks in host memory.  A load of more blocks from disk is divided into portions that fit.
+        If all blocks of the pool are held, such a load uses memory for one additional chunk (an eighth of `num_blocks`,
+        at least one block).  On GPUs, all memory is pinned when the pool is made, which takes about half a second per
+        GB.
+      disk: a pool on disk for the same layout, which can hold more blocks and keeps them after the process ends.
+      device: the device whose host memory is used; by default the first device of this process.
       implementation: the `implementation` with which `read_blocks` and `write_blocks` are called.
 
     Raises:
-      ValueError: `num_blocks` is not a positive int, `layout` is not a layout, or `disk` has another one.
+      ValueError: `num_blocks` is not a positive int, `layout` is not a layout, or `disk` has a different layout.
       MemoryError: not enough memory can be pinned.
     """
 
@@ -110,18 +112,18 @@ class HostPool:
         return f"HostPool({len(self)} of {self.num_blocks} blocks of {self.block_nbytes} bytes, disk={self.disk})"
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether `load` would find it, in host memory or on disk."""
+        """Whether `load` would find the block, in host memory or on disk."""
         return key in self._chunks or (self.disk is not None and key in self.disk)
 
     @property
     def blocks_in_flight(self) -> int:
-        """Blocks that `store` accepts without waiting for earlier ones to arrive: a good number to store at a time."""
+        """The number of blocks that can be stored without waiting for earlier stores; a good number per store."""
         return STORES_IN_FLIGHT * self._chunk_blocks
 
     def matched(self, keys: Sequence[bytes]) -> int:
-        """The number of leading keys that are in host memory or on disk; counts hits and misses.
+        """The number of leading keys whose blocks are in host memory or on disk; counts hits and misses in `stats`.
 
-        Hold them to rely on it later, because blocks may be evicted from disk in the background.
+        To load these blocks later, `hold` them: blocks may be evicted from disk in the background.
         """
         found = 0
         for key in keys:
@@ -136,19 +138,20 @@ class HostPool:
         return found
 
     def store(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> int:
-        """Copies blocks of a cache to host memory; a block whose key is there already is only marked as used.
+        """Copies blocks of a cache to host memory.  A block whose key is already stored is only marked as used.
 
         Args:
-          cache: read, not donated.
+          cache: the cache to read from; it is not donated.
           blocks: ids [n].
-          keys: their keys [n], most important first: the first to be stored and the last to be evicted.
+          keys: their keys [n], the most important first: these are stored first and evicted last.
 
         Returns:
-          The number of leading keys that are now in host memory: less than n if all room is held.
+          The number of leading keys that are now in host memory.  It is less than n if all memory is held.
 
         Raises:
-          ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not go together.
-          JaxRuntimeError: a transfer of this or an earlier store failed; its blocks are not stored.
+          ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not match.
+          JaxRuntimeError: a transfer of this store or an earlier one failed; the blocks of the failed store are not
+            stored.
         """
         blocks = self._checked(cache, blocks, keys)
         new = {key: block for key, block in zip(keys, blocks, strict=True) if key not in self._chunks}
@@ -164,24 +167,24 @@ class HostPool:
         return next((count for count, key in enumerate(keys) if key not in self._chunks), len(keys))
 
     def load(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> KVCache:
-        """Copies blocks from host memory, or from disk, to a cache.
+        """Copies blocks from host memory or from disk to a cache.
 
         Args:
-          cache: donated.
+          cache: the cache; it is donated.
           blocks: distinct ids [n], to be overwritten.
-          keys: the keys of their new contents, [n].
+          keys: the keys [n] of the contents to load.
 
         Returns:
-          The cache with the blocks.  Its buffer is committed to its device.  The buffer passed in should be, too:
-          otherwise, programs that use both are compiled twice.
+          The cache with the loaded blocks.  Its buffer is committed to its device.  The buffer that is passed in should
+          be committed, too; otherwise, programs that use both are compiled twice.
 
         Raises:
           KeyError: a block is missing; the message names its key, and `cache` is unchanged.
           DamagedBlock: a block on disk is damaged and has been dropped; `cache` is unchanged.
           OSError: a block on disk cannot be read at present; `cache` is unchanged.
-          LoadFailed: a transfer failed, or one of the above happened after a portion had been loaded; the error carries
-            the cache.
-          ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not go together.
+          LoadFailed: a transfer failed, or one of the errors above occurred after a portion had been loaded; the error
+            holds the cache.
+          ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not match.
         """
         blocks = self._checked(cache, blocks, keys, distinct=True)
         targets = defaultdict(list)
@@ -204,16 +207,16 @@ class HostPool:
                 for key in places:
                     del waiting[key]
                 self.release(places)
-                del places  # it keeps chunks in host memory
+                del places  # its references would keep chunks in host memory
         self.stats.loaded += len(keys)
         self.stats.loaded_bytes += len(keys) * self.block_nbytes
         return cache
 
     def warm_up(self, cache: KVCache) -> KVCache:
-        """Compiles the programs of stores and loads by running them on no blocks, so that later calls do not compile.
+        """Compiles the programs of stores and loads by running them without blocks.
 
         Args:
-          cache: donated.
+          cache: the cache; it is donated.
 
         Returns:
           The cache, unchanged.
@@ -230,15 +233,15 @@ class HostPool:
         return cache
 
     def hold(self, keys: Iterable[bytes]) -> None:
-        """Prevents the eviction of blocks until they are released as often.  KeyError names a missing one."""
+        """Prevents the eviction of blocks until they are released as often as held.  KeyError if one is missing."""
         keys = list(keys)
-        with self._holding(keys):  # hold before checking: the disk evicts in the background
+        with self._holding(keys):  # hold before checking, because the disk pool evicts in the background
             self._check_present(keys)
             self._holds.update(keys)
 
     @contextmanager
     def _holding(self, keys: Collection[bytes]) -> Iterator[None]:
-        """Holds blocks during the body, and releases those still in `keys` at the end."""
+        """Holds blocks during the body; at the end, releases those that are still in `keys`."""
         self._holds.update(list(keys))
         try:
             yield
@@ -246,7 +249,7 @@ class HostPool:
             self.release(keys)
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Ends one hold of each block.  KeyError names a block that is not held."""
+        """Ends one hold of each block.  KeyError if a block is not held."""
         for key in keys:
             if not self._holds[key]:
                 raise KeyError(f"{key.hex()} is not held")
@@ -268,12 +271,12 @@ class HostPool:
         in_flight = [chunk.written for chunk in self._chunks if chunk.written is not None]
         wait(in_flight)
         for written in in_flight:
-            written.result()  # raises what it raised
+            written.result()  # raises the error of the write
 
     def _checked(
         self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, distinct: bool = False
     ) -> list[int]:
-        """`blocks` as ints."""
+        """`blocks` as Python ints; ValueError unless all arguments are valid."""
         check_exchange(cache, self.layout)
         ids = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct)
         if len(ids) != len(keys):
@@ -295,7 +298,7 @@ class HostPool:
         self.stats.stored_bytes += len(chunk.keys) * self.block_nbytes
 
     def _make_room(self, count: int) -> int:
-        """Evicts until `count` blocks fit or only held chunks are left; returns how many of the blocks fit."""
+        """Evicts chunks until `count` blocks fit or only held chunks are left; returns how many of the blocks fit."""
         self._wait_for_stores(STORES_IN_FLIGHT)
         free = self.num_blocks - len(self._chunks)
         for chunk in list(self._chunks) if count > free else []:
@@ -310,7 +313,7 @@ class HostPool:
         return min(count, free)
 
     def _wait_for_stores(self, most: int) -> None:
-        """Waits until at most `most` stores are in flight.  A failed store is removed, and raises."""
+        """Waits until at most `most` stores are in flight.  A failed store is removed, and its error raised."""
         while self._arriving and (len(self._arriving) > most or self._arriving[0].has_arrived):
             chunk = self._arriving.popleft()
             try:
@@ -320,7 +323,7 @@ class HostPool:
                 raise
 
     def _wait_for_disk(self, chunk: Chunk) -> None:
-        """Waits until its blocks are on disk.  A failure is only a warning, because the room is needed in any case."""
+        """Waits until the blocks of a chunk are on disk.  A failed write only warns: the memory is needed anyway."""
         try:
             if chunk.written is not None:
                 chunk.written.result()
@@ -334,7 +337,7 @@ class HostPool:
             chunk.written = self._writer.submit(self._write, chunk, self.disk)
 
     def _write(self, chunk: Chunk, disk: DiskPool) -> None:
-        """In the background: writes all blocks that can be written, then raises the first error."""
+        """Writes all blocks of a chunk that can be written, then raises the first error.  Runs in the background."""
         errors = []
         for key, row in zip(chunk.keys, transfers.to_numpy(chunk.rows), strict=True):
             start = time.perf_counter()
@@ -351,7 +354,7 @@ class HostPool:
             raise errors[0]
 
     def _places(self, keys: Iterable[bytes], sharding: jax.sharding.Sharding) -> dict[bytes, tuple[Chunk, int]]:
-        """Places in host memory of a portion of these blocks: those in memory, and as many from disk as fit."""
+        """Chunks and rows of a portion of these blocks: those in host memory, and as many as fit from disk."""
         places = {key: self._chunks.place(key) for key in keys if key in self._chunks}
         if self.disk is None:
             return places
@@ -384,14 +387,17 @@ class HostPool:
     def _moved(
         self, cache: KVCache, places: Mapping[bytes, tuple[Chunk, int]], targets: Mapping[bytes, Sequence[int]]
     ) -> KVCache:
-        """The cache, donated, with blocks from these places at their targets; LoadFailed if a transfer fails."""
+        """Copies blocks from their places in host memory to their target blocks of the cache, which is donated.
+
+        LoadFailed if a transfer fails.
+        """
         moves = _moves([(place, block) for key, place in places.items() for block in targets[key]])
         try:
             arriving = None
             for chunk, ids in moves:
                 following = ids, transfers.to_device(chunk.rows, cache.buffer.sharding)
                 if arriving is not None:
-                    jax.block_until_ready(arriving)  # two chunks at a time on the device
+                    jax.block_until_ready(arriving)  # at most two chunks at a time on the device
                     cache = write_rows(cache, *arriving, implementation=self._implementation)
                 arriving = following
             if arriving is not None:
@@ -402,7 +408,7 @@ class HostPool:
 
 
 def _split(keys: Iterable[bytes], most: int) -> Iterator[tuple[bytes, ...]]:
-    """Runs of at most `most` keys, whose lengths are powers of two, so that few programs are compiled."""
+    """Splits keys into runs of at most `most`.  Their lengths are powers of two, so that few programs are compiled."""
     keys = list(keys)
     while keys:
         length = 1 << (min(len(keys), most).bit_length() - 1)

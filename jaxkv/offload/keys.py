@@ -1,4 +1,4 @@
-"""Keys of blocks by content: equal keys mean equal tokens in the block and before it."""
+"""Keys of blocks by content.  Equal keys mean equal tokens in the block and in all blocks before it."""
 
 import hashlib
 import json
@@ -19,16 +19,16 @@ def prefix_keys(
 ) -> list[bytes]:
     """A key for each full block of a prompt.
 
-    Keys are chained.  What a block stores depends on every token before it, so key i covers all of
-    `tokens[: (i + 1) * block_size]`, the layout and the model.  Two prompts therefore have as many leading keys in
-    common as full blocks.
+    Keys are chained.  What a block stores depends on every token before it.  Key i therefore covers the layout, the
+    model and all of `tokens[: (i + 1) * block_size]`.  Two prompts therefore have as many leading keys in common as
+    they have leading full blocks in common.
 
     Args:
       tokens: token ids, ints or an integer array [T].
       block_size: tokens per block.
       layout_fingerprint: `fingerprint` of the cache's layout (that of the `PackedLayout` if there are several groups).
       model: a name for the weights and everything else that changes what a token stores.
-      after: key of the block before `tokens`, to continue a prompt; by default, `tokens` are its first.
+      after: key of the block before `tokens`, to continue a prompt; by default, `tokens` is the start of the prompt.
 
     Returns:
       T // block_size keys of 32 bytes.

@@ -14,11 +14,11 @@ Layout = CacheLayout | PackedLayout
 read_rows = jax.jit(read_blocks, static_argnames="implementation")
 """`read_blocks`, compiled."""
 write_rows = jax.jit(write_blocks, static_argnames="implementation", donate_argnames="cache")
-"""`write_blocks`, compiled, in place."""
+"""`write_blocks`, compiled; the cache is donated."""
 
 
 def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
-    """Shape [E] and dtype of an exported block with all its groups; ValueError if `layout` is not a layout."""
+    """Shape [E] and dtype of an exported block, including all groups; ValueError if `layout` is not a layout."""
     if not isinstance(layout, CacheLayout | PackedLayout):
         raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout or a PackedLayout")
     group = next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout
@@ -26,7 +26,7 @@ def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def check_exchange(cache: KVCache, layout: Layout) -> None:
-    """ValueError unless blocks of `cache` are blocks of `layout`; `cache` may view any group of a packed layout."""
+    """ValueError unless `cache` has blocks of `layout`.  If `layout` is packed, `cache` may be a view of any group."""
     check_cache(cache, Entry)
     if cache.layout.fingerprint != layout.fingerprint:
         raise ValueError(

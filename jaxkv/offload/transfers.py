@@ -8,7 +8,7 @@ HostArray = jax.Array | np.ndarray
 
 PINNED = "pinned_host"
 PINNING_PLATFORMS = ("gpu",)
-"""Platforms on which pinning takes time, so that memory is reserved; on CPUs, pinned memory is ordinary memory."""
+"""Platforms on which pinning takes time, so that memory is reserved.  On CPUs, pinned memory is ordinary memory."""
 
 
 def to_host(rows: jax.Array) -> HostArray:
@@ -24,22 +24,22 @@ def to_device(rows: HostArray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def to_pinned(rows: np.ndarray, sharding: jax.sharding.Sharding) -> HostArray:
-    """A NumPy array, copied to the memory in which `to_host` puts arrays of that sharding."""
+    """Copies a NumPy array to the kind of memory in which `to_host` puts arrays of that sharding."""
     return jax.device_put(rows, sharding.with_memory_kind(PINNED)) if has_pinned_memory(sharding) else rows
 
 
 def to_numpy(rows: HostArray) -> np.ndarray:
-    """An array in host memory as a NumPy array; waits for it."""
+    """Waits for an array in host memory and returns it as a NumPy array."""
     if isinstance(rows, np.ndarray):
         return rows
-    # JAX caches the NumPy copy with the array; this second array of the same memory keeps the cache short-lived.
+    # JAX keeps the NumPy copy alive with the array.  A temporary second array of the same memory avoids that.
     return np.asarray(jax.make_array_from_single_device_arrays(rows.shape, rows.sharding, [rows]))
 
 
 def reserve(nbytes: int, device: jax.Device) -> None:
-    """Pins that much memory in advance.
+    """Pins `nbytes` of host memory in advance.
 
-    Pinning takes half a second per GB on an H200's host.  JAX keeps pinned memory, so later arrays do not pay for it.
+    Pinning takes half a second per GB on an H200's host.  JAX keeps the pinned memory and reuses it for later arrays.
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
     if device.platform in PINNING_PLATFORMS and has_pinned_memory(sharding):
@@ -53,7 +53,7 @@ def reserve(nbytes: int, device: jax.Device) -> None:
 
 
 def has_pinned_memory(sharding: jax.sharding.Sharding) -> bool:
-    """Whether all devices have pinned memory on their host."""
+    """Whether all devices of the sharding have pinned host memory."""
     return all(
         PINNED in (memory.kind for memory in device.addressable_memories()) for device in sharding.addressable_devices
     )

@@ -13,4 +13,4 @@ OPERATIONS: tuple[Operation, ...] = (
     *merge.OPERATIONS,
     *blocks.OPERATIONS,
 )
-"""Every operation that dispatches to kernels, once.  Whatever is done for all of them enumerates this."""
+"""Every operation that dispatches to kernels.  Code that covers all operations iterates over this tuple."""

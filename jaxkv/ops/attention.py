@@ -43,22 +43,23 @@ def decode_mla(
 ) -> Any:
     """Absorbed multi-head latent attention of one or several new tokens per request.
 
-    score = (q_latent . kv_c + q_pe . k_pe) * scale; the result is the softmax-weighted sum of the latents kv_c.
-    The new tokens' own entries are in the cache already.  Query token t of Q sees the first `seq_len - Q + 1 + t`
-    tokens: causal, aligned to the end.
+    score = (q_latent . kv_c + q_pe . k_pe) * scale; the result is the softmax-weighted sum of the latents kv_c.  The
+    entries of the new tokens must already be in the cache.  The mask is causal and aligned to the end: query token t of
+    Q sees the first `seq_len - Q + 1 + t` tokens.
 
     The result of a query token does not depend on tokens that it does not see.  On `xla` this holds whatever they
     contain.  `triton` and `mosaic_gpu` multiply the values of a token by a weight of 0 for the query tokens of the same
-    request that do not see it: if these values hold inf or NaN, and another query token sees them, `out` may be NaN.
-    Keys have no such effect, and neither has anything that no query token of the request sees.
+    request that do not see it.  If these values hold inf or NaN and another query token of the request sees them, `out`
+    may be NaN.  Data that is used only in keys has no such effect, and neither have tokens that no query token of the
+    request sees.
 
     Args:
-      q_latent: float [B, Hq, R] or [B, Q, Hq, R], queries through W_UK.
+      q_latent: float [B, Hq, R] or [B, Q, Hq, R], queries multiplied by W_UK.
       q_pe: [B, Hq, P] or [B, Q, Hq, P], rotary queries after RoPE, the dtype of `q_latent`.
       cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
-      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Clamped to 0
-        and to the M * block_size tokens that a table has room for, as if the request had that many.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Values are
+        clamped to the range from 0 to M * block_size, the capacity of a table.
       layer: int, or traced int32 scalar.
       scale: float, the model's own softmax scale, which cannot be inferred from R and P.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
@@ -70,9 +71,9 @@ def decode_mla(
 
     Returns:
       out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Hq] or [B, Q, Hq], natural logarithm.
-      A query that sees no token gets 0 and -inf.  A token that is seen counts however low its score; only a score that
-      float32 cannot hold is -inf, and has no weight.  Tokens in blocks outside the cache are masked; if a traced layer
-      is outside the cache, no query sees a token.
+      A query that sees no token gets 0 and -inf.  Low finite scores are never masked: only a score beyond the range of
+      float32 becomes -inf and gets no weight.  Tokens in blocks outside the cache are masked.  If a traced layer is
+      outside the cache, no query sees a token.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
@@ -116,30 +117,30 @@ def decode_kv(
 ) -> Any:
     """Grouped-query or multi-head attention of one or several new tokens per request.
 
-    Query head i reads KV head i // (Hq / H).  Causal as in `decode_mla`, with the same guarantees for tokens that a
-    query token does not see, those before its window included.
+    Query head i reads KV head i // (Hq / H).  The mask is causal as in `decode_mla`.  The same guarantees hold for
+    tokens that a query token does not see, including those before its window.
 
     Args:
       q: float [B, Hq, D] or [B, Q, Hq, D]; Hq a multiple of the cache's heads H.
       cache: a cache of `KVEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
-      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Clamped to 0
-        and to the M * block_size tokens that a table has room for, as if the request had that many.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Values are
+        clamped to the range from 0 to M * block_size, the capacity of a table.
       layer: int, or traced int32 scalar.
       scale: float, the softmax scale.
       k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
       v_scale: the same for v; value = stored * v_scale.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
-      window: static int of any size; a query sees the last `window` tokens only, itself included.  A window of at least
-        the capacity of the table has no effect.
+      window: static positive int of any size; a query sees only the last `window` tokens, itself included.  A window of
+        at least the capacity of the table has no effect.
       return_lse: also return the log-sum-exp of the scores.
       plan: what `plan_decode` returned for the same tables, lengths and heads; if None, the call makes its own plan.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       out [B, Hq, Dv] or [B, Q, Hq, Dv], of q's dtype; with `return_lse` also lse, float32 [B, Hq] or [B, Q, Hq],
-      natural logarithm.  A query that sees no token gets 0 and -inf; low scores count as in `decode_mla`.  Tokens in
+      natural logarithm.  A query that sees no token gets 0 and -inf; low finite scores are never masked.  Tokens in
       blocks outside the cache are masked.
 
     Raises:
@@ -172,7 +173,7 @@ def _bind_kv(
 
 
 def query_axes(name, q) -> str:
-    """The axes of queries without the last: "B Hq" or "B Q Hq"; ValueError for another number of axes."""
+    """The axes of queries `q` without the last one: "B Hq" or "B Q Hq".  ValueError for any other number of axes."""
     if not hasattr(q, "shape"):
         raise ValueError(f"`{name}` is a {type(q).__name__}: expected an array [B, Hq, …] or [B, Q, Hq, …]")
     rank = len(q.shape)
@@ -189,9 +190,10 @@ def _with_tokens(q):
 
 
 def _bind(operation, cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan) -> Call:
-    """The part that both have in common.
+    """The checked call: what `decode_mla` and `decode_kv` have in common.
 
-    `q` [B, Q, Hq, D] are the queries, `arrays` these and the scales, `options` those of the operation alone.
+    `q` is one array of queries [B, Q, Hq, D].  `arrays` holds all queries and the scales, and `options` the static
+    options that only this operation has.
     """
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
@@ -226,7 +228,7 @@ def _bind(operation, cache, dims, q, arrays, options, block_tables, seq_lens, la
 
 
 def _result(out, lse, q, return_lse):
-    """The kernel's `out` and `lse`, without the Q axis if the queries `q` have none."""
+    """The kernel's `out` and (with `return_lse`) `lse`, without the Q axis if the queries `q` have none."""
     if len(q.shape) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out

@@ -1,4 +1,4 @@
-"""Whole blocks, in all layers at once: copied within a cache, read from it, written to it."""
+"""Copying, reading and writing whole blocks, in all layers at once."""
 
 import jax
 
@@ -15,13 +15,14 @@ def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
     """Copies blocks over other blocks of the same cache, in every layer.
 
     Args:
-      cache: any cache.  If blocks are runs (`layout.blocks_are_runs`), everything that is packed in a block is copied.
-      src: int32 [n], blocks to read; all are read before any is written.
+      cache: any cache.  If blocks are runs (`layout.blocks_are_runs`), the whole run is copied, including the other
+        groups of a `PackedLayout`.
+      src: int32 [n], blocks to read.  All are read before any is written.
       dst: int32 [n], blocks to overwrite.  A pair with an id outside the cache is skipped.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with the blocks copied; updated in place where donated.
+      The cache with the blocks copied; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -43,7 +44,7 @@ def _bind_copy(cache, src, dst) -> Call:
 
 
 def read_blocks(cache: KVCache, blocks, *, implementation=None) -> jax.Array:
-    """The payloads of blocks, to be kept elsewhere or sent to another cache.
+    """Returns the payloads of blocks, to be stored elsewhere or sent to another cache.
 
     Args:
       cache: any cache.
@@ -52,8 +53,9 @@ def read_blocks(cache: KVCache, blocks, *, implementation=None) -> jax.Array:
 
     Returns:
       [n, layout.block_nbytes / itemsize] of the buffer's dtype.  If blocks are runs (`layout.blocks_are_runs`), a row
-      is that run, with its padding and everything that is packed in it; otherwise, the block's entries in their order
-      in memory.  0 for an id outside the cache.  Caches whose layouts have equal fingerprints can exchange rows.
+      is that run, with its padding and all groups of a `PackedLayout`.  Otherwise, a row holds the block's entries in
+      their order in memory.  The row of an id outside the cache is 0.  Caches whose layouts have equal fingerprints can
+      exchange rows.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -71,7 +73,7 @@ def _bind_read(cache, blocks) -> Call:
 
 
 def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCache:
-    """Stores the payloads of blocks.
+    """Overwrites blocks with payloads.
 
     Args:
       cache: any cache.
@@ -81,7 +83,7 @@ def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCach
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with the blocks stored; updated in place where donated.
+      The cache with the blocks stored; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape or dtype is wrong.

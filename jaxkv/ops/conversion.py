@@ -24,14 +24,15 @@ def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | Pac
         target = write_blocks(target, other_blocks, convert_blocks(rows, source.layout, target.layout))
 
     Args:
-      data: [n, src.block_nbytes / itemsize] of its buffer's dtype, as `read_blocks` returns them for `src`.
+      data: [n, src.block_nbytes / itemsize] of the dtype of src's buffer, as `read_blocks` returns it for `src`.
       src: the layout of the payloads.  For packed blocks, pass the layout of a group to convert only that group, or the
-      PackedLayout to convert all groups.  dst: a layout with the same entries, layers, heads and block size; of a
-      PackedLayout, with the same groups.
+        PackedLayout to convert all groups.
+      dst: the layout to convert to: it must have the same entries, layers, heads and block size, and the same groups if
+        it is a PackedLayout.
 
     Returns:
-      [n, dst.block_nbytes / itemsize] of its buffer's dtype, for `write_blocks` to a cache of `dst`; 0 in padding and
-      gaps.
+      [n, dst.block_nbytes / itemsize] of the dtype of dst's buffer, for `write_blocks` to a cache of `dst`; 0 in
+      padding and gaps.
 
     Raises:
       ValueError: the layouts differ in what they store, or `data` does not fit `src`; the message shows the difference.
@@ -51,7 +52,7 @@ def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | Pac
 
 
 def _bits(layout: CacheLayout):
-    """Unsigned integers as wide as the buffer's elements: on CPUs, moving floats can change the bits of NaNs."""
+    """The unsigned dtype as wide as the buffer's elements: on CPUs, moving floats can change the bits of NaNs."""
     return jnp.dtype(f"uint{8 * layout.itemsize}")
 
 
@@ -78,7 +79,10 @@ def pairs_of_groups(**layouts: CacheLayout | PackedLayout) -> list[tuple[CacheLa
 
 
 def _in_rows(rows: jax.Array, pages: Pages) -> tuple[Pages, dict[str, jax.Array]]:
-    """Where entries lie in `rows` [n, E] laid end to end, as in a buffer of n blocks; indices [n, L, H, N] of all."""
+    """The addresses of the entries in `rows` [n, E], concatenated as a buffer of n blocks, and all entries' indices.
+
+    The indices are one array [n, L, H, N] per axis.
+    """
     strides = {f"{axis}_stride": stride for axis, _, stride in pages.row_axes}
     count, length = rows.shape
     inside = replace(pages, num_blocks=count, block_stride=length, offset=pages.row_offset, size=rows.size, **strides)

@@ -1,4 +1,4 @@
-"""Reading the entries of ragged runs of tokens, dequantised: what a chunked prefill attends to."""
+"""Reading the dequantised entries of ragged runs of tokens, such as the context that a chunked prefill attends to."""
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,14 @@ def gather_mla(
     kv_scale=None,
     implementation=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Latents and rotary keys of runs of tokens: one run per request, one after the other.
+    """Reads the latents and rotary keys of runs of tokens: one run per request, one after the other.
 
     Args:
       cache: a cache of `MLAEntry`.
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, below 2**31 and at least `cu_seq_lens[-1]`; others are left out.
+      total: static number of rows of the result, below 2**31.  Tokens past the first `total` are left out.
       dtype: dtype of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
@@ -66,14 +66,14 @@ def gather_kv(
     v_scale=None,
     implementation=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of runs of tokens: like `gather_mla`, for a cache of `KVEntry`.
+    """Reads the keys and values of runs of tokens: like `gather_mla`, for a cache of `KVEntry`.
 
     Args:
       cache: a cache of `KVEntry`.
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, below 2**31 and at least `cu_seq_lens[-1]`; others are left out.
+      total: static number of rows of the result, below 2**31.  Tokens past the first `total` are left out.
       dtype: dtype of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
@@ -110,14 +110,14 @@ def gather_indexer_k(
     seq_starts=None,
     implementation=None,
 ) -> jax.Array:
-    """Indexer keys of runs of tokens: like `gather_mla`, for a cache of `IndexerEntry`.
+    """Reads the indexer keys of runs of tokens: like `gather_mla`, for a cache of `IndexerEntry`.
 
     Args:
       cache: a cache of `IndexerEntry`.
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, below 2**31 and at least `cu_seq_lens[-1]`; others are left out.
+      total: static number of rows of the result, below 2**31.  Tokens past the first `total` are left out.
       dtype: dtype of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       implementation: None (the best that supports the call), a name, or a sequence of names.
@@ -138,7 +138,7 @@ def _bind_indexer_k(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_s
 
 
 def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype) -> Call:
-    """The part that all three have in common; `arrays` are the scales."""
+    """The checked call: what the three operations have in common.  `arrays` are the scales."""
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)

@@ -1,4 +1,4 @@
-"""The DeepSeek V3.2 indexer scores all cached keys and selects the best, to which sparse attention then attends."""
+"""The DeepSeek V3.2 indexer: it scores all cached keys and selects the tokens that sparse attention attends to."""
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,14 @@ def indexer_logits(
       weights: float [B, Q, Hi]; include the scale of a quantised q here.
       cache: a cache of `IndexerEntry`.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      seq_lens: int32 [B], tokens of each request, the new ones included; clamped to 0 and to the M * block_size tokens
-        that a table has room for, as if the request had that many.
+      seq_lens: int32 [B], tokens of each request, the new ones included.  Values are clamped to the range from 0 to M *
+        block_size, the capacity of a table.
       layer: int, or traced int32 scalar.
-      max_len: static number of positions of the result, below 2**31, as positions are int32.
+      max_len: static number of positions of the result, below 2**31.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      float32 [B, Q, max_len]; -inf at positions that query token t of Q does not see: `seq_len - Q + 1 + t` and on.
+      float32 [B, Q, max_len]; -inf at positions that query token t of Q does not see, from `seq_len - Q + 1 + t` on.
 
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
@@ -74,8 +74,8 @@ def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      int32 [..., k], largest logit first (a NaN, of either sign, before all others) and the earlier position where
-      logits are equal; -1 where a row has fewer than k positions.
+      int32 [..., k], in order of decreasing logits.  NaN of either sign comes before all numbers, and the earlier of
+      two positions with equal logits comes first.  -1 follows where a row has fewer than k selectable positions.
 
     Raises:
       ValueError: `logits` is not a float32 array with at least one axis, or `k` is not a positive int.
@@ -93,12 +93,12 @@ def positions_to_slots(positions, block_tables, *, block_size: int) -> jax.Array
     """Returns the slots of selected positions.
 
     Args:
-      positions: int32 [B, Q, K], positions in each request (`select_topk`); negative ones stay -1.
+      positions: int32 [B, Q, K], positions in each request, as `select_topk` returns them.
       block_tables: int32 [B, M], the blocks of each request in order.
       block_size: tokens per block.
 
     Returns:
-      int32 [B, Q, K], for `decode_mla_sparse`; -1 also for positions past the table.
+      int32 [B, Q, K], the slots for `decode_mla_sparse`; -1 for negative positions and those past the table.
 
     Raises:
       ValueError: a shape or dtype is wrong.

@@ -1,4 +1,4 @@
-"""Merging partial results of attention."""
+"""Merging partial results of attention by their log-sum-exps."""
 
 from collections.abc import Sequence
 
@@ -23,10 +23,10 @@ def merge_states(
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out [..., D] of the parts' dtype and lse float32 [...]; 0 and -inf for a query without keys in any part.
+      out [..., D] of the parts' dtype and lse float32 [...].  A query without keys in any part gets 0 and -inf.
 
     Raises:
-      ValueError: a shape or dtype is wrong, or the parts differ in one.
+      ValueError: a shape or dtype is wrong, or differs between parts.
     """
     return run(_bind(outs, lses), implementation)
 

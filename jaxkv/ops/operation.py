@@ -15,7 +15,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Sample(NamedTuple):
-    """A sample call, to determine whether an entry format is supported; arrays are `jax.ShapeDtypeStruct`s."""
+    """A sample call that shows whether an entry format is supported.  Its arrays are `jax.ShapeDtypeStruct`s."""
 
     format: str
     """The format of the cache's entries; empty if the operation has no cache argument."""
@@ -27,8 +27,8 @@ class Sample(NamedTuple):
 class Operation:
     """A public function that dispatches to kernels.
 
-    Everything that is done for every operation (explain, the support matrix, the fuzzer, the benchmark, the tests)
-    enumerates `jaxkv.ops.OPERATIONS`.
+    Code that covers all operations (`explain`, the support matrix, the fuzzer, the benchmark, the tests) iterates over
+    `jaxkv.ops.OPERATIONS`.
     """
 
     function: Callable[..., Any]
@@ -36,8 +36,8 @@ class Operation:
     bind: Callable[..., Call]
     """Checks the arguments and returns the call for the kernels.
 
-    It runs nothing.  Its parameters are those of `function` that matter for the call, by the same names: without
-    `implementation`, and without options of the result such as `return_lse`.
+    It runs nothing.  Its parameters have the same names as those of `function`, except that `implementation` and
+    options that only affect the result's form, such as `return_lse`, are left out.
     """
     sample: Callable[..., Arguments]
     """The arguments of a sample call, given a cache (`sample_cache`) if the operation has a cache argument."""
@@ -46,7 +46,7 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """That of the function, and of the kernels."""
+        """The name of the function, and of its kernels in each implementation."""
         return self.function.__name__
 
     def call(self, *args, **kwargs) -> Call:

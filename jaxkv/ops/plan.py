@@ -1,4 +1,4 @@
-"""Plans of attention: a schedule, computed once per step and shared by the calls of all layers."""
+"""Plans of attention: schedules that are computed once per step and shared by the calls of all layers."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,11 +17,11 @@ from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the calls that a plan is for; a call with the plan must have the same."""
+    """The sizes of the calls that a plan is made for.  A call that uses the plan must have the same sizes."""
 
     requests: int
     columns: int
-    """Of the block tables."""
+    """Columns of the block tables (M)."""
     block_size: int
     num_blocks: int
     num_heads: int
@@ -44,12 +44,12 @@ class Shape:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodePlan:
-    """What `plan_decode` returns: a pytree, which goes through `jit` and `scan`."""
+    """The result of `plan_decode`: a pytree that can be passed through `jit` and `scan`."""
 
     schedule: Any
-    """Its type belongs to the implementation; None if there is nothing to plan."""
+    """A pytree whose type depends on the implementation; None if the implementation has nothing to plan."""
     seq_lens: jax.Array
-    """int32 [B], the lengths that it was made for; only checked calls read them."""
+    """int32 [B], the lengths that the plan was made for.  Only calls under `checked` read them."""
     shape: Shape = field(metadata={"static": True})
     implementation: str = field(metadata={"static": True})
     batch_invariant: bool = field(metadata={"static": True})
@@ -66,27 +66,27 @@ def plan_decode(
     batch_invariant: bool = False,
     implementation=None,
 ) -> DecodePlan:
-    """Divides the requests of a step among the processors of the device, for `decode_mla` and `decode_kv`.
+    """Divides the work of a step among the processors of the device, for `decode_mla` and `decode_kv`.
 
     The schedule depends on lengths and tables, not on the layer: compute it once per step, and pass it to the call of
-    every layer as `plan`.  Calls without a plan each make their own.
+    every layer as `plan`.  Each call without a plan makes its own.
 
     Args:
       cache: a cache of `MLAEntry` or `KVEntry`.
-      block_tables: int32 [B, M], those of the calls.
-      seq_lens: int32 [B], the same as those of the calls, and clamped as there; with other lengths, results are wrong,
-        which `checked` calls report.
+      block_tables: int32 [B, M], as passed to the calls.
+      seq_lens: int32 [B], as passed to the calls; clamped in the same way.  If a call has other lengths, its result is
+        wrong, which only `checked` reports.
       num_heads: query heads of the calls.
       q_len: query tokens per request of the calls.
-      window: that of the calls (`decode_kv` only).
-      batch_invariant: whether the result of a request has the same bits whatever else is in the batch.  A request is
-        then split by its own length alone (into at most 8 splits), which takes longer if requests are few or differ in
-        length.
+      window: the `window` of the calls (`decode_kv` only).
+      batch_invariant: whether the result of a request must have the same bits whatever else is in the batch.  Each
+        request is then split by its own length alone, into at most 8 splits, which is slower if requests are few or
+        differ in length.
       implementation: None (the best that supports the cache), a name, or a sequence of names.
 
     Returns:
-      The plan.  A call that runs on another implementation than the plan was made by ignores it.  With
-      `batch_invariant`, calls run on the implementation that made the plan, or raise.
+      The plan.  A call that runs on a different implementation ignores the plan.  With `batch_invariant`, calls run on
+      the implementation that made the plan, or raise ValueError.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -129,7 +129,7 @@ def _bind(cache, block_tables, seq_lens, num_heads, q_len, window, batch_invaria
 
 
 def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
-    """ValueError unless `plan` is None or was made for calls of `shape`; a checked call reports other lengths."""
+    """ValueError unless `plan` is None or was made for calls of `shape` and, under `checked`, for these lengths."""
     if plan is None:
         return
     if not isinstance(plan, DecodePlan):
@@ -142,7 +142,7 @@ def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
 
 
 def _instead(call: Call) -> str:
-    """Advice for when no batch-invariant plan can be made."""
+    """What to do instead if no batch-invariant plan can be made, for an error message."""
     able = [f"{backend.name} ({backend.devices})" for backend in BACKENDS if not backend.unsupported_reasons(call)]
     if able:
         return f"only {' and '.join(able)} can be batch-invariant on this cache: elsewhere, plan without it"
@@ -153,9 +153,9 @@ def _instead(call: Call) -> str:
 
 
 def run_planned(call: Call, plan: DecodePlan | None, implementation) -> Any:
-    """The result of an attention call, with the schedule of `plan` if the implementation that made it runs the call.
+    """Runs an attention call, with the schedule of `plan` if the implementation that runs the call also made the plan.
 
-    `call` has None in place of a schedule.  ValueError if the plan is batch-invariant and the call would run on another
+    The schedule in `call` must be None.  ValueError if the plan is batch-invariant and the call would run on another
     implementation.
     """
     if plan is not None and plan.batch_invariant and implementation is None:

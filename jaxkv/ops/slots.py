@@ -16,7 +16,7 @@ def slots_for(block_tables, positions, *, block_size: int) -> jax.Array:
 
     Returns:
       int32, the shape of `positions`; -1 where the position is negative or past the table (M * block_size), or where
-      the table's entry cannot be a block (negative, or so large that its slots would not fit int32).
+      the table's entry is not a valid block id (negative, or so large that its slots would not fit in int32).
 
     Raises:
       ValueError: a shape or dtype is wrong.

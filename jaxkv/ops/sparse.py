@@ -39,7 +39,7 @@ def decode_mla_sparse(
     """Absorbed multi-head latent attention to the given slots only (DeepSeek V3.2).
 
     Args:
-      q_latent: float [B, Q, Hq, R], queries through W_UK.
+      q_latent: float [B, Q, Hq, R], queries multiplied by W_UK.
       q_pe: [B, Q, Hq, P], rotary queries after RoPE, the dtype of `q_latent`.
       cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
       slots: int32 [B, Q, K], the slots that each query token attends to (`positions_to_slots`); negative ones and
@@ -47,18 +47,18 @@ def decode_mla_sparse(
       layer: int, or traced int32 scalar.
       scale: float, the model's own softmax scale.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
-      counts: int32 [B, Q]; only the first `counts` slots of a query token are read, and those after them may hold
-        anything.  Default: all.
-      sinks: float32 [Hq]; a logit per head that takes part in the softmax without a value: out is multiplied by
-        exp(lse) / (exp(lse) + exp(sink)), lse does not change.
+      counts: int32 [B, Q]; only the first `counts` slots of a query token are used, and the others may hold any value.
+        Default: all K slots.
+      sinks: float32 [Hq]; attention sinks: one logit per head that is part of the softmax's sum but has no value.
+        `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       return_lse: also return the log-sum-exp of the scores.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.
-      A query token all of whose slots are masked gets 0 and -inf; low scores count as in `decode_mla`.
+      out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.  A query
+      token all of whose slots are masked gets 0 and -inf; low finite scores are never masked.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.

@@ -16,14 +16,14 @@ def write_mla(cache: KVCache, kv_c, k_pe, slot_mapping, *, layer, kv_scale=None,
       cache: a cache of `MLAEntry`.
       kv_c: float [T, R], latents after their norm.
       k_pe: float [T, P], rotary keys after RoPE.
-      slot_mapping: int32 [T], the slot of each token.  Slots that are negative or past the cache are skipped.  If two
-      tokens have the same slot, the slot may hold a mixture of both entries.
+      slot_mapping: int32 [T], the slot of each token.  Tokens whose slot is negative or past the cache are skipped.  If
+        two tokens have the same slot, it may hold a mixture of both entries afterwards.
       layer: int, or traced int32 scalar.  A traced layer outside the cache writes nothing.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; stored = value / kv_scale.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with T entries stored and every other byte as it was; updated in place where donated.
+      The cache with T entries stored and every other byte as it was; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
@@ -55,7 +55,7 @@ def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with T entries per head stored and every other byte as it was; updated in place where donated.
+      The cache with T entries per head stored and every other byte as it was; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
@@ -84,7 +84,9 @@ def _bind_kv(cache, k, v, slot_mapping, layer, k_scale, v_scale) -> Call:
 
 
 def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=None) -> KVCache:
-    """Stores indexer keys.  Format `indexer_fp8` quantises them: a page holds all its values, then all its scales.
+    """Stores indexer keys.
+
+    Format `indexer_fp8` quantises them: a page holds the values of all its tokens, then their scales.
 
     Args:
       cache: a cache of `IndexerEntry`.
@@ -94,7 +96,7 @@ def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=No
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with T keys stored and every other byte as it was; updated in place where donated.
+      The cache with T keys stored and every other byte as it was; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
@@ -111,7 +113,7 @@ def _bind_indexer_k(cache, k, slot_mapping, layer) -> Call:
 
 
 def _bind(operation, cache, dims, arrays, slot_mapping, layer) -> Call:
-    """The part that all three have in common; `arrays` are the new values and their scales."""
+    """The checked call: what the three operations have in common.  `arrays` are the new values and their scales."""
     dims.check_ints("slot_mapping", slot_mapping, "T")
     slot_mapping, layer = int32(slot_mapping), layer_index(layer, cache)
     pages = cache.layout.pages

@@ -1,8 +1,8 @@
 """Recipes for several devices, on `jax.shard_map`.
 
 Inside `shard_map`, a function sees one device with its cache and its requests, and the operations of jaxkv work as on
-one device.  What is divided decides the specs.  Below, `P` is `jax.sharding.PartitionSpec` and `x` a mesh axis of n
-devices; specs that are not mentioned are `P()` (replicated).
+one device.  The specs depend on what is divided over the devices.  Below, `P` is `jax.sharding.PartitionSpec` and `x` a
+mesh axis of n devices; specs that are not mentioned are `P()` (replicated).
 
 - **Data parallel** divides the requests.  Each device has its own cache (`zeros`).  Queries, new tokens, block tables,
   lengths and slots are `P("x")`; tables and slots name blocks of the device's own cache.
@@ -13,9 +13,9 @@ devices; specs that are not mentioned are `P()` (replicated).
   (`zeros`), of a layout of H / n heads; `k`, `v`, `q` and the results are `P(None, "x")`.  H must be a multiple of n.
 - **Context parallel** divides the tokens of each request (`context`).  Each device has its own cache (`zeros`), written
   at `context.local_slots` and read by `context.decode_mla` or `context.decode_kv`; the V3.2 indexer has
-  `context.indexer_logits`, `context.select_topk` and `context.decode_mla_sparse`.  All else is replicated.
+  `context.indexer_logits`, `context.select_topk` and `context.decode_mla_sparse`.  Everything else is replicated.
 
-A cache per device is one array of all the buffers, `P("x")` in the specs:
+The caches of all devices form one `KVCache`, whose buffer is the concatenation of theirs; its spec is `P("x")`:
 
     cache = parallel.zeros(layout, mesh, "x")
     step = jax.shard_map(step, mesh=mesh, in_specs=(P("x"), ...), out_specs=(P("x"), ...))
@@ -26,7 +26,8 @@ mesh.  On a mesh with explicit axes, place the arguments as the specs say before
 
 `transfer_blocks` copies blocks to a cache on other devices, for prefill on some devices and decode on others.
 
-Several processes run the same program after `jax.distributed.initialize()`, on a mesh of all their devices.
+With several processes, each runs the same program after `jax.distributed.initialize()`, on a mesh of the devices of all
+processes.
 """
 
 from jaxkv.parallel import context

@@ -10,16 +10,17 @@ from jaxkv.layout.layout import CacheLayout
 
 
 def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCache:
-    """A cache of zeros of that layout for each device along a mesh axis, replicated along the others.
+    """A cache of zeros for each device along a mesh axis; the caches are replicated along the other axes.
 
     Args:
       layout: the layout of one device's cache.
       mesh: the devices, those of other processes included.
-      axis: the mesh axis, or several; with `()`, every device has the same cache.
+      axis: the mesh axis, or several.  With `()`, one cache is replicated on every device.
 
     Returns:
       A cache whose buffer is the concatenation of the devices' buffers, `layout.dtype` [n * layout.size], sharded over
-      `axis`.  `shard_map` with the spec `P(axis)` gives each device its own; outside of one, operations raise.
+      `axis`.  `shard_map` with the spec `P(axis)` passes each device its own cache.  Outside of `shard_map`, operations
+      on the result raise ValueError.
 
     Raises:
       ValueError: the mesh has no such axis.

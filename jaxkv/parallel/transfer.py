@@ -1,4 +1,4 @@
-"""Copying blocks to a cache on other devices: prefill on some, decode on others."""
+"""Copying blocks to a cache on other devices, for prefill on some devices and decode on others."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +14,15 @@ from jaxkv.ops.conversion import pairs_of_groups
 
 
 def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_blocks, *, implementation=None) -> KVCache:
-    """Copies blocks, all layers at once, from device to device; does not wait for the copy.
+    """Copies blocks, all layers at once, from device to device.  Returns without waiting for the copy.
 
     Call it outside of `jit`.  Each cache is on one device, replicated on several (tensor parallel), or one cache per
     device (`zeros`).  In the last case, each source cache is copied to the target cache of the same index.
 
     Args:
-      source: the cache that is read.
+      source: the cache to read from.
       source_blocks: ints [n], on the host.
-      target: the cache that is written; donated.
+      target: the cache to write to; it is donated.
       target_blocks: distinct ints [n], on the host.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
@@ -30,8 +30,8 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
       The target with the blocks stored.
 
     Raises:
-      ValueError: an id is outside its cache, or twice in `target_blocks`; the fingerprints of the layouts differ; or
-        the caches are divided over different numbers of devices.
+      ValueError: an id is outside its cache, or occurs twice in `target_blocks`; the fingerprints of the layouts
+        differ; or the caches are divided over different numbers of devices.
     """
     source_ids = block_ids("source_blocks", source_blocks, source.layout.num_blocks)
     target_ids = block_ids("target_blocks", target_blocks, target.layout.num_blocks, distinct=True)
@@ -68,7 +68,7 @@ def _packed(name: str, cache: KVCache) -> str:
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _read(cache, ids, sharding: Sharding, implementation) -> jax.Array:
-    """Blocks [n, E]; those of several caches are concatenated."""
+    """Payloads of blocks [n, E].  Those of several caches are concatenated along the first axis."""
     return _on_each(partial(blocks.read_blocks, implementation=implementation), sharding, 0)(cache, ids)
 
 

@@ -32,32 +32,33 @@ NOWHERE = -1
 class Engine:
     """Serves requests from one cache.
 
-    Every step prefills a chunk of one prompt and decodes one token of every request that is past its prompt.  Both
-    programs have static shapes; only values change from step to step.  If blocks run out, new requests wait.  If a
-    running request needs a block and none is free, the most recent request is preempted and recomputed later.
+    Every step prefills a chunk of one prompt, and decodes one token of every request whose prompt is complete.  Prefill
+    and decode are compiled once each, for static shapes.  If blocks run out, new requests wait.  If a running request
+    needs a block and none is free, the most recent request is preempted and recomputed later.
 
     A request reuses the longest prefix of its tokens that is cached, and computes the rest.  Full blocks are found by
-    their content until they are evicted, whether a request holds them or not.  Of a block that another request is
-    filling, the common beginning is copied.  With `offload`, blocks are written through: those that a step fills are
-    stored in host memory while the next step runs, so steps do not wait, and blocks evicted from the device are already
-    stored.  Blocks found there are loaded when their request joins, and that step waits for them; what cannot be loaded
-    is computed.  Generated tokens do not depend on any of this, up to the rounding of logits.
+    their content until they are evicted, whether a request holds them or not.  If another request is filling a block
+    that begins with the same tokens, these are copied.  With `offload`, full blocks are also stored in host memory.
+    The blocks that a step fills are copied while the next step runs, so steps do not wait, and an evicted block is
+    already stored.  Blocks that are found in the pool are loaded when their request joins, and that step waits for
+    them.  Blocks that cannot be loaded are computed.  None of this changes the generated tokens, except through the
+    rounding of logits.
 
     Args:
       model: from `jaxkv.models.load`.
       num_blocks: blocks of the cache, shared by all requests.
       block_size: tokens per block.
       order: order of the cache's axes.
-      max_requests: requests that run at once: rows of the decode program.
+      max_requests: requests that run at once, which is the number of rows of the decode program.
       max_len: the most cached tokens of a request, rounded up to blocks; default the capacity of the cache or the
         model's `max_position_embeddings`, whichever is less.
-      chunk: prompt tokens per step: columns of the prefill program.
+      chunk: prompt tokens per step, which is the number of columns of the prefill program.
       offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
-        for blocks of `model.layout(num_blocks, block_size, order)`, of any number, and may outlive the engine.
+        for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the engine.
 
     Raises:
-      ValueError: an argument is out of range; `offload` is for other blocks, or is passed for a cache on several
-        devices; the model is data parallel (use `Replicas`).
+      ValueError: an argument is out of range; `offload` was made for another layout, or is passed although the cache is
+        on several devices; or the model is data parallel (use `Replicas`).
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Engine:
             raise ValueError("`model` is data parallel, with requests of its own on each device: expected `Replicas`")
         self.model = model
         cache, layout = model.cache(num_blocks, block_size, order), model.layout(num_blocks, block_size, order)
-        # Committed to its device, like caches that loads return: jit distinguishes committed arrays.
+        # Committed to its device, like the caches that loads return: jit compiles separately for committed arrays.
         self.cache = jax.device_put(cache, cache.buffer.sharding)
         self.pool = BlockPool(num_blocks)
         self.tiers = Tiers(offload)
@@ -95,8 +96,8 @@ class Engine:
         self.table_blocks = _blocks(max_len, block_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        """Oldest first; the last is preempted first."""
-        # Donated, the cache is updated in place.
+        """Running requests, oldest first.  The last is preempted first."""
+        # The cache is donated, so that it is updated in place.
         self._prefill = jax.jit(_prefill_step, donate_argnames="cache")
         self._decode = jax.jit(_decode_step, donate_argnames="cache")
         copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
@@ -116,15 +117,16 @@ class Engine:
           prompt: token ids, at least one.
           max_tokens: the most tokens to generate.
           sampling: how tokens are chosen; default greedy.
-          stop: token ids that end the request; the last token is then one of them.  Default those of the checkpoint.
+          stop: token ids that end the request; the stop token is included in the result.  Default: those of the
+            checkpoint.
 
         Returns:
-          The request; `step` and `run` fill it.
+          The request.  `step` and `run` append its tokens.
 
         Raises:
           TypeError: a token id is not an integer, or `sampling` is not a Sampling.
-          ValueError: the prompt is empty, holds an id outside the vocabulary, or could never be served: with
-            `max_tokens` it is longer than the block table or the cache.
+          ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
+            would exceed the block table or the cache.
         """
         vocabulary = self.model.config.vocab_size
         if isinstance(prompt, str):
@@ -134,7 +136,7 @@ class Engine:
         if not prompt or outside:
             problem = f"has token id {outside[0]}" if outside else "is empty"
             raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
-        # The last token has no entry, because no token attends to it.
+        # The last token needs no entry, because no token attends to it.
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
         table, cache = (blocks * self.block_size for blocks in (self.table_blocks, self.pool.num_blocks))
         if entries > min(table, cache):
@@ -152,7 +154,8 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Ends a waiting or running request and frees its blocks.  ValueError if it has already ended.
 
-        `run` yields no further token of it; one that the current step sampled is in `request.generated`.
+        `run` yields no further tokens of it.  A token that the current step has sampled is still in
+        `request.generated`.
         """
         if request in self.waiting:
             self.waiting.remove(request)
@@ -168,9 +171,10 @@ class Engine:
             yield from uncancelled(self.step())
 
     def step(self) -> list[tuple[Request, int]]:
-        """Runs a step and returns its tokens: a chunk of one prompt, and one token of each request past its prompt.
+        """Runs one step and returns the new tokens with their requests.
 
-        A request whose logits are NaN ends, with `finish_reason` "nan" and no further token; the others go on.
+        If the logits of a request are NaN, it ends with `finish_reason` "nan" and no further token; the others
+        continue.
         """
         return [*self._prefill_next(), *self._decode_ready()]
 
@@ -189,7 +193,7 @@ class Engine:
 
     def _decode_ready(self) -> list[tuple[Request, int]]:
         for request in list(self.running):
-            # Making room for an older request may have preempted this one.
+            # This request may have been preempted to make room for an older one.
             if request.missing == 1 and request in self.running:
                 self._make_room(request)
         ready = [request for request in self.running if request.missing == 1]
@@ -201,11 +205,11 @@ class Engine:
         self.cache, drawn = program(self.model, self.cache, rows)
         new = []
         for request, length, token in zip(requests, rows.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
-            if token >= 0:  # NaN is not passed on
+            if token >= 0:  # negative if the logits were NaN
                 self._fill(request, length)
             request.cached = length
             if request.missing:
-                continue  # the prompt goes on: ignore the sampled token
+                continue  # the prompt is not complete: ignore the sampled token
             if token < 0:
                 request.finish_reason = "nan"
             else:
@@ -216,7 +220,7 @@ class Engine:
         return new
 
     def _admit(self) -> bool:
-        """Admits the head of the queue if there are a row and enough blocks for it."""
+        """Admits the first request of the queue if a row and enough blocks are free."""
         if not self.waiting or len(self.running) == self.max_requests:
             return False
         request = self.waiting[0]
@@ -226,7 +230,7 @@ class Engine:
             return False
         if BELOW in prefix.blocks:
             self._load(request, prefix)
-            return self._admit()  # what could be loaded is on the device now
+            return self._admit()  # all blocks that could be loaded are on the device now
         self.running.append(self.waiting.popleft())
         request.blocks = [self.pool.share(block) for block in prefix.blocks]
         request.cached = prefix.tokens
@@ -253,13 +257,13 @@ class Engine:
             self._release(blocks)
 
     def _extend_keys(self, request: Request) -> None:
-        """Adds the keys of the blocks that its tokens fill."""
+        """Adds the keys of the request's full blocks to `request.keys`."""
         known = len(request.keys) * self.block_size
         if len(request.tokens) - known >= self.block_size:
             request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)
 
     def _fill(self, request: Request, length: int) -> None:
-        """Registers and stores the blocks that are full once `length` tokens are cached."""
+        """Makes the blocks that are full with `length` cached tokens findable by key, and stores them in the pool."""
         self._extend_keys(request)
         filled = range(request.cached // self.block_size, length // self.block_size)
         contents = {request.keys[index]: request.blocks[index] for index in filled}
@@ -293,13 +297,13 @@ class Engine:
                 self.pool.release(shared)
 
     def _leave(self, request: Request) -> None:
-        """Removes a request from the batch; blocks that it shares stay with the others."""
+        """Removes a request from the batch and releases its blocks.  Blocks that others share stay with them."""
         self.running.remove(request)
         self._release(request.blocks)
         request.blocks, request.cached = [], 0
 
     def _release(self, blocks: list[int]) -> None:
-        # Last block first: it is useless without those before it, so it should be evicted first.
+        # Release the last block first, so that it is evicted first: a block is useless without those before it.
         for block in reversed(blocks):
             self.pool.release(block)
 

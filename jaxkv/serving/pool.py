@@ -1,14 +1,14 @@
-"""`BlockPool`: which blocks are free, how many requests share the others, and what full blocks contain."""
+"""`BlockPool`: which blocks are free, how many requests hold the others, and the keys of full blocks' contents."""
 
 
 class BlockPool:
-    """A free list, reference counts and keys of contents, on the host.
+    """A free list of blocks, with reference counts and keys of contents, on the host.
 
     A block with a key can be found by it even after it is released, until it is evicted.  The block that has been free
     for longest is evicted first.
 
     Args:
-      num_blocks: blocks of the cache, 0 to num_blocks - 1; all free at first.
+      num_blocks: the number of blocks of the cache.  Ids are 0 to num_blocks - 1, and all are free at first.
     """
 
     def __init__(self, num_blocks: int):
@@ -16,7 +16,7 @@ class BlockPool:
         self._blank = list(range(num_blocks))[::-1]
         """Free blocks without a key."""
         self._kept: dict[int, None] = {}
-        """Free blocks that can still be found by key; the longest free first."""
+        """Free blocks that can still be found by key.  The one that has been free for longest comes first."""
         self._keys: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
         """The inverse of `_keys`."""
@@ -28,7 +28,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that are not held, including those that can still be found."""
+        """Blocks that are not held, including those that can still be found by key."""
         return len(self._blank) + len(self._kept)
 
     def take(self) -> int:
@@ -59,15 +59,15 @@ class BlockPool:
         return self._blocks.get(key)
 
     def is_free(self, block: int) -> bool:
-        """Whether it is not held."""
+        """Whether no request holds the block."""
         return not self._references[self._known(block)]
 
     def is_shared(self, block: int) -> bool:
-        """Whether it is held more than once, so that it must be copied before it is written."""
+        """Whether the block is held more than once, so that it must be copied before it is written."""
         return self._references[self._held(block)] > 1
 
     def share(self, block: int) -> int:
-        """Adds a holder to a block.  ValueError if it is neither in use nor can be found by its key."""
+        """Adds a holder to a block and returns the block.  ValueError if it is free and has no key."""
         if block in self._kept:
             del self._kept[block]
             self._references[block] = 1
@@ -76,7 +76,7 @@ class BlockPool:
         return block
 
     def release(self, block: int) -> None:
-        """Ends one hold; the last one frees the block.  ValueError if it is not held."""
+        """Removes one holder of a block; without holders, it is free.  ValueError if it is not held."""
         self._references[self._held(block)] -= 1
         if self._references[block]:
             return

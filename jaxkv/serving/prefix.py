@@ -1,4 +1,4 @@
-"""`Prefix`: the part of a request that is cached, and where."""
+"""`Prefix`: the cached part of a request, and the blocks that hold it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Prefix:
     """The longest cached prefix of a request."""
 
     tokens: int
-    """Its length, without the request's last token, whose logits must be computed."""
+    """Length of the prefix.  It excludes the request's last token, whose logits must be computed."""
     blocks: list[int]
-    """Its blocks on the device, or `BELOW`."""
+    """The blocks of the prefix: ids on the device, or `BELOW`."""
     copied: bool
     """Whether the last block must be copied, because the request will write to it and others hold it."""
 
@@ -27,7 +27,7 @@ class Prefix:
     def of(
         cls, request: Request, running: Sequence[Request], pool: BlockPool, tiers: Tiers, block_size: int
     ) -> "Prefix":
-        """The blocks found by key, and the beginning of the next block if a running request has it."""
+        """Finds full blocks by key, and the beginning of the next block in a running request's block."""
         blocks = []
         for key in request.keys:
             block = pool.find(key)
@@ -49,12 +49,13 @@ class Prefix:
 
 
 def _common(request: Request, donor: Request, block: int, block_size: int) -> int:
-    """The number of leading tokens of a block that `request` can copy from `donor`; 0 if earlier blocks differ.
+    """The number of leading tokens that `request` can copy from the donor's block number `block`.
 
-    These are cached by `donor`, and exclude the request's last token.
+    It is 0 if earlier blocks differ.  Only tokens that `donor` has cached are counted, and not the request's last
+    token.
     """
     if block and donor.keys[block - 1 : block] != request.keys[block - 1 : block]:
-        return 0  # a key covers all earlier tokens
+        return 0  # equal keys would mean equal earlier tokens
     start = block * block_size
     ours, theirs = request.tokens[start:-1], donor.tokens[start : donor.cached]
     pairs = zip(ours[:block_size], theirs[:block_size], strict=False)

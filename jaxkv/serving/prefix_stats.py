@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass
 class PrefixCacheStats:
-    """Counts tokens of requests that joined the batch; a preempted request counts again when it rejoins."""
+    """Counts tokens of requests when they join the batch.  A preempted request counts again when it rejoins."""
 
     tokens: int = 0
-    """All tokens."""
+    """All tokens of these requests."""
     found: int = 0
     """Tokens whose entries were found, so that they were not computed."""
     loaded: int = 0

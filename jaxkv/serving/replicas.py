@@ -34,7 +34,7 @@ class Replicas:
         self.engines = [Engine(replica, **options) for replica in model.parallel.replicas(model)]
         self._threads = ThreadPoolExecutor(len(self.engines))
         self._drawn: list[tuple[Request, int]] = []
-        """Tokens of steps that have not been returned yet."""
+        """Tokens of finished steps that have not been returned yet."""
 
     def submit(self, prompt: Sequence[int], **options) -> Request:
         """Queues a request; arguments, result and errors are those of `Engine.submit`."""
@@ -59,7 +59,7 @@ class Replicas:
         wait(steps)
         self._drawn += chain.from_iterable(step.result() for step in steps if step.exception() is None)
         for step in steps:
-            step.result()  # raises what it raised
+            step.result()  # raises the step's error
         drawn, self._drawn = self._drawn, []
         return list(uncancelled(drawn))
 
@@ -69,5 +69,5 @@ class Replicas:
 
 
 def _load(engine: Engine) -> int:
-    """Tokens of an engine's requests, including those to be generated."""
+    """The load of an engine: tokens of its requests, including those still to be generated."""
     return sum(len(request.prompt) + request.max_tokens for request in (*engine.waiting, *engine.running))

@@ -15,7 +15,7 @@ class Request:
     sampling: Sampling
     stop: frozenset[int]
     tokens: list[int] = field(init=False)
-    """The prompt and what was generated."""
+    """The prompt and the generated tokens."""
     blocks: list[int] = field(default_factory=list, init=False)
     """Its blocks, in order."""
     cached: int = field(default=0, init=False)
@@ -31,16 +31,16 @@ class Request:
 
     @property
     def generated(self) -> list[int]:
-        """The tokens after the prompt; a stop token is the last of them."""
+        """The generated tokens, including a final stop token."""
         return self.tokens[len(self.prompt) :]
 
     @property
     def missing(self) -> int:
-        """Tokens without entries: 1 where the next step is a decode step, more where it is a prefill."""
+        """The number of tokens without entries: 1 if the next step decodes, more if it prefills."""
         return len(self.tokens) - self.cached
 
     def append(self, token: int) -> None:
-        """Appends the next token; sets `finish_reason` if it is a stop token or the last."""
+        """Appends the next token; sets `finish_reason` if it is a stop token, or the last of `max_tokens`."""
         self.tokens.append(token)
         if token in self.stop:
             self.finish_reason = "stop"
@@ -49,5 +49,5 @@ class Request:
 
 
 def uncancelled(drawn: Iterable[tuple[Request, int]]) -> Iterator[tuple[Request, int]]:
-    """Yields the new tokens of a step, except those of requests that the consumer cancels in between."""
+    """Yields the new tokens of a step, except those of requests that are cancelled while the caller iterates."""
     return ((request, token) for request, token in drawn if request.finish_reason != "cancelled")

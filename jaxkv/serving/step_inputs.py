@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, requests: Sequence[Request], count: int, columns: int, *, table_blocks: int, block_size: int) -> "Rows":
-        """Up to `columns` next tokens of each request, in `count` rows; the other rows are empty."""
+        """The next tokens of each request, at most `columns`, in `count` rows.  Rows without a request are empty."""
         rows = cls(
             tokens=np.zeros((count, columns), np.int32),
             seq_lens=np.zeros(count, np.int32),
@@ -56,5 +56,6 @@ class Rows(NamedTuple):
 
     def draw(self, logits) -> jax.Array:
         """Samples the next token of each row, int32 [B], from logits [B, V]; -1 if they are NaN."""
-        # The next token's position is the length so far: its random numbers do not depend on the step or the row.
+        # The position of the next token is the length so far, so its random numbers do not depend on the step or the
+        # row.
         return sample(logits, self.temperature, self.top_p, self.seeds, self.seq_lens)

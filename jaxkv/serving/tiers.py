@@ -1,4 +1,4 @@
-"""Host memory and disk as the engine uses them: a failure there costs time, but never fails a request."""
+"""Host memory and disk as the engine uses them.  Failures there are logged and cost time, but never fail a request."""
 
 import logging
 
@@ -14,7 +14,7 @@ FAILURES = (OSError, RuntimeError, MemoryError, LookupError, DamagedBlock)
 
 
 class Tiers:
-    """A host pool, which may have a disk pool; without a pool, nothing is stored or found."""
+    """A host pool, which may have a disk pool, or no pool, in which case nothing is stored or found."""
 
     def __init__(self, pool: HostPool | None):
         self._pool = pool
@@ -23,7 +23,7 @@ class Tiers:
         self.failures = 0
 
     def check(self, cache: KVCache, layout: CacheLayout | PackedLayout) -> None:
-        """ValueError unless the cache, of that layout, can exchange blocks with the host's pool."""
+        """ValueError unless the cache, which has `layout`, can exchange blocks with the pool."""
         if self._pool is None:
             return
         if not isinstance(self._pool, HostPool):
@@ -55,7 +55,10 @@ class Tiers:
             self._failed("were not stored", len(contents), error)
 
     def load(self, cache: KVCache, contents: dict[bytes, int]) -> tuple[KVCache, bool]:
-        """Loads blocks, given by key, into the cache, which is donated.  False if they hold anything else instead."""
+        """Loads blocks, given by key, into the cache, which is donated.
+
+        Returns the cache, and whether the load succeeded.  If it is False, the contents of these blocks are undefined.
+        """
         if self._pool is None:
             return cache, False
         keys = list(contents)
@@ -63,7 +66,7 @@ class Tiers:
             return self._pool.load(cache, list(contents.values()), keys), True
         except FAILURES as error:
             self._failed("were not loaded; what cannot be read is computed instead", len(contents), error)
-            if all(key in self._pool for key in keys):  # the error does not say which key failed
+            if all(key in self._pool for key in keys):  # the error does not name the key that failed
                 self._lost.update(keys)
             return error.cache if isinstance(error, LoadFailed) else cache, False
 

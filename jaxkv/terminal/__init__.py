@@ -1,1 +1,1 @@
-"""What the programs share: messages, progress, streams, files of results, and checks of memory."""
+"""Helpers that the commands share: messages, progress bars, streams, result files, and checks of memory."""

@@ -15,7 +15,7 @@ def write_json(path: Path, found: Mapping[str, Any]) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Makes an OSError of the body name the file, which that of a full disk does not."""
+    """Adds the file name to an OSError raised in the body.  Some errors, such as that of a full disk, lack it."""
     try:
         yield
     except OSError as error:

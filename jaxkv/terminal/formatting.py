@@ -2,7 +2,7 @@
 
 
 def counted(number: int, things: str) -> str:
-    """`2 tokens`, but `1 token`."""
+    """A number with its noun in singular or plural: `1 token`, `2 tokens`."""
     return f"{number} {things.removesuffix('s') if number == 1 else things}"
 
 

@@ -1,4 +1,4 @@
-"""Checks of what fits in the memory of a device."""
+"""Checks whether arrays fit in the memory of a device."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal; nothing elsewhere."""
+"""A progress bar, which is shown only if standard error is a terminal."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sized

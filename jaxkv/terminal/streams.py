@@ -1,4 +1,4 @@
-"""Standard output and standard error, as Unix tools treat them."""
+"""Standard output and standard error, handled as Unix tools do."""
 
 import io
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 INTERRUPTED, CLOSED_PIPE = 128 + 2, 128 + 13
-"""Exit statuses that shells report for programs that SIGINT and SIGPIPE end."""
+"""Exit statuses that shells report for programs ended by SIGINT and SIGPIPE."""
 
 
 def notice(text: str, end: str = "\n") -> None:
@@ -17,17 +17,17 @@ def notice(text: str, end: str = "\n") -> None:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Calls `run` and returns its exit status, without a traceback if standard output fails or on Ctrl-C.
+    """Calls `run` and returns its exit status; prints no traceback if standard output fails or on Ctrl-C.
 
-    Output that cannot be written is reported in one line, with status 1.  A pipe whose reader went away is not
-    reported.
+    If output cannot be written, a one-line message is printed and the status is 1.  If the reader of a pipe went away,
+    nothing is printed, and the status is 141.  After Ctrl-C, the status is 130.
     """
     _open_closed_streams()
     try:
         try:
             return run()
         finally:
-            sys.stdout.flush()  # what is still buffered may fail too
+            sys.stdout.flush()  # writing what is still buffered may fail too
     except KeyboardInterrupt:
         notice("jaxkv: interrupted")
         status = INTERRUPTED
@@ -41,14 +41,15 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Opens streams that the caller has closed (`2>&-`): errors are dropped, and output fails as on any closed file.
+    """Opens standard streams that the caller has closed (`2>&-`), on the null device.
 
-    This occupies their descriptors.  Otherwise, a file that is opened later would receive what is meant for a stream.
+    Text for standard error is then dropped, and writes to standard output fail as on any closed file.  Without this, a
+    file that is opened later could get the stream's descriptor and receive its output.
     """
     for name, flags, mode in (("stdin", os.O_WRONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # do not fail on characters that the encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # do not fail on characters that the encoding cannot represent
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 class IdStream:
-    """Without a tokenizer: the token ids in decimals, separated by spaces."""
+    """The text of tokens without a tokenizer: their ids in decimal, separated by spaces."""
 
     def __init__(self):
         self._separator = ""
@@ -24,10 +24,10 @@ class IdStream:
 
 
 class TextStream:
-    """The decoded text without special tokens: every character once, as soon as it is complete.
+    """The decoded text without special tokens.  Every character is returned once, as soon as it is complete.
 
-    Bytes that are not UTF-8 become U+FFFD.  Only then can the text differ from that of all tokens decoded at once:
-    byte-fallback decoders also replace characters before such bytes, which have already been returned here.
+    Bytes that are not UTF-8 become U+FFFD.  Only in that case can the text differ from that of all tokens decoded at
+    once: byte-fallback decoders then also replace characters before such bytes, which this class has already returned.
     """
 
     def __init__(self, tokenizer: "Tokenizer"):
@@ -41,7 +41,7 @@ class TextStream:
         self._held.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
-        except Exception:  # tokenizers has no narrower type: text that was already returned would be replaced
+        except Exception:  # tokenizers raises this if text that was already returned would change
             self._stream = _stream()
             text = "".join(self._stream.step(self._tokenizer, held) or "" for held in self._held)
         if text:

@@ -1,4 +1,4 @@
-"""The implementations behind jaxkv.  They know arrays and strides, and never see a cache or a layout object.
+"""The implementations behind jaxkv.  They work on arrays and strides, and do not depend on the cache or layout classes.
 
 - `jaxkv_kernels.formats`: what one token stores, and how it is encoded and decoded.
 - `jaxkv_kernels.addressing`: where an entry lies in the flat buffer, and index arithmetic on block tables.

@@ -13,19 +13,19 @@ class Kernel:
     """One operation in one implementation."""
 
     run: Callable[..., Any]
-    """The function; its arguments are the arrays and options of a checked call, by name."""
+    """The function.  It is called with the arrays and options of a checked call as keyword arguments."""
     entries: Listed
     """The supported formats by kind of entry; empty if the kernel does not interpret entries.
 
-    A kernel knows the bytes of the listed entries and must not guess those of others.
+    Entries that are not listed are unsupported, because a kernel must not guess their byte maps.
     """
     unsupported_reasons: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[str]]
-    """The reasons against a call with these arrays and options, whose entry is listed; none if it is supported."""
+    """The reasons against a call with these arrays and options, whose entry is listed; empty if it is supported."""
     unavailable_reasons: Callable[[], Iterable[str]]
-    """The reasons against every call on this machine; none if the kernel can run here."""
+    """The reasons against every call on this machine; empty if the kernel can run here."""
 
     def reasons_against(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-        """The reasons against a call that hold on every machine; none if it is supported."""
+        """The reasons against a call, apart from those that depend on the machine; empty if the call is supported."""
         return unlisted(self.entries, options) or list(self.unsupported_reasons(arrays, options))
 
 
@@ -36,7 +36,7 @@ def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[s
 
 
 def imported_when_called(module: str, name: str) -> Callable[..., Any]:
-    """The function `name` of `module`, imported by its first call, because Pallas and Triton are slow to import."""
+    """The function `name` of `module`, imported when it is first called: Pallas and Triton are slow to import."""
 
     def run(*args, **kwargs):
         return getattr(importlib.import_module(module), name)(*args, **kwargs)

@@ -9,18 +9,20 @@ import jax.numpy as jnp
 LARGEST_BY_POWERS = 64
 """The largest cap of kernels that compute tanh from a power of two.
 
-Near 1, that power has errors of about 2**-23, which the cap multiplies.  At 64, weights are off by at most 2**-17.
+Near 1, the power has errors of about 2**-23, which the cap multiplies.  With a cap of 64, the relative error of softmax
+weights is at most 2**-17.
 """
 
 
 def capped(scores: jax.Array, cap: float) -> jax.Array:
-    """cap * tanh(scores / cap), exact to a few roundings if float32 represents both the cap and its inverse."""
-    # Where tanh(x) is x in float32, return the score itself: its quotient by a large cap may underflow.
+    """cap * tanh(scores / cap), exact to a few roundings if the cap and its inverse are normal float32 numbers."""
+    # Below this limit, tanh(x) rounds to x in float32.  Return the score itself, because its quotient by a large cap
+    # may underflow.
     return jnp.where(jnp.abs(scores) < cap * 2.0**-13, scores, cap * jnp.tanh(scores / cap))
 
 
 def too_large(options: Mapping[str, Any]) -> Iterator[str]:
-    """The reason against a call whose cap is too large for kernels that compute tanh from a power of two."""
+    """Yields a reason if the cap is too large for kernels that compute tanh from a power of two."""
     cap = options.get("logit_cap")
     if cap is not None and cap > LARGEST_BY_POWERS:
         yield f"`logit_cap` of {cap}: supports at most {LARGEST_BY_POWERS}, because of the error of its tanh"

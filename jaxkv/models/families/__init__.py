@@ -1,4 +1,4 @@
-"""The families of models that are supported: one file each, and one line here per architecture."""
+"""The supported families of models.  Each has a file here, and each architecture an entry in `FAMILIES`."""
 
 from jaxkv.models.families import deepseek, llama, youtu
 from jaxkv.models.families.family import Family as Family
@@ -6,13 +6,13 @@ from jaxkv.models.json_object import JsonObject
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": deepseek.V2,
-    "DeepseekV3ForCausalLM": deepseek.V3,  # Moonlight's and Kimi-K2's checkpoints, too
+    "DeepseekV3ForCausalLM": deepseek.V3,  # also used by checkpoints of Moonlight and Kimi-K2
     "DeepseekV32ForCausalLM": deepseek.V32,
     "Glm4MoeLiteForCausalLM": deepseek.V3,
     "LlamaForCausalLM": llama.LLAMA,
     "YoutuForCausalLM": youtu.YOUTU,
 }
-"""By the architecture that `config.json` names."""
+"""Families by the architecture that `config.json` names."""
 
 
 def family_of(fields: JsonObject) -> Family:

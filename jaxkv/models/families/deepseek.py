@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and V3.2, and what is built like V3: R1, Moonlight, Kimi-K2 (the text model), GLM4-MoE-Lite.
+"""DeepSeek V2, V3 and V3.2, and models like V3: R1, Moonlight, Kimi-K2 (the text model), GLM4-MoE-Lite.
 
 MLA and a mixture of experts.  V2 chooses experts by softmax scores, V3 by sigmoid scores with a bias; V3.2 attends to
 the tokens that its indexer selects.
@@ -49,7 +49,7 @@ def _indexer(fields: JsonObject, attention: MLA) -> Indexer:
 
 
 def _attention_weights(config: ModelConfig, attention: MLA, weight) -> dict[str, Any]:
-    """The weights of MLA, and those of the indexer."""
+    """The weights of MLA and, for V3.2, of the indexer."""
     tree, indexer, prefix = mla.weights(config, attention, weight), attention.indexer, "self_attn.indexer"
     if indexer is not None:
         tree["indexer"] = {

@@ -1,4 +1,4 @@
-"""What differs between families of models."""
+"""`Family`: the code that differs between families of models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Family:
     """A family of models, as four functions."""
 
     read: Callable[[JsonObject], ModelConfig]
-    """The configuration of a `config.json`; ValueError for what is missing or not supported."""
+    """Reads the configuration from `config.json`; ValueError if a key is missing or a value is not supported."""
     weights: Callable[[ModelConfig, range], Layer]
     """The names and shapes of the weights of these layers, which have the same kind of feed-forward."""
     block: Callable[..., tuple[KVCache, jax.Array]]
-    """`block(model, weights, x, cache, batch, layer)`: the cache and x [B, Q, hidden] after a layer."""
+    """`block(model, weights, x, cache, batch, layer)` computes a layer; it returns the cache and x [B, Q, hidden]."""
     arrange: Callable[..., Layer] = lambda config, attention, layer: layer
-    """`arrange(config, config.attention, layer)`: the arrays of `block` from those of `weights`; default the same."""
+    """`arrange(config, config.attention, layer)` converts the arrays of `weights` to those that `block` uses."""

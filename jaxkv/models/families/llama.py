@@ -10,7 +10,7 @@ from jaxkv.models.layers.block import pre_norm
 from jaxkv.models.layers.gqa import attention
 
 THETA = 10000.0
-"""Of Llama 2, whose config.json has no `rope_theta`."""
+"""`rope_theta` of Llama 2, whose config.json does not have the key."""
 
 
 def _read(fields: JsonObject) -> ModelConfig:

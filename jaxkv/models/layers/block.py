@@ -1,4 +1,4 @@
-"""A layer: attention and feed-forward, each after a norm and added to what came in."""
+"""A layer: attention and feed-forward, each with a norm before it and a residual connection."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,10 @@ from jaxkv.models.model import Model
 
 
 def pre_norm(attention: Callable[..., tuple[KVCache, jax.Array]]) -> Callable[..., tuple[KVCache, jax.Array]]:
-    """The layer with that attention, `attention(model, config.attention, weights, x, cache, batch, layer)`."""
+    """The layer function with the given attention.
+
+    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.
+    """
 
     def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
         config, total = model.config, model.parallel.total

@@ -9,27 +9,27 @@ from jaxkv.models.layers.routing import route
 
 
 def feed_forward(experts: Experts | None, weights, x) -> jax.Array:
-    """That of a layer, whichever its weights have."""
+    """The feed-forward of a layer: dense or a mixture, depending on its weights."""
     if experts is None or "dense" in weights:
         return dense(weights["dense"], x)
     return mixture(experts, weights["mixture"], x)
 
 
 def dense(weights, x) -> jax.Array:
-    """SwiGLU: x [..., hidden] to [..., hidden]."""
+    """The SwiGLU feed-forward; x and the result are [..., hidden]."""
     return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
 
 
 def mixture(config: Experts, weights, x) -> jax.Array:
-    """The weighted sum of each token's experts, plus the shared expert: x [..., hidden] to [..., hidden].
+    """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden].
 
-    All experts side by side are computed as one wide feed-forward, whose inner values are multiplied by the weight of
-    their expert: 0 for experts that were not chosen.  A decode step of some dozens of requests needs every expert's
-    weights anyway, and reads them once here.  A long prefill computes `count / per_token` times the products it needs.
+    All experts are computed as one wide feed-forward, whose inner values are multiplied by the weight of their expert
+    (0 if it is not chosen).  A decode step with dozens of requests needs nearly all experts' weights anyway, and this
+    reads them once.  A long prefill computes `count / per_token` times as many products as necessary.
     """
     share = route(config, weights, x)[..., None]
     experts = weights["experts"]
     inner = jax.nn.silu(product("...d,eid->...ei", x, experts["gate"])) * product("...d,eid->...ei", x, experts["up"])
-    # Selected, not multiplied by 0: an expert that does not concern a token may overflow on it.
+    # Select instead of multiplying by 0: an expert that is not chosen for a token may overflow to inf.
     inner = jnp.where(share > 0, inner * share.astype(x.dtype), 0)
     return product("...ei,dei->...d", inner, experts["down"]) + dense(weights["shared"], x)

@@ -1,4 +1,4 @@
-"""Grouped-query attention on the cache."""
+"""Grouped-query attention over the cache."""
 
 from typing import Any
 
@@ -14,16 +14,18 @@ from jaxkv.ops.writes import write_kv
 
 
 def attention(model: Model, config: GQA, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
-    """Stores the keys and values of x [B, Q, hidden], attends to all cached tokens, them included; [B, Q, hidden].
+    """Stores the keys and values of x and attends to all cached tokens.
 
-    Of the model's heads: where devices divide them, what this one's add to the sum.
+    x and the result are [B, Q, hidden].
+
+    If devices divide the heads, the result is this device's term of a sum over devices.
     """
     q, k, v = (linear(x, weights[name]).reshape(*x.shape[:2], -1, config.head_dim) for name in ("q", "k", "v"))
     cos, sin = batch.cos[:, :, None], batch.sin[:, :, None]
     q, k = (rope.rotate(heads, cos, sin, interleaved=model.config.rope.interleaved) for heads in (q, k))
 
-    # Keys and values follow a norm and stay far below e4m3's largest value, 448: scale 1 is enough where a format wants
-    # one.
+    # Keys and values are computed from normalised values and stay far below e4m3's largest value, 448.  Scale 1 is
+    # therefore enough for formats that need one.
     options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
     if cache.layout.entry.codec.scaled:
         options |= {"k_scale": 1.0, "v_scale": 1.0}

@@ -1,4 +1,4 @@
-"""The sparse indexer of DeepSeek V3.2: which cached tokens each new token attends to."""
+"""The sparse indexer of DeepSeek V3.2, which selects the cached tokens that each new token attends to."""
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,21 @@ KEY_EPS = 1e-6
 def select_slots(
     model: Model, config: Indexer, weights, x, q_latent, cache: KVCache, batch: Batch, layer
 ) -> tuple[KVCache, jax.Array]:
-    """Stores the indexer's keys of x [B, Q, hidden]; the slots int32 [B, Q, <= topk] with the highest scores.
+    """Stores the indexer's keys of x; returns the cache and the slots with the highest scores, int32 [B, Q, <= topk].
 
     score[j] = sum over heads h of w_h * relu(q_h . k_j / sqrt(heads * head_dim)), over the tokens j that a query sees.
-    DeepSeek turns queries and keys by a Hadamard matrix first; the products stay the same, so it is left out.
+    DeepSeek first multiplies queries and keys by a Hadamard matrix.  This is left out, because it does not change the
+    products.
 
     Args:
-      model: whose cache it is.
+      model: the model.
       config: the model's indexer.
-      weights: of this layer's indexer.
-      x: [B, Q, hidden], what the attention is given.
-      q_latent: [B, Q, q_lora_rank], after its norm.
-      cache: its view of the latents.
+      weights: the weights of this layer's indexer.
+      x: [B, Q, hidden], the input of the attention.
+      q_latent: [B, Q, q_lora_rank], the latent of the queries after its norm.
+      cache: the model's cache, as the view of the latents.
       batch: the new tokens.
-      layer: traced int32.
+      layer: traced int32 scalar.
     """
     q = linear(q_latent, weights["q"]).reshape(*x.shape[:2], config.heads, config.head_dim)
     k = layer_norm(linear(x, weights["k"]), weights["k_norm"], weights["k_norm_bias"], KEY_EPS)
@@ -52,7 +53,9 @@ def select_slots(
 
 
 def _rotate_first(x, cos, sin):
-    """Rotates the rotary part, which comes first here.  Its pairs are always (x[i], x[i + half]), also if the
-    attention's are not."""
+    """Rotates the rotary part of x [..., head_dim], which comes first in the indexer.
+
+    Its pairs are always (x[i], x[i + half]), even if those of the attention are interleaved.
+    """
     rotary = 2 * cos.shape[-1]
     return jnp.concatenate([rope.rotate(x[..., :rotary], cos, sin, interleaved=False), x[..., rotary:]], axis=-1)

@@ -1,4 +1,4 @@
-"""The pieces every part of a layer uses: matrix products and norms."""
+"""Matrix products and norms, which all parts of a layer use."""
 
 import jax
 import jax.numpy as jnp
@@ -6,30 +6,30 @@ from jax import lax
 
 
 def product(equation: str, *operands, dtype=None) -> jax.Array:
-    """`jnp.einsum`; float32 operands are not rounded to tf32."""
+    """`jnp.einsum`, without rounding float32 operands to tf32."""
     precision = lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None
     return jnp.einsum(equation, *operands, precision=precision, preferred_element_type=dtype)
 
 
 def linear(x, weight) -> jax.Array:
-    """x [..., in] through weight [out, in], as checkpoints store it."""
+    """x @ weight.T for x [..., in] and `weight` [out, in], the order in which checkpoints store weights."""
     return product("...i,oi->...o", x, weight)
 
 
 def with_rank(vector, ndim: int) -> jax.Array:
-    """vector [n] as [1, ..., 1, n] of `ndim` axes: NumPy's rank promotion, which a user's program may have disabled."""
+    """`vector` [n] reshaped to [1, ..., 1, n] with `ndim` axes, for programs that disable implicit rank promotion."""
     return jnp.expand_dims(vector, range(ndim - 1))
 
 
 def rms_norm(x, weight, eps: float) -> jax.Array:
-    """x [..., n] over its root mean square, times weight [n]; the mean in float32."""
+    """x [..., n] divided by its root mean square, which is computed in float32, times `weight` [n]."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
     return with_rank(weight, x.ndim) * wide.astype(x.dtype)
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:
-    """x [..., n] with mean 0 and variance 1, times weight [n], plus bias [n]; in float32."""
+    """x [..., n] normalised to mean 0 and variance 1 in float32, times `weight` [n], plus `bias` [n]."""
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)

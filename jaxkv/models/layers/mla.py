@@ -1,4 +1,4 @@
-"""Multi-head latent attention on the cache."""
+"""Multi-head latent attention over the cache."""
 
 from typing import Any
 
@@ -14,13 +14,15 @@ from jaxkv.models.model import Model
 from jaxkv.ops.writes import write_mla
 
 LATENT_EPS = 1e-6
-"""Of the norms of the two latents, in every family, whatever `rms_norm_eps` is."""
+"""Epsilon of the norms of both latents in every family; config.json's `rms_norm_eps` does not apply to them."""
 
 
 def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
-    """Stores the entries of x [B, Q, hidden], attends to all cached tokens, them included; [B, Q, hidden].
+    """Stores the entries of x and attends to all cached tokens.
 
-    Of the model's `num_heads`: where devices divide them, what this one's add to the sum.
+    x and the result are [B, Q, hidden].
+
+    If devices divide the heads, the result is this device's term of a sum over devices.
     """
     q_source = x
     if config.q_lora_rank is not None:
@@ -34,7 +36,8 @@ def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batc
     q_pe = rope.rotate(q_pe, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=interleaved)
     k_pe = rope.rotate(k_pe, batch.cos, batch.sin, interleaved=interleaved)
 
-    # Latents leave a norm and stay far below e4m3's largest value, 448: scale 1 is enough where a format wants one.
+    # Latents are the output of a norm and stay far below e4m3's largest value, 448.  Scale 1 is therefore enough for
+    # formats that need one.
     options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
     if cache.layout.entry.codec.scaled:
         options["kv_scale"] = 1.0
@@ -56,7 +59,7 @@ def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batc
 
 
 def _softmax_scale(config: MLA, rotary: Rope) -> float:
-    """1 / sqrt(nope + rope), times YaRN's mscale squared where the checkpoint has an `mscale_all_dim`."""
+    """1 / sqrt(nope + rope), multiplied by YaRN's mscale squared if the checkpoint has an `mscale_all_dim`."""
     scale, yarn = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5, rotary.scaling
     if not isinstance(yarn, Yarn) or not yarn.mscale_all_dim:
         return scale

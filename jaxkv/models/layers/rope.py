@@ -11,7 +11,7 @@ from jaxkv.models.layers.linear import with_rank
 
 
 def angles(config: ModelConfig, positions) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) of positions [...]: float32 [..., rotary_dim / 2], times YaRN's factor."""
+    """(cos, sin) of `positions` [...]: float32 [..., rotary_dim / 2], multiplied by YaRN's attention factor."""
     per_token = with_rank(frequencies(config.rope, config.attention.rotary_dim), positions.ndim + 1)
     phase = positions[..., None].astype(jnp.float32) * per_token
     factor = _attention_factor(config.rope.scaling)
@@ -19,10 +19,10 @@ def angles(config: ModelConfig, positions) -> tuple[jax.Array, jax.Array]:
 
 
 def rotate(x, cos, sin, *, interleaved: bool) -> jax.Array:
-    """x [..., n] turned by the angles of cos and sin [..., n / 2]; first halves of all pairs, then second halves.
+    """Rotates the pairs of x [..., n] by the angles of `cos` and `sin` [..., n / 2].
 
-    The order of the result is the same for interleaved pairs: queries and keys are only ever multiplied with each
-    other, and then any common order gives the same scores.
+    The result has the first values of all pairs, then the second values, even if the pairs of x are `interleaved`.
+    Scores do not change, because queries and keys are stored in the same order.
     """
     wide = x.astype(jnp.float32)
     half = x.shape[-1] // 2
@@ -31,7 +31,7 @@ def rotate(x, cos, sin, *, interleaved: bool) -> jax.Array:
 
 
 def frequencies(rope: Rope, size: int) -> np.ndarray:
-    """Radians per token of each pair: float32 [size / 2]."""
+    """The angle per position of each pair, in radians: float32 [size / 2]."""
     pairs = np.arange(0, size, 2, dtype=np.float32)
     plain = np.float32(1) / np.float32(rope.theta) ** (pairs / np.float32(size))
     if isinstance(rope.scaling, Yarn):
@@ -42,8 +42,8 @@ def frequencies(rope: Rope, size: int) -> np.ndarray:
 def _yarn(plain: np.ndarray, yarn: Yarn, theta: float) -> np.ndarray:
     """YaRN (arXiv 2309.00071, section 3.2).
 
-    It divides by `factor` those that turn less than `beta_slow` times in the original length, leaves those that turn
-    more than `beta_fast` times, and blends between.
+    Frequencies with fewer than `beta_slow` turns within the original length are divided by `factor`.  Those with more
+    than `beta_fast` turns are kept.  Between these, the two are blended linearly in the index of the pair.
     """
     size = 2 * len(plain)
     low = max(math.floor(_pair_of(yarn.beta_fast, yarn, theta, size)), 0)
@@ -54,7 +54,7 @@ def _yarn(plain: np.ndarray, yarn: Yarn, theta: float) -> np.ndarray:
 
 
 def _llama3(plain: np.ndarray, llama3: Llama3) -> np.ndarray:
-    """As `Llama3` has it: the blend is linear in the turns in the original length."""
+    """The scaling that `Llama3` describes.  The blend is linear in the number of turns within the original length."""
     turns = np.float32(llama3.original_length) * plain / np.float32(2 * math.pi)
     low, high = np.float32(llama3.low_freq_factor), np.float32(llama3.high_freq_factor)
     kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -62,12 +62,12 @@ def _llama3(plain: np.ndarray, llama3: Llama3) -> np.ndarray:
 
 
 def _pair_of(turns: float, yarn: Yarn, theta: float, size: int) -> float:
-    """The (fractional) pair that turns so many times in the original length."""
+    """The fractional index of the pair that makes `turns` turns within the original length."""
     return size * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def _attention_factor(yarn: Yarn | Llama3 | None) -> float:
-    """The factor on cos and sin."""
+    """The factor by which cos and sin are multiplied: 1 unless the scaling is YaRN."""
     if not isinstance(yarn, Yarn):
         return 1.0
     if yarn.attention_factor is not None:
@@ -78,5 +78,5 @@ def _attention_factor(yarn: Yarn | Llama3 | None) -> float:
 
 
 def mscale(factor: float, mscale: float) -> float:
-    """YaRN's correction of attention for contexts `factor` times as long."""
+    """YaRN's attention scaling for a context `factor` times as long as in training."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

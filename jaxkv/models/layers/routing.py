@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weights."""
+"""Routing: the experts of each token, and their weights."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ from jaxkv.models.layers.linear import linear, with_rank
 
 
 def route(config: Experts, weights, x) -> jax.Array:
-    """x [..., hidden] to the weights of all experts, float32 [..., count]; 0 for those not chosen.
+    """The weights of all experts for x [..., hidden], float32 [..., count]; 0 for experts that are not chosen.
 
-    V2 (arXiv 2405.04434, 2.1): softmax scores.  V3 (arXiv 2412.19437, 2.1.2): sigmoid scores; a bias of each expert,
-    which balances the load, is added for the choice of experts, but not for their weights.  With groups, only experts
-    of the best groups may be chosen; the score of a group is that of its best expert (V2), or the sum of its two best
-    (V3).
+    V2 (arXiv 2405.04434, section 2.1) uses softmax scores.  V3 (arXiv 2412.19437, section 2.1.2) uses sigmoid scores.
+    A bias per expert, which balances the load, is added to the scores for the choice of experts, but not for their
+    weights.  With groups, only experts of the best groups may be chosen; the score of a group is that of its best
+    expert (V2), or the sum of its two best (V3).
     """
     logits = linear(x.astype(jnp.float32), weights["router"])
     if config.scoring == "softmax":
@@ -35,7 +35,7 @@ def route(config: Experts, weights, x) -> jax.Array:
 
 
 def _best(scores, k: int):
-    """Which of scores [..., n] are the k largest: bool [..., n]."""
+    """A mask, bool [..., n], of the k largest of `scores` [..., n]."""
     _, best = lax.top_k(scores, k)
     experts = with_rank(jnp.arange(scores.shape[-1]), best.ndim + 1)
     return (best[..., None] == experts).any(axis=-2)

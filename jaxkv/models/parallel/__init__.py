@@ -1,7 +1,7 @@
-"""A model on several devices: what they divide, and where they add up.
+"""A model on several devices: what they divide, and how partial results are combined.
 
-A step of the model is one `shard_map` around all its layers, whose code is that of one device; it queries
-`model.parallel` where devices differ.  `load(..., parallel=...)` chooses.
+A step of the model is one `shard_map` around all layers.  The code inside is that of one device; it calls
+`model.parallel` where the devices' parts differ or must be combined.  Choose with `load(..., parallel=...)`.
 """
 
 from jaxkv.models.parallel.context import ContextParallel as ContextParallel

@@ -1,4 +1,4 @@
-"""What the programs of a model ask of `model.parallel`."""
+"""The interface of `model.parallel`: how a model is divided over devices."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,66 +17,78 @@ from jaxkv.ops.sparse import decode_mla_sparse
 
 
 class Parallel(ABC):
-    """Where a model's arrays lie, and what one device does of a step; the defaults are for a device with all of it."""
+    """Where a model's arrays lie, and which part of a step each device computes.
+
+    The default methods are for a device that holds the whole model.
+    """
 
     @abstractmethod
     def check(self, config: ModelConfig) -> None:
-        """ValueError where a model of that configuration cannot be divided so."""
+        """ValueError if a model of that configuration cannot be divided in this way."""
 
     @abstractmethod
     def sharding(self, path, ndim: int) -> Sharding | jax.Device | None:
-        """Where a weight lies, by its path in the tree of weights; `ndim` axes, that of layers included or not."""
+        """Where a weight lies, given its path in the tree of weights.
+
+        `ndim` counts its axes.  A leading axis of layers may be included or not, because axes are counted from the end.
+        """
 
     def share(self, heads: int) -> int:
-        """How many of so many heads one device has."""
+        """How many of the model's `heads` one device has."""
         return heads
 
     def device_block_size(self, block_size: int) -> int:
-        """How many tokens of a block of that many one device holds."""
+        """How many tokens of a block of `block_size` tokens one device holds."""
         return block_size
 
     @abstractmethod
     def zeros(self, layout: CacheLayout) -> KVCache:
-        """The empty cache, by the layout of one device's part."""
+        """A cache of zeros; `layout` is that of one device's part."""
 
     @abstractmethod
     def run(self, function: Callable[..., Any], model, cache: KVCache, *batch) -> tuple[KVCache, jax.Array]:
-        """`function(model, cache, *batch)`, a cache and rows, on each device with its part of everything."""
+        """Runs `function(model, cache, *batch)` on each device with its part of the arguments.
+
+        The function and this method return a cache and an array with one row per request.
+        """
 
     @abstractmethod
     def per_device(self, function: Callable[..., KVCache]) -> Callable[..., KVCache]:
-        """`function(cache, *ids)`, a cache, on each device's cache, with the same ids."""
+        """A version of `function(cache, *ids) -> cache` that runs on every device's cache, with the same ids."""
 
-    # The rest is queried by functions inside `run`, on one device.
+    # The methods below are called inside `run`, on one device.
 
     def total(self, x) -> jax.Array:
-        """The sum over the devices of x, what one found with its part of the weights."""
+        """The sum over all devices of `x`, the partial result of this device's part of the weights."""
         return x
 
     def slots(self, slots, layout: CacheLayout) -> jax.Array:
-        """Slots int32 [T] of the blocks, as slots of the device's part of them, of that layout; -1 for another's."""
+        """Converts slots int32 [T] of the whole cache to slots of this device's part; -1 for slots of other devices.
+
+        `layout` is that of the part.
+        """
         return slots
 
     def plan_decode(self, *args, **options) -> DecodePlan:
-        """`jaxkv.plan_decode` for the device's part."""
+        """`jaxkv.plan_decode` for this device's heads and tokens."""
         return plan_decode(*args, **options)
 
     def decode_mla(self, *args, **options) -> jax.Array:
-        """`jaxkv.decode_mla` of the device's heads to all cached tokens."""
+        """`jaxkv.decode_mla` of this device's heads over all cached tokens."""
         return decode_mla(*args, **options)
 
     def decode_kv(self, *args, **options) -> jax.Array:
-        """`jaxkv.decode_kv` of the device's heads, over all cached tokens."""
+        """`jaxkv.decode_kv` of this device's heads over all cached tokens."""
         return decode_kv(*args, **options)
 
     def indexer_logits(self, *args, **options) -> jax.Array:
-        """`jaxkv.indexer_logits` of the device's part of the cached tokens."""
+        """`jaxkv.indexer_logits` for this device's part of the cached tokens."""
         return indexer_logits(*args, **options)
 
     def select_topk(self, logits, k: int, **options) -> jax.Array:
-        """`jaxkv.select_topk` of those that are of the device's part."""
+        """`jaxkv.select_topk`: the positions in this device's part that are among the k best of all."""
         return select_topk(logits, min(k, logits.shape[-1]), **options)
 
     def decode_mla_sparse(self, *args, **options) -> jax.Array:
-        """`jaxkv.decode_mla_sparse` of the device's heads to the slots of all devices."""
+        """`jaxkv.decode_mla_sparse` of this device's heads over the slots of all devices."""
         return decode_mla_sparse(*args, **options)

@@ -13,15 +13,16 @@ from jaxkv.parallel.context.share import here
 
 @dataclass(frozen=True)
 class ContextParallel(OnMesh):
-    """Each device has its share of every block, all heads and all weights: a cache of n times the tokens.
+    """Each of n devices has 1 / n of the tokens of every block, all heads and all weights.  The cache holds n times as
+    many tokens as one device could.
 
-    Token i is on device `(i // interleave) % n`.  Attention is merged over the devices, by a gather a layer (two with
-    V3.2's indexer); all else is computed by each.
+    Token i is on device `(i // interleave) % n`.  The devices' partial attentions are merged with one gather per layer,
+    or two with V3.2's indexer.  Every device computes everything else in full.
 
     Args:
       mesh: the devices, those of other processes included.
-      axis: the mesh axis that divides.
-      interleave: tokens in a row on one device; n times as many must divide the block size.
+      axis: the mesh axis over which the tokens are divided.
+      interleave: number of consecutive tokens on one device.  The block size must be a multiple of n * interleave.
 
     Raises:
       ValueError: the mesh has no such axis, or `interleave` is not a positive int.
@@ -46,7 +47,8 @@ class ContextParallel(OnMesh):
 
     @override
     def slots(self, slots, layout):
-        # The whole cache is like one long request: the first slots of each block are in that block's share, packed.
+        # Slots are positions in one long request whose blocks are all blocks of the cache.  A device's share of the
+        # request is then packed in its own blocks, and its share of block b is block b there.
         blocks = jnp.arange(layout.num_blocks, dtype=jnp.int32)
         share = {**here(self.axis), "interleave": self.interleave}
         return context.local_slots(blocks[None], slots[None], block_size=layout.block_size, **share)[0]

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataParallel(OnMesh):
-    """Each device has a cache of its own, of its requests, and all weights; they have nothing to tell each other.
+    """Each device has all weights and a cache of its own requests.  Devices do not communicate.
 
-    A batch of `prefill` and `decode` is divided by rows, whose number is a multiple of the devices; block tables and
-    slots of a row name blocks of its device's cache.  `Replicas` is the engine for it.
+    The rows of a batch of `prefill` or `decode` are divided; their number must be a multiple of the number of devices.
+    Block tables and slots of a row refer to blocks of its device's cache.  `Replicas` is the engine for data
+    parallelism.
 
     Args:
       mesh: the devices, those of other processes included.
-      axis: the mesh axis that divides.
+      axis: the mesh axis over which the requests are divided.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -38,7 +39,7 @@ class DataParallel(OnMesh):
         return super().run(function, model, cache, *batch)
 
     def replicas(self, model: "Model") -> "Iterator[Model]":
-        """The model on each device of this process, as a model of that device alone; no weight is copied."""
+        """Yields, for each device of this process, the model as one on that device alone.  No weight is copied."""
         arrays, structure = jax.tree.flatten(model.params)
         for shards in zip(*(array.addressable_shards for array in arrays), strict=True):
             params = jax.tree.unflatten(structure, [shard.data for shard in shards])

@@ -1,4 +1,4 @@
-"""What all ways to divide a model over a mesh have in common."""
+"""The base of all ways to divide a model over a mesh."""
 
 from dataclasses import dataclass
 from typing import override
@@ -13,7 +13,7 @@ from jaxkv.parallel.caches import check_axis, zeros
 
 @dataclass(frozen=True)
 class OnMesh(Parallel):
-    """Something is divided along a mesh axis; along the others all is replicated.
+    """The model, its cache or its batch is divided along one mesh axis, and replicated along the others.
 
     Args:
       mesh: the devices, those of other processes included.
@@ -27,16 +27,16 @@ class OnMesh(Parallel):
     axis: str
 
     divides_rows = False
-    """Each device has requests of its own."""
+    """Whether the rows of a batch are divided, so that each device has its own requests."""
 
     def __post_init__(self):
         check_axis(self.mesh, self.axis)
-        # Outside of the steps, XLA shards as it sees fit: of embeddings and logits nothing is said here.
+        # With automatic axes, so that XLA chooses the sharding outside of the steps (embeddings and logits).
         object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
 
     @property
     def num_devices(self) -> int:
-        """Along the axis."""
+        """The number of devices along the axis."""
         return self.mesh.shape[self.axis]
 
     @override
@@ -44,11 +44,11 @@ class OnMesh(Parallel):
         pass
 
     def spec(self, path, ndim: int) -> PartitionSpec:
-        """How a weight is divided; as in `sharding`."""
+        """How a weight is divided; the arguments are those of `sharding`."""
         return PartitionSpec()
 
     def divides_cache(self, layout: CacheLayout) -> bool:
-        """Whether each device has a cache of its own, with that layout.  If not, the cache is replicated."""
+        """Whether each device has its own cache of that layout.  Otherwise, one cache is replicated."""
         return True
 
     @override
@@ -78,5 +78,5 @@ class OnMesh(Parallel):
         return PartitionSpec(self.axis) if divided else PartitionSpec()
 
     def _on_each(self, function, in_specs, out_specs):
-        # JAX cannot follow in Pallas's GPU kernels what varies over the mesh.
+        # JAX cannot track which values vary over the mesh inside Pallas GPU kernels.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

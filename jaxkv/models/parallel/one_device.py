@@ -9,10 +9,10 @@ from jaxkv.models.parallel.base import Parallel
 
 @dataclass(frozen=True)
 class OneDevice(Parallel):
-    """Nothing is divided.
+    """The whole model, its cache and its batch are on one device.
 
     Args:
-      device: where all is; default JAX's default device.
+      device: the device; by default JAX's default device.
     """
 
     device: Any = None

@@ -10,23 +10,23 @@ from jaxkv.models.config import GQA
 from jaxkv.models.parallel.on_mesh import OnMesh
 
 DIVIDED = {"q": -2, "k": -2, "v": -2, "kv_b": -2, "w_uk": -3, "w_uv": -3, "o": -1, "gate": -2, "up": -2, "down": -1}
-"""Weights that are divided, and along which axis; of experts each one is, so that all devices have the same work."""
+"""The divided weights and the axis that is divided.  Every expert is divided, so that all devices have equal work."""
 
 
 @dataclass(frozen=True)
 class TensorParallel(OnMesh):
-    """Each device has its share of the weights of every layer, and of the heads of the cache.
+    """Each device has a share of the weights of every layer and, for GQA, of the heads of the cache.
 
-    Latents have one head for all query heads: of MLA models, each device has the whole cache, which is then neither
-    smaller nor read less.  What is divided are the weights, and the attention where that is bound by arithmetic (many
-    heads).  Of GQA models, each device has a cache of its share of the KV heads.
+    MLA: all query heads share the latents, so each device holds and reads the whole cache.  The weights are divided,
+    and so is the arithmetic of attention, which dominates if there are many heads.  GQA: each device has a cache of its
+    share of the KV heads.
 
-    Two sums over the devices a layer: after the attention, and after the feed-forward.  Embedding, head, norms, routers
-    and V3.2's indexer are replicated.
+    Each layer has two all-reduces: after the attention and after the feed-forward.  Embedding, head, norms, routers and
+    V3.2's indexer are replicated.
 
     Args:
       mesh: the devices, those of other processes included.
-      axis: the mesh axis that divides.
+      axis: the mesh axis over which the model is divided.
 
     Raises:
       ValueError: the mesh has no such axis.

@@ -14,13 +14,13 @@ from jaxkv_kernels.formats.format import unquantised
 
 
 class Build:
-    """What a model is to be; the arguments are those of `load`, checked here."""
+    """The options of a model: the arguments of `load`, checked."""
 
     def __init__(self, config: ModelConfig, dtype, entry_format: str | None, implementation, parallel: Parallel | None):
         self._config = config
         self._dtype = float_dtype("dtype", dtype)
         self._entry_format = entry_format or unquantised(self._dtype)
-        # Raises here, before gigabytes are read, what would be raised when a cache is made.
+        # An unsupported entry format raises here, before gigabytes are read, not only when a cache is made.
         config.attention.entry(self._entry_format)
         if config.indexer is not None:
             IndexerEntry.beside(self._entry_format, config.indexer.head_dim)
@@ -31,11 +31,11 @@ class Build:
         self.parallel.check(config)
 
     def dtype_of(self, weight: Weight):
-        """What a weight is kept in."""
+        """The dtype in which a weight is kept."""
         return "float32" if weight.exact else self._dtype
 
     def model(self, params: dict[str, Any]) -> Model:
-        """The model of arrays in the tree that `parameters` describes."""
+        """The model with the weights `params`, arrays in the tree that `parameters` describes."""
         config, arrange = self._config, FAMILIES[self._config.architecture].arrange
         params["stacks"] = tuple(arrange(config, config.attention, layer) for layer in params["stacks"])
         return Model(params, config, self._entry_format, self._implementation, self.parallel)

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: one, or shards with an index."""
+"""The safetensors files of a checkpoint: a single file, or shards with an index."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -22,14 +22,14 @@ class Checkpoint:
     Raises:
       ImportError: safetensors is not installed.
       ValueError: a file is missing, damaged, or outside the folder; or a weight does not have the expected shape or
-      dtype.  The message is one line that names the file.
+        dtype. The message is one line that names the file.
     """
 
     def __init__(self, path):
         self._folder = Path(path)
         self._index = self._folder / INDEX
         self._file_of: dict[str, str] = {}
-        """The file of each weight: that of the index, or the only one."""
+        """The file of each weight, from the index if there is one."""
         whole = os.path.isfile(self._folder / WHOLE)
         if os.path.isfile(self._index):
             self._file_of = _weight_map(self._index)
@@ -58,8 +58,11 @@ class Checkpoint:
         return set(self._file_of).union(*self._held.values())
 
     def check(self, weights: Sequence[Weight], unused: Iterable[str]) -> None:
-        """ValueError unless every weight is there, in its shape and a plain float dtype, and no other but `unused`."""
-        # Stops at the first few that are missing: a wrong configuration may claim billions.
+        """ValueError unless the files have exactly the weights `weights` and, if present, `unused`.
+
+        Each of `weights` must have its shape and a plain float dtype.
+        """
+        # Stop after the first few missing weights: a wrong configuration may name billions.
         needed = (name for weight in weights for name in weight.all_names())
         missing = list(islice((name for name in needed if name not in self._file_of), 4))
         if missing:
@@ -91,7 +94,7 @@ class Checkpoint:
             raise ValueError(f"{self._path(name)}: weight {name!r} differs from {other!r}: config.json ties them")
 
     def read(self, name: str) -> np.ndarray:
-        """A weight as it is stored; ValueError if it holds NaN."""
+        """Reads a weight in its stored dtype; ValueError if it holds NaN."""
         weight = self._files[self._file_of[name]].get_tensor(name)
         if np.isnan(weight).any():
             count = np.isnan(weight).sum()
@@ -105,15 +108,15 @@ class Checkpoint:
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of each weight.
 
-    Files must be in the folder by name, so that an index cannot point to others; they may be symbolic links, as in the
-    cache of the Hugging Face Hub.
+    The index may only name files in its own folder.  These may be symbolic links, as in the cache of the Hugging Face
+    Hub.
     """
     weight_map = JsonObject.read(index).child("weight_map")
     found = {}
     for weight, name in weight_map.items():
         if not isinstance(name, str) or Path(name).anchor or ".." in Path(name).parts:
             raise weight_map.error(weight, "the name of a file in the folder of the index")
-        if not os.path.isfile(index.parent / name):  # also of a name that no file can have
+        if not os.path.isfile(index.parent / name):  # also False for a name that no file can have
             raise weight_map.error(weight, f"a file in {index.parent}, but there is none of that name")
         found[weight] = name
     if not found:

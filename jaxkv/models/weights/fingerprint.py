@@ -1,4 +1,4 @@
-"""The fingerprint of a model, which names the entries of its blocks."""
+"""The fingerprint of a model, which identifies the entries that it computes."""
 
 import hashlib
 import math
@@ -9,10 +9,11 @@ from jax import lax
 
 
 def fingerprint(model) -> str:
-    """A stable name (32 hex digits) of the model, whatever computes it and wherever it came from.
+    """A stable name (32 hex digits) of the model, the same on every device.
 
-    Models may use each other's entries only if theirs agree: it covers the configuration, and every weight with its
-    place, shape and dtype.  All weights are read once, where they are.
+    Models may use each other's cached entries only if their fingerprints are equal.  The fingerprint covers the
+    configuration, and every weight with its path, shape and dtype.  All weights are read once, on the devices that hold
+    them.
 
     Args:
       model: from `load` or `random_model`.
@@ -27,10 +28,11 @@ def fingerprint(model) -> str:
 
 @jax.jit
 def _checksums(weights) -> list[jax.Array]:
-    """uint32 of each: the bits of its values, mixed with where they stand, summed.
+    """A uint32 checksum of each weight: the sum of its values' bits, each mixed with the value's index.
 
-    Integers wrap around: any order of summation gives the same sum.  Mixing is one to one, so that one value changed
-    gives another sum always; and not linear, so that signs turned or values doubled do not cancel out.
+    Sums are modulo 2**32, so the order of summation does not matter.  The mixing is a bijection of the bits, so
+    changing one value always changes the sum.  It is not linear, so that several flipped signs or doubled values do not
+    cancel.
     """
     return [_checksum(weight) for weight in weights]
 

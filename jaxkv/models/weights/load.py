@@ -1,4 +1,4 @@
-"""A model from a Hugging Face checkpoint: each weight goes to the device as it is read."""
+"""Loads a model from a Hugging Face checkpoint; each weight is moved to its devices as soon as it is read."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,31 +25,32 @@ def load(
     parallel: Parallel | None = None,
     progress=iter,
 ) -> Model:
-    """Reads a checkpoint; downloads nothing.
+    """Loads a model from a checkpoint on disk; downloads nothing.
 
-    Each weight is read from the file that the index names for it.  Weights that published checkpoints have and these
-    programs have no use for are skipped: layers of multi-token prediction, saved rotary frequencies, and a copy of the
-    embedding as the head where they are tied.
+    Each weight is read from the file that the index names for it.  Weights of published checkpoints that the model does
+    not use are skipped: layers of multi-token prediction, saved rotary frequencies, and a head that is tied to the
+    embedding.
 
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
-      dtype: of weights and activations: bfloat16, float16 or float32; default that of the checkpoint.
-      entry_format: format of the cached entries: `bf16`, `f16`, `f32`, `fp8` (with scale 1), and of MLA models
-        `fp8_ds_mla`; default the plain one of `dtype`.
-      implementation: of the operations on the cache: None (the best that takes the call), a name, or a tuple of names.
-      parallel: where the weights go and what devices divide: `TensorParallel`, `ContextParallel`, `DataParallel`, or
-        `OneDevice`; default the default device.  Each device is given what it keeps.
-      progress: wraps the list of what is to be read, to show how far it is.
+      dtype: dtype of weights and activations: bfloat16, float16 or float32; by default that of the checkpoint.
+      entry_format: format of the cached entries: `bf16`, `f16`, `f32`, `fp8` (with scale 1), and for MLA models
+        `fp8_ds_mla`.  By default, the unquantised format of `dtype`.
+      implementation: the implementation of the operations on the cache: None (the best that supports the call), a name,
+        or a tuple of names in order of preference.
+      parallel: how the model is divided over devices: `TensorParallel`, `ContextParallel`, `DataParallel`, or
+        `OneDevice`; by default one device, JAX's default.  Each device receives only the weights that it keeps.
+      progress: a function that wraps the list of weights to read, for example to show a progress bar.
 
     Returns:
       The model.
 
     Raises:
       ImportError: safetensors is not installed.
-      ValueError: a file of the checkpoint is missing, damaged, or outside the folder; a value of config.json is
-        missing or not supported; a weight is missing, unknown, has another shape than the configuration requires, or
-        holds NaN.  The message is one line that names the file and the key or weight.  Or `entry_format` cannot hold
-        the model's entries, or the model cannot be divided as `parallel` would.
+      ValueError: a file of the checkpoint is missing, damaged, or outside the folder; a value of config.json is missing
+        or not supported; a weight is missing, is unknown, has a different shape from the one the configuration
+        requires, or holds NaN; `entry_format` does not support the model's entries; or the model cannot be divided as
+        `parallel` requires. For errors in files, the message is one line that names the file and the key or weight.
     """
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
@@ -71,7 +72,7 @@ def load(
 
 
 def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight]) -> None:
-    """ValueError unless the checkpoint has the weights, and no others but those known to have no use."""
+    """ValueError unless the checkpoint has all weights, and no others except those that are known to be unused."""
     copied = config.tie_word_embeddings and HEAD in checkpoint.names
     head = [Weight(HEAD, (config.vocab_size, config.hidden_size))] if copied else []
     checkpoint.check([*weights, *head], unused(config, checkpoint.names))
@@ -80,13 +81,13 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight
 
 
 def _read(weight: Weight, layer: int, checkpoint: Checkpoint) -> np.ndarray:
-    """A layer's weights, of all experts."""
+    """The arrays of a weight in one layer; those of all experts are stacked."""
     pieces = [checkpoint.read(name) for name in weight.names(layer)]
     return np.stack(pieces, weight.expert_axis) if weight.experts else pieces[0]
 
 
 def _place(array, weight: Weight, layer: int, piece):
-    """`array` with a layer's weights in their place."""
+    """`array`, a stack over layers, with `piece` as the part of one layer."""
     return _set(array, piece, layer - weight.layers.start) if weight.layers else piece.astype(array.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The names and shapes of a checkpoint's weights, arranged as the programs use them."""
+"""The names and shapes of a checkpoint's weights, arranged as the model uses them."""
 
 import re
 from collections.abc import Iterable
@@ -12,13 +12,14 @@ from jaxkv.models.weights.weight import Weight
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MTP = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
-"""What a layer of multi-token prediction has besides the weights of a decoder layer."""
+"""The modules of an MTP layer (see `unused`) besides those of a decoder layer."""
 
 
 def parameters(config: ModelConfig) -> dict[str, Any]:
-    """A tree of `Weight`s: "embed", "norm", "head" unless tied, and "stacks", the dense layers and those with experts.
+    """A tree of `Weight`s: "embed", "norm", "head" (unless tied to the embedding) and "stacks".
 
-    A stack is what `lax.scan` runs over: every leaf has a leading axis of layers.
+    There is one stack for the dense layers and one for those with experts.  `lax.scan` runs over a stack, so every leaf
+    has a leading axis of layers.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     layer_weights = FAMILIES[config.architecture].weights
@@ -34,13 +35,13 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
-    """The weights among `names` that published checkpoints contain but these programs do not use.
+    """The weights among `names` that published checkpoints contain but the model does not use.
 
-    - `model.layers.N.self_attn.rotary_emb.inv_freq` (Moonlight, Kimi-K2): the frequencies that follow from the rotary
-      embedding's values in config.json.
-    - Layers of multi-token prediction (MTP, arXiv 2412.19437, 2.2; V3, V3.2, GLM-4.7-Flash), numbered after those of
-      the model: they draft tokens, and do not change which ones the model chooses.  Each has an `eh_proj`; any other
-      layer past `num_hidden_layers` is one that config.json omits.
+    - `model.layers.N.self_attn.rotary_emb.inv_freq` (Moonlight, Kimi-K2): rotary frequencies, which also follow from
+      config.json.
+    - Layers of multi-token prediction (MTP, arXiv 2412.19437, section 2.2; V3, V3.2, GLM-4.7-Flash), numbered after the
+      model's layers.  They only draft tokens.  Each has an `eh_proj`; any other layer past `num_hidden_layers` is not
+      counted as unused, because config.json should have included it.
     """
     names, found = set(names), set()
     for name in names:

@@ -1,4 +1,4 @@
-"""A model of random weights: its speed is that of a trained one."""
+"""Models with random weights.  They run as fast as trained ones."""
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +19,21 @@ def random_model(
     implementation=None,
     parallel: Parallel | None = None,
 ) -> Model:
-    """A model with normal weights of variance 1 / inputs, and norms of 1.
+    """A model with random weights: normal with variance 1 / (number of inputs), norms 1.
 
-    Under `jax.eval_shape` it is a description of the model that takes no memory.
+    Under `jax.eval_shape`, the result describes the model without using memory.
 
     Args:
       config: from `ModelConfig.read` or `ModelConfig.from_json`.
-      seed: of the weights.
+      seed: seed of the random weights.
       dtype: as in `load`.
       entry_format: as in `load`.
       implementation: as in `load`.
       parallel: as in `load`.
 
     Raises:
-      ValueError: `dtype` is none of those, `entry_format` cannot hold the model's entries, or the model cannot be
-        divided as `parallel` would.
+      ValueError: `dtype` is not supported, `entry_format` does not support the model's entries, or the model cannot be
+        divided as `parallel` requires.
     """
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
     leaves, structure = jax.tree.flatten_with_path(parameters(config))

@@ -13,27 +13,27 @@ from jaxkv.parallel.context.share import requests_of_tokens
 def decode_mla(
     q_latent, q_pe, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, return_lse=False, **options
 ) -> Any:
-    """`jaxkv.decode_mla` over the shares of all devices along a mesh axis; inside `shard_map`.
+    """`jaxkv.decode_mla` over the tokens of all devices along a mesh axis.  Call it inside `shard_map`.
 
-    Query token t of Q sees the first `seq_len - Q + 1 + t` tokens of the request: on a shard these are not aligned to
-    the end of its share.  Each query token therefore becomes a request of its own there, and re-reads the shard.  Its
-    result does not depend on tokens that it does not see, whatever they contain, on any implementation.
+    Query token t of Q sees the first `seq_len - Q + 1 + t` tokens of the request.  Within a shard, this causal mask is
+    not aligned to the end.  Each query token is therefore computed as a request of its own, which re-reads the shard.
+    On every implementation, its result is independent of the contents of tokens that it does not see.
 
     Args:
       q_latent: float [B, Hq, R] or [B, Q, Hq, R], the same on all devices along `axis`.
       q_pe: [B, Hq, P] or [B, Q, Hq, P], the same on all devices along `axis`.
-      cache: the device's own.
+      cache: the cache of this device.
       block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
-      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
-        what the tables of all devices have room for, as if the request had that many.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to the range
+        from 0 to the capacity of the tables of all devices.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, consecutive tokens that one shard owns.
       return_lse: also return the log-sum-exp of the scores.
-      **options: `layer`, `scale`, `kv_scale`, `logit_cap`, `implementation` as `jaxkv.decode_mla` has them, and `plan`,
-        one of this module's `plan_decode`.
+      **options: `layer`, `scale`, `kv_scale`, `logit_cap` and `implementation`, as in `jaxkv.decode_mla`, and `plan`,
+        from `context.plan_decode`.
 
     Returns:
-      As `jaxkv.decode_mla`, the same on all devices along `axis`.
+      The result of `jaxkv.decode_mla`, the same on all devices along `axis`.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong, or there is no such axis.
@@ -45,22 +45,22 @@ def decode_mla(
 def decode_kv(
     q, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, return_lse=False, **options
 ) -> Any:
-    """`jaxkv.decode_kv` over the shares of all devices along a mesh axis; inside `shard_map`.
+    """`jaxkv.decode_kv` over the tokens of all devices along a mesh axis.  Call it inside `shard_map`.
 
     Args:
       q: float [B, Hq, D] or [B, Q, Hq, D], the same on all devices along `axis`.
-      cache: the device's own.
+      cache: the cache of this device.
       block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
-      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
-        what the tables of all devices have room for, as if the request had that many.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to the range
+        from 0 to the capacity of the tables of all devices.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, consecutive tokens that one shard owns.
       return_lse: also return the log-sum-exp of the scores.
-      **options: `layer`, `scale`, `k_scale`, `v_scale`, `logit_cap`, `implementation` as `jaxkv.decode_kv` has them,
-        and `plan`, one of this module's `plan_decode`.
+      **options: `layer`, `scale`, `k_scale`, `v_scale`, `logit_cap` and `implementation`, as in `jaxkv.decode_kv`, and
+        `plan`, from `context.plan_decode`.
 
     Returns:
-      As `jaxkv.decode_kv`, the same on all devices along `axis`.
+      The result of `jaxkv.decode_kv`, the same on all devices along `axis`.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong, there is no such axis, or a `window` is given.
@@ -74,19 +74,21 @@ def decode_kv(
 def plan_decode(
     cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, q_len: int = 1, **options
 ) -> plan.DecodePlan:
-    """`jaxkv.plan_decode` for this module's decodes: each device plans for its share; inside `shard_map`.
+    """`jaxkv.plan_decode` for `context.decode_mla` and `context.decode_kv`.  Call it inside `shard_map`.
+
+    Each device makes the plan for its own share.
 
     Args:
-      cache: the device's own.
-      block_tables: int32 [B, M], those of the calls.
-      seq_lens: int32 [B], those of the calls.
-      axis: that of the calls.
-      interleave: that of the calls.
+      cache: the cache of this device.
+      block_tables: int32 [B, M], as passed to the calls.
+      seq_lens: int32 [B], as passed to the calls.
+      axis: as passed to the calls.
+      interleave: as passed to the calls.
       q_len: query tokens per request of the calls.
-      **options: `num_heads`, `batch_invariant`, `implementation` as `jaxkv.plan_decode` has them.
+      **options: `num_heads`, `batch_invariant` and `implementation`, as in `jaxkv.plan_decode`.
 
     Returns:
-      The device's plan.
+      This device's plan.
 
     Raises:
       ValueError: a shape or dtype is wrong, there is no such axis, or a `window` is given.

@@ -9,14 +9,14 @@ from jaxkv.parallel.context.share import here
 
 
 def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
-    """`jaxkv.merge_states` of one part per device: attention over the keys of all devices along a mesh axis.
+    """Merges one partial result per device into the attention over the keys of all devices along a mesh axis.
 
-    Every device gathers all parts and merges them itself.  This takes one collective; sums over devices would take two,
-    first the maximum of the log-sum-exps and then the results.  On more than 4 devices, gathering parts in their own
+    Every device gathers all parts and merges them itself.  This takes one collective.  Reductions would take two: first
+    the maximum of the log-sum-exps, then the sum of the results.  On more than 4 devices, gathering parts in their own
     dtype moves more bytes than float32 sums, which matters only for large batches.
 
     Args:
-      out: float [..., D], this device's partial result of the queries that all devices share.
+      out: float [..., D], this device's partial result.  All devices must have the same queries.
       lse: float32 [...], its log-sum-exp, natural logarithm; -inf (or +inf or NaN) for a device without keys, whose
         result is ignored.
       axis: mesh axis (or several) of the `shard_map` around this call.

@@ -14,16 +14,16 @@ from jaxkv_kernels.formats.entries import Entry
 
 
 def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> jax.Array:
-    """The number of the first `seq_lens` tokens of each request that a shard owns.
+    """How many of the first `seq_lens` tokens of each request a shard owns.
 
     Args:
       seq_lens: int32 [...], tokens of each request; negative ones count as 0.
       shard: int, or traced int32 scalar such as `lax.axis_index`.
-      num_shards: static int, devices that share a request.
+      num_shards: static int, number of shards of a request.
       interleave: static int, consecutive tokens that one shard owns.
 
     Returns:
-      int32 of the shape of `seq_lens`: the shard's own `seq_lens`, 0 where it owns nothing.
+      int32, the shape of `seq_lens`: the lengths within the shard, 0 where it owns nothing.
 
     Raises:
       ValueError: a dtype is wrong, a static number is not positive, or a static shard is out of range.
@@ -36,20 +36,22 @@ def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> j
 
 
 def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: int, interleave: int = 1) -> jax.Array:
-    """Slots of token positions in a shard's cache.  Every shard passes all new tokens, and writes skip those of others.
+    """Slots of token positions in a shard's cache.
 
-    For ragged tokens [T], give the table of each one's request, `block_tables[request]` [T, M].
+    Every shard passes all new tokens to a write, which skips those that other shards own.
+
+    For ragged tokens [T], pass the table of each token's request, `block_tables[request]` [T, M].
 
     Args:
       block_tables: int32 [B, M], the blocks of each request in the shard's cache, in order.
       positions: int32 [B, ...], token positions of each request, counted from its first token on any shard.
       block_size: tokens per block.
       shard: int, or traced int32 scalar such as `lax.axis_index`.
-      num_shards: static int, devices that share a request.
+      num_shards: static int, number of shards of a request.
       interleave: static int, consecutive tokens that one shard owns.
 
     Returns:
-      int32, the shape of `positions`; -1 for tokens that other shards own, and where `slots_for` has -1.
+      int32, the shape of `positions`; -1 for tokens that other shards own, and where `slots_for` returns -1.
 
     Raises:
       ValueError: a shape or dtype is wrong, a static number is not positive, or a static shard is out of range.
@@ -63,9 +65,9 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
 
 
 def requests_of_tokens(cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, interleave: int):
-    """Tables [B * Q, M] and lengths [B * Q] on this shard, with a request for each of Q = `tokens` query tokens.
+    """Tables [B * Q, M] and lengths [B * Q] on this shard, for one request per query token (Q = `tokens`).
 
-    As on one device, lengths are clamped to the capacity of the tables: that of all shards together.
+    As on one device, lengths are clamped to the capacity of the tables, here of all shards together.
     """
     check_cache(cache, Entry)
     dims.check_ints("block_tables", block_tables, "B M")
@@ -84,7 +86,7 @@ def requests_of_tokens(cache: KVCache, block_tables, seq_lens, dims: Dims, token
 
 
 def here(axis) -> dict[str, Any]:
-    """`shard` and `num_shards` of the device that runs this, along a mesh axis of the `shard_map` around it."""
+    """The arguments `shard` and `num_shards` of the current device, along a mesh axis of the enclosing `shard_map`."""
     try:
         return {"shard": jax.lax.axis_index(axis), "num_shards": jax.lax.axis_size(axis)}
     except NameError:

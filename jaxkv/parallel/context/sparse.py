@@ -1,6 +1,7 @@
-"""The DeepSeek V3.2 indexer over several devices: each scores its tokens, and attends to its share of the overall best.
+"""The DeepSeek V3.2 indexer and sparse attention over several devices.
 
-As on one device: `indexer_logits`, `select_topk`, `jaxkv.positions_to_slots`, `decode_mla_sparse`.
+Each device scores its own tokens, and attends to those of them that are among the best of all devices.  The calls are
+the same as on one device: `indexer_logits`, `select_topk`, `jaxkv.positions_to_slots`, `decode_mla_sparse`.
 """
 
 from typing import Any
@@ -22,21 +23,21 @@ LAST = 2**31 - 1
 def indexer_logits(
     q, weights, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, **options
 ) -> jax.Array:
-    """`jaxkv.indexer_logits` of the device's own share; inside `shard_map`.
+    """`jaxkv.indexer_logits` for the device's own share of the tokens.  Call it inside `shard_map`.
 
     Args:
       q: [B, Q, Hi, D], the same on all devices along `axis`.
       weights: [B, Q, Hi], the same on all devices along `axis`.
-      cache: the device's own.
+      cache: the cache of this device.
       block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
-      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to 0 and to
-        what the tables of all devices have room for, as if the request had that many.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to the range
+        from 0 to the capacity of the tables of all devices.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, consecutive tokens that one shard owns.
-      **options: `layer`, `max_len` (of the share) and `implementation` as `jaxkv.indexer_logits` has them.
+      **options: `layer`, `max_len` (of the share) and `implementation`, as in `jaxkv.indexer_logits`.
 
     Returns:
-      float32 [B, Q, max_len], by position in the share; -inf where a query token does not see that far.
+      float32 [B, Q, max_len], by position in the share; -inf at positions that a query token does not see.
 
     Raises:
       ValueError: a shape, dtype or static layer is wrong, or there is no such axis.
@@ -51,20 +52,22 @@ def indexer_logits(
 
 
 def select_topk(logits, k: int, *, axis, interleave: int = 1, implementation=None) -> jax.Array:
-    """The positions in the device's share that are among the k largest logits of all devices; inside `shard_map`.
+    """Selects the positions in the device's share whose logits are among the k largest of all devices.
 
-    Every device finds its own k best.  These are gathered, and the k best of them are selected: NaN before all others,
-    and the earlier token among equal logits.  The result is the same tokens as on one device.
+    Call it inside `shard_map`.
+
+    Every device finds its own k largest logits.  These are gathered, and the k largest of them are selected, in the
+    order of `jaxkv.select_topk`.  All devices together therefore select the same tokens as one device would.
 
     Args:
       logits: float32 [..., N], of this share; -inf marks a position that is not to be selected.
       k: static number of tokens, on all devices together.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, consecutive tokens that one shard owns.
-      implementation: that of `jaxkv.select_topk` on the share.
+      implementation: as in `jaxkv.select_topk`, for the selection within the share.
 
     Returns:
-      int32 [..., min(k, N)], positions in the share, -1 elsewhere.
+      int32 [..., min(k, N)], positions in the share; -1 where the share has fewer selected tokens.
 
     Raises:
       ValueError: `logits` is not a float32 array with at least one axis, `k` is not a positive int, or there is no such
@@ -85,26 +88,28 @@ def select_topk(logits, k: int, *, axis, interleave: int = 1, implementation=Non
 
 
 def _ranks(logits):
-    """int32 ranks in the order of `jaxkv.select_topk`: lowest for NaN, then for the largest logit; -0 equals 0."""
+    """int32 ranks in the order of `jaxkv.select_topk`: NaN has the lowest rank, then the largest logit; -0 equals 0."""
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
     return ~jnp.where(jnp.isnan(logits), LAST, bits ^ ((bits >> 31) & LAST))
 
 
 def decode_mla_sparse(q_latent, q_pe, cache: KVCache, slots, *, axis, return_lse=False, **options) -> Any:
-    """`jaxkv.decode_mla_sparse` to slots of all devices, each of which attends to its own; inside `shard_map`.
+    """`jaxkv.decode_mla_sparse` over the selected slots of all devices.  Call it inside `shard_map`.
+
+    Each device attends to the slots in its own cache, and the partial results are merged.
 
     Args:
       q_latent: float [B, Q, Hq, R], the same on all devices along `axis`.
       q_pe: [B, Q, Hq, P], the same on all devices along `axis`.
-      cache: the device's own.
-      slots: int32 [B, Q, K], slots of the device's own cache; negative ones are masked.
+      cache: the cache of this device.
+      slots: int32 [B, Q, K], slots in the cache of this device; negative ones are masked.
       axis: mesh axis (or several) of the `shard_map` around this call.
       return_lse: also return the log-sum-exp of the scores.
-      **options: `layer`, `scale`, `kv_scale`, `counts`, `logit_cap`, `implementation` as `jaxkv.decode_mla_sparse` has
-        them.
+      **options: `layer`, `scale`, `kv_scale`, `counts`, `logit_cap` and `implementation`, as in
+        `jaxkv.decode_mla_sparse`.
 
     Returns:
-      As `jaxkv.decode_mla_sparse`, the same on all devices along `axis`.
+      The result of `jaxkv.decode_mla_sparse`, the same on all devices along `axis`.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong, there is no such axis, or `sinks` are given.

@@ -1,1 +1,1 @@
-"""Where entries lie in the flat buffer: addresses, slots, and encoded entries read and written at slots."""
+"""Where entries lie in the flat buffer: addresses, slots, and access to encoded entries at slots."""

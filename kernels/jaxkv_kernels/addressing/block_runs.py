@@ -1,4 +1,4 @@
-"""A whole block, all layers at once, as runs of contiguous memory: as few as the strides allow."""
+"""A whole block, in all layers, as the fewest runs of contiguous memory that the strides allow."""
 
 from dataclasses import dataclass
 from math import prod
@@ -8,14 +8,14 @@ from jaxkv_kernels.addressing.pages import Pages
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a block, in elements; one after the other they are the block as it is exported."""
+    """The runs of a block, counted in elements.  Concatenated, they are the exported block."""
 
     axes: tuple[tuple[str, int, int], ...]
-    """(axis, count, stride) of the axes that the runs are counted over, outermost in memory first."""
+    """(axis, count, stride) of the axes that enumerate the runs, outermost in memory first."""
     length: int
     """Elements per run."""
     offset: int
-    """Where the first run of block 0 begins."""
+    """The element of the buffer at which the first run of block 0 begins."""
 
     @property
     def count(self) -> int:
@@ -24,7 +24,7 @@ class Runs:
 
 
 def runs_of(pages: Pages) -> Runs:
-    """One run where a block is contiguous, padding and other groups included; else the runs of its entries."""
+    """The runs of a block: one run, with padding and other groups, if blocks are runs; otherwise runs of entries."""
     if pages.blocks_are_runs:
         return Runs((), pages.block_stride, 0)
     axes: list[tuple[str, int, int]] = []

@@ -1,4 +1,4 @@
-"""Reading and writing encoded entries at slots of a layer, whether their parts lie together or in a split page."""
+"""Reading and writing encoded entries at slots of a layer, for formats with and without split pages."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ from jaxkv_kernels.formats.format import Part
 def load_entries(buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array, layer) -> tuple[jax.Array, jax.Array]:
     """Encoded entries [..., H, width] of all heads at `slots` [...], and whether each is in the cache.
 
-    Entries have the natural dtype that `entry.decode` expects.  Those outside the cache are 0, and the caller must mask
-    what they decode to.
+    Entries have the natural dtype, which `entry.decode` expects.  Those at slots outside the cache are 0, and the
+    caller must mask the values that they decode to.
     """
     found = [read_slots(buffer, run, slots, layer) for run in _runs(pages, entry, buffer.dtype.itemsize)]
     return view_as(jnp.concatenate([rows for rows, _ in found], axis=-1), entry.dtype), found[0][1]

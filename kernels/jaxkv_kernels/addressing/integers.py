@@ -1,4 +1,4 @@
-"""Which values count as integers: the same for sizes, layers, seeds and all other static arguments."""
+"""The definition of an integer for all static arguments: sizes, layers, seeds and so on."""
 
 import operator
 from typing import Any

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Pages:
     """Counts and strides of a cache, all of them Python ints; strides are in elements of the buffer.
 
-    Entry (layer, block, head, token) is the `width` elements from
+    Entry (layer, block, head, token) consists of `width` elements, beginning at element
     offset + layer * layer_stride + block * block_stride + head * head_stride + token * token_stride.
     """
 
@@ -41,7 +41,7 @@ class Pages:
 
     @property
     def blocks_are_runs(self) -> bool:
-        """Whether block b is the run [b * block_stride, (b + 1) * block_stride), and runs make up the whole buffer.
+        """Whether the buffer is divided into blocks: block b is the run [b * block_stride, (b + 1) * block_stride).
 
         Padding and the other groups of a packed block are part of the run.
         """
@@ -57,7 +57,7 @@ class Pages:
 
     @property
     def row_axes(self) -> tuple[tuple[str, int, int], ...]:
-        """`inner_axes` with their strides in an exported block."""
+        """`inner_axes`, but with their strides in an exported block."""
         if self.blocks_are_runs:
             return self.inner_axes
         axes, extent = [], self.width
@@ -68,5 +68,5 @@ class Pages:
 
     @property
     def row_offset(self) -> int:
-        """Element of an exported block at which its first entry begins."""
+        """The element of an exported block at which its first entry begins."""
         return self.offset if self.blocks_are_runs else 0

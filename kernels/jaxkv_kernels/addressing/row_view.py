@@ -1,11 +1,12 @@
 """The flat buffer as rows of fewer than 2**31 elements.
 
-JAX indexes with int32 by default, and real caches have more elements than that.  So the buffer is viewed as rows (the
-reshape is free), and an entry is addressed by its row and its first column.
+JAX indexes with int32 by default, and large caches have more than 2**31 elements.  Therefore the buffer is reshaped to
+rows, which is free, and an entry is addressed by its row and its first column.
 
-- `row_view`: block-major buffers get one row per block, layer-major ones one row per layer, or per layer and block.
-  Each entry lies within one row.
-- `piece_view`: for strides that do not divide the size.  Rows have any length that does, and an entry may cross rows.
+- `row_view` has one row per block if the buffer is block-major, and one row per layer, or per layer and block, if it is
+  layer-major.  Each entry lies within one row.
+- `piece_view` is for strides that do not divide the size of the buffer.  Its rows have some other length that does, and
+  an entry may cross rows.
 """
 
 from dataclasses import dataclass
@@ -20,25 +21,25 @@ from jaxkv_kernels.addressing.pages import Pages
 ROW_LIMIT = 2**31
 
 MOST_COLUMNS, LARGEST_TRIED = 2**30, 2**20
-"""For `PieceView`: rows are shorter than the first; divisors of the size are searched up to the second."""
+"""For `PieceView`: rows are shorter than MOST_COLUMNS; divisors of the size are searched up to LARGEST_TRIED."""
 
 AXES = ("layer", "block", "head", "token")
 
 
 @dataclass(frozen=True)
 class RowView:
-    """The buffer viewed as `shape`, and how each axis of the cache moves the index in it."""
+    """The buffer reshaped to `shape`, and how the index in it depends on each axis of the cache."""
 
     shape: tuple[int, ...]
     origin: tuple[int, ...]
-    """Where entry (0, 0, 0, 0) begins: one index per leading axis, then the column."""
+    """The start of entry (0, 0, 0, 0): one index per leading axis, then the column."""
     steps: dict[str, tuple[int, ...]]
     """What one step along an axis adds to the index."""
     window: int
     """Elements moved at once: one entry."""
 
     def index(self, **indices) -> tuple[Any, ...]:
-        """Where the entry at `layer`, `block`, `head` and `token` begins: one index per leading axis, then the column.
+        """The start of the entry at `layer`, `block`, `head` and `token`: one index per leading axis, then the column.
 
         Indices are int32 integers or arrays.
         """
@@ -78,7 +79,7 @@ def row_view(pages: Pages) -> RowView:
 
 @dataclass(frozen=True)
 class PieceView:
-    """The buffer viewed as `shape`.  Entries may cross rows, but are made up of pieces that do not."""
+    """The buffer reshaped to `shape`.  Entries may cross rows, but consist of pieces that do not."""
 
     shape: tuple[int, int]
     window: int
@@ -88,12 +89,13 @@ class PieceView:
     def index(self, **indices) -> tuple[Any, Any]:
         """Rows and columns [..., pieces] where the pieces of the entries at `layer`, `block`, `head` and `token` begin.
 
-        int32 arrays [..., 1].
+        The indices must be int32 arrays [..., 1], which broadcast over the pieces of an entry.
         """
         pages, (_, length) = self.pages, self.shape
         starts = divmod(pages.offset + np.arange(0, pages.width, self.window), length)
         row, column = (start.astype(np.int32) for start in starts)
-        # An index is multiplied a few bits at a time, so that columns stay below 2**31; rows are those of an entry.
+        # Multiply an index by its step a few bits at a time, and carry from columns to rows in between, so that columns
+        # stay below 2**31.
         digits = 31 - length.bit_length()
         for stride, count, axis in _axes(pages):
             for low in range(0, (count - 1).bit_length(), digits):

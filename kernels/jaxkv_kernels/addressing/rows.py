@@ -1,4 +1,4 @@
-"""Reading and writing stored elements of the flat buffer, as windows of its rows (`entry_view`)."""
+"""Reading and writing entries of the flat buffer, as windows (runs of elements) in its rows; see `row_view.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxkv_kernels.addressing.row_view import ROW_LIMIT, entry_view
 
 
 def read_entries(buffer: jax.Array, pages: Pages, *, layer, block, head, token) -> jax.Array:
-    """Windows [..., width] of the entries at index arrays of one shape [...], all in range."""
+    """The entries [..., width] at index arrays that all have the same shape [...].  All indices must be in range."""
     view = entry_view(pages)
     start = _start(view, layer=layer, block=block, head=head, token=token)
     leading = tuple(range(len(view.shape) - 1))
@@ -25,7 +25,7 @@ def read_entries(buffer: jax.Array, pages: Pages, *, layer, block, head, token) 
 
 
 def write_entries(buffer: jax.Array, pages: Pages, rows: jax.Array, keep, *, layer, block, head, token) -> jax.Array:
-    """The buffer with windows `rows` [..., width] stored where `keep` [...] holds; all else is unchanged."""
+    """The buffer with entries `rows` [..., width] stored where `keep` [...] is true; everything else is unchanged."""
     view = entry_view(pages)
     start = _start(view, layer=layer, block=block, head=head, token=token)
     start = jnp.where(keep[..., None, None], start, jnp.int32(ROW_LIMIT - 1))  # out of bounds: dropped
@@ -44,16 +44,17 @@ def write_entries(buffer: jax.Array, pages: Pages, rows: jax.Array, keep, *, lay
 
 
 def read_slots(buffer: jax.Array, pages: Pages, slots: jax.Array, layer) -> tuple[jax.Array, jax.Array]:
-    """Entries of all heads at `slots` [...]: windows [..., H, width], and whether each slot is in the cache [...].
+    """Entries [..., H, width] of all heads at `slots` [...], and whether each slot is in the cache, bool [...].
 
-    Windows of other slots are 0.  They are masked before anything is computed from them, or gradients would be NaN.
+    Entries at slots outside the cache are set to 0 before anything is computed from them.  Otherwise, gradients could
+    be NaN.
     """
     index, valid = _locate(pages, slots, layer)
     return jnp.where(valid[..., None, None], read_entries(buffer, pages, **index), 0), valid
 
 
 def write_slots(buffer: jax.Array, pages: Pages, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:
-    """The buffer with windows `rows` [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
+    """The buffer with entries `rows` [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
     index, valid = _locate(pages, slots, layer)
     return write_entries(buffer, pages, rows, jnp.broadcast_to(valid[..., None], index["head"].shape), **index)
 
@@ -73,7 +74,7 @@ def _locate(pages, slots, layer):
 
 
 def _start(view, **indices):
-    """Start indices [..., windows of an entry, rank of the view]."""
+    """Start indices of the windows of entries, int32 [..., windows per entry, rank of the view]."""
     indices = {axis: i[..., None] for axis, i in indices.items()}
     place = view.index(**indices)
     shape = jnp.broadcast_shapes(indices["block"].shape, *(jnp.shape(i) for i in place))

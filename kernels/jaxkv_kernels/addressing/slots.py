@@ -1,4 +1,4 @@
-"""Index arithmetic on block tables.  A slot is `block * block_size + offset`; negative means no slot."""
+"""Index arithmetic on block tables.  A slot is `block * block_size + offset`; a negative number is no slot."""
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +8,17 @@ MAX_SLOTS = 2**31 - 1
 
 
 def table_tokens(block_tables: jax.Array, block_size: int) -> int:
-    """The number of tokens per request that the tables [B, M] have room for."""
+    """The capacity of block tables [B, M] in tokens per request."""
     return min(block_tables.shape[1] * block_size, MAX_SLOTS)
 
 
 def lengths_in_table(seq_lens: jax.Array, block_tables: jax.Array, block_size: int) -> jax.Array:
-    """`seq_lens` [B] as every operation uses them: clamped to 0 and to the capacity of the tables."""
+    """`seq_lens` [B] clamped to the range from 0 to the capacity of the tables, as in every operation."""
     return jnp.clip(seq_lens, 0, table_tokens(block_tables, block_size))
 
 
 def slots_for(block_tables: jax.Array, positions: jax.Array, *, block_size: int) -> jax.Array:
-    """Slots of `positions` [B, ...] by the tables [B, M]; -1 for positions without a slot."""
+    """Slots of `positions` [B, ...], looked up in the tables [B, M]; -1 for positions without a slot."""
     batch = jnp.arange(block_tables.shape[0], dtype=jnp.int32)
     request = jnp.broadcast_to(batch.reshape(-1, *[1] * (positions.ndim - 1)), positions.shape)
     return _lookup(block_tables, request, positions, block_size)
@@ -32,7 +32,7 @@ def ragged_slots(
     block_size: int,
     seq_starts: jax.Array | None = None,
 ) -> jax.Array:
-    """Slots [total] of runs of tokens, one run per request, laid end to end; -1 where there is no slot."""
+    """Slots [total] of runs of tokens, one run per request, concatenated; -1 where there is no slot."""
     row = jnp.arange(total, dtype=jnp.int32)
     request = jnp.searchsorted(cu_seq_lens[1:], row, side="right").astype(jnp.int32)
     live = request < block_tables.shape[0]

@@ -1,4 +1,4 @@
-"""Entry formats: how the values of an entry (latent and rope; K and V; an indexer key) are stored.
+"""Entry formats: how the values of an entry (latent and rope, K and V, or an indexer key) are stored.
 
 Each format is one file here, registered below.  A kernel supports the formats that it lists.
 """

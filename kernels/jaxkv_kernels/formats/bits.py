@@ -9,7 +9,7 @@ FP8_MAX = 448.0
 
 
 def view_as(x: jax.Array, dtype) -> jax.Array:
-    """The bytes of `x` [..., n] as `dtype` [..., n * old itemsize / new itemsize]; no value is converted."""
+    """The bytes of `x` [..., n] reinterpreted as `dtype` [..., n * old itemsize / new itemsize]."""
     old, new = x.dtype.itemsize, jnp.dtype(dtype).itemsize
     if x.dtype == dtype:
         return x
@@ -19,16 +19,18 @@ def view_as(x: jax.Array, dtype) -> jax.Array:
 
 
 def to_fp8(x: jax.Array) -> jax.Array:
-    """`x` rounded to e4m3 (nearest, ties to even), saturating at +-448; a cast alone would return NaN beyond."""
+    """`x` rounded to e4m3 (nearest, ties to even), saturating at +-448.  A plain cast returns NaN for larger values."""
     return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(FP8)
 
 
 def power_of_two_scale(amax: jax.Array, smallest_exponent: int) -> tuple[jax.Array, jax.Array]:
     """The smallest power of two s >= amax / 448, at least 2 ** smallest_exponent, and 1 / s; both float32.
 
-    It scales values of magnitude up to `amax` into e4m3.  Equal to 2 ** ceil(log2(amax / 448)), computed on the bits so
-    that every device agrees: with amax = m * 2**e and 1 <= m < 2, amax / 448 = (m / 1.75) * 2 ** (e - 8).
-    A NaN returns NaN, so that invalid values stay visible.
+    Values of magnitude up to `amax`, divided by s, are within the range of e4m3.  NaN returns NaN, so that invalid
+    values stay visible.
+
+    s = 2 ** ceil(log2(amax / 448)) is computed on the bits, so that all devices agree: with amax = m * 2**e and
+    1 <= m < 2, amax / 448 = (m / 1.75) * 2**(e - 8).
     """
     bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)

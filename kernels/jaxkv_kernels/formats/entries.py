@@ -1,4 +1,4 @@
-"""What one token stores for one head in one layer: its values and their format."""
+"""Entry kinds.  An entry is what one token stores for one head in one layer: values in a format."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ from jaxkv_kernels.formats.format import FORMATS, Format, Part
 
 
 class _FormatNames:
-    """Reads the registry each time, so that formats registered later are in it."""
+    """A descriptor that reads the registry on each access, so that it includes formats that are registered later."""
 
     def __get__(self, entry, kind: type) -> tuple[str, ...]:
         return tuple(name for name, format in FORMATS.items() if issubclass(kind, format.kinds))
@@ -20,7 +20,7 @@ class _FormatNames:
 
 @dataclass(frozen=True)
 class Entry:
-    """Base of the entry kinds.  `format` is the name of a registered format that supports the kind."""
+    """Base class of the entry kinds.  `format` is the name of a registered format that supports the kind."""
 
     format: str
 
@@ -41,21 +41,21 @@ class Entry:
 
     @property
     def named_sizes(self) -> dict[str, int]:
-        """Lengths of the values that an entry stores, by name, in order."""
+        """The lengths of the arrays of values that an entry stores, by name, in order."""
         raise NotImplementedError
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths of the values, in order."""
+        """The lengths of the arrays of values, in order."""
         return tuple(self.named_sizes.values())
 
     @property
     def codec(self) -> Format:
-        """The registered format."""
+        """The registered format whose name is `format`."""
         return FORMATS[self.format]
 
     def parts(self, block_size: int = 1) -> tuple[Part, ...]:
-        """The byte map of a page of `block_size` tokens; with 1, the map of an encoded entry."""
+        """The byte map of a page of `block_size` tokens.  With 1, it is that of an encoded entry."""
         return self.codec.parts(self.named_sizes, block_size)
 
     @property
@@ -65,12 +65,12 @@ class Entry:
 
     @property
     def dtype(self):
-        """Natural dtype of the buffer: that of the stored elements."""
+        """The natural dtype of the buffer, which is that of the stored elements."""
         return jnp.dtype(self.codec.dtype)
 
     @property
     def input_dtype(self):
-        """The usual dtype of new values and queries: that of the buffer, or bfloat16 where entries are quantised."""
+        """The usual dtype of new values and queries: that of the buffer, or bfloat16 if entries are quantised."""
         return self.dtype if jnp.issubdtype(self.dtype, jnp.floating) else jnp.dtype(jnp.bfloat16)
 
     @property
@@ -80,15 +80,15 @@ class Entry:
 
     @property
     def alignment(self) -> int:
-        """Bytes that the address of an entry must be a multiple of: the itemsize of its widest part."""
+        """The address of an entry must be a multiple of this many bytes, the itemsize of its widest part."""
         return max(part.itemsize for part in self.parts())
 
     def encode(self, values, scales=(None, None)) -> jax.Array:
-        """Values [..., n_i] to stored elements [..., width] of the natural dtype."""
+        """Converts values [..., n_i] to stored elements [..., width] of the natural dtype."""
         return self.codec.encode(values, scales)
 
     def decode(self, row, dtype, scales=(None, None)) -> list[jax.Array]:
-        """Stored elements [..., width] to values [..., n_i] of `dtype`."""
+        """Converts stored elements [..., width] to values [..., n_i] of `dtype`."""
         return self.codec.decode(row, self.named_sizes, scales, dtype)
 
 
@@ -101,13 +101,13 @@ class MLAEntry(Entry):
 
     @property
     def named_sizes(self):
-        """R as "latent", P as "rope"."""
+        """R under the name "latent", P under "rope"."""
         return {"latent": self.latent, "rope": self.rope}
 
 
 @dataclass(frozen=True)
 class KVEntry(Entry):
-    """Keys of `head_dim` values (D) and values of `value_dim` (Dv, default D), packed: K first."""
+    """A key of `head_dim` values (D), followed by a value of `value_dim` (Dv, default D)."""
 
     head_dim: int = 128
     value_dim: int = 0
@@ -121,7 +121,7 @@ class KVEntry(Entry):
 
     @property
     def named_sizes(self):
-        """D as "K", Dv as "V"."""
+        """D under the name "K", Dv under "V"."""
         return {"K": self.head_dim, "V": self.value_dim}
 
 
@@ -136,33 +136,33 @@ class IndexerEntry(Entry):
     def beside(cls, latents: str, head_dim: int) -> "IndexerEntry":
         """The indexer entry for a model whose latents have format `latents`.
 
-        It has the same format if that is a format of indexer keys, and is quantised otherwise.  Keys beside latents of
-        a float format are not quantised, because quantised keys rank tokens differently.
+        Its format is that of the latents if indexer keys support it, otherwise `indexer_fp8`.  With latents of a float
+        format, keys are therefore not quantised: quantised keys would rank tokens differently.
         """
         return cls(latents, head_dim) if latents in cls.formats else cls(head_dim=head_dim)
 
     def key_and_scale(self, row, dtype) -> tuple[jax.Array, jax.Array]:
-        """Stored elements [..., width] to a key [..., head_dim] of `dtype` and its float32 scale [..., 1].
+        """Converts stored elements [..., width] to keys [..., head_dim] of `dtype` and their float32 scales [..., 1].
 
-        The key is exact in the dtype of queries; the scale can be applied to the sums of products.
+        Keys are exact in `dtype`, and the caller multiplies their products with queries by the scales.
         """
         (key,), scale = self.codec.decode_factored(row, self.named_sizes, dtype)
         return key, scale
 
     @property
     def named_sizes(self):
-        """D as "key"."""
+        """D under the name "key"."""
         return {"key": self.head_dim}
 
 
 Listed = Mapping[type[Entry], Collection[str]]
-"""Formats by kind of entry."""
+"""Names of formats, by kind of entry."""
 
 
 def unlisted(listed: Listed, options: Mapping[str, Any]) -> list[str]:
-    """The reason against a call whose `entry` has a kind (exact class) or format that is not `listed`; [] if none.
+    """A list with the reason against a call whose `entry` has a kind (exact class) or format that is not `listed`.
 
-    An empty `listed` belongs to a kernel that does not interpret entries.
+    The list is empty if the entry is listed, or if `listed` is empty: the kernel then does not interpret entries.
     """
     if not listed:
         return []

@@ -14,11 +14,11 @@ SHORT_NAMES = {"e4m3": FP8}
 """Dtypes of parts that have a shorter name than in NumPy."""
 
 FORMATS: dict[str, "Format"] = {}
-"""The registered formats by name, in the order of messages and tables."""
+"""The registered formats by name, in the order in which messages and tables show them."""
 
 
 def register(format: "Format") -> None:
-    """Makes `format` available under its name to its entry kinds.
+    """Makes `format` available, under its name, to the entry kinds that it lists.
 
     Raises:
       ValueError: `format` is not a `Format`, or its name is already registered.
@@ -39,8 +39,9 @@ def unquantised(dtype) -> str:
 class Part:
     """A run of values of one dtype in the byte map of a format.
 
-    A format stores the parts of an entry together, or `per_page`.  A page is the tokens of one block, layer and head.
-    A split page stores the first part of all its tokens, then the second part of all its tokens, and so on.
+    A format stores all parts of an entry together, or all parts `per_page`.  A page holds the tokens of one block,
+    layer and head.  A split page stores the first part of all its tokens, then the second part of all its tokens, and
+    so on.
     """
 
     name: str
@@ -49,12 +50,12 @@ class Part:
     count: int
     """Values per entry."""
     offset: int
-    """Bytes from the start of the entry; for a part `per_page`, of its first token from the start of the page."""
+    """Bytes from the start of the entry.  For a part `per_page`, the offset of the first token's part in the page."""
     per_page: bool = False
 
     @property
     def itemsize(self) -> int:
-        """Bytes per value, at least 1.  Addresses of the part are multiples of it."""
+        """Bytes per value, at least 1.  Addresses of the part are multiples of this."""
         return max(_bits(self.dtype) // 8, 1)
 
     @property
@@ -63,7 +64,7 @@ class Part:
         return self.count * _bits(self.dtype) // 8
 
     def read(self, row: jax.Array) -> jax.Array:
-        """This part [..., count], in its own dtype, of rows [..., width] that `Format.encode` returned."""
+        """Extracts this part [..., count], in its own dtype, from rows [..., width] as `Format.encode` returns them."""
         item = row.dtype.itemsize
         return view_as(row[..., self.offset // item : (self.offset + self.nbytes) // item], _dtype(self.dtype))
 
@@ -80,12 +81,12 @@ def _bits(name: str) -> int:
 
 
 def together(*fields: tuple[str, str, int]) -> tuple[Part, ...]:
-    """Parts (name, dtype, count) of an entry, one after the other."""
+    """Parts of an entry, stored one after the other; each of `fields` is (name, dtype, count)."""
     return _in_order(fields, tokens=1, per_page=False)
 
 
 def split_by_page(block_size: int, *fields: tuple[str, str, int]) -> tuple[Part, ...]:
-    """Parts (name, dtype, count) of a page of `block_size` tokens: the first part of all tokens, then the second."""
+    """Parts of a split page of `block_size` tokens; each of `fields` is (name, dtype, count)."""
     return _in_order(fields, tokens=block_size, per_page=True)
 
 
@@ -103,11 +104,11 @@ def join(arrays: Sequence[jax.Array], dtype) -> jax.Array:
 
 
 class Format(ABC):
-    """How entries are stored.  Nothing else knows the bytes of an entry, except the codecs of GPU kernels.
+    """How entries are stored.  Only formats and the codecs of GPU kernels depend on the bytes of an entry.
 
-    In the methods, `sizes` are the lengths of an entry's values by name, in order, such as {"latent": 512, "rope": 64}.
-    `scales` has one element per value: a float32 array that broadcasts to the leading axes if the format is `scaled`,
-    None otherwise.
+    In the methods, `sizes` are the lengths of an entry's arrays of values by name, in order, such as {"latent": 512,
+    "rope": 64}.  `scales` has an element for each of these arrays: a float32 array that broadcasts to the leading axes
+    if the format is `scaled`, otherwise None.
     """
 
     name: str
@@ -115,9 +116,9 @@ class Format(ABC):
     kinds: tuple[type, ...]
     """The entry kinds (classes of `entries`) that may use it."""
     dtype: str
-    """Natural dtype of the buffer: that of all parts, or "uint8" if they differ."""
+    """The natural dtype of the buffer: that of all parts, or "uint8" if they differ."""
     scaled: bool = False
-    """Whether the caller passes a scale for each value: value = stored * scale."""
+    """Whether the caller passes a scale for each array of values: value = stored * scale."""
 
     @abstractmethod
     def parts(self, sizes: Mapping[str, int], block_size: int) -> tuple[Part, ...]:
@@ -129,7 +130,7 @@ class Format(ABC):
 
     @abstractmethod
     def encode(self, values: Sequence[jax.Array], scales: Sequence[jax.Array | None]) -> jax.Array:
-        """Converts values [..., n_i] to stored elements [..., width] of `dtype`, a page of one token."""
+        """Converts values [..., n_i] to stored elements [..., width] of the format's `dtype`: pages of one token."""
 
     @abstractmethod
     def decode(
@@ -137,14 +138,15 @@ class Format(ABC):
     ) -> list[jax.Array]:
         """Converts stored elements [..., width] to values [..., n_i] of `dtype`.
 
-        In a scaled format, a scale of None leaves values as they are stored: the caller then applies the scale to sums
-        of their products.
+        In a scaled format, a scale of None returns the values as they are stored.  The caller then multiplies sums of
+        their products by the scale.
         """
 
     def decode_factored(self, row: jax.Array, sizes: Mapping[str, int], dtype) -> tuple[list[jax.Array], jax.Array]:
         """Like `decode`, but returns values [..., n_i] of `dtype` and a float32 factor [..., 1] to multiply them by.
 
-        Formats override it if their stored values are exact in `dtype`, but may not be once multiplied by a scale.
+        Formats override this method if `dtype` represents their stored values exactly, but not always their products
+        with a scale.
         """
         values = self.decode(row, sizes, [None] * len(sizes), dtype)
         return values, jnp.ones((*row.shape[:-1], 1), jnp.float32)

@@ -1,6 +1,7 @@
-"""`fp8`: e4m3 values, one after the other, divided by a scale that the caller keeps (per tensor, or per head).
+"""`fp8`: e4m3 values without gaps, divided by a scale per tensor or per head that the caller keeps.
 
-The buffer has bytes as elements: if a device lacks an operation on float8, XLA would convert the whole buffer.
+The elements of the buffer are bytes (uint8).  With float8 elements, XLA would convert the whole buffer on devices that
+lack an operation on float8.
 """
 
 import jax.numpy as jnp
@@ -20,15 +21,15 @@ class Fp8(Format):
     scaled = True
 
     def parts(self, sizes, block_size):
-        """One part per value."""
+        """One part for each array of values (such as K and V)."""
         return together(*((name, "e4m3", count) for name, count in sizes.items()))
 
     def encode(self, values, scales):
-        """Divides in float32."""
+        """Divides in float32 and rounds to e4m3, saturating."""
         return join([to_fp8(_divided(x, s)) for x, s in zip(values, scales, strict=True)], self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
-        """Multiplies in float32 and rounds to `dtype`.  Without a scale, returns the stored values, which are exact."""
+        """Multiplies in float32 and rounds to `dtype`.  With a scale of None, returns the stored values unchanged."""
         values = []
         for part, scale in zip(self.parts(sizes, 1), scales, strict=True):
             value = part.read(row)
@@ -38,5 +39,5 @@ class Fp8(Format):
 
 def _divided(x, scale):
     """`x` [..., n] / `scale` [...] in float32, rounded once."""
-    # Without the barrier, XLA multiplies by the reciprocal of the scale, which rounds twice.
+    # Without the barrier, XLA would multiply by the reciprocal of the scale, which rounds twice.
     return x.astype(jnp.float32) / lax.optimization_barrier(jnp.broadcast_to(scale[..., None], x.shape))

@@ -1,10 +1,10 @@
-"""`fp8_ds_mla`: DeepSeek V3.2's latent entry, 656 bytes for 512 + 64 values.
+"""`fp8_ds_mla`: the MLA entry of DeepSeek V3.2, 656 bytes for 512 + 64 values.
 
 The latent is e4m3, with a float32 scale for each tile of 128 values; the rotary part is bf16, unscaled.
 
 The byte map is that of vLLM and FlashMLA.  A scale is a power of two, at least 2**-13, as in FlashMLA's reference
-quantiser.  Readers round scales differently (float32, bf16, truncated to an exponent) and agree bit for bit only on
-powers of two.  Entries written elsewhere with other float32 scales are read correctly.
+quantiser.  Other readers round scales to different types (float32, bf16, or only an exponent), so only powers of two
+decode to the same bits everywhere.  Entries written by others with arbitrary float32 scales are read correctly.
 """
 
 import jax.numpy as jnp
@@ -20,14 +20,14 @@ SMALLEST_EXPONENT = -13
 
 
 class Fp8DsMla(Format):
-    """Latents whose size is a multiple of 128, and rotary parts whose size is even."""
+    """The number of values must be a multiple of 128 in the latent, and even in the rotary part."""
 
     name = "fp8_ds_mla"
     kinds = (MLAEntry,)
     dtype = "uint8"
 
     def parts(self, sizes, block_size):
-        """Latent, scales, rope."""
+        """The latent, its scales, then the rotary part."""
         latent, rope = sizes["latent"], sizes["rope"]
         if latent % TILE or rope % 2:
             raise ValueError(
@@ -52,5 +52,5 @@ class Fp8DsMla(Format):
 
 
 def _tiles(latent):
-    """[..., n] as [..., n / TILE, TILE]."""
+    """The latent [..., n] reshaped to [..., n / TILE, TILE]."""
     return latent.reshape(*latent.shape[:-1], latent.shape[-1] // TILE, TILE)

@@ -1,8 +1,8 @@
-"""`indexer_fp8`: a quantised indexer key, 128 e4m3 values and one float32 scale: 132 bytes per token.
+"""`indexer_fp8`: quantised indexer keys of 128 e4m3 values with a float32 scale, 132 bytes per token.
 
-The page is split: it stores all values ([block_size, 128] bytes), then all scales ([block_size] float32).  vLLM writes
-this map and DeepGEMM reads it.  A scale is a power of two, computed from an absolute maximum of at least 1e-4 (as vLLM
-does for `ue8m0`).
+Pages are split: a page stores the values of all tokens ([block_size, 128] bytes), then their scales ([block_size]
+float32).  This is the byte map that vLLM writes and DeepGEMM reads.  A scale is a power of two.  It is computed from
+the key's absolute maximum, or 1e-4 if that is larger, as in vLLM's `ue8m0` mode.
 """
 
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ SMALLEST_EXPONENT = -22
 
 
 class IndexerFp8(Format):
-    """One key of n e4m3 values and its float32 scale.  n is a multiple of 4, so that scales are aligned."""
+    """One key of n e4m3 values and its float32 scale.  n must be a multiple of 4, so that scales are aligned."""
 
     name = "indexer_fp8"
     kinds = (IndexerEntry,)
     dtype = "uint8"
 
     def parts(self, sizes, block_size):
-        """Values, scales."""
+        """The values, then the scale."""
         if sizes["key"] % 4:
             raise ValueError(f"indexer_fp8 entry of `head_dim` {sizes['key']}: expected a multiple of 4 values")
         return split_by_page(block_size, ("values", "e4m3", sizes["key"]), ("scales", "float32", 1))
@@ -40,6 +40,6 @@ class IndexerFp8(Format):
         return [(key * scale).astype(dtype)]
 
     def decode_factored(self, row, sizes, dtype):
-        """The stored values, which are exact in any `dtype`, and their scale."""
+        """Returns the stored values, which every `dtype` represents exactly, and their scale."""
         values, scale = (part.read(row) for part in self.parts(sizes, 1))
         return [values.astype(dtype)], scale

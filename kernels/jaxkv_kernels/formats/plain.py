@@ -1,4 +1,4 @@
-"""`bf16`, `f16`, `f32`: values rounded to one dtype and stored one after the other, unscaled."""
+"""`bf16`, `f16`, `f32`: values rounded to one dtype and stored without gaps or scales."""
 
 import jax.numpy as jnp
 
@@ -7,7 +7,7 @@ from jaxkv_kernels.formats.format import Format, together
 
 
 class Plain(Format):
-    """Values rounded to `dtype`."""
+    """Values rounded to the format's `dtype`."""
 
     kinds = (MLAEntry, KVEntry, IndexerEntry)
 
@@ -15,7 +15,7 @@ class Plain(Format):
         self.name, self.dtype = name, dtype
 
     def parts(self, sizes, block_size):
-        """One part per value."""
+        """One part for each array of values (such as K and V)."""
         return together(*((name, self.dtype, count) for name, count in sizes.items()))
 
     def encode(self, values, scales):

@@ -1,4 +1,4 @@
-"""Kernels in Triton, by operation, launched through jax-triton: NVIDIA GPUs from Ampere (sm_80) on.
+"""Triton kernels by operation, launched through jax-triton, for NVIDIA GPUs from Ampere (sm_80) on.
 
 Triton and jax-triton are imported by the first kernel that is traced, not by this module.
 """
@@ -13,7 +13,7 @@ from jaxkv_kernels.triton.runtime.interpreting import interpreting as interpreti
 
 
 def _kernel(name: str, entries: Listed, unsupported_reasons: Callable[..., Iterable[str]]) -> Kernel:
-    """The function `name` (folder, module, function); all kernels need the same of the machine."""
+    """The kernel `name` ("folder.module.function").  All kernels have the same requirements on the machine."""
     module, _, function = name.rpartition(".")
     run = imported_when_called(f"{__name__}.{module}", function)
     return Kernel(run, entries, unsupported_reasons, unavailable_reasons)
@@ -42,4 +42,4 @@ KERNELS: dict[str, Kernel] = {
     "read_blocks": _kernel("blocks.read_blocks.read_blocks", {}, unsupported.read_blocks),
     "write_blocks": _kernel("blocks.write_blocks.write_blocks", {}, unsupported.write_blocks),
 }
-"""Operations that are not listed have no kernel here."""
+"""The kernels by operation.  Operations that are not listed have no Triton kernel."""

@@ -1,4 +1,4 @@
-"""Why a call is unsupported although its entries are supported: one function per operation."""
+"""Reasons why a call is unsupported although its entries are supported, by operation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from jaxkv_kernels.logit_cap import too_large
 
 RUN_LIMIT = 2**31 - 2**13
-"""Elements of a block: kernels count them in int32, in chunks of at most 2**13."""
+"""The most elements of a block.  Kernels count them in int32, in chunks of at most 2**13."""
 
 TILE_LIMIT = 2**20
 MOST_HEADS, MOST_VALUES = {2: 128, 4: 64}, 128
-"""Of the indexer's queries: heads, by the bytes of a value, and values per head."""
+"""Limits of the indexer's queries: heads, by the bytes per value, and values per head."""
 MOST_BEST = 4096
 
 
@@ -54,7 +54,7 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 
 LATENT, ROPE, HEAD_DIM = 512, 64, 256
-"""The largest parts of which shared memory holds tiles."""
+"""The largest parts of entries whose tiles fit in shared memory."""
 
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

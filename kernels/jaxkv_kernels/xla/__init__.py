@@ -1,6 +1,6 @@
 """Every operation in plain JAX, correct on every device and every layout.
 
-The format of an entry encodes and decodes it, so every registered format is supported.
+Entries are encoded and decoded by their formats, so every registered format is supported.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from jaxkv_kernels.xla.writes import write_indexer_k, write_kv, write_mla
 
 
 def _batch_invariant(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """The reasons against a `plan_decode` call."""
+    """Yields a reason against a `plan_decode` call that must be batch-invariant."""
     del arrays
     if options["batch_invariant"]:
         yield "cannot be batch-invariant: the last bits of a result depend on the shape of the batch"
@@ -29,7 +29,7 @@ def _batch_invariant(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> I
 def _kernel(
     run: Callable[..., Any], entries: Listed, unsupported_reasons: Callable[..., Iterable[str]] = nothing
 ) -> Kernel:
-    """A kernel that needs nothing but JAX."""
+    """A kernel that runs on every machine."""
     return Kernel(run, entries, unsupported_reasons, unavailable_reasons=lambda: ())
 
 

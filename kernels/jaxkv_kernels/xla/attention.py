@@ -15,7 +15,7 @@ from jaxkv_kernels.xla.softmax import attend
 def decode_mla(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
 ):
-    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
@@ -40,7 +40,10 @@ def decode_mla(
 def decode_kv(
     q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
 ):
-    """q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
+    """Attention of queries q [B, Q, Hq, D]: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq].
+
+    Query head i reads KV head i // (Hq / H).
+    """
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
@@ -56,7 +59,7 @@ def decode_kv(
         seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
         return k, v, seen
 
-    # Requests without tokens must not make the loop begin at chunk 0.
+    # Requests without tokens must not cause the loop to begin at chunk 0.
     first = jnp.where(ends > 0, begins, jnp.iinfo(jnp.int32).max).min() // chunk
     last = -(-lengths.max() // chunk)
     out, lse = attend(

@@ -1,4 +1,4 @@
-"""Whole blocks, all layers and groups at once."""
+"""Copying, reading and writing whole blocks, all layers and groups at once."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from jaxkv_kernels.addressing.rows import read_entries, write_entries
 
 
 def _moved(pages: Pages) -> Pages:
-    """Addresses of the units that are moved: whole blocks as single entries if blocks are runs, otherwise entries."""
+    """Addresses of the units that are moved: if blocks are runs, whole blocks as single entries; otherwise entries."""
     if not pages.blocks_are_runs:
         return pages
     return replace(pages, num_layers=1, num_heads=1, block_size=1, offset=0, width=pages.block_stride)
@@ -36,9 +36,9 @@ def read_rows(buffer, pages, blocks):
 
 
 def write_rows(buffer, pages, blocks, rows, keep=True):
-    """The buffer with rows [n, block_elements] in `blocks` [n].
+    """The buffer with rows [n, block_elements] stored in `blocks` [n].
 
-    Ids that are outside the cache, or for which `keep` does not hold, are skipped.
+    Ids that are outside the cache, or for which `keep` is false, are skipped.
     """
     keep, moved = _valid(pages, blocks) & keep, _moved(pages)
     index = _grid(moved, blocks)
@@ -48,18 +48,21 @@ def write_rows(buffer, pages, blocks, rows, keep=True):
 
 @partial(jax.jit, static_argnames="pages")
 def copy_blocks(buffer, src, dst, *, pages):
-    """Copies blocks `src` [n] over blocks `dst` [n].  All are read before any is written; invalid pairs are skipped."""
+    """Copies blocks `src` [n] over blocks `dst` [n]; all are read before any is written.
+
+    Pairs with an id outside the cache are skipped.
+    """
     keep = (src >= 0) & (src < pages.num_blocks)
     return write_rows(buffer, pages, dst, read_rows(buffer, pages, src), keep)
 
 
 @partial(jax.jit, static_argnames="pages")
 def read_blocks(buffer, blocks, *, pages):
-    """Blocks [n] as rows [n, block_elements]; 0 for invalid ids."""
+    """Returns blocks [n] as rows [n, block_elements]; rows of ids outside the cache are 0."""
     return read_rows(buffer, pages, blocks)
 
 
 @partial(jax.jit, static_argnames="pages")
 def write_blocks(buffer, blocks, data, *, pages):
-    """The buffer with rows [n, block_elements] in blocks [n]; invalid ids are skipped."""
+    """Returns the buffer with rows [n, block_elements] stored in blocks [n]; ids outside the cache are skipped."""
     return write_rows(buffer, pages, blocks, data)

@@ -11,7 +11,7 @@ from jaxkv_kernels.addressing.slots import ragged_slots
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
 def gather_mla(buffer, block_tables, cu_seq_lens, seq_starts, layer, kv_scale, *, pages, entry, total, dtype):
-    """kv_c [total, R], k_pe [total, P] of `dtype`; rows without a token are 0."""
+    """Returns kv_c [total, R] and k_pe [total, P] of `dtype`; rows without a token are 0."""
     slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
     rows, valid = load_entries(buffer, pages, entry, slots, layer)
     parts = entry.decode(rows[:, 0], dtype, (kv_scale, kv_scale))
@@ -20,7 +20,7 @@ def gather_mla(buffer, block_tables, cu_seq_lens, seq_starts, layer, kv_scale, *
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
 def gather_kv(buffer, block_tables, cu_seq_lens, seq_starts, layer, k_scale, v_scale, *, pages, entry, total, dtype):
-    """k [total, H, D], v [total, H, Dv] of `dtype`; rows without a token are 0."""
+    """Returns k [total, H, D] and v [total, H, Dv] of `dtype`; rows without a token are 0."""
     slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
     rows, valid = load_entries(buffer, pages, entry, slots, layer)
     parts = entry.decode(rows, dtype, (k_scale, v_scale))
@@ -29,7 +29,7 @@ def gather_kv(buffer, block_tables, cu_seq_lens, seq_starts, layer, k_scale, v_s
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
 def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype):
-    """k [total, head_dim] of `dtype`, dequantised; rows without a token are 0."""
+    """Returns k [total, head_dim] of `dtype`, dequantised; rows without a token are 0."""
     slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
     rows, valid = load_entries(buffer, pages, entry, slots, layer)
     (k,) = entry.decode(rows[:, 0], dtype)

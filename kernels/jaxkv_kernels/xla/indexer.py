@@ -14,9 +14,10 @@ from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends, walk
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
-    """q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len].
+    """Logits, float32 [B, Q, max_len], of queries q [B, Q, Hi, D] with weights [B, Q, Hi].
 
-    The sum over heads of relu(q . k) * w, times k's scale; -inf where a query token sees no key.
+    A logit is the sum over heads of relu(q . k) * w, times the scale of k; -inf for keys that a query token does not
+    see.
     """
     dtype = jnp.bfloat16 if q.dtype == FP8 else q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -29,7 +30,8 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
     def step(i, logits):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
         rows, valid = load_entries(buffer, pages, entry, slots, layer)
-        # Without the barrier, XLA may fuse the gather into the product, whose order of sums then depends on the layout.
+        # Without the barrier, XLA may fuse the gather into the product, and the order of its sums would depend on the
+        # layout.
         rows = lax.optimization_barrier(rows[..., 0, :])
         k, k_scale = entry.key_and_scale(rows, dtype)
         s = jnp.einsum("bqhd,bsd->bqhs", q, k, precision=precision, preferred_element_type=jnp.float32)
@@ -45,10 +47,13 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 
 @partial(jax.jit, static_argnames="k")
 def select_topk(logits, *, k):
-    """Logits [..., N] to int32 positions [..., k], largest first, the earlier position where equal; -1 for -inf."""
+    """The positions, int32 [..., k], of the largest logits [..., N], in decreasing order; -1 in place of -inf.
+
+    Among equal logits, the earlier position comes first.
+    """
     best = min(k, logits.shape[-1])
-    # top_k orders -0 below 0, but relu returns both, and they are equal.  It orders NaN by sign, which differs by
-    # device.
+    # top_k orders -0 below 0, but relu returns both, and they must count as equal.  It orders NaN by sign, which
+    # differs between devices.
     logits = jnp.where(jnp.isnan(logits), jnp.nan, jnp.where(logits == 0, 0.0, logits))
     values, positions = lax.top_k(logits, best)
     positions = jnp.where(values == -jnp.inf, -1, positions)

@@ -1,4 +1,4 @@
-"""Merging the results of attention of the same queries over disjoint sets of keys."""
+"""Merging the results of attention over disjoint sets of keys, for the same queries."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,15 @@ from jax import lax
 
 @jax.jit
 def merge_states(outs, lses):
-    """outs [N, ..., D], lses [N, ...] to out [..., D] and float32 lse [...]."""
-    # Some kernels return +inf or NaN for "no keys".  Here it is -inf, and such a part has no weight, whatever it holds.
+    """Merges outs [N, ..., D] with lses [N, ...]: out [..., D] and float32 lse [...]."""
+    # Some kernels return +inf or NaN for a part without keys.  Replace it by -inf, so that the part has no weight
+    # whatever it holds.
     lses = jnp.where(lses < jnp.inf, lses.astype(jnp.float32), -jnp.inf)
-    # The maximum cancels, so it has no gradient.
+    # The maximum cancels out of the result, so its gradient is 0.
     top = lax.stop_gradient(lses).max(axis=0)
     empty = top == -jnp.inf
     weights = jnp.exp(lses - jnp.where(empty, 0, top))
-    # Mask before the product: 0 x NaN is NaN, also in the gradient of the weights.
+    # Mask before the product, because 0 * NaN is NaN, also in the gradient of the weights.
     parts = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0)
     total, merged = weights.sum(axis=0), (parts * weights[..., None]).sum(axis=0)
     merged = merged / jnp.where(empty, 1, total)[..., None]

@@ -1,4 +1,4 @@
-"""Walking the pages of requests in chunks of a bounded number of tokens."""
+"""Iterating over the pages of requests in chunks of a bounded number of tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,18 +10,18 @@ from jax import lax
 from jaxkv_kernels.addressing.slots import slots_for
 
 CHUNK_TOKENS = 512
-"""Keys per step, rounded up to whole blocks: they bound the temporary memory of a decode."""
+"""Keys per step, rounded up to whole blocks.  They limit the temporary memory of a decode."""
 
 
 def chunk_tokens(block_size: int, block_tables: jax.Array) -> int:
-    """Tokens per chunk: whole blocks of at least `CHUNK_TOKENS` tokens together, if the table is that long."""
+    """Tokens per chunk: CHUNK_TOKENS rounded up to whole blocks, or those of the whole table if it is shorter."""
     return block_size * min(block_tables.shape[1], -(-CHUNK_TOKENS // block_size))
 
 
 def query_ends(lengths: jax.Array, tokens: int) -> jax.Array:
-    """The number of keys [B, tokens] that each of a request's last `tokens` tokens sees: causal, aligned to the end.
+    """The number of keys [B, tokens] that each of a request's last `tokens` tokens sees; causal, aligned to the end.
 
-    `lengths` [B] are those of `lengths_in_table`.
+    `lengths` [B] must be clamped by `lengths_in_table`.
     """
     return lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
 
@@ -34,6 +34,6 @@ def chunk_slots(block_tables: jax.Array, i, *, chunk: int, block_size: int) -> t
 
 
 def walk(first, last, step: Callable[[Any, Any], Any], state):
-    """`lax.fori_loop` that also works under `shard_map`, where a carry must vary over the mesh from the start."""
+    """A `lax.fori_loop` that also works in `shard_map`, where a carry must vary over the mesh from the start."""
     typed = jax.tree.map(lambda s, made: jnp.where(False, made, s), state, step(jnp.int32(0), state))
     return lax.fori_loop(first, last, step, typed)

@@ -11,9 +11,9 @@ from jaxkv_kernels.logit_cap import capped
 from jaxkv_kernels.xla.paged import walk
 
 MASKED = -jnp.inf
-"""Score of a masked key.  The running max is finite, so its exponential is 0."""
+"""Score of a masked key.  Its weight is exp(-inf) = 0, because the running max is always finite."""
 EMPTY = float(jnp.finfo(jnp.float32).min)
-"""Running max of a row that has seen no key.  No finite score is below it, so only masked keys are ignored."""
+"""Running max of a row that has seen no key.  No finite score is lower, so only masked keys are ignored."""
 
 Chunk = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -30,12 +30,12 @@ def attend(
     v_scale: jax.Array | None,
     logit_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention of `q` [B, Q, H, G, D] (G query heads per KV head) over chunks first <= i < last.
+    """Softmax attention of `q` [B, Q, H, G, D] (G query heads per KV head) over the chunks i with first <= i < last.
 
-    `load(i)` returns K [B, S, H, D], V [B, S, H, value_dim] and which keys each query token sees [B, Q, S].
-    Keys that a query token does not see have no influence on its result, even if they hold NaN; keys that no query
-    token sees have none on gradients.  K and V of a scaled format are the stored values, exact in a narrow dtype; their
-    scales, scalars or [H], multiply scores and results in float32.
+    `load(i)` returns K [B, S, H, D], V [B, S, H, value_dim] and a mask of the keys that each query token sees, bool [B,
+    Q, S].  Keys that a query token does not see have no influence on its result, even if they hold NaN.  Keys that no
+    query token sees have no influence on gradients, either.  In a scaled format, K and V are the stored values, which a
+    narrow dtype represents exactly.  Their scales (scalars or [H]) multiply scores and results in float32.
 
     Returns:
       out float32 [B, Q, H, G, value_dim] and lse float32 [B, Q, H, G]; 0 and -inf for a query that saw no key.
@@ -49,7 +49,7 @@ def attend(
     def step(i, state):
         running_max, row_sum, acc = state
         k, v, seen = load(i)
-        # Mask before the products: 0 x NaN is NaN, also in their gradients.
+        # Mask before the products, because 0 * NaN is NaN, also in gradients.
         seen_at_all = seen.any(axis=1)[:, :, None, None]
         k, v = jnp.where(seen_at_all, k, 0), jnp.where(seen_at_all, v, 0)
         s = jnp.einsum("bqhgd,bshd->bqhgs", q, k, precision=precision, preferred_element_type=jnp.float32) * scale
@@ -79,8 +79,8 @@ def attend(
 def _sums_of_seen(p, v, seen, precision):
     """Sums [B, Q, H, G, V] of values `v` [B, S, H, V], weighted by `p` [B, Q, H, G, S], which is 0 where not `seen`.
 
-    A query token receives the infinities and NaN that it sees [B, Q, S], and no others.  Keys that no query token sees
-    are 0 already.
+    `seen` is bool [B, Q, S].  Infinities and NaN in values only reach query tokens that see them.  The values of keys
+    that no query token sees must be 0.
     """
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     if seen.shape[1] == 1:
@@ -93,7 +93,7 @@ def _sums_of_seen(p, v, seen, precision):
             p, seen = query
             return product("bhgs,bshv->bhgv", p, jnp.where(seen[:, :, None, None] & ~finite, v, 0))
 
-        # One query token at a time, because each needs its own copy of the values.
+        # One query token at a time, because each needs its own masked copy of the values.
         return sums + jnp.moveaxis(lax.map(rest, (jnp.moveaxis(p, 1, 0), jnp.moveaxis(seen, 1, 0))), 0, 1)
 
     return lax.cond(finite.all(), lambda sums: sums, with_the_rest, sums)

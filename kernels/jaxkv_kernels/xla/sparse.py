@@ -12,9 +12,12 @@ from jaxkv_kernels.xla.softmax import attend
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
 def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap):
-    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P], slots [B, Q, K] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
+
+    Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
+    """
     batch, tokens, heads, _ = q_latent.shape
-    # Every query token has its own keys, so it becomes a request.
+    # Every query token has its own keys, so each is computed as a request.
     q = jnp.concatenate([q_latent, q_pe], axis=-1).reshape(batch * tokens, 1, 1, heads, -1)
     size = slots.shape[-1]
     if counts is not None:
@@ -34,7 +37,7 @@ def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale
     )
     out, lse = out.reshape(q_latent.shape), lse.reshape(batch, tokens, heads)
     if sinks is not None:
-        # exp(lse) / (exp(lse) + exp(sink)), written so that an empty row does not compute inf - inf.
+        # exp(lse) / (exp(lse) + exp(sink)), written such that a row without keys does not compute inf - inf.
         share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0, lse) - sinks)
         out = out * share[..., None]
     return out.astype(q_latent.dtype), lse

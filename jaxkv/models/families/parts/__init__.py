@@ -1,1 +1,1 @@
-"""Parts that families share: each file reads keys of `config.json`, and names the weights of that part."""
+"""Parts that families share.  Each file reads the keys of `config.json` for one part, and names the part's weights."""

@@ -1,4 +1,4 @@
-"""What the decoders of all families have."""
+"""The configuration and weights that the decoders of all families have in common."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ def read(
     *,
     tied: bool = False,
 ) -> ModelConfig:
-    """The configuration, of these parts and what all decoders have.
+    """Makes the configuration from the given parts and the keys that all families share.
 
     Args:
-      fields: of `config.json`.
-      attention: that of every layer.
+      fields: the object of `config.json`.
+      attention: the attention of every layer.
       rope: the rotary embedding.
-      layers: how many leading layers are dense, and the experts of the others; None if all layers are dense.
-      tied: whether the head is the embedding where `tie_word_embeddings` is absent.
+      layers: the number of leading dense layers, and the experts of the others; None if all layers are dense.
+      tied: whether the head is tied to the embedding if `tie_word_embeddings` is absent.
     """
     if fields.value("quantization_config", None) not in (None, {}):
         raise fields.error("quantization_config", "none: only checkpoints of unquantised weights are supported")
@@ -63,13 +63,15 @@ def _stop_tokens(fields: JsonObject, vocab_size: int) -> tuple[int, ...]:
 
 
 def weights(attention, config: ModelConfig, layers: range) -> dict[str, Any]:
-    """The weights of layers that are all dense or all have experts, each a norm, attention, a norm and feed-forward.
+    """The weights of `layers`, which are either all dense or all have experts.
+
+    Each layer has a norm, attention, a second norm and a feed-forward.
 
     Args:
-      attention: `attention(config, config.attention, weight)` names those of the attention.  `weight(name, *shape)`,
-        with the options of `Weight`, is one of each layer.
-      config: the model's.
-      layers: their numbers.
+      attention: a function `attention(config, config.attention, weight)` that returns the tree of the attention's
+        weights.  It makes each with `weight(name, *shape, **options)`, which returns a `Weight` of all `layers`.
+      config: the model's configuration.
+      layers: the numbers of the layers.
     """
 
     def weight(name: str, *shape: int, **options) -> Weight:

@@ -1,4 +1,4 @@
-"""A mixture of experts, with dense layers before it."""
+"""Mixtures of experts, and dense layers before them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from jaxkv.models.weights.weight import EXPERT
 
 
 def read_layers(fields: JsonObject, read: Callable[[JsonObject], Experts]) -> tuple[int, Experts | None]:
-    """How many leading layers are dense, and the experts of the others, if there are any, by `read`."""
+    """The number of leading dense layers, and the other layers' experts as read by `read` (None if all are dense)."""
     num_layers = fields.integer("num_hidden_layers")
     dense = _num_dense_layers(fields, num_layers)
     return dense, read(fields) if dense < num_layers else None
@@ -29,13 +29,13 @@ def _num_dense_layers(fields: JsonObject, num_layers: int) -> int:
 
 
 def read(fields: JsonObject) -> Experts:
-    """Experts chosen as DeepSeek V3 does."""
+    """Experts with the routing of DeepSeek V3."""
     fields.choice("topk_method", "noaux_tc", default="noaux_tc")
     return read_routing(fields, "sigmoid", grouped=True, normalize=fields.flag("norm_topk_prob"))
 
 
 def read_routing(fields: JsonObject, scoring: str, *, grouped: bool, normalize: bool) -> Experts:
-    """Experts by scores of that kind, chosen in the best groups if `grouped`; see `Experts`."""
+    """Experts with the given `scoring`; if `grouped`, only those of the best groups are chosen.  See `Experts`."""
     count, size = fields.integer("n_routed_experts"), fields.integer("moe_intermediate_size")
     fields.choice("scoring_func", scoring, default=scoring)
     groups = fields.integer("n_group") if grouped else 1

@@ -1,13 +1,13 @@
-"""The weights of a SwiGLU feed-forward, which an expert is, too."""
+"""The weights of a SwiGLU feed-forward, dense or of experts."""
 
 from jaxkv.models.weights.weight import Weight
 
 
 def feed_forward(weight, prefix: str, hidden: int, size: int, experts: int = 0) -> dict[str, Weight]:
-    """Of `hidden` values, `size` inner ones; of that many experts, stacked."""
+    """The weights of a feed-forward with `size` inner values; with `experts`, a stack of that many."""
     return {
         "gate": weight(f"{prefix}.gate_proj.weight", size, hidden, experts=experts),
         "up": weight(f"{prefix}.up_proj.weight", size, hidden, experts=experts),
-        # [hidden, experts, size]: the inner values of all experts are one row.
+        # [hidden, experts, size], so that the inner values of all experts form one row.
         "down": weight(f"{prefix}.down_proj.weight", hidden, size, experts=experts, expert_axis=1),
     }

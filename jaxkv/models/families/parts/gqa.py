@@ -7,7 +7,7 @@ from jaxkv.models.json_object import JsonObject
 
 
 def read(fields: JsonObject) -> GQA:
-    """The KV heads, by default as many as query heads, and the size of a head, by default hidden_size / heads."""
+    """Reads the number of KV heads (default: that of query heads) and the head size (default: hidden_size / heads)."""
     heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads") if "num_key_value_heads" in fields else heads
     if heads % num_kv_heads:

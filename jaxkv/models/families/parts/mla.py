@@ -1,4 +1,4 @@
-"""Multi-head latent attention."""
+"""The configuration and weights of multi-head latent attention."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from jaxkv.models.json_object import JsonObject
 
 
 def read(fields: JsonObject) -> MLA:
-    """The ranks and the sizes of heads, without an indexer."""
+    """Reads the ranks and head sizes; the result has no indexer."""
     rope_head_dim = fields.integer("qk_rope_head_dim", least=2)
     if rope_head_dim % 2:
         raise fields.error("qk_rope_head_dim", "an even number: rotary embedding turns pairs")
     return MLA(
-        # Null where queries have no latent; where the key is absent, families differ in what is meant.
+        # Null if queries have no latent.  The key is required, because families differ in what its absence means.
         q_lora_rank=None if fields.value("q_lora_rank") is None else fields.integer("q_lora_rank"),
         kv_lora_rank=fields.integer("kv_lora_rank"),
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
@@ -41,7 +41,10 @@ def weights(config: ModelConfig, attention: MLA, weight) -> dict[str, Any]:
 
 
 def arrange(config: ModelConfig, attention: MLA, layer: dict[str, Any]) -> dict[str, Any]:
-    """A layer with `kv_b`, rows of W_UK and then W_UV for each head, split for attention to latents."""
+    """A layer with `kv_b` split into W_UK and W_UV, as absorbed attention needs them.
+
+    For each head, `kv_b` has the rows of W_UK and then those of W_UV.
+    """
     tree = dict(layer["attention"])
     kv_b = tree.pop("kv_b")
     kv_b = kv_b.reshape(len(kv_b), config.num_heads, -1, attention.kv_lora_rank)

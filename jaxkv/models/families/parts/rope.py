@@ -1,4 +1,4 @@
-"""Rotary embedding, with the scalings of long contexts."""
+"""The configuration of rotary embedding, and its scalings for long contexts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,13 +10,13 @@ Scalings = Mapping[str, Callable[[JsonObject], Yarn | Llama3]]
 
 
 def read(fields: JsonObject, scalings: Scalings, *, interleaved: bool, theta: Any = REQUIRED) -> Rope:
-    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
+    """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
 
     Args:
-      fields: of `config.json`.
-      scalings: the supported values of `rope_type` besides "default", and what reads their other keys.
+      fields: the object of `config.json`.
+      scalings: functions that read the keys of a scaling, by the supported values of `rope_type` besides "default".
       interleaved: as in `Rope`.
-      theta: what an absent `rope_theta` stands for; by default, it is required.
+      theta: the value if `rope_theta` is absent; by default, the key is required.
     """
     fields.choice("partial_rotary_factor", 1, 1.0, default=1)
     spelling = fields.spelling("rope_parameters", "rope_scaling")
@@ -34,12 +34,12 @@ def read(fields: JsonObject, scalings: Scalings, *, interleaved: bool, theta: An
 
 
 def read_yarn(fields: JsonObject) -> Rope:
-    """The rotary embedding of MLA models: interleaved unless `rope_interleave` is false, YaRN for long contexts."""
+    """Reads the rotary embedding of MLA models: interleaved unless `rope_interleave` is false; YaRN is supported."""
     return read(fields, {"yarn": yarn}, interleaved=fields.flag("rope_interleave", default=True))
 
 
 def yarn(values: JsonObject) -> Yarn:
-    """YaRN."""
+    """Reads the parameters of YaRN."""
     beta_fast = values.number("beta_fast", default=None) or 32.0
     beta_slow = values.number("beta_slow", default=None) or 1.0
     if beta_fast < beta_slow:
@@ -56,7 +56,7 @@ def yarn(values: JsonObject) -> Yarn:
 
 
 def llama3(values: JsonObject) -> Llama3:
-    """The scaling of Llama 3.1."""
+    """Reads the parameters of Llama 3.1's scaling."""
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
     if high <= low:
         raise values.error("high_freq_factor", f"more than `low_freq_factor`, which is {low}")

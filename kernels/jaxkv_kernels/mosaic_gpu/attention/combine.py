@@ -1,13 +1,13 @@
-"""Combines the splits of requests into their rows of the result.
+"""Combines the splits of requests and writes the results to the rows of these requests.
 
-A CTA of one warpgroup combines one chunk of columns, of one row of a split request.  If requests have few splits, it
-combines four rows or more, each in one warp.  Most loads are then of log-sum-exps and scales, and those of a row are
-loaded by one warp instead of four.  Splits are read in groups: all loads of a group are issued before the first is
-used, and an online softmax over log-sum-exps (base 2) adds the group.  Most plans split few requests or none, so the
-grid, which must have room for all requests, is kept small.
+A CTA of one warpgroup combines one chunk of columns of one row of a split request.  If requests have few splits, it
+combines four or more rows, each in one warp.  Most loads are then of log-sum-exps and scales, and this way they are
+loaded by one warp per row instead of four.  Splits are read in groups: all loads of a group are issued before the first
+is used, and the group is added by an online softmax over log-sum-exps (base 2).  The grid must have room for all
+requests, but is kept small, because most plans split few requests or none.
 
-A CTA starts where a CTA of the attention kernel has ended (programmatic dependent launch), and looks up its request
-while others are still running.
+CTAs start as CTAs of the attention kernel finish (programmatic dependent launch), and look up their request while the
+others are still running.
 """
 
 import math
@@ -31,25 +31,32 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import filled, over_columns, sto
 LN2 = math.log(2)
 WARPS, LANES = 4, 32
 MOST_CTAS = 4 * MULTIPROCESSORS
-"""CTAs that run at once.  With more rows of split requests, rows share CTAs, since idle CTAs take time as well."""
+"""The most CTAs: as many as run at once.  With more rows of split requests, rows share CTAs.
+
+Idle CTAs take time, too.
+"""
 MANY_SPLITS, AT_ONCE = 16, 32
-"""Splits per request from which a CTA has one row, since there are few rows; the most splits that it loads at once."""
+"""MANY_SPLITS: splits per request from which a CTA has only one row, because there are few rows then.
+
+AT_ONCE: the most splits that it loads at once.
+"""
 FEW_SPLITS = MANY_SPLITS // 2
-"""The largest group of splits of a row that has one warp; with smaller groups, a warp has several rows."""
+"""The largest group of splits for which a row has one warp.  With smaller groups, a warp has several rows."""
 CHUNK = 256
-"""The most columns of a CTA: 16 bytes of float16 per lane, where a warp has a row."""
+"""The most columns per CTA: 16 bytes of float16 per lane if a warp has a row."""
 
 
 def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpret, sinks=None):
-    """The result [B, >= rows, R] and lse [B, >= rows], with `rows` rows of split requests combined from their splits.
+    """Returns out [B, >= rows, R] and lse [B, >= rows] after combining the `rows` rows of each split request.
 
     split_out [splits, >= rows, R] holds the bits of SPLIT_DTYPE, split_lse [splits, >= rows] log-sum-exps in base 2.
     split_scale [splits, parts, >= rows] has a factor for each of the equal parts of a row's values.  `sinks` [>= rows]
-    are logits that take part in the softmax of their row without a value; lse does not count them.
+    are logits, one per row, that are part of the softmax's sum but have no value; lse excludes them.
     """
     split_out = jax.lax.bitcast_convert_type(split_out, SPLIT_DTYPE)
     batch, height, latent = out.shape
-    # An estimate of the splits per request: constant for batch-invariant plans, whose sums must keep their order.
+    # An estimate of the splits per request.  It is constant for batch-invariant plans, because the order of their sums
+    # must not change.
     splits = max(plan.max_splits // batch, 2)
     group = min(1 << (splits.bit_length() - 1), AT_ONCE)
     parts = split_scale.shape[1]
@@ -63,7 +70,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
         tiles = ((1, width), (width // WARPS,), (width // WARPS // LANES,))
     tile = plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     per_row = tile.reduce(1)
-    read = partial(plgpu.load, optimized=False)  # `optimized` loads are of shared memory
+    read = partial(plgpu.load, optimized=False)  # `optimized` loads are for shared memory
     steps = max(plan.split_requests.shape[0] * chunks * rows // (together * MOST_CTAS), 1)
 
     def body(split_out_ref, split_lse_ref, split_scale_ref, split_requests_ref, *refs):
@@ -71,10 +78,10 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
         n, step0, chunk = lax.axis_index("request"), lax.axis_index("rows") * steps, lax.axis_index("chunk")
         part, columns = floordiv(chunk * parts, chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
         request, first, count = (split_requests_ref[n, i] for i in range(3))
-        wait_for_previous(interpret=interpret)  # attention
+        wait_for_previous(interpret=interpret)  # the attention kernel
 
         def load(at_rows, n):
-            """Of the n-th split of some rows: log-sum-exps, scales and values."""
+            """Loads log-sum-exps, scales and values of the n-th split of some rows."""
             split = first + jnp.minimum(n, count - 1)
             lse = read(split_lse_ref.at[split, at_rows], layout=per_row) + jnp.where(n < count, 0.0, -jnp.inf)
             scale = read(split_scale_ref.at[split, part, at_rows], layout=per_row)
@@ -95,7 +102,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
             return running_max, row_sum, acc
 
         def combine_rows(step, _):
-            at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the end: the last again
+            at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the end: the last rows
             groups = lax.div(count + (group - 1), jnp.int32(group))
             start = filled(per_row, EMPTY, together), filled(per_row, 0, together), filled(tile, 0, together, width)
             running_max, row_sum, acc = lax.fori_loop(0, groups, partial(add, at_rows), start)

@@ -1,7 +1,7 @@
-"""What attention kernels store: results of whole requests, and splits in float16.
+"""Storing the results of attention kernels: those of whole requests, and splits in float16.
 
-A split's values are weighted means of a part of the keys.  They are stored in float16, with each row (or half of a
-row) divided by its largest magnitude, which is stored as well: half the bytes of float32, with the range of float32.
+A split's values are weighted means of a part of the keys.  They are stored in float16.  Each row, or half of a row, is
+divided by its largest magnitude, which is stored as well.  This takes half the bytes of float32 and has its range.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,15 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, store
 
 SPLIT_DTYPE = jnp.float16
 FINITE = 1e37
-"""Rows with a larger magnitude (infinity, NaN) are not divided, so that they stay what they are."""
+"""Rows with a larger magnitude, infinity or NaN are not divided, so that these stay as they are."""
 
 
 def result_types(
     leading: tuple[int, ...], splits: int, dtype, *, rows: int, width: int, lse: int, split_lse: int, scales: int
 ) -> tuple[Any, ...]:
-    """Values and log-sum-exps of whole requests; values, log-sum-exps (base 2) and scales of splits.
+    """Shapes and dtypes of the five results of an attention kernel.
+
+    These are the values and log-sum-exps of whole requests, and the values, log-sum-exps (base 2) and scales of splits.
 
     `leading` is (requests,) or (requests, heads).  `lse` and `split_lse` are the numbers of rows of the arrays with one
     value per row.  A row of a split has `scales` scales, one for each equal part of its values.
@@ -38,41 +40,45 @@ def result_types(
     return (
         shape((batch, *heads, rows, width), dtype),
         per_row((batch, *heads, lse)),
-        shape((splits, *heads, rows, width), dtype),  # the bits of SPLIT_DTYPE: shared memory has one dtype
+        shape((splits, *heads, rows, width), dtype),  # holds the bits of SPLIT_DTYPE, as shared memory has one dtype
         per_row((splits, *heads, split_lse)),
         per_row((splits, scales, *heads, split_lse)),
     )
 
 
 def split_scale(magnitude):
-    """The divisors of the rows of a split, from the rows' largest magnitudes."""
+    """The divisors of a split's rows, computed from the rows' largest magnitudes."""
     return jnp.where(magnitude < FINITE, jnp.maximum(magnitude, 1 / FINITE), 1.0)
 
 
 @dataclass(frozen=True)
 class HalvesEpilogue:
-    """Stores the results of 64 rows from two consumer warpgroups: each has half of the columns, and its own row sums.
+    """Stores the results of 64 rows from two consumer warpgroups, which have half of the columns each.
 
-    Whole results need the row sums of both.  A split stores its values before those are known: each consumer divides
-    its half of a row by the half's own largest magnitude.  Only scales and log-sum-exps wait for the other consumer.
+    A consumer's row sums are over half of the keys, so results of whole requests need those of both.  Values of a split
+    can be stored before these are known, because each consumer divides its half of a row by that half's largest
+    magnitude.  Only scales and log-sum-exps wait for the other consumer.
     """
 
     refs: Any
     """The results, in the order of `result_types`."""
     stats: Any
-    """Shared memory [>= 3, 64]: log-sum-exps in row 0, the row sums of each consumer in rows 1 and 2."""
+    """Shared memory [>= 3, 64]: log-sum-exps in row 0, row sums of the two consumers in rows 1 and 2."""
     wait_for_both: Callable[[], None]
     softmax: OnlineSoftmax
     first_row: Any
     stored: int
-    """Rows of a tile in the log-sum-exps of whole requests, whose copies TMA does not clip."""
+    """Rows per tile to store in the log-sum-exps of whole requests: TMA does not clip 1-D copies at the array's end."""
 
     def store(
         self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None
     ) -> None:
-        """Starts the stores of consumer `side`, staged in `stage` [64, 256]; `split` < 0: of a whole request.
+        """Starts the stores of consumer `side`, staged in shared memory `stage` [64, 256].
 
-        `load_sinks` returns the sinks of the rows, in base 2.  Splits do not count them: `combine` does.
+        A negative `split` means that the results are those of a whole request.
+
+        `load_sinks` returns the sinks of the rows, in base 2.  They are not applied to splits, because `combine`
+        applies them.
         """
         out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = self.refs
         rows = pl.ds(self.first_row, TILE)
@@ -103,7 +109,7 @@ class HalvesEpilogue:
             magnitude = split_scale(jnp.abs(acc).max(axis=1))
             values = (acc * over_columns(1 / magnitude, HALF)).astype(SPLIT_DTYPE)
             store_values(lax.bitcast_convert_type(values, split_out_ref.dtype), split_out_ref, split)
-            inverse, lse = finalize()  # after the values are on their way: it waits for the other consumer
+            inverse, lse = finalize()  # after the stores of values, because it waits for the other consumer
             store(split_scale_ref.at[split, side, rows], magnitude * inverse)
             if side == 0:
                 store(split_lse_ref.at[split, rows], lse)

@@ -1,4 +1,4 @@
-"""Masks scores, and clears values that no row sees but that a product would still read."""
+"""Masks scores, and clears values that no row sees, because products still read them."""
 
 import math
 
@@ -19,10 +19,12 @@ def apply_mask(
     scores, table: PageTable, request, first_token, first_row, length, *, tokens, heads, keys: int,
     window: int | None = None,
 ):  # fmt: skip
-    """`scores`, MASKED where a row does not see the key: causal, within `length` and the window, in known blocks.
+    """`scores` with MASKED where a row does not see the key.
 
-    Keys lie along axis `keys`, rows along the other.  The `tokens` query tokens are the last of the request's `length`;
-    `heads` consecutive rows belong to one of them.
+    A row sees keys in valid blocks, up to its own token (causal) and within `length` and the window.
+
+    Keys lie along axis `keys`, rows along the other one.  The `tokens` query tokens are the last tokens of the request,
+    which has `length` tokens.  Each query token has `heads` consecutive rows.
     """
     token = plgpu.broadcasted_iota(jnp.int32, scores.shape, keys, layout=WGMMA) + first_token
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1 - keys, layout=WGMMA) + first_row
@@ -36,13 +38,13 @@ def apply_mask(
 def clear_values(
     values_ref, first_column: int, columns: int, table: PageTable, request, first_token, length, *, first_seen=None
 ):
-    """Zeroes values in shared memory of tokens that no row sees: their weights are 0, but 0 x NaN is NaN.
+    """Zeroes, in shared memory, the values of tokens that no row sees.  Their weights are 0, but 0 * NaN is NaN.
 
-    No row sees tokens from `length` on, tokens before `first_seen`, and tokens of unknown blocks.
+    These are the tokens from `length` on, those before `first_seen`, and those in blocks outside the cache.
     """
     token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + first_token
 
-    def clear(c, carry):  # a loop: unrolled, its registers would be spilled in the tiles that need no mask
+    def clear(c, carry):  # a loop, because unrolled code would spill registers even in tiles without a mask
         part = values_ref.at[:, pl.ds(pl.multiple_of(first_column + c * TILE, TILE), TILE)]
         values = plgpu.load(part, layout=WGMMA)
         zero = jnp.zeros((), values.dtype)

@@ -1,10 +1,10 @@
 """Online softmax with lazy rescaling.
 
 Weights are exp2(score - running max), and the sums over keys (of weights, and of weighted values) are relative to the
-same running max.  Textbook online softmax raises the running max in nearly every tile, and multiplies all sums each
-time.  Here the running max is raised only when a score exceeds it by more than a threshold: until then, weights may
-exceed 1, up to 2**threshold, which costs no precision.  To detect such a score, each lane checks its own values, and
-the lanes vote; most tiles thus need no maximum over a row and no rescale.
+same running max.  Ordinary online softmax would raise the running max in most tiles, and rescale all sums each time.
+Here, the running max is raised only when a score exceeds it by more than a threshold.  Until then, weights may exceed
+1, up to 2**threshold, which costs no precision.  To detect such scores, each lane checks its own values, and the lanes
+vote.  Most tiles therefore need neither a maximum over rows nor a rescale.
 """
 
 import math
@@ -25,15 +25,16 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 )
 
 EMPTY = float(jnp.finfo(jnp.float32).min)
-"""The running max of a row that has seen no key: finite, so that differences are, but below all finite scores."""
+"""The running max of a row that has seen no key: finite, so that differences are, but no finite score is lower."""
 
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """For tiles of scores in base 2 (times log2(e)), whose keys lie along axis `keys`.
+    """Online softmax over tiles of scores in base 2 (multiplied by log2(e)), with keys along axis `keys`.
 
     With keys along axis 1, a quad of lanes holds a row, and each warp votes on its own rows.  With keys along axis 0
-    (swapped operands) all warps hold keys of every row, so the warpgroup votes, and its warps wait for each other.
+    (swapped operands), every warp holds keys of every row, so the whole warpgroup votes, and its warps wait for each
+    other.
     """
 
     keys: int
@@ -41,11 +42,11 @@ class OnlineSoftmax:
     interpret: bool
 
     def empty_max(self, rows: int):
-        """The running max of rows that have seen no key."""
+        """The initial running max of `rows` rows."""
         return filled(ROW if self.keys == 1 else COLUMN, EMPTY, rows)
 
     def update_max(self, scores, running_max, on_raise=None):
-        """The running max after a tile of `scores`; `on_raise` is called with it if it was raised."""
+        """The running max after a tile of `scores`.  If it was raised, `on_raise` is called with it."""
 
         def raised():
             new = self._raise(scores, running_max)
@@ -56,12 +57,12 @@ class OnlineSoftmax:
         return lax.cond(self._exceeded(scores, running_max), raised, lambda: running_max)
 
     def rescale(self, old_max, new_max, *sums):
-        """`sums` relative to `new_max` instead of `old_max`; nearly always the two are equal."""
+        """Rescales `sums` from `old_max` to `new_max`.  The two are nearly always equal."""
         changed = any_positive(new_max - old_max, interpret=self.interpret)
         return lax.cond(changed, lambda: self._multiply(jnp.exp2(old_max - new_max), sums), lambda: sums)
 
     def update(self, scores, running_max, *sums):
-        """`update_max` and `rescale` at once: the running max after a tile of `scores`, and `sums` relative to it."""
+        """`update_max` and `rescale` in one step: the running max after a tile of `scores`, and the rescaled `sums`."""
 
         def raised(running_max, *sums):
             new = self._raise(scores, running_max)
@@ -70,14 +71,14 @@ class OnlineSoftmax:
         return lax.cond(self._exceeded(scores, running_max), raised, lambda *same: same, running_max, *sums)
 
     def weights(self, scores, running_max):
-        """exp2(score - running max)."""
+        """The weights exp2(score - running max) of a tile."""
         return jnp.exp2(scores - self._spread(running_max, scores))
 
     def finalize(self, row_sum, running_max, sinks=None):
         """Factors that normalize sums of weighted values, and log-sum-exps in base 2; 0 and -inf for rows without keys.
 
-        `sinks`, logits in base 2, take part in the softmax of their row without a value.  Log-sum-exps do not count
-        them.
+        `sinks` are logits in base 2, one per row, that are part of the softmax's sum but have no value.  Log-sum-exps
+        exclude them.
         """
         empty = row_sum == 0
         row_sum = jnp.where(empty, 1.0, row_sum)

@@ -1,4 +1,4 @@
-"""Device-side: the work of a CTA or cluster, as a plan lists it."""
+"""Device-side code that loads the work of a CTA or cluster from a plan."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 
 class WorkTile(NamedTuple):
-    """A range of steps over the keys of a request; the columns of `Plan.work_tiles`."""
+    """A range of steps over the keys of a request.  The fields are the columns of `Plan.work_tiles`."""
 
     request: Any
     begin: Any
@@ -14,23 +14,23 @@ class WorkTile(NamedTuple):
     end: Any
     """The step after the last."""
     keys: Any
-    """Tokens of the request that some query sees, counted from `origin`."""
+    """The number of tokens, counted from `origin`, that some query token of the request sees."""
     unmasked_end: Any
-    """Steps before it need no mask."""
+    """The steps before this one need no mask."""
     split: Any
-    """Where the result goes among the splits; -1: it is the whole request's."""
+    """The index of the split to store the result to; -1 if it is the result of the whole request."""
     origin: Any
-    """The token at which step 0 begins; not 0 with a window."""
+    """The token at which step 0 begins; it may be above 0 with a window."""
 
 
 def load_work_tile(work_tiles, n) -> WorkTile:
-    """The n-th work tile; beyond the last, the last."""
+    """Loads the n-th work tile; the last one if n is larger."""
     n = jnp.minimum(n, work_tiles.shape[0] - 1)
     return WorkTile(*(work_tiles[n, column] for column in range(work_tiles.shape[1])))
 
 
 def load_work_range(partitions, partition) -> tuple[Any, Any, WorkTile]:
-    """The first work tile of a partition, the one after its last, and the columns of the first."""
+    """Loads the index of a partition's first work tile, that of the one after its last, and the first work tile."""
     n = jnp.minimum(partition, partitions.shape[0] - 1)
     first, *tile = (partitions[n, column] for column in range(partitions.shape[1]))
     return first, partitions[partition + 1, 0], WorkTile(*tile)

@@ -13,17 +13,17 @@ LOG2E = math.log2(math.e)
 
 
 def cap_scores(scores: jax.Array, cap: float) -> jax.Array:
-    """`cap * tanh(scores / cap)`; scores come and go in base 2, that is, times log2(e)."""
-    # By way of exp2: the hardware's own tanh is accurate to 11 bits only.
+    """`cap * tanh(scores / cap)`.  Scores and the result are in base 2, that is, multiplied by log2(e)."""
+    # Computed from exp2, because the hardware's tanh has only 11 accurate bits.
     return (1 - 2 / (1 + jnp.exp2(scores * (2 / cap)))) * (cap * LOG2E)
 
 
 def multiply_add(acc: jax.Array, a, b, meanwhile: Callable[[], Any] | None = None, *, scratch=None) -> Any:
     """`acc + a @ b` in registers, complete on return, and the result of `meanwhile`, which overlaps with the product.
 
-    `a` is a register tile or shared memory, `b` shared memory.  The interpreter supports neither an accumulator that
-    starts from registers nor a register operand: with `scratch`, a tile of shared memory for `a`, other steps compute
-    the same.
+    `a` is in registers or shared memory, `b` in shared memory.  `scratch`, a tile of shared memory for `a`, is passed
+    only in the interpreter, which supports neither an initial accumulator nor a register operand: the product is then
+    computed by other steps.
     """
     shape = acc.shape[0], acc.shape[1]
     if scratch is None:

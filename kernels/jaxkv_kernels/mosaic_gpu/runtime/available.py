@@ -1,7 +1,7 @@
-"""On which devices the kernels run, and the reasons against this one.
+"""The devices on which the kernels run, and the reasons if they do not run on this machine.
 
-A table lists the compute capabilities that a group of kernels has been tried on, each with its name.  What a table does
-not list is unavailable.
+Each table lists the compute capabilities on which a group of kernels has been tested, with their names.  The kernels
+are unavailable on all others.
 """
 
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ import jax
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 
 WGMMA: Mapping[str, str] = {"9.0": "Hopper"}
-"""Attention multiplies with wgmma, which only Hopper has."""
+"""Capabilities for attention, which multiplies with wgmma, an instruction of Hopper only."""
 
 BULK_COPIES: Mapping[str, str] = {"9.0": "Hopper"}
-"""Entries and blocks move by bulk copies, which later generations have, too; the kernels were tried on Hopper only."""
+"""Capabilities for copies of entries and blocks.  Later GPUs also have bulk copies, but only Hopper was tested."""
 
 CLOCK: Mapping[str, str] = {"9.0": "Hopper"}
-"""`stamp` reads the global timer, which all generations have; it was tried on Hopper only."""
+"""Capabilities for `stamp`.  All generations have the global timer, but only Hopper was tested."""
 
 
 def unavailable_reasons(capabilities: Mapping[str, str]) -> list[str]:
-    """Reasons why kernels for these capabilities do not run on this machine; none if they do, or are interpreted."""
+    """Reasons why kernels for these capabilities do not run on this machine; empty if they do, or are interpreted."""
     if interpreting.value:
         return []
     if jax.default_backend() != "gpu":

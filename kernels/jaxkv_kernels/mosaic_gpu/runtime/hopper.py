@@ -1,5 +1,5 @@
-"""The numbers of an H100 or H200 that kernels are built for."""
+"""Hardware limits of the H100 and H200, for which the kernels are built."""
 
 MULTIPROCESSORS = 132
 SHARED_MEMORY = 232_448
-"""Bytes per CTA."""
+"""The most bytes of shared memory per CTA."""

@@ -1,4 +1,4 @@
-"""How every kernel of this package is built and launched: for the GPU, or for Pallas's interpreter."""
+"""How the kernels of this package are built and launched, for the GPU or for Pallas's interpreter."""
 
 from functools import wraps
 from typing import Any
@@ -16,9 +16,9 @@ def kernel(
     which saves a microsecond.  The body therefore first waits for the previous kernel.  With `waits`, the body calls
     `wait_for_previous` itself, and may do work before that.
 
-    Without `auto_barriers`, loads and stores do not wait for the other warps of the warpgroup: the kernel must order a
-    thread's reads after other threads' writes itself.  `reduction_bytes` of shared memory are used by reductions over
-    rows; reductions over columns stay within a quad of lanes and need none.
+    Without `auto_barriers`, loads and stores do not wait for the other warps of the warpgroup.  The kernel itself must
+    then order reads of a thread after writes of other threads.  `reduction_bytes` of shared memory are used by
+    reductions over rows; reductions over columns stay within a quad of lanes and need none.
     """
     params: Any = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
 
@@ -38,18 +38,18 @@ def kernel(
 
 
 def wait_for_previous(*, interpret: bool) -> None:
-    """Waits until all previous kernels have ended and their stores are visible."""
+    """Waits until all previous kernels have finished and their stores are visible."""
     if not interpret:
         plgpu.griddepcontrol_wait()
 
 
 def pdl_launch_dependents(read_early, *, interpret: bool) -> None:
-    """Lets CTAs of the next kernel start where CTAs of this one have ended (programmatic dependent launch).
+    """Allows CTAs of the next kernel to start as CTAs of this one finish (programmatic dependent launch).
 
     `read_early` is the only array that the next kernel may read before it calls `wait_for_previous`.  It must be an
-    operand of this kernel: then whatever produced it has ended.  Only kernels built by `kernel` may consume the results
-    of a kernel that calls this: XLA's own kernels are launched early as well, and may load operands that they take for
-    constants before they wait.
+    operand of this kernel, so that the kernel that produced it has finished.  Only kernels built by `kernel` may
+    consume the results of a kernel that calls this.  XLA's own kernels are also launched early, and may load operands
+    that they assume to be constant before they wait.
     """
     del read_early
     if not interpret:
@@ -57,7 +57,7 @@ def pdl_launch_dependents(read_early, *, interpret: bool) -> None:
 
 
 def freeze(ref) -> jax.Array:
-    """The contents of `ref`, an operand that a kernel wrote to."""
-    # Without the barrier, where a scan stacks such results, rows that the kernel did not write came back as zeros
-    # (H200, jax 0.11.2).
+    """The contents of `ref` after a kernel has written to it."""
+    # Without the barrier, if a scan stacks such results, rows that the kernel does not write become zeros (seen on an
+    # H200 with jax 0.11.2).
     return jax.lax.optimization_barrier(jax.freeze(ref))

@@ -1,4 +1,4 @@
-"""Arrays in registers: layouts, fills, broadcasts, stores, and votes of a warp or a warpgroup."""
+"""Arrays in registers: layouts, constants, broadcasts, stores, and votes of a warp or a warpgroup."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WGMMA = plgpu.Layout.WGMMA
-"""A tile as wgmma leaves it: a quad of lanes shares a row."""
+"""The layout of wgmma's results: a quad of lanes shares a row."""
 ROW = plgpu.Layout.WGMMA.reduce(1)
 """One value per row of a WGMMA tile."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -16,11 +16,11 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 SCALAR = plgpu.Layout.WG_SPLAT
 """One value, the same in all lanes of a warp."""
 LANE_COLUMNS = 8
-"""Columns that `fold_columns` leaves: a lane of a WGMMA tile holds two of every eight."""
+"""The number of columns after `fold_columns`: each lane of a WGMMA tile holds two of every eight columns."""
 
 
 def filled(layout, value: float, *shape: int) -> jax.Array:
-    """A float32 array of `value`."""
+    """A float32 array of `shape` filled with `value`."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -40,7 +40,7 @@ def over_rows(column_values: jax.Array, rows: int) -> jax.Array:
 
 
 def store(to, x: jax.Array) -> None:
-    """Stores registers to device memory, in whichever width a lane's values have."""
+    """Stores a register array to device memory, with stores as wide as each lane's consecutive values allow."""
     if hasattr(plgpu, "store"):
         plgpu.store(to, x, optimized=False)
     else:  # jax 0.11
@@ -48,7 +48,7 @@ def store(to, x: jax.Array) -> None:
 
 
 def fold_columns(op: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """The columns of a WGMMA tile reduced by `op` to LANE_COLUMNS: each lane reduces its own, without shuffles."""
+    """Reduces the columns of a WGMMA tile by `op` to LANE_COLUMNS.  Each lane reduces its own, without shuffles."""
     while x.shape[1] > LANE_COLUMNS:
         half = x.shape[1] // 2
         x = op(x[:, :half], x[:, half:])
@@ -56,9 +56,10 @@ def fold_columns(op: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
 
 
 def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False) -> jax.Array:
-    """Whether the calling warp holds any positive value of a register array; warps may get different results.
+    """Whether any value of a register array that the calling warp holds is positive; results of warps may differ.
 
-    With `warpgroup`, whether the warpgroup holds any; its warps wait for each other.
+    With `warpgroup`, whether any value of the whole array is positive.  The warps of the warpgroup then wait for each
+    other.
     """
     if interpret:
         return (x > 0).any()

@@ -1,4 +1,4 @@
-"""Shared memory that TMA and wgmma use, and hints to the L2 cache."""
+"""Shared memory for TMA and wgmma, and prefetches to the L2 cache."""
 
 import math
 from typing import Any
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-"""A load of contiguous memory must promise this to become one bulk copy."""
+"""Option for loads of contiguous memory, which Pallas compiles to one bulk copy only with this promise."""
 
 
 def swizzled(*shape: int, dtype) -> Any:
-    """Shared memory in 128-byte swizzled tiles, which TMA writes and wgmma reads."""
+    """Shared memory of `shape` in 128-byte swizzled tiles, which TMA writes and wgmma reads."""
     transforms = (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

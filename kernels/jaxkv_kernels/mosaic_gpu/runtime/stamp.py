@@ -1,4 +1,4 @@
-"""The GPU's own clock, read between two kernels of a program."""
+"""Reads the GPU's clock between two kernels of a program."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 
 def stamp(after) -> jax.Array:
-    """The time, int32 [1], once all that comes before `after`, an array, has ended: nanoseconds modulo 2^32."""
+    """The time in nanoseconds modulo 2**32, int32 [1], read once all work that the array `after` depends on is done."""
 
     def body(after_ref, time_ref):
         del after_ref

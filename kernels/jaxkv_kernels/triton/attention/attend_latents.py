@@ -1,10 +1,10 @@
-"""The attention kernel of latents: `decode_mla` and `decode_mla_sparse`.
+"""The attention kernel of `decode_mla` and `decode_mla_sparse`, whose entries are latents.
 
 It computes softmax(scale * (q_latent . latent + q_pe . rope)) . latent: keys are (latent, rope), values are the
 latents.
 
 A program has a work tile of the plan (a range of a request's tokens) and a tile of query rows (query tokens x heads).
-It loads each latent once and uses it as key and as value.  It runs the loop of `attend_tiles.py`, where a latent is
+It loads each latent once and uses it as key and as value.  It runs the loop of `attend_tiles.py`, in which a latent is
 several tiles of `columns` values.
 
 What bounds it.  With few rows: memory bandwidth, which takes two programs per multiprocessor to saturate.  With 64
@@ -13,7 +13,7 @@ the budgets.
 
 Operands of products have the queries' dtype.  For `fp8` entries they are float16 instead, which represents every e4m3
 value exactly; the GPU converts two values per instruction (`codecs/e4m3_pairs.py`).  Queries are then divided by a
-power of two per row, so that they fit in float16, too.
+power of two per row, so that they are in the range of float16.
 """
 
 import jax
@@ -36,14 +36,14 @@ from jaxkv_kernels.triton.runtime.dtypes import element_type
 from jaxkv_kernels.triton.runtime.launch import launch
 
 SMALLEST_EXPONENT = tl.constexpr(-100)
-"""Of the power of two that queries are divided by; queries of zeros get this one."""
+"""The smallest exponent of the powers of two that queries are divided by.  Rows of zeros get this one."""
 
 
 def attend_latents(
     q_latent, q_pe, buffer, table, seq_lens, layer, scale, kv_scale, sinks, plan: Plan,
     *, pages, entry, logit_cap, table_block,
 ):  # fmt: skip
-    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
 
     `table` [B, M] holds the ids of blocks of `table_block` tokens: blocks of the cache, or slots if `table_block` is 1.
     """
@@ -80,7 +80,7 @@ def _loads(entry, in_memory, columns, dtype) -> EntryLoads:
     if entry.format == "fp8_ds_mla" and columns % TILE:
         raise ValueError(f"`columns` is {columns}: expected a multiple of {TILE} for fp8_ds_mla")
     latent, rope = entry.sizes
-    least = 32 if entry.codec.scaled else 16  # columns of the smallest product, twice that where loads give two tiles
+    least = 32 if entry.codec.scaled else 16  # columns of the smallest product; twice that if a load gives two tiles
     steps = (in_memory.offset, in_memory.layer_stride, in_memory.block_stride, in_memory.token_stride)
     operands = jnp.float16 if entry.codec.scaled and dtype != jnp.float32 else dtype
     return EntryLoads(
@@ -103,7 +103,7 @@ def _power_of_two_per_row(tiles):
 
 @triton.jit
 def _split_into_pairs(tiles, divisor, DTYPE: tl.constexpr):
-    """Divides tiles of queries by `divisor` [n], and splits them into tiles of their even and of their odd columns."""
+    """Divides tiles of queries by `divisor` [n], and splits each into a tile of its even and one of its odd columns."""
     found = ()
     for i in tl.static_range(len(tiles)):
         low, high = in_halves(rounded(tiles[i].to(tl.float32) / divisor[:, None], DTYPE))
@@ -113,7 +113,7 @@ def _split_into_pairs(tiles, divisor, DTYPE: tl.constexpr):
 
 @triton.jit
 def _join_pairs(halves, factor):
-    """Tiles from those of their even and odd columns, multiplied by `factor`."""
+    """Tiles made from the tiles `halves` of their even and odd columns, multiplied by `factor`."""
     found = ()
     for i in tl.static_range(len(halves) // 2):
         found += (tl.interleave(halves[2 * i], halves[2 * i + 1]) * factor,)
@@ -148,7 +148,7 @@ def _attend_latents(
         scale *= tl.load(kv_scales) * divisor[:, None]
         q, q_rope = _split_into_pairs(q, divisor, LOADS.dtype), _split_into_pairs(q_rope, divisor, LOADS.dtype)
 
-    # With few rows, there are registers left for a sum per column.
+    # With few rows, enough registers are left for a row sum per column.
     SUM_PER_COLUMN: tl.constexpr = LOADS.in_pairs and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
         q_rope + q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,

@@ -1,4 +1,4 @@
-"""The loop over tiles of keys that all attention kernels share, and what comes before and after it.
+"""The loop over tiles of keys that all attention kernels share, and the steps before and after it.
 
 A program is given one work tile of the plan (a range of the tokens of a request) and one tile of query rows:
 
@@ -6,7 +6,7 @@ A program is given one work tile of the plan (a range of the tokens of a request
     attend_tiles                 the loop: see there
     store_results                a whole request is final; a split goes to memory for `combine`
 
-Triton inlines these functions, so that they cost nothing.
+Triton inlines these functions, so calling them costs nothing.
 """
 
 import triton
@@ -30,17 +30,17 @@ from jaxkv_kernels.triton.runtime.arithmetic import dot, rounded
 
 @triton.jit
 def load_range(work_tiles, index):
-    """The first token of a work tile of the plan, its end, and whether it is a split: all but its request."""
+    """Loads the columns of a work tile except its request: first token, end, and whether it is a split."""
     tile = work_tiles + index * 4
     return tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
 
 @triton.jit
 def query_rows(group, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """The KV head of program `group` of a work tile, and the [ROWS] query rows that the program has.
+    """The KV head and the query rows of program `group` of a work tile.
 
-    Of each row: its query token, its index among the Q_LEN * HEADS rows of the request, and whether there is such a
-    row.
+    For each of ROWS rows, it returns the query token, the index among the Q_LEN * HEADS rows of the request, and
+    whether that row exists.
     """
     SHARING: tl.constexpr = HEADS // KV_HEADS
     head = group % KV_HEADS
@@ -54,10 +54,10 @@ def query_rows(group, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.con
 
 @triton.jit
 def _visible(known, position, sight, Q_LEN: tl.constexpr, WINDOW: tl.constexpr):
-    """Which keys count: [1 or rows, keys].
+    """A mask of the visible keys, [1 or rows, keys].
 
-    Those that are known (their position is in the work tile, and their block in the cache), at a position [keys] that
-    is before the end `sight` [rows] of what the row's query token sees, and within the window.
+    A key is visible if it is `known` (its position is in the work tile and its block in the cache), and if its
+    `position` [keys] is within the window and before `sight` [rows], the end of what the row's query token sees.
     """
     visible = known[None, :]
     if Q_LEN > 1:
@@ -69,7 +69,7 @@ def _visible(known, position, sight, Q_LEN: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, score):
-    """`score` [rows, keys] plus the products of the tiles `q` [rows, n] with the tiles `k` [keys, n]."""
+    """`score` [rows, keys] plus the products of tiles `q` [rows, n] with the corresponding tiles `k` [keys, n]."""
     for i in tl.static_range(len(k)):
         score = dot(q[i], tl.trans(k[i]), score)
     return score
@@ -89,10 +89,10 @@ def attend_tiles(
         keys of tile i + 1     load ......................................... arrive
         tile i                 scores = q k^T | mask | max, weights | acc = acc * rescale + weights v
 
-    `table` [B, TABLE] has blocks of TABLE_BLOCK tokens: those of the cache, or single slots.
+    `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
 
     Returns the unnormalized sums (a tuple of float32 [rows, columns], one per tile of values), the running maximum
-    [rows] and the row sums: [rows], or [rows, keys] where SUM_PER_COLUMN.
+    [rows], and the row sums ([rows], or [rows, keys] with SUM_PER_COLUMN).
     """
     ROWS: tl.constexpr = CONFIG.rows
     KEYS: tl.constexpr = CONFIG.keys
@@ -135,10 +135,10 @@ def store_results(
     acc, row_max, row_sum, out, lse, split_out, split_lse, sinks, index, request, is_split, line, live, head_of_row,
     ALL: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a whole request's rows to `out` [B, ALL, SIZE], `lse` [B, ALL]; a split's to `split_out`, `split_lse`.
+    """Stores rows of whole requests to `out` [B, ALL, SIZE] and `lse` [B, ALL], those of splits to `split_*`.
 
-    Both are normalized; the LSE of a whole request is natural, that of a split base 2.  Sinks count once per request:
-    `combine` adds them to requests that are split.
+    Both are normalized.  The LSE of a whole request is natural, that of a split in base 2.  Sinks must count once per
+    request, so `combine` adds them to split requests.
     """
     divisor = normalizer(row_sum)
     if SINKS:
@@ -160,7 +160,7 @@ def store_results(
 
 @triton.jit
 def _store_rows(array, row, live, tiles, SIZE: tl.constexpr):
-    """Tiles of columns, side by side, to rows `row` [n] of `array` [..., SIZE]."""
+    """Stores tiles of adjacent columns to rows `row` [n] of `array` [..., SIZE]."""
     for i in tl.static_range(len(tiles)):
         column = i * tiles[i].shape[1] + tl.arange(0, tiles[i].shape[1])
         target = array + row[:, None] * SIZE + column[None, :]

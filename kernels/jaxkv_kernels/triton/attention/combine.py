@@ -1,16 +1,16 @@
 """Combines the splits of requests, and writes the result in place to the rows of those requests.
 
-A program loops over units of work: some columns of a row of a split request.  It reads the splits in groups and keeps
-an online softmax over their base-2 log-sum-exps:
+A program loops over units of work.  A unit is some columns of one row of a split request.  It reads the splits in
+groups and keeps an online softmax over their base-2 log-sum-exps:
 
     for each unit:   for each group of splits:  load LSEs, values | max, weights | acc = acc * rescale + sum
                      normalize, store
 
-Before that, it copies the LSEs of requests that are not split, because a launch can update only one array in place, and
-that is the result.  No two programs write the same bytes.
+Before that, it copies the LSEs of requests that are not split to the LSE result.  (A launch can update only one array
+in place, which is the array of results.)  No two programs write the same bytes.
 
 What bounds it: the latency of the loads.  A group is therefore about as large as the usual number of splits per
-request.  4,096 values of a group take 32 registers of each of 128 threads.
+request.  A group of 4,096 values takes 32 registers in each of 128 threads.
 """
 
 import jax
@@ -24,9 +24,9 @@ from jaxkv_kernels.triton.runtime.dtypes import element_type
 from jaxkv_kernels.triton.runtime.launch import launch
 
 GROUP_VALUES = 4096
-"""Values of a group of splits."""
+"""Values per group of splits."""
 MAX_PROGRAMS = 2048
-"""About as many as fit on a GPU at a time: more would only start to find nothing to do."""
+"""About as many programs as fit on a GPU at a time.  Further programs would mostly find no work."""
 LSE_TILE = 1024
 """Log-sum-exps that a program copies at a time."""
 

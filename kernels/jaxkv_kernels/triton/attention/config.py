@@ -11,10 +11,10 @@ from jaxkv_kernels.tuning import configuration
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What one program works on at a time, and when requests are split.
+    """The tile sizes and resources of a program, and when requests are split.
 
     Raises:
-      ValueError: a number is not one that Triton can compile a kernel for.
+      ValueError: Triton cannot compile a kernel with one of the numbers.
     """
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -34,16 +34,19 @@ class Config:
     stages: int
     """Stages of Triton's software pipeline over the tiles of keys; 1 is no pipeline."""
     programs_per_sm: int
-    """Programs that run on a multiprocessor at the same time; plans rely on it."""
+    """Programs that run on a multiprocessor at the same time.  Plans use this number."""
     split_multiple: int = 64
-    """The length of a split is a multiple of this many tokens.  64 is the largest tile of keys and the usual block, so
-    that no tile is loaded for a few keys only."""
+    """The length of a split is a multiple of this many tokens.  64 is the largest tile of keys and the usual block
+    size, so no tile is loaded for only a few of its keys.
+    """
     split_cost: int = 64
-    """The fixed cost of a split, as the number of tokens that take as long to process.  On an H200, a program that
-    starts, loads its queries and stores its split takes about as long as one tile of keys."""
+    """The fixed cost of a split, in units of the time to process one token.  On an H200, a program that starts, loads
+    its queries and stores its split takes about as long as one tile of keys.
+    """
     max_waves: int = 4
-    """Plans try split sizes that fill the GPU once, twice, ... up to this many times.  Beyond 4, the fixed
-    costs of the splits exceed what more even work saves."""
+    """Plans try split sizes for one wave of programs, two waves, and so on up to this many.  With more than 4 waves,
+    the fixed costs of the splits exceed the gain from better balance.
+    """
 
     def __post_init__(self):
         for name in ("rows", "keys"):
@@ -60,19 +63,20 @@ class Config:
             raise ValueError(f"`{name}` is {value!r}: expected a power of two from {least} to {most}")
 
     def row_tiles(self, rows: int) -> int:
-        """How many programs share `rows` rows of queries."""
+        """The number of programs that share `rows` rows of queries."""
         return -(-rows // self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig(Config):
-    """Of the kernel of `decode_mla` and `decode_mla_sparse`."""
+    """The configuration of the kernel of `decode_mla` and `decode_mla_sparse`."""
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {**Config.SEARCH, "columns": (64, 128, 256)}
 
     columns: int
-    """Values of a latent per product: a power of two, at least 32.  Products of parts do not wait for each other, which
-    one product with all 512 values would, and take fewer registers."""
+    """Values of a latent per product: a power of two, at least 32.  Several smaller products are independent of each
+    other and take fewer registers than one product with all 512 values.
+    """
 
     def __post_init__(self):
         super().__post_init__()
@@ -81,34 +85,34 @@ class LatentConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig(Config):
-    """Of the kernel of `decode_kv`."""
+    """The configuration of the kernel of `decode_kv`."""
 
 
 def latent_config(entry, rows: int, dtype) -> LatentConfig:
-    """The configuration in use, for latents of `entry`, `rows` rows of queries per request, queries of `dtype`."""
+    """The configuration in use for latents of `entry` and `rows` rows of queries of `dtype` per request."""
     return configuration(_default_latent_config(entry, rows, dtype))
 
 
 def kv_config(entry, rows: int, dtype) -> KVConfig:
-    """The configuration in use, for keys and values of `entry`, `rows` rows of queries per KV head."""
+    """The configuration in use for keys and values of `entry` and `rows` rows of queries of `dtype` per KV head."""
     return configuration(_default_kv_config(entry, rows, dtype))
 
 
 def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
-    """For latents of `entry`, `rows` rows of queries per request and queries of `dtype`.
+    """The default for latents of `entry` and `rows` rows of queries of `dtype` per request.
 
-    A program may have 227 KiB of shared memory on sm_90, 163 on sm_80, 99 on sm_86 and sm_89.  The sizes for sm_90 were
-    measured on an H200; those for the others are what their shared memory and registers hold.
+    A program may have 227 KiB of shared memory on sm_90, 163 on sm_80, 99 on sm_86 and sm_89.  The sizes for sm_90 are
+    the fastest measured on an H200.  Those for other GPUs are the largest that fit their shared memory and registers.
 
-    float32: products of float32 keep all factors of a thread in registers, which limits tiles to 16 x 16; a tile of
-    keys takes 36 KiB, so that a second stage would not fit on sm_86.
-    Up to 16 rows: memory bandwidth is the limit, so two programs share a multiprocessor, and one loads while the other
-    computes.  On sm_90, bf16 takes 91 KiB of shared memory and 168 to 189 registers per thread (Triton 3.6 to 3.9); fp8
-    takes 92 KiB and 192 to 196 registers with tiles of 64 keys, which are half as large in bytes.
-    More rows: 64 on sm_90, where the queries (72 KiB) and two tiles of 64 keys (72 KiB each) take 216 KiB, and the
-    results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of raw bytes: 226 KiB.
-    More rows on other GPUs: 32 keys fit; 64 rows fit on sm_80 only, and only for entries that need no room for decoded
-    values.
+    - float32: products keep all operands of a thread in registers, which limits tiles to 16 x 16.  A tile of keys takes
+      36 KiB, so a second stage would not fit on sm_86.
+    - Up to 16 rows: memory bandwidth is the limit, so two programs share a multiprocessor, and one loads while the
+      other computes.  On sm_90, bf16 takes 91 KiB of shared memory and 168 to 189 registers per thread (Triton 3.6 to
+      3.9).  fp8 takes 92 KiB and 192 to 196 registers with tiles of 64 keys, which are half as large in bytes.
+    - More rows on sm_90: tiles of 64 rows and 64 keys.  The queries (72 KiB) and two tiles of keys (72 KiB each) take
+      216 KiB, and the results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of raw bytes: 226 KiB.
+    - More rows on other GPUs: tiles of 32 keys fit.  64 rows fit on sm_80 only, and only for entries that need no room
+      for decoded values.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return LatentConfig(rows=16, keys=16, columns=128, warps=4, stages=1, programs_per_sm=1)
@@ -130,13 +134,13 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
 
 
 def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
-    """For keys and values of `entry`, `rows` rows of queries per KV head and queries of `dtype`.
+    """The default for keys and values of `entry` and `rows` rows of queries of `dtype` per KV head.
 
-    Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than a large
-    one: 16 rows, 64 keys and 4 warps take 38 KiB of shared memory and 118 registers per thread at 128 + 128 bf16
-    values with Triton 3.6, so that four programs fit on sm_90 (with Triton 3.9, 140 registers: three).  Heads wider
-    than 128 get half the keys, hence the same bytes.  float32 products keep all factors in registers, which limits
-    tiles to 16 x 16.
+    Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than one
+    large program.  For 128 + 128 bf16 values, a program with 16 rows, 64 keys and 4 warps takes 38 KiB of shared
+    memory.  With Triton 3.6, it takes 118 registers per thread, so that four programs fit on sm_90; with Triton 3.9, it
+    takes 140, and three fit.  With heads wider than 128, tiles have half as many keys, so that their size in bytes is
+    the same.  float32 products keep all operands in registers, which limits tiles to 16 x 16.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return KVConfig(rows=16, keys=16, warps=4, stages=1, programs_per_sm=2)

@@ -1,6 +1,6 @@
 """Grouped-query and multi-head attention over paged keys and values.
 
-It computes softmax(scale * q . k) . v per query head, where heads // KV heads query heads share a KV head.
+It computes softmax(scale * q . k) . v per query head.  Each KV head is shared by (query heads / KV heads) query heads.
 
 A program has a work tile of the plan (a range of a request's tokens) and a tile of query rows (query tokens x query
 heads of one KV head), and runs the loop of `attend_tiles.py`.
@@ -32,7 +32,10 @@ from jaxkv_kernels.triton.runtime.launch import launch
 def decode_kv(
     q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
 ):
-    """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
+    """Attention of queries q [B, Q, Hq, D]: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq].
+
+    Query head i reads KV head i // (Hq / H).
+    """
     plan = plan_or_default(plan, q, block_tables, seq_lens, pages=pages, entry=entry, window=window)
     batch, q_len, heads, _ = q.shape
     rows = q_len * (heads // pages.num_heads)

@@ -12,7 +12,7 @@ from jaxkv_kernels.triton.attention.plan_decode import plan_or_default
 def decode_mla(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
 ):
-    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     plan = plan_or_default(plan, q_latent, block_tables, seq_lens, pages=pages, entry=entry, window=None)
     return attend_latents(
         q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, None, plan,

@@ -1,6 +1,6 @@
-"""Absorbed attention over chosen slots of paged latents.
+"""Absorbed attention over selected slots of paged latents.
 
-Every query token counts as a request of its own, whose block table is its list of slots: blocks of one token.
+Every query token is computed as a request of its own.  Its block table is its list of slots, as blocks of one token.
 """
 
 from dataclasses import replace
@@ -16,7 +16,10 @@ from jaxkv_kernels.triton.attention.plan_decode import make_plan, multiprocessor
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
 def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap):
-    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P], slots [B, Q, K] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
+
+    Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
+    """
     batch, q_len, heads, _ = q_latent.shape
     requests, size = batch * q_len, slots.shape[-1]
     config = latent_config(entry, heads, entry.dtype)
@@ -24,7 +27,7 @@ def decode_mla_sparse(q_latent, q_pe, buffer, slots, counts, sinks, layer, scale
         config=config, row_tiles=config.row_tiles(heads), q_len=1, window=None, longest=size, sms=multiprocessors()
     )
     if counts is None:
-        # All lengths are known while tracing, hence the number of work tiles, too.
+        # All lengths are known at trace time, and therefore also the number of work tiles.
         with jax.ensure_compile_time_eval():
             lengths = jnp.full(requests, size, jnp.int32)
             plan = make_plan(lengths, **options)

@@ -1,4 +1,4 @@
-"""Loads tiles of keys and values from entries of any format, as operands of products."""
+"""Loads tiles of keys and values from entries of any format, for use as operands of products."""
 
 from dataclasses import dataclass
 
@@ -19,23 +19,23 @@ SCALE_TILE = tl.constexpr(TILE)
 class EntryLoads:
     """How a kernel loads entries; a compile-time constant of the kernel.
 
-    An entry is a latent and a rotary key (`latents`: the keys are both, the values are the latents), or a key and a
-    value.
+    With `latents`, an entry is a latent and a rotary key: keys are both parts, and values are the latents.  Otherwise,
+    an entry is a key and a value.
     """
 
     format: str
     latents: bool
     first: int
-    """Values of the latent, or of the key."""
+    """The number of values of the latent, or of the key."""
     second: int
-    """Values of the rotary key, or of the value."""
+    """The number of values of the rotary key, or of the value."""
     first_columns: int
     """Columns of one load of these values, a power of two.  A latent may take several loads."""
     second_columns: int
     stored: tl.dtype
     """The element type in memory; "uint8" for quantized entries."""
     dtype: tl.dtype
-    """The element type of the operands of products."""
+    """The type of the operands of products."""
     native: bool
     """Whether the GPU has instructions that convert e4m3."""
     even: bool
@@ -43,12 +43,12 @@ class EntryLoads:
 
     @property
     def loads(self) -> int:
-        """How many loads the first part takes."""
+        """The number of loads for the first part."""
         return -(-self.first // self.first_columns)
 
     @property
     def in_pairs(self) -> bool:
-        """Whether each load gives two tiles, of its even and its odd columns (`codecs/e4m3_pairs.py`)."""
+        """Whether each load gives two tiles: its even and its odd columns (see `codecs/e4m3_pairs.py`)."""
         return self.latents and self.format == "fp8"
 
     @property
@@ -66,7 +66,7 @@ class EntryLoads:
 def load_keys_and_values(entry, known, LOADS: tl.constexpr):
     """Tiles [n, columns] of the keys and of the values of the entries at byte pointers `entry` [n]; 0 if not `known`.
 
-    Values of `fp8` are as stored, those of `fp8_ds_mla` are multiplied by their scales.
+    Values of `fp8` are returned as stored, those of `fp8_ds_mla` multiplied by their scales.
     """
     if LOADS.latents:
         NUM_LOADS: tl.constexpr = LOADS.loads
@@ -83,7 +83,7 @@ def load_keys_and_values(entry, known, LOADS: tl.constexpr):
 
 @triton.jit
 def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
-    """Values FIRST, FIRST + 1, ... of latents: one tile, or two where they come in pairs."""
+    """The values of latents from FIRST on: one tile, or two with `in_pairs`."""
     left: tl.constexpr = LOADS.first - FIRST
     COLUMNS: tl.constexpr = LOADS.first_columns
     if LOADS.format == "fp8_ds_mla":
@@ -101,7 +101,7 @@ def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
 
 @triton.jit
 def _rope_tile(entry, known, LOADS: tl.constexpr):
-    """The rotary keys: one tile, or two where they come in pairs."""
+    """The rotary keys: one tile, or two with `in_pairs`."""
     COLUMNS: tl.constexpr = LOADS.second_columns
     if LOADS.format == "fp8_ds_mla":
         ropes = (entry + LOADS.first + 4 * (LOADS.first // SCALE_TILE)).to(tl.pointer_type(tl.bfloat16))
@@ -116,6 +116,6 @@ def _rope_tile(entry, known, LOADS: tl.constexpr):
 
 @triton.jit
 def _plain_tile(entry, known, FIRST: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr):
-    """The SIZE values from FIRST on of entries whose element type is `stored`."""
+    """SIZE values, from FIRST on, of entries whose elements have type `stored`."""
     values = load_pieces(entry.to(tl.pointer_type(LOADS.stored)) + FIRST, known, SIZE, COLUMNS)
     return widened(values, None, LOADS.dtype, LOADS.native) if LOADS.format == "fp8" else rounded(values, LOADS.dtype)

@@ -1,4 +1,4 @@
-"""Combines partial attentions of the same queries over disjoint keys.
+"""Merges partial attentions of the same queries over disjoint sets of keys.
 
 It computes out = sum of exp(lse_i - lse) * out_i, where lse = log(sum of exp(lse_i)).
 
@@ -24,7 +24,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 @jax.jit
 def merge_states(outs, lses):
-    """Outs [N, ..., D], lses [N, ...] to out [..., D] and float32 lse [...]."""
+    """Merges outs [N, ..., D] with lses [N, ...]: out [..., D] and float32 lse [...]."""
     shapes = jax.ShapeDtypeStruct(outs.shape[1:], outs.dtype), jax.ShapeDtypeStruct(lses.shape[1:], lses.dtype)
     tile = tile_shape((outs.shape[-1],))
     count = lses[0].size
@@ -58,6 +58,6 @@ def _merge_states(
 
 @triton.jit
 def _without_nan(lses, row, COUNT: tl.constexpr):
-    """LSEs of rows; +inf and NaN, which some kernels return for rows without keys, become -inf."""
+    """Loads the LSEs of rows.  +inf and NaN, which some kernels return for rows without keys, become -inf."""
     found = tl.load(lses + row, mask=row < COUNT, other=float("-inf"))
     return tl.where(found < float("inf"), found, float("-inf"))

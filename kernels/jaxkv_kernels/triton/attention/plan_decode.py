@@ -1,7 +1,8 @@
-"""Split-KV plans: which program attends to which tokens of a request, computed on the device from the lengths.
+"""Split-KV plans: they assign tokens of requests to programs, and are computed on the device from the lengths.
 
-A plan has one split size for all requests.  Large splits leave multiprocessors idle; small ones cost a start each, and
-must be combined afterwards.  The plan compares a few sizes, and takes the one with the least estimated time.
+A plan has one split size for all requests.  Large splits leave multiprocessors idle.  Each small split has a fixed
+cost, and splits must be combined afterwards.  The plan compares a few sizes and uses the one with the least estimated
+time.
 """
 
 from dataclasses import dataclass, field
@@ -19,22 +20,23 @@ from jaxkv_kernels.triton.runtime.interpreting import interpreting
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
-    """A schedule; arrays of int32."""
+    """A schedule.  All arrays are int32."""
 
     work_tiles: jax.Array
-    """[tiles, 4]: request (-1: none), first token, end, whether it is one of several splits of the request."""
+    """[tiles, 4]: request (-1 for none), first token, end, and whether the request has several work tiles."""
     split_requests: jax.Array
-    """[B, 3]: request, its first work tile, how many it has.  First those that are split, then the others."""
+    """[B, 3]: request, its first work tile, and its number of work tiles.  Split requests come first, then the others.
+    """
     tiles_per_request: jax.Array
     """[B]: work tiles of each request."""
     num_split: jax.Array
-    """[1]: how many requests are split."""
+    """[1]: number of split requests."""
     typical_splits: int = field(metadata={"static": True})
-    """Splits per request if all requests are alike and fill the GPU once."""
+    """Splits per request if all requests have the same length and the splits fill the GPU once."""
 
     @property
     def may_split(self) -> bool:
-        """Whether requests can be split at all."""
+        """Whether any request can be split."""
         return self.work_tiles.shape[0] > self.tiles_per_request.shape[0]
 
 
@@ -69,12 +71,12 @@ def multiprocessors() -> int:
 def make_plan(
     seq_lens, *, config: Config, row_tiles: int, q_len: int, window: int | None, longest: int, sms: int
 ) -> Plan:
-    """The schedule for requests of `seq_lens` [B] (clamped to 0 and `longest`) on `sms` multiprocessors.
+    """The schedule for requests of `seq_lens` [B] (clamped to the range 0 to `longest`) on `sms` multiprocessors.
 
     `row_tiles` programs share each work tile.  With a window, requests begin at the first token that some query sees.
     """
     batch = seq_lens.size
-    places = sms * config.programs_per_sm  # programs that run at a time
+    places = sms * config.programs_per_sm  # programs that run at the same time
     ends = jnp.clip(seq_lens, 0, longest)
     begins = jnp.zeros_like(ends)
     if window is not None:
@@ -87,8 +89,8 @@ def make_plan(
     sizes = jnp.ceil(longest_length / splits / config.split_multiple).astype(jnp.int32) * config.split_multiple
     counts = jnp.maximum(-(-lengths // sizes[:, None]), 1)
     waves = -(-counts.sum(axis=1) * row_tiles // places)
-    # Two upper bounds of the time, in tokens: programs that start in order end within the even share plus one split,
-    # and within as many splits as there are waves.
+    # The time, in tokens, has two upper bounds.  Programs that start in order end within an even share plus one split,
+    # and also within one split per wave.
     end = jnp.minimum(share + sizes, waves * sizes) + waves * config.split_cost
     best = end.argmin()
     size, counts = sizes[best], counts[best]

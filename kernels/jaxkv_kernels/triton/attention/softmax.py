@@ -1,7 +1,7 @@
 """The online softmax over tiles of scores.
 
-It works in powers of two, because `exp2` is one instruction: scores are multiplied by log2(e) once, and the maximum and
-the log-sum-exp of splits are in base 2 as well.
+It works in base 2, because `exp2` is one instruction.  Scores are multiplied by log2(e) once; the running maximum and
+the log-sum-exps of splits are in base 2 as well.
 """
 
 import numpy as np
@@ -15,8 +15,9 @@ NO_KEYS = tl.constexpr(float(np.finfo(np.float32).min))
 """The running maximum of a row before its first key.  It is finite, so that a tile of masked keys gives weights of 0
 instead of NaN, and no finite score is below it."""
 HALF_HEADROOM = tl.constexpr(14.0)
-"""float16 weights are kept below 2**14 instead of 2**0.  float16 ends at 2**-24, so a weight would vanish at 2**-24 of
-the largest one; with the headroom it vanishes at 2**-38."""
+"""float16 weights are at most 2**14 instead of 1.  The smallest float16 is 2**-24, so without this headroom, a weight
+below 2**-24 times the largest would become 0; with it, the limit is 2**-38.
+"""
 POLYNOMIAL_LIMIT = tl.constexpr(0.55)
 """Below this, `1 - exp2(...)` loses bits to cancellation, and tanh is a polynomial (relative error below 2**-23)."""
 
@@ -59,8 +60,9 @@ def update_max(score, row_max, DTYPE: tl.constexpr):
 def update_sum(row_sum, rescale, weight):
     """Adds a tile of weights [rows, keys] to the running sums.
 
-    Sums [rows] are reduced across threads for every tile.  Sums [rows, keys] are kept per column of the tile and
-    reduced once at the end: more registers, and no exchange between threads in the loop.
+    If `row_sum` is [rows], weights are reduced across threads for every tile.  If it is [rows, keys], there is a sum
+    per column of the tile, and these are reduced once at the end.  This takes more registers, but no exchange between
+    threads in the loop.
     """
     if len(row_sum.shape) == 1:
         result = row_sum * rescale + tl.sum(weight, axis=1)
@@ -77,7 +79,7 @@ def normalizer(row_sum):
 
 @triton.jit
 def normalizer_with_sink(row_max, row_sum, sink):
-    """The same, with one more key whose score is `sink` (natural, not base 2) and whose value is 0."""
+    """Like `normalizer`, with one more key whose score is `sink` (natural, not base 2) and whose value is 0."""
     return normalizer(row_sum) + tl.exp2(sink * LOG2E - tl.where(row_sum == 0, 0.0, row_max))
 
 

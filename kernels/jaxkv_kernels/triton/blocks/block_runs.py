@@ -1,7 +1,7 @@
-"""Whole blocks as runs of memory, moved in chunks.
+"""Copying whole blocks as runs of memory, in chunks.
 
-A run is a contiguous part of a block in the cache.  The runs of a block, one after the other, are the exported block.
-A program moves one chunk of a run, at most CHUNK bytes.  Within a launch, no program reads what another one writes.
+A run is a contiguous part of a block in the cache.  Concatenated, the runs of a block are the exported block.  A
+program moves one chunk of a run, at most CHUNK bytes.  Within a launch, no program reads what another one writes.
 
 What bounds it: memory bandwidth.  A chunk is 64 bytes per thread, 16 registers, and takes no shared memory.
 """
@@ -23,7 +23,7 @@ WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """Where the runs of a block lie, in bytes: a constant of kernels, which read its fields."""
+    """The places of a block's runs, in bytes.  Kernels receive it as a constant."""
 
     num_blocks: int
     block_stride: int
@@ -33,7 +33,7 @@ class BlockRuns:
     length: int
     """Words per run."""
     word: tl.dtype
-    """The widest type that all addresses are multiples of."""
+    """The widest type to whose size all addresses are aligned."""
     word_bytes: int
 
     @property
@@ -43,7 +43,7 @@ class BlockRuns:
 
     @property
     def chunk(self) -> int:
-        """Words that a program moves: a power of two."""
+        """The number of words that a program moves, a power of two."""
         return min(CHUNK // self.word_bytes, triton.next_power_of_2(self.length))
 
     @property
@@ -53,7 +53,7 @@ class BlockRuns:
 
 
 def block_runs(pages: Pages, itemsize: int) -> BlockRuns:
-    """As few runs as the strides allow, in a buffer whose elements have `itemsize` bytes."""
+    """The fewest runs that the strides allow, for a buffer whose elements have `itemsize` bytes."""
     pages = in_bytes(pages, itemsize)
     runs = runs_of(pages)
     axes = [(1, 0)] * (3 - len(runs.axes)) + [(count, stride) for _, count, stride in runs.axes]
@@ -64,7 +64,7 @@ def block_runs(pages: Pages, itemsize: int) -> BlockRuns:
 
 @triton.jit
 def chunk_of(RUNS: tl.constexpr):
-    """Of this program: the index of its block among those of the call, its run of the block, and the words of that."""
+    """The chunk of this program: the position of its block in the call's ids, its run, and its words of the run."""
     chunk = tl.program_id(0)
     run = chunk // RUNS.chunks
     return run // RUNS.count, run % RUNS.count, chunk % RUNS.chunks * RUNS.chunk + tl.arange(0, RUNS.chunk)
@@ -82,6 +82,6 @@ def in_cache(buffer, block, run, word, RUNS: tl.constexpr):
 
 @triton.jit
 def in_row(rows, i, run, word, RUNS: tl.constexpr):
-    """Pointers to the same words in row `i` of an array of whole blocks."""
+    """Pointers to the words of a run in row `i` of an array of exported blocks."""
     start = (i.to(tl.int64) * RUNS.count + run) * RUNS.length
     return rows.to(tl.pointer_type(RUNS.word)) + start + word

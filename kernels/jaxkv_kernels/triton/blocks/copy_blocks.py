@@ -1,8 +1,8 @@
-"""Copies whole blocks within a cache, all read before any is written.
+"""Copies whole blocks within a cache.  All blocks are read before any is overwritten.
 
-A pair whose destination is not the source of any pair is copied at once.  The blocks of the other pairs are read into
-an array beside the cache, and a second kernel writes them to their destinations: by then, every source has been read.
-That array has room for all pairs, because which of them wait is known on the device only.
+If the destination of a pair is not the source of any pair, the first kernel copies it directly.  It reads the sources
+of the other pairs into a temporary array, and a second kernel writes these to their destinations, after every source
+has been read.  The array has room for all pairs, because only the device knows which ones it has to hold.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 @partial(jax.jit, static_argnames="pages")
 def copy_blocks(buffer, src, dst, *, pages):
-    """Blocks `src` [n] over blocks `dst` [n], all read before any is written; a pair with a bad id is skipped."""
+    """Copies blocks `src` [n] over blocks `dst` [n]; pairs with an id outside the cache are skipped."""
     if not src.size:
         return buffer
     runs = block_runs(pages, buffer.dtype.itemsize)

@@ -13,7 +13,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 @partial(jax.jit, static_argnames="pages")
 def read_blocks(buffer, blocks, *, pages):
-    """Blocks [n] as rows [n, block_elements]; 0 where the id is bad."""
+    """Returns blocks [n] as rows [n, block_elements]; rows of ids outside the cache are 0."""
     rows = jax.ShapeDtypeStruct((blocks.size, pages.block_elements), buffer.dtype)
     if not blocks.size:
         return jnp.zeros(rows.shape, rows.dtype)

@@ -12,7 +12,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 @partial(jax.jit, static_argnames="pages")
 def write_blocks(buffer, blocks, data, *, pages):
-    """Rows [n, block_elements] over blocks [n]; a bad id is skipped."""
+    """Overwrites blocks [n] with rows [n, block_elements]; ids outside the cache are skipped."""
     if not blocks.size:
         return buffer
     runs = block_runs(pages, buffer.dtype.itemsize)

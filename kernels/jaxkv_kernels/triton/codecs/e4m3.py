@@ -1,7 +1,7 @@
 """e4m3 values, and power-of-two scales for them.
 
-GPUs before Ada (sm_89) do not have the type, nor has Triton for them.  There, bytes are encoded and decoded with
-integer arithmetic on the bits.
+GPUs before Ada (sm_89) have no instructions for the type, and Triton does not support it on them.  There, bytes are
+encoded and decoded with integer arithmetic on the bits.
 """
 
 import triton
@@ -14,16 +14,16 @@ NAN = tl.constexpr(0x7FC00000)
 
 
 def has_e4m3() -> bool:
-    """Whether the GPU has instructions that convert e4m3: the constant NATIVE of kernels."""
+    """Whether the GPU has instructions that convert e4m3; passed to kernels as the constant NATIVE."""
     return capability() >= 89
 
 
 @triton.jit
 def load_scales(first, second, head, STEPS: tl.constexpr):
-    """Scales [n] of both parts of entries of heads `head` [n]; an empty tuple if STEPS is None.
+    """Loads the scales [n] of both parts of entries, for heads `head` [n]; an empty tuple if STEPS is None.
 
     `first` and `second` point to the scales; STEPS are the distances between those of consecutive heads.  Kernels load
-    scales before the entries, so that nothing waits for them later.
+    scales before entries, so that nothing has to wait for them later.
     """
     scales = ()
     if STEPS is not None:
@@ -33,14 +33,15 @@ def load_scales(first, second, head, STEPS: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x, NATIVE: tl.constexpr):
-    """float32 to bytes: rounds to nearest even and saturates at +-448; NaN stays NaN."""
+    """Encodes float32 as bytes: rounds to nearest even and saturates at +-448.  NaN stays NaN."""
     if NATIVE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.uint32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Subnormals of e4m3, below 2**-6, are multiples of 2**-9.  So are float32 values near 2**14: adding 2**14 rounds.
+    # Subnormals of e4m3, below 2**-6, are multiples of 2**-9.  float32 values near 2**14 also are, so adding 2**14
+    # rounds.
     small = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     found = tl.where(size < 0.015625, small, normal)
     return (sign | tl.where(x == x, found, 0x7F)).to(tl.uint8)
@@ -48,7 +49,7 @@ def to_e4m3(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def from_e4m3(byte, NATIVE: tl.constexpr):
-    """Bytes to float32, exactly."""
+    """Decodes bytes to float32, exactly."""
     if NATIVE:
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = byte.to(tl.uint16)
@@ -66,11 +67,12 @@ def power_of_two_scale(tile, SMALLEST_EXPONENT: tl.constexpr, keep=None):
     2**SMALLEST_EXPONENT.  The formula is that of `jaxkv_kernels.formats.bits.power_of_two_scale`.  A NaN among the
     values gives NaN for both results.
 
-    Values where the mask `keep` [..., 1] is False count as 0.  The result of those rows is not stored; the mask is for
-    speed.  Kernels that store entries load slots and values.  Because `keep` is computed from the slots, this use of it
-    makes ptxas issue both loads together, instead of the slots' after the arithmetic on the values.
+    Values where the mask `keep` [..., 1] is False count as 0.  The mask only matters for speed, because results of
+    these rows are not stored.  Kernels that store entries load slots and values, and compute `keep` from the slots.
+    Using `keep` here makes ptxas issue both loads together.  Otherwise, it would load the slots after the arithmetic on
+    the values.
     """
-    # Compared as integers, magnitudes have the same order as floats, and NaN is the largest.
+    # Magnitudes have the same order as integers and as floats, and NaN is the largest integer.
     size = tile.to(tl.int32, bitcast=True) & (0x7FFFFFFF if keep is None else tl.where(keep, 0x7FFFFFFF, 0))
     bits = tl.max(size, axis=len(tile.shape) - 1)
     exponent = (bits >> 23) - (127 + 8) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)

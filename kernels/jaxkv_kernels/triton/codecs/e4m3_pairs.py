@@ -1,8 +1,8 @@
-"""e4m3 values in pairs of bytes, which decode without a detour through shared memory.
+"""e4m3 values as pairs of bytes, which are decoded without an exchange through shared memory.
 
 The GPU converts two e4m3 values at a time, and loads operands of products from shared memory in units of 16 bits, which
-is one pair.  A tile of pairs becomes two tiles: the values of even columns and those of odd columns.  Each value is in
-the thread, and at the index, where its pair was, so that both tiles are operands as they are.
+is one pair.  A tile of pairs becomes two tiles: the values of even columns and those of odd columns.  Each value stays
+in the thread, and at the index, of its pair, so that both tiles can be used as operands directly.
 """
 
 import triton
@@ -19,15 +19,17 @@ CONVERT = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-"""From a register with two pairs: one register with the even values, one with the odd values."""
+"""PTX that converts a register with two pairs to one register with the even values and one with the odd values."""
 
 
 @triton.jit
 def load_pairs(place, known, SIZE: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """SIZE bytes from each of the pointers `place` [n] as int16 [n, COLUMNS // 2]; the first byte of a pair is the low
-    one.
+    """Loads SIZE bytes from each of the pointers `place` [n] as int16 [n, COLUMNS // 2].
 
-    Bytes past SIZE are 0, and so are rows where `known` [n] is False.  EVEN: all pointers and SIZE are even.
+    The first byte of a pair is the low one.
+
+    Bytes past SIZE are 0, and so are rows where `known` [n] is False.  EVEN must only be set if all pointers and SIZE
+    are even.
     """
     if EVEN:
         pairs = load_pieces(place.to(tl.pointer_type(tl.int16)), known, SIZE // 2, COLUMNS // 2)
@@ -41,9 +43,9 @@ def load_pairs(place, known, SIZE: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl
 
 @triton.jit
 def halves(pairs, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """The values of the low bytes and of the high bytes of int16 [n, m], each DTYPE [n, m].
+    """Decodes the low bytes and the high bytes of int16 [n, m] to two tiles DTYPE [n, m].
 
-    float16 holds every e4m3 value exactly.
+    float16 represents every e4m3 value exactly.
     """
     if NATIVE:
         low, high = tl.inline_asm_elementwise(
@@ -57,14 +59,14 @@ def halves(pairs, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _half(bits):
-    """e4m3 values whose bits are shifted to the positions of float16, where they are 2**8 times too small."""
+    """The e4m3 values whose `bits` are shifted to the positions of float16, which makes them 2**8 times too small."""
     small = bits.to(tl.int16).to(tl.float16, bitcast=True)
-    # e4m3's NaN is the largest pattern, 1.875 as float16.  Times 36864 it overflows to inf, and inf * 0 is NaN.  The
-    # next one, 1.75, does not overflow, and adds 0.
+    # e4m3's NaN has the largest bit pattern, which is 1.875 as float16.  Multiplied by 36864 it overflows to inf, and
+    # inf * 0 is NaN.  The next lower pattern, 1.75, does not overflow and adds 0.
     return small * 256.0 + small * 36864.0 * 0.0
 
 
 @triton.jit
 def in_halves(x):
-    """The even and the odd columns of [n, 2 m], each [n, m]: the counterpart of `halves` for queries."""
+    """Splits x [n, 2 m] into its even and its odd columns, each [n, m], to match the tiles of `halves`."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))

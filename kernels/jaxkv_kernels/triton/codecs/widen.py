@@ -1,4 +1,4 @@
-"""Decodes e4m3 values into operands of products."""
+"""Decodes e4m3 values to operands of products."""
 
 import triton
 import triton.language as tl

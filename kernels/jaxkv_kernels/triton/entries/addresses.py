@@ -1,7 +1,7 @@
-"""Where entries lie, in bytes: 64-bit arithmetic, whatever the strides.
+"""Addresses of entries in bytes, computed in 64 bits for any strides.
 
-Layers, blocks, slots and heads are int32, of shapes that broadcast.  Addresses are pointers to bytes.  They are also
-computed for slots outside the cache; those must not be dereferenced.
+Layers, blocks, slots and heads are int32, with shapes that broadcast.  Addresses are pointers to bytes.  Addresses of
+slots outside the cache are computed as well, but must not be dereferenced.
 """
 
 from dataclasses import replace
@@ -13,40 +13,40 @@ from jaxkv_kernels.addressing.pages import Pages
 
 
 def in_bytes(pages: Pages, itemsize: int) -> Pages:
-    """`pages` with strides in bytes, for elements of `itemsize` bytes: a constant of kernels, which read its fields."""
+    """`pages` with strides in bytes, for elements of `itemsize` bytes.  Kernels receive it as a constant."""
     steps = ("layer_stride", "block_stride", "head_stride", "token_stride", "offset", "width", "size")
     return replace(pages, **{name: getattr(pages, name) * itemsize for name in steps})
 
 
 @triton.jit
 def slots_of(layer, PAGES: tl.constexpr):
-    """How many slots a layer has: 0 if the cache has no such layer."""
+    """The number of slots of a layer; 0 if the cache has no such layer."""
     return tl.where((layer >= 0) & (layer < PAGES.num_layers), PAGES.num_slots, 0)
 
 
 @triton.jit
 def page_address(buffer, layer, block, head, PAGES: tl.constexpr):
-    """Where pages begin: the first token of a head in a block."""
+    """The start of pages (the first token of a head in a block)."""
     page = tl.cast(layer, tl.int64) * PAGES.layer_stride + tl.cast(block, tl.int64) * PAGES.block_stride
     return buffer.to(tl.pointer_type(tl.uint8)) + (page + tl.cast(head, tl.int64) * PAGES.head_stride + PAGES.offset)
 
 
 @triton.jit
 def token_address(buffer, layer, slot, head, PAGES: tl.constexpr):
-    """Where entries begin."""
+    """The start of entries."""
     page = page_address(buffer, layer, slot // PAGES.block_size, head, PAGES)
     return page + (slot % PAGES.block_size).to(tl.int64) * PAGES.token_stride
 
 
 @triton.jit
 def value_address(buffer, layer, slot, PAGES: tl.constexpr, SIZE: tl.constexpr):
-    """Where the SIZE bytes of values of keys begin, in split pages."""
+    """The start of the SIZE bytes of a key's values, in split pages."""
     page = page_address(buffer, layer, slot // PAGES.block_size, 0, PAGES)
     return page + (slot % PAGES.block_size).to(tl.int64) * SIZE
 
 
 @triton.jit
 def scale_address(buffer, layer, slot, PAGES: tl.constexpr, SIZE: tl.constexpr):
-    """Where the scales of keys are, in split pages: pointers to float32."""
+    """The scales of keys in split pages, as pointers to float32."""
     scales = page_address(buffer, layer, slot // PAGES.block_size, 0, PAGES) + PAGES.block_size * SIZE
     return scales.to(tl.pointer_type(tl.float32)) + slot % PAGES.block_size

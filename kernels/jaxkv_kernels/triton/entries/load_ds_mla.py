@@ -3,8 +3,8 @@
 A program has ROWS consecutive rows of the results.  It finds the requests of its tokens by binary search and their
 slots in the tables, loads values, scales and rotary keys, multiplies in float32, rounds and stores.
 
-What bounds it: memory bandwidth.  2,048 values take 16 registers per thread, and 2 KiB of shared memory, through which
-they move to the threads that store them.
+What bounds it: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread.  Values move through 2 KiB of
+shared memory to the threads that store them.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 def load_ds_mla(
     buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype
 ) -> tuple[jax.Array, ...]:
-    """kv_c [total, R], k_pe [total, P] of `dtype` of the tokens of ragged runs; rows without a token are 0."""
+    """Returns kv_c [total, R] and k_pe [total, P] of `dtype` for ragged runs of tokens; rows without a token are 0."""
     shape = tile_shape(entry.sizes)
     constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),

@@ -1,9 +1,9 @@
-"""Reads plain and e4m3 entries, whose parts lie side by side, of ragged runs of tokens.
+"""Reads plain and e4m3 entries, whose parts are adjacent, of ragged runs of tokens.
 
 A program has consecutive rows of the results; a row is one head of one token.  It finds the requests of its tokens by
 binary search and their slots in the tables, loads, decodes and stores.
 
-What bounds it: memory bandwidth.  A tile of 2,048 values and one of the other part take somewhat more than 16 registers
+What bounds it: memory bandwidth.  A tile of 2,048 values and one of the other part take slightly more than 16 registers
 per thread.  e4m3 values move through 2 KiB of shared memory to the threads that store them.
 """
 
@@ -28,9 +28,9 @@ from jaxkv_kernels.triton.runtime.launch import launch
 def load_entries(
     buffer, block_tables, cu_seq_lens, seq_starts, layer, scales=(), *, pages, entry, total, dtype
 ) -> list[jax.Array]:
-    """Parts [total, H, n_i] of `dtype` of the tokens of ragged runs; rows without a token are 0.
+    """Returns parts [total, H, n_i] of `dtype` for the tokens of ragged runs; rows without a token are 0.
 
-    `scales` of e4m3 entries: float32 scalar or [H] for each part; value = stored * scale.
+    `scales`, for e4m3 entries, has a float32 scalar or [H] for each part: value = stored * scale.
     """
     rows = total * pages.num_heads
     sizes = (*entry.sizes, 0)[:2]
@@ -46,7 +46,7 @@ def load_entries(
         "NATIVE": has_e4m3(),
     }
     operands = (buffer, *scales, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
-    # An array of no values has no memory to point to.
+    # At least one value, because an array without values has no memory to point to.
     results = [jax.ShapeDtypeStruct((total, pages.num_heads, max(size, 1)), dtype) for size in sizes]
     grid = (triton.cdiv(rows, shape["ROWS"]),)
     found = launch(_load_entries, operands, results, grid=grid, warps=WARPS, **constants, **shape)

@@ -1,10 +1,10 @@
 """Reads `indexer_fp8` keys of ragged runs of tokens, dequantized.
 
 A program has ROWS consecutive rows of the result.  It finds the requests of its tokens by binary search and their slots
-in the tables, loads values and scales from the two halves of the pages, multiplies, rounds and stores.
+in the tables, loads values and scales from the two regions of the pages, multiplies, rounds and stores.
 
-What bounds it: memory bandwidth.  2,048 values take 16 registers per thread, and 2 KiB of shared memory, through which
-they move to the threads that store them.
+What bounds it: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread.  Values move through 2 KiB of
+shared memory to the threads that store them.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
 def load_split(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype) -> jax.Array:
-    """k [total, n] of `dtype` of the tokens of ragged runs; rows without a token are 0."""
+    """Returns k [total, n] of `dtype` for the tokens of ragged runs; rows without a token are 0."""
     shape = tile_shape(entry.sizes)
     constants: dict[str, Any] = {
         "PAGES": in_bytes(pages, buffer.dtype.itemsize),

@@ -4,8 +4,8 @@ A program has ROWS consecutive tokens.  It loads slots and values together, stor
 load is issued with the others), computes a scale per tile of 128 values, and stores values and scales.  No two programs
 write the same bytes, unless a slot is given twice.
 
-What bounds it: memory bandwidth.  2,048 values take 16 registers per thread.  Maxima of tiles that several warps share
-take one float32 per tile of shared memory.
+What bounds it: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread.  If several warps share a tile
+of 128 values, its maximum takes one float32 of shared memory.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 @partial(jax.jit, static_argnames=("pages", "entry"))
 def store_ds_mla(buffer, kv_c, k_pe, slots, layer, *, pages, entry):
-    """The buffer with kv_c [T, R], k_pe [T, P] at slots [T] of a layer; slots outside the cache are skipped."""
+    """The buffer with kv_c [T, R], k_pe [T, P] stored at slots [T] of a layer; slots outside the cache are skipped."""
     if not slots.size:
         return buffer
     shape = tile_shape(entry.sizes)

@@ -1,10 +1,10 @@
-"""Stores plain and e4m3 entries, whose parts lie side by side, at slots of a layer, in place.
+"""Stores plain and e4m3 entries, whose parts are adjacent, at slots of a layer, in place.
 
 A program has consecutive rows; a row is one head of one token.  It loads slots and values together, encodes, and stores
 each part at its slot.  No two programs write the same bytes, unless a slot is given twice.
 
-What bounds it: memory bandwidth.  A tile of 2,048 values and one of the other part take somewhat more than 16 registers
-per thread, and no shared memory.
+What bounds it: memory bandwidth.  A tile of 2,048 values and one of the other part take slightly more than 16 registers
+per thread.  No shared memory is used.
 """
 
 from functools import partial
@@ -28,18 +28,18 @@ def store_entries(buffer, parts, slots, layer, scales=(), *, pages, entry):
     """The buffer with entries stored at slots [T] of a layer; slots outside the cache are skipped.
 
     Args:
-      buffer: the cache's.
+      buffer: the buffer of the cache.
       parts: one or two arrays [T, (H,) n_i].
       slots: int32 [T].
       layer: int32 scalar.
-      scales: of e4m3 entries, float32 scalar or [H] for each part: stored = value / scale.
-      pages: where entries lie.
-      entry: what they are.
+      scales: for e4m3 entries, a float32 scalar or [H] for each part: stored = value / scale.
+      pages: the addresses of entries.
+      entry: the kind and format of entries.
     """
     if not slots.size:
         return buffer
     rows = slots.size * pages.num_heads
-    sizes = (*entry.sizes, 0)[:2]  # a single part stands for a second one, of no values
+    sizes = (*entry.sizes, 0)[:2]  # if there is one part, the second one has no values
     scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
     shape = tile_shape(sizes)
     constants: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Tiles of rows: how many rows a program has, and moving them between arrays and registers."""
+"""Tiles of rows: how many rows a program has, and how they are moved between arrays and registers."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 WARPS = 4
 VALUES = 2048
-"""Values of a tile, 16 per thread: two loads of 16 bytes if a value has 2."""
+"""Values per tile, 16 per thread: two loads of 16 bytes for values of 2 bytes."""
 
 
 def tile_shape(sizes) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def tile_shape(sizes) -> dict[str, Any]:
 
 @triton.jit
 def load_rows(array, row, COUNT: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows `row` [n] of `array` [COUNT, SIZE] as a tile [n, COLUMNS]."""
+    """Loads rows `row` [n] of `array` [COUNT, SIZE] as a tile [n, COLUMNS]."""
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (row < COUNT)[:, None] & (column < SIZE)
     return tl.load(array + row.to(tl.int64)[:, None] * SIZE + column, mask=mask)
@@ -26,7 +26,7 @@ def load_rows(array, row, COUNT: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def store_rows(array, row, tile, COUNT: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile [n, COLUMNS] to rows `row` [n] of `array` [COUNT, SIZE]."""
+    """Stores a tile [n, COLUMNS] to rows `row` [n] of `array` [COUNT, SIZE]."""
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (row < COUNT)[:, None] & (column < SIZE)
     tl.store(array + row.to(tl.int64)[:, None] * SIZE + column, tile, mask=mask)
@@ -34,9 +34,9 @@ def store_rows(array, row, tile, COUNT: tl.constexpr, SIZE: tl.constexpr, COLUMN
 
 @triton.jit
 def load_pieces(place, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """SIZE elements from each of the pointers `place` [n] as a tile [n, COLUMNS].
+    """Loads SIZE elements from each of the pointers `place` [n] as a tile [n, COLUMNS].
 
-    0 past them, and where `keep` [n] does not hold.
+    The tile is 0 past SIZE, and in rows where `keep` [n] is False.
     """
     column = tl.arange(0, COLUMNS)[None, :]
     mask = keep[:, None] if SIZE >= COLUMNS else keep[:, None] & (column < SIZE)
@@ -45,6 +45,6 @@ def load_pieces(place, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def store_pieces(place, tile, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile [n, COLUMNS] to each of the pointers `place` [n], SIZE elements, where `keep` [n] holds."""
+    """Stores SIZE elements of each row of a tile [n, COLUMNS] to the pointers `place` [n], where `keep` [n] is True."""
     column = tl.arange(0, COLUMNS)[None, :]
     tl.store(place[:, None] + column, tile, mask=keep[:, None] & (column < SIZE))

@@ -1,4 +1,4 @@
-"""Stores new entries: the kernel of each format."""
+"""Storing new entries: dispatches to the kernel of the format."""
 
 from jaxkv_kernels.triton.entries.store_ds_mla import store_ds_mla
 from jaxkv_kernels.triton.entries.store_entries import store_entries
@@ -6,7 +6,7 @@ from jaxkv_kernels.triton.entries.store_split import store_split
 
 
 def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry):
-    """kv_c [T, R], k_pe [T, P] into slots [T] of a layer; the new buffer."""
+    """Stores kv_c [T, R] and k_pe [T, P] at slots [T] of a layer; returns the new buffer."""
     if entry.format == "fp8_ds_mla":
         return store_ds_mla(buffer, kv_c, k_pe, slot_mapping, layer, pages=pages, entry=entry)
     scales = (kv_scale, kv_scale) if entry.codec.scaled else ()
@@ -14,13 +14,13 @@ def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry
 
 
 def write_kv(buffer, k, v, slot_mapping, layer, k_scale, v_scale, *, pages, entry):
-    """k [T, H, D], v [T, H, Dv] into slots [T] of a layer; the new buffer."""
+    """Stores k [T, H, D] and v [T, H, Dv] at slots [T] of a layer; returns the new buffer."""
     scales = (k_scale, v_scale) if entry.codec.scaled else ()
     return store_entries(buffer, (k, v), slot_mapping, layer, scales, pages=pages, entry=entry)
 
 
 def write_indexer_k(buffer, k, slot_mapping, layer, *, pages, entry):
-    """k [T, head_dim] into slots [T] of a layer; the new buffer."""
+    """Stores k [T, head_dim] at slots [T] of a layer; returns the new buffer."""
     if entry.split:
         return store_split(buffer, k, slot_mapping, layer, pages=pages, entry=entry)
     return store_entries(buffer, (k,), slot_mapping, layer, pages=pages, entry=entry)

@@ -2,19 +2,19 @@
 
 It computes, per query token and key, the sum over heads of relu(q . k) * weight, times the key's scale.
 
-A program has one query token of one request with all its heads, and up to RUN_TILES tiles of cached tokens.  q stays in
+A program has one query token of one request, with all heads, and up to RUN_TILES tiles of cached tokens.  q stays in
 shared memory.  The loop, as a timeline (loads are asynchronous copies, up to BUFFERS tiles ahead):
 
     blocks of tile i + 1   loaded
     keys of tile i + 1     load ............................................ arrive
     tile i                 decode to q's dtype | q k^T | relu, sum over heads | mask, store
 
-For tokens that the query token does not see, the program stores -inf.  Programs of the query tokens of one request are
-neighbours in the grid, so that they share its keys in the L2 cache.  Every logit is stored by one program.
+For tokens that the query token does not see, the program stores -inf.  Programs of query tokens of the same request are
+adjacent in the grid, so that they share its keys in the L2 cache.  Each logit is stored by exactly one program.
 
 What bounds it: memory bandwidth, with four programs per multiprocessor on Hopper.  With 64 heads x 128 values, bf16 q
 takes 16 KiB of shared memory, a tile of e4m3 keys 8 KiB, and the products 32 of about 120 registers of 128 threads.
-float32 q and keys take 81 KiB, of the 99 KiB that sm_86 has.
+float32 q and keys take 81 KiB of shared memory, of the 99 KiB that sm_86 has.
 """
 
 from functools import partial
@@ -32,17 +32,18 @@ from jaxkv_kernels.triton.runtime.dtypes import element_type
 from jaxkv_kernels.triton.runtime.launch import launch
 
 TILES = {2: (64, 4), 4: (16, 4)}
-"""Tokens per tile, and warps, by the bytes of q's values."""
+"""(tokens per tile, warps), by the bytes per value of q."""
 PROGRAMS, RUN_TILES = 2048, 32
 BUFFERS, BUFFER_BYTES = 2, 32768
-"""Tiles of keys in flight per program, and the most bytes of them."""
+"""Tiles of keys in flight per program, and the most bytes that they may have."""
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
-    """Q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len].
+    """Logits, float32 [B, Q, max_len], of queries q [B, Q, Hi, D] with weights [B, Q, Hi].
 
-    The sum over heads of relu(q . k) * w, times k's scale; -inf where a query token sees no key.
+    A logit is the sum over heads of relu(q . k) * w, times the scale of k; -inf for keys that a query token does not
+    see.
     """
     q = q.astype(jnp.bfloat16) if q.dtype == FP8 else q
     batch, tokens, heads, dim = q.shape
@@ -65,7 +66,7 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
     }
     operands = (q, weights.astype(jnp.float32), buffer, block_tables, seq_lens, jnp.reshape(layer, (1,)))
     logits = jax.ShapeDtypeStruct((batch, tokens, max_len), jnp.float32)
-    # A buffer takes two stages: the blocks of a tile are loaded one stage before its keys.
+    # A buffer needs two stages of Triton's pipeline: the block ids of a tile are loaded one stage before its keys.
     stages = 1 + 2 * max(1, min(BUFFERS, BUFFER_BYTES // (tile * entry.nbytes)))
     grid = (batch * tokens, triton.cdiv(tiles, run))
     return launch(_indexer_logits, operands, (logits,), grid=grid, warps=warps, stages=stages, **constants)[0]
@@ -96,7 +97,7 @@ def _indexer_logits(
     table, out = tables + request * COLUMNS, logits + row * MAX_LEN
     for start in range(first, end, TOKENS):
         position = start + tl.arange(0, TOKENS)
-        # A tile within one page needs only one entry of the table.
+        # A tile that lies within one page needs only one entry of the table.
         looked = start if PAGES.block_size % TOKENS == 0 else position
         block = tl.load(table + looked // PAGES.block_size, mask=looked < end, other=-1)
         valid = (block >= 0) & (block < PAGES.num_blocks)
@@ -111,7 +112,7 @@ def _indexer_logits(
         if SPLIT:
             logit *= tl.load((page + PAGES.block_size * DIM).to(tl.pointer_type(tl.float32)) + place)
         tl.store(out + position, tl.where(valid & (position < end), logit, float("-inf")), mask=position < last)
-    # The loop above has stored whole tiles; the rest begins after the last of them.
+    # The loop above has stored whole tiles.  Store -inf from the end of the last one.
     for start in range(first + tl.cdiv(tl.maximum(end - first, 0), TOKENS) * TOKENS, last, TOKENS):
         position = start + tl.arange(0, TOKENS)
         tl.store(out + position, tl.full([TOKENS], float("-inf"), tl.float32), mask=position < last)
@@ -119,13 +120,13 @@ def _indexer_logits(
 
 @triton.jit
 def _keys(places, TO: tl.constexpr, DTYPE: tl.constexpr, DIM: tl.constexpr, D_TILE: tl.constexpr):
-    """Keys [N, D_TILE] of type DTYPE at byte pointers [N], as type TO; 0 past DIM."""
+    """Loads keys of type DTYPE from byte pointers `places` [N] as type TO, [N, D_TILE]; 0 past DIM."""
     dim = tl.arange(0, D_TILE)
     return rounded(tl.load(places.to(tl.pointer_type(DTYPE))[:, None] + dim, mask=dim < DIM, other=0.0), TO)
 
 
 @triton.jit
 def _split_keys(places, TO: tl.constexpr, DIM: tl.constexpr, D_TILE: tl.constexpr):
-    """The same of e4m3 keys, in the order of `in_word_order`."""
+    """Like `_keys`, for e4m3 keys.  Columns are in the order of `in_word_order`."""
     word = tl.arange(0, D_TILE // 4)
     return unpacked(tl.load(places.to(tl.pointer_type(tl.int32))[:, None] + word, mask=word < DIM // 4, other=0), TO)

@@ -1,8 +1,8 @@
 """The positions of the k largest logits.
 
-`_keep_best`: a program has up to CHUNK logits of a row in registers.  It finds the k-th largest bit by bit, with one
-count over the chunk per bit.  It keeps the k largest, in the order of their positions; of logits equal to the k-th, the
-earliest are kept.  The launch is repeated on the kept logits of a row until they come from a single chunk.  `_sorted`:
+`_keep_best`: a program holds up to CHUNK logits of a row in registers.  It finds the k-th largest bit by bit, with one
+count over the chunk per bit.  It keeps the k largest in the order of their positions, and of those equal to the k-th
+logit the earliest.  The launch is repeated on the kept logits of a row until they come from a single chunk.  `_sorted`:
 a program sorts the kept logits of a row.
 
     for each of 32 bits:   count the logits at or above the threshold with this bit | keep or drop the bit
@@ -22,24 +22,27 @@ import triton.language as tl
 from jaxkv_kernels.triton.runtime.launch import launch
 
 LEAST, CHUNK = 16, 8192
-"""Logits a program."""
+"""The least and the most logits per program."""
 CHUNK_SHARE, SORTED_SHARE = 16, 4
-"""Logits a thread."""
+"""Logits per thread of the two kernels."""
 
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
-"""Its `_key`."""
+"""The `_key` of -inf."""
 
 
 @partial(jax.jit, static_argnames="k")
 def select_topk(logits, *, k):
-    """Logits [..., N] to int32 positions [..., k], largest first, the earlier position where equal; -1 for -inf."""
+    """The positions, int32 [..., k], of the largest logits [..., N], in decreasing order; -1 in place of -inf.
+
+    Among equal logits, the earlier position comes first.
+    """
     *leading, length = logits.shape
     if not logits.size:
         return jnp.full((*leading, k), -1, jnp.int32)
     kept = min(k, length)
     values = logits.reshape(-1, length)
     rows = values.shape[0]
-    places, first = values, True  # the first launch does not read `places`: they are the positions
+    places, first = values, True  # the first launch does not read `places`; it uses the positions
     while first or values.shape[1] > kept:
         length = values.shape[1]
         chunk = min(CHUNK, max(LEAST, triton.next_power_of_2(length)))
@@ -78,7 +81,7 @@ def _keep_best(
         least = tl.where(reached >= KEPT, more, least)
         bit = tl.where(reached == KEPT, -1, bit - 1)
     above, equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
-    wanted = KEPT - tl.sum(above)  # how many of the equal ones to keep
+    wanted = KEPT - tl.sum(above)  # how many logits equal to the threshold to keep
     # Both running sums in one cumsum: neither exceeds 2**15.
     both = above + (equal << 16)
     before = tl.cumsum(both, 0) - both
@@ -104,6 +107,6 @@ def _sorted(values, places, best, KEPT: tl.constexpr, K: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _key(value):
-    """int32 in the order of float32 values; -0 as 0, and every NaN above all."""
+    """int32 keys in the order of float32 values: -0 equals 0, and every NaN is above all numbers."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))

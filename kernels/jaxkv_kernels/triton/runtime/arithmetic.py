@@ -1,6 +1,6 @@
-"""Products and conversions that Triton's interpreter computes correctly as well.
+"""Products and conversions that are correct on the GPU and in Triton's interpreter.
 
-By itself it multiplies bf16 values as if they were integers, and truncates where it converts float32 to bf16.
+The interpreter's own operations multiply the bits of bf16 values as integers, and truncate float32 to bf16.
 """
 
 import triton
@@ -8,15 +8,15 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 IEEE = tl.constexpr("ieee")
-"""A constant, because Triton 3.6 does not accept a plain string as the default of a constant."""
+"""A tl.constexpr, because Triton 3.6 does not accept a plain string as the default of a constexpr parameter."""
 
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr = IEEE):
-    """`acc` + a [M, K] @ b [K, N], float32 [M, N].
+    """acc + a @ b for a [M, K], b [K, N] and float32 acc [M, N].
 
-    PRECISION is for float32 operands.  "ieee" uses all their bits, no tensor cores, and registers for all operands of a
-    thread.  "tf32x3" uses 22 bits of each, as two tf32 numbers, and fewer registers where tiles are large.
+    PRECISION applies to float32 operands.  "ieee" uses all bits and no tensor cores, and keeps all operands of a thread
+    in registers.  "tf32x3" uses 22 bits of each operand, as two tf32 numbers, and fewer registers if tiles are large.
     """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jaxkv_kernels.triton.runtime.interpreting import interpreting
 
 OLDEST = 8.0
-"""Compute capability of Ampere."""
+"""Compute capability of the oldest supported GPUs (Ampere)."""
 
 WORKING = "jax-triton 0.4.1 works with triton 3.7 or later and jax 0.11, jax-triton 0.3.1 with triton 3.6 and jax 0.11"
 
 
 def unavailable_reasons() -> list[str]:
-    """Reasons why no kernel here runs on this machine; none if it has the GPU and the packages."""
+    """Reasons why the Triton kernels cannot run on this machine; empty if it has a supported GPU and the packages."""
     if interpreting.value:
         return [*_missing("triton"), *([] if _interprets() else ["needs TRITON_INTERPRET=1 in the environment"])]
     if reasons := [*_device(), *_missing("triton", "jax-triton")]:
@@ -29,7 +29,7 @@ def unavailable_reasons() -> list[str]:
 
 
 def _interprets() -> bool:
-    """Whether Triton makes kernels for its interpreter; Triton reads the variable in this way."""
+    """Whether Triton interprets kernels.  The variable is parsed as Triton does."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -51,13 +51,13 @@ def _missing(*packages: str) -> Iterator[str]:
 
 @cache
 def _misfit() -> tuple[str, ...]:
-    """The reason, if any, why the installed packages cannot build a kernel: a tiny one is tried."""
+    """The reason, if any, why the installed packages cannot build a kernel, found by building a minimal one."""
     x = jax.ShapeDtypeStruct((16,), jnp.int32)
     try:
         from jaxkv_kernels.triton.runtime.trial_kernel import incremented
 
         jax.jit(incremented).trace(x).lower(lowering_platforms=("cuda",))
-    except Exception as error:  # of any type: two packages that do not fit together fail anywhere
+    except Exception as error:  # incompatible versions of packages can raise anything
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         found = ", ".join(f"{name} {_version(name)}" for name in ("jax-triton", "triton", "jax"))
         return (f"{found} cannot build a kernel ({message[:300]}): {WORKING}",)

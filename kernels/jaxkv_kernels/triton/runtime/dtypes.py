@@ -1,4 +1,4 @@
-"""Element types in Triton."""
+"""Triton's element types."""
 
 import jax.numpy as jnp
 import triton.language as tl
@@ -12,5 +12,5 @@ _TYPES = {
 
 
 def element_type(dtype) -> tl.dtype:
-    """Triton's type of elements of `dtype`; kernels take it as a constant."""
+    """Triton's type for elements of `dtype`, to be passed to kernels as a constant."""
     return _TYPES[str(jnp.dtype(dtype))]

@@ -1,4 +1,4 @@
-"""Kernels run by Triton's interpreter on NumPy arrays, within a JAX program."""
+"""Runs kernels in Triton's interpreter, on NumPy arrays, from within a JAX program."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ import numpy as np
 
 
 def interpret(kernel, operands, results, updated, grid, constants) -> tuple[jax.Array, ...]:
-    """See `launch`.  Bytes of the results that the kernel does not write are 0xFF, which is NaN in floating point."""
+    """Interprets a kernel; the arguments are those of `launch`.
+
+    Bytes of the results that the kernel does not write are 0xFF, which makes floats NaN.
+    """
     before = () if updated is None else (updated,)
     shapes = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in before), *results)
 
@@ -15,7 +18,7 @@ def interpret(kernel, operands, results, updated, grid, constants) -> tuple[jax.
         arrays = [np.array(array) for array in arrays]
         made = [_poison(x) for x in results]
         memory = [_Memory(array) for array in (*arrays, *made)]
-        with np.errstate(all="ignore"):  # GPUs do not warn of inf and NaN
+        with np.errstate(all="ignore"):  # GPUs do not warn about inf and NaN
             kernel[grid](*memory, **constants)
         return (*arrays[len(operands) :], *made)
 
@@ -27,7 +30,7 @@ def _poison(x: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 class _Memory:
-    """A contiguous NumPy array with the methods of a tensor that the interpreter calls."""
+    """A contiguous NumPy array with those methods of a PyTorch tensor that the interpreter calls."""
 
     def __init__(self, array: np.ndarray):
         self._array = array
@@ -48,7 +51,8 @@ class _Memory:
     def storage_offset(self) -> int:
         return 0
 
-    # The interpreter copies a tensor's storage to the host and back.  This one is on the host: each of these is itself.
+    # The interpreter copies a tensor's storage to the host and back.  This array is on the host, so each step returns
+    # it.
     def _itself(self, *args: Any, **kwargs: Any) -> "_Memory":
         return self
 

@@ -1,4 +1,4 @@
-"""Calling a Triton kernel from JAX: one function over jax-triton 0.3, jax-triton 0.4 and Triton's interpreter."""
+"""Calling a Triton kernel from JAX: one interface to jax-triton 0.3, jax-triton 0.4 and Triton's interpreter."""
 
 import inspect
 from collections.abc import Sequence
@@ -24,12 +24,15 @@ def launch(
     """Runs `kernel(*operands, updated, *results, **constants)` on a grid of programs.
 
     Args:
-      kernel: made by `triton.jit`.  Its parameters are pointers in that order (none for `updated` if that is None),
-      then constants. operands: arrays that the kernel reads.  Traced scalars are passed as arrays of one element.
-      results: shapes and dtypes of the arrays that it writes.  It must write all of them. updated: an array of which
-      the kernel writes any part.  In place, unless the array is used afterwards. grid: numbers of programs along up to
-      three axes, at least 1 each. warps: per program. stages: of the loops that Triton pipelines. constants: values of
-      the kernel's `tl.constexpr` parameters, by name; hashable.
+      kernel: a function decorated with `triton.jit`.  Its parameters are pointers to the arrays in the order shown
+        above (none for `updated` if that is None), then constants.
+      operands: arrays that the kernel reads.  Traced scalars must be passed as arrays of one element.
+      results: shapes and dtypes of the arrays that the kernel writes.  It must write all of their elements.
+      updated: an array of which the kernel writes any part.  It is updated in place, unless it is used afterwards.
+      grid: numbers of programs along up to three axes, at least 1 each.
+      warps: warps per program.
+      stages: stages of the loops that Triton pipelines.
+      **constants: values of the kernel's `tl.constexpr` parameters, by name; they must be hashable.
 
     Returns:
       `updated` after the kernel's writes (unless it is None), then the results.
@@ -42,7 +45,7 @@ def launch(
 
 
 def capability() -> int:
-    """The GPU's compute capability times ten (90: Hopper).  The interpreter counts as the oldest supported GPU."""
+    """The GPU's compute capability times ten (90 for Hopper); in the interpreter, that of the oldest supported GPU."""
     return 80 if interpreting.value else _capability()
 
 
@@ -54,7 +57,7 @@ def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages,
     import jax_triton
 
     options: dict[str, Any] = {"kernel": kernel, "grid": grid, "num_warps": warps, "num_stages": stages, **constants}
-    # Explicit, because Triton 3.10 will no longer fuse products and sums by default, and 3.9 warns about that.
+    # Set explicitly, because Triton 3.10 will no longer fuse products and sums by default, and 3.9 warns about it.
     fused = {"enable_fp_fusion": True}
     if _takes_refs():
         options["backend_options"] = fused
@@ -68,7 +71,7 @@ def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages,
         return tuple(jax_triton.triton_call(*operands, out_shape=tuple(results), **options))
     from jaxkv_kernels.triton.runtime.result_parameter import with_result_parameter
 
-    # The updated array is also a result there, and every result has a parameter.
+    # In jax-triton 0.3, the updated array is also a result, and every result has a parameter.
     options["kernel"] = with_result_parameter(kernel)
     *found, after = jax_triton.triton_call(
         *operands, updated,
@@ -81,12 +84,12 @@ def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages,
 
 @cache
 def _takes_refs() -> bool:
-    """Whether jax-triton updates `jax.Ref`s, as 0.4 does."""
+    """Whether jax-triton accepts a `jax.Ref` and updates it, as version 0.4 does."""
     import jax_triton
 
     return "out_type" in inspect.signature(jax_triton.triton_call).parameters
 
 
 def _settled(updated: jax.Array) -> jax.Array:
-    # Where a scan stacks such results, XLA must not look through the update; see other kernels that update operands.
+    # If a scan stacks such results, XLA must not optimise across the in-place update; see `freeze` of mosaic_gpu.
     return jax.lax.optimization_barrier(updated)

@@ -1,4 +1,4 @@
-"""Kernels for jax-triton 0.3, where an operand that is updated in place has a second parameter, for the result."""
+"""Kernels for jax-triton 0.3, which passes an operand that is updated in place twice: also as a result."""
 
 import inspect
 import re

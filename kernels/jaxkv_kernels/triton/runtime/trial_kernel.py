@@ -1,4 +1,4 @@
-"""The smallest kernel that uses what the others use: it updates an operand in place, and has a constant."""
+"""A minimal kernel that, like the others, updates an operand in place and has a constant."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 
 def incremented(x):
-    """int32 [16] plus 1."""
+    """x + 1 for int32 [16]."""
     return launch(_increment, (), updated=x, grid=(1,), warps=1, COUNT=16)[0]
 
 
