@@ -89,7 +89,7 @@ def test_a_request_is_split_alike_in_any_batch():
     assert len(splits([9000], 0)) == 8
 
 
-@pytest.mark.parametrize(("lengths", "heads"), [((2100, 0, 70), 16), slow((2100, 70), 64)])
+@pytest.mark.parametrize(("lengths", "heads"), [((2100, 0, 70), 16), ((2100, 70), 17), slow((2100, 70), 64)])
 def test_batch_invariant_bits(interpreted, lengths, heads):
     suites.assert_batch_invariant(lengths, heads)
 
