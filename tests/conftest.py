@@ -4,8 +4,14 @@ import itertools
 import os
 from pathlib import Path
 
-# Tests compile hundreds of small programs and run each for microseconds.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Tests compile thousands of small programs and run each for microseconds.  XLA's newer emitters build a pipeline of
+# MLIR passes for every fusion, and its code generator up to 32 LLVM modules a program: four fifths of the compiling.
+# An `XLA_FLAGS` that is set wins: `XLA_FLAGS= pytest ...` compiles as users do.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+)
 
 # Pallas's GPU interpreter runs warpgroups as threads that wait for each other inside callbacks: a pool of as many
 # threads as a small machine has cores would never finish.

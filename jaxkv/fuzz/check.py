@@ -96,8 +96,8 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
             terms = math.sqrt(layout.entry.sizes[0])  # size of the summed terms: products of random vectors
             roundings = 128  # one for each product of a sum
             if values[0].dtype == jnp.float8_e4m3fn and implementation == "mosaic_gpu":
-                # Hopper adds up products of e4m3 with 13 bits after the leading one, 2**10 times float32's epsilon, and
-                # truncates each.
+                # Hopper adds up products of e4m3 with 13 bits after the leading one, and truncates: the mean error of a
+                # truncation is 2**10 times that of a float32 rounding.
                 roundings *= 2**10
             return [_excess(found, expected, roundings=roundings, dtype="float32", magnitude=terms, floor=terms)]
         dtype = case.dtype.name

@@ -1,5 +1,6 @@
 """Good calls of every operation, of which the tests change an argument."""
 
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -40,17 +41,19 @@ class Arrays(NamedTuple):
     ids: jax.Array
 
 
-def cache(entry, **sizes):
+def zeros(entry, **sizes):
     return jaxkv.KVCache.zeros(jaxkv.CacheLayout(**SIZES, entry=entry, **sizes))
 
 
+@cache
 def arrays():
+    """The same for all tests, which leave them as they are."""
     return Arrays(
-        mla=cache(jaxkv.MLAEntry("bf16", latent=8, rope=4)),
-        mla_fp8=cache(jaxkv.MLAEntry("fp8", latent=8, rope=4)),
-        kv=cache(jaxkv.KVEntry("bf16", head_dim=8, value_dim=4), num_heads=2),
-        kv_fp8=cache(jaxkv.KVEntry("fp8", head_dim=8, value_dim=4), num_heads=2),
-        indexer=cache(jaxkv.IndexerEntry(head_dim=16)),
+        mla=zeros(jaxkv.MLAEntry("bf16", latent=8, rope=4)),
+        mla_fp8=zeros(jaxkv.MLAEntry("fp8", latent=8, rope=4)),
+        kv=zeros(jaxkv.KVEntry("bf16", head_dim=8, value_dim=4), num_heads=2),
+        kv_fp8=zeros(jaxkv.KVEntry("fp8", head_dim=8, value_dim=4), num_heads=2),
+        indexer=zeros(jaxkv.IndexerEntry(head_dim=16)),
         kv_c=jnp.ones((5, 8)),
         k_pe=jnp.ones((5, 4)),
         k=jnp.ones((5, 2, 8)),
@@ -191,7 +194,8 @@ def check(wrong, fragments):
             assert fragment in str(caught.value), mode
 
 
-def cases(table):
-    return pytest.mark.parametrize(
-        ("wrong", "fragments"), [case[1:] for case in table], ids=[case[0] for case in table]
-    )
+def cases(tables):
+    """Parametrises `wrong` and `fragments` with the rows (name, wrong, fragments) of tables by name."""
+    rows = {f"{table}: {row[0]}": row[1:] for table, rows in tables.items() for row in rows}
+    assert len(rows) == sum(map(len, tables.values())), "two rows of a table have the same name"
+    return pytest.mark.parametrize(("wrong", "fragments"), rows.values(), ids=rows)

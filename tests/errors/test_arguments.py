@@ -303,22 +303,12 @@ HELPERS = [
 ]
 
 
-@cases(STATICS)
-def test_static_arguments(wrong, fragments):
+@cases({"scales": SCALES, "statics": STATICS, "caches": CACHES, "helpers": HELPERS})
+def test_an_argument(wrong, fragments):
     check(wrong, fragments)
 
 
-@cases(CACHES)
-def test_caches(wrong, fragments):
-    check(wrong, fragments)
-
-
-@cases(HELPERS)
-def test_helpers_and_the_rest(wrong, fragments):
-    check(wrong, fragments)
-
-
-@cases(IMPLEMENTATIONS)
+@cases({"implementation": IMPLEMENTATIONS})
 @pytest.mark.parametrize("operation", DISPATCHED)
 def test_implementations(operation, wrong, fragments):
     check(lambda a: OPERATIONS[operation](a, implementation=wrong), ["`implementation`", *fragments])
@@ -346,12 +336,7 @@ def test_entries(build, fragments):
         assert fragment in str(caught.value)
 
 
-@cases(SCALES)
-def test_scales(wrong, fragments):
-    check(wrong, fragments)
-
-
-@cases(LAYERS)
+@cases({"layer": LAYERS})
 @pytest.mark.parametrize("operation", OF_ONE_CACHE)
 def test_layers(operation, wrong, fragments):
     check(lambda a: OF_ONE_CACHE[operation][0](a, layer=wrong), ["`layer`", *fragments])

@@ -313,21 +313,6 @@ LISTS = [
 ]
 
 
-@cases(SHAPES)
-def test_shapes(wrong, fragments):
-    check(wrong, fragments)
-
-
-@cases(DTYPES)
-def test_dtypes(wrong, fragments):
-    check(wrong, fragments)
-
-
-@cases(TABLES)
-def test_empty_axes(wrong, fragments):
-    check(wrong, fragments)
-
-
-@cases(LISTS)
-def test_lists_are_not_arrays(wrong, fragments):
+@cases({"shapes": SHAPES, "dtypes": DTYPES, "empty axes": TABLES, "lists": LISTS})
+def test_an_array(wrong, fragments):
     check(wrong, fragments)

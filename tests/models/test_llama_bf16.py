@@ -23,6 +23,7 @@ import jaxkv
 import jaxkv.models
 from jaxkv_kernels import mosaic_gpu
 from support.available import assume_available
+from support.cases import slow
 from support.hopper import kernel_operands, on_hopper
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "llama"
@@ -123,7 +124,7 @@ def test_on_a_gpu(implementation):
     check(implementation)
 
 
-@pytest.mark.parametrize("columns", [1, 16])
+@pytest.mark.parametrize("columns", [1, slow(16)])
 def test_a_step_lowers_to_the_mosaic_gpu_kernels(columns, monkeypatch):
     """With nothing left to XLA: neither the write nor the attention."""
     assume_available(monkeypatch, mosaic_gpu)

@@ -9,6 +9,7 @@ import pytest
 import jaxkv
 import jaxkv.models
 from ops.test_in_place import assert_in_place, described
+from support.cases import each_value
 
 # DeepSeek-V2-Lite but for its width: nothing may be as large as the cache but the cache.
 DEEPSEEK_V2_LITE = {
@@ -81,11 +82,9 @@ def describe_cache(model, num_blocks):
     return jax.eval_shape(lambda: model.cache(num_blocks))
 
 
-@pytest.mark.parametrize(
-    ("values", "entry_format"), CASES, ids=lambda case: case if isinstance(case, str) else case["architectures"][0]
-)
-@pytest.mark.parametrize("program", ["prefill", "decode"])
-def test_the_cache_is_updated_in_place(values, entry_format, program):
+@each_value(("case", "program"), CASES, ["prefill", "decode"])
+def test_the_cache_is_updated_in_place(case, program):
+    values, entry_format = case
     model = describe(values, entry_format=entry_format)
     one = describe_cache(model, 1).layout
     cache = describe_cache(model, 2**31 // one.nbytes)

@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv import offload
 from jaxkv.offload import host as host_module
 from jaxkv.offload import transfers
+from support.cases import each_value
 from support.compare import assert_same_bits
 
 STEPS = 2500
@@ -218,8 +219,7 @@ def failing(rng, transfer):
     return maybe
 
 
-@pytest.mark.parametrize("with_disk", [True, False], ids=["disk", "no disk"])
-@pytest.mark.parametrize("case", CASES)
+@each_value(("case", "with_disk"), [*CASES], [True, False])
 def test_the_same_as_without_offload(case, with_disk, tmp_path, monkeypatch):
     layout, write, decode = CASES[case]
     monkeypatch.setattr(host_module, "POOL_CHUNKS", 2)  # up to 4 blocks in a chunk

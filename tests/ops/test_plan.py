@@ -31,7 +31,7 @@ def work_tiles_by_request(plan, batch, overhead=0):
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(4), *(slow(seed) for seed in range(4, 20))])
 def test_work_tiles_cover_every_request(seed, batch_invariant):
     rng = np.random.default_rng(seed)
     batch, partitions, columns = int(rng.integers(1, 40)), int(rng.integers(1, 20)), int(rng.integers(1, 60))
@@ -93,7 +93,8 @@ def test_a_request_is_split_alike_in_any_batch():
     ("lengths", "heads", "form"),
     [
         ((2100, 0, 70), 16, "bf16"),
-        ((2100, 70), 64, "bf16"),
+        ((2100, 70), 17, "bf16"),
+        slow((2100, 70), 64, "bf16"),
         *(slow((2100, 70), 20, form) for form in ("fp8", "fp8_ds_mla")),
     ],
 )

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
+from support.cases import each_value
 
 INT32 = np.iinfo(np.int32)
 MAX_SLOTS = 2**31 - 1
@@ -116,8 +117,7 @@ def test_the_last_slot_that_int32_counts_is_found():
     assert jaxkv.slots_for(tables, jnp.asarray([[127]]), block_size=64).tolist() == [[2**31 - 65]]
 
 
-@pytest.mark.parametrize("block_size", SIZES)
-@pytest.mark.parametrize("starts", [None, "zeros", "inside", "poison"])
+@each_value(("block_size", "starts"), SIZES, [None, "zeros", "inside", "poison"])
 def test_ragged_runs_with_empty_requests(block_size, starts):
     tables = poisoned_tables(block_size)
     tables = np.concatenate([tables, tables[::-1]])

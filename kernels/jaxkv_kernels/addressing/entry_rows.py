@@ -19,7 +19,8 @@ def load_entries(buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array
     caller must mask the values that they decode to.
     """
     found = [read_slots(buffer, run, slots, layer) for run in _runs(pages, entry, buffer.dtype.itemsize)]
-    return view_as(jnp.concatenate([rows for rows, _ in found], axis=-1), entry.dtype), found[0][1]
+    # Bytes in a buffer of bf16 are joined as bytes: where XLA joins bf16 in float32, signalling NaNs become quiet.
+    return jnp.concatenate([view_as(rows, entry.dtype) for rows, _ in found], axis=-1), found[0][1]
 
 
 def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:

@@ -10,6 +10,7 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
+from support.cases import each_value
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
@@ -171,12 +172,13 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
         assert (np.asarray(lse) == -np.inf).all()
 
 
-@pytest.mark.parametrize("form", ["bf16", "f16", "fp8_ds_mla"])
-@pytest.mark.parametrize(
-    ("order", "heads", "counts", "sinks", "cap"),
-    [("BLNHC", 128, False, False, None), ("LBNHC", 20, True, True, 30.0)],
-)
-def test_lowers_for_hopper(form, order, heads, counts, sinks, cap):
+LOWERED = [("BLNHC", 128, False, False, None), ("LBNHC", 20, True, True, 30.0)]
+"""Order, heads, whether there are counts and sinks, `logit_cap`."""
+
+
+@each_value(("form", "case"), ["bf16", "f16", "fp8_ds_mla"], LOWERED)
+def test_lowers_for_hopper(form, case):
+    order, heads, counts, sinks, cap = case
     entry = jaxkv.MLAEntry(form)
     layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=64, entry=entry, order=order)
     shape = jax.ShapeDtypeStruct

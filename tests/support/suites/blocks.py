@@ -80,11 +80,11 @@ class Blocks(BlockChecks):
         assert pairs, "a packed layer-major cache and a packed block-major one have the same blocks"
         for source, target in pairs:
             before = scenes.garbage(source, np.random.default_rng(2), "random")
-            rows = self.run(jaxkv.read_blocks, scenes.to_cache(source, before), jnp.asarray([3]))
-            after = self.run(jaxkv.write_blocks, jaxkv.KVCache.zeros(target), jnp.asarray([6]), rows)
+            rows = self.run(jaxkv.read_blocks, scenes.to_cache(source, before), jnp.asarray([3, 5]))
+            after = self.run(jaxkv.write_blocks, jaxkv.KVCache.zeros(target), jnp.asarray([6, 0]), rows)
             for layer in range(source.num_layers):
-                moved = scenes.fetch(target, scenes.to_bytes(after), layer)[6]
-                assert_same_bits(moved, scenes.fetch(source, before, layer)[3])
+                moved = scenes.fetch(target, scenes.to_bytes(after), layer)[np.asarray([6, 0])]
+                assert_same_bits(moved, scenes.fetch(source, before, layer)[np.asarray([3, 5])])
 
     @pytest.mark.parametrize("count", [0, 16])
     def test_numbers_of_blocks(self, count):

@@ -8,7 +8,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import on_layouts
+from support.cases import each_value, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, full_tables, layout_of, without_signs
 
@@ -149,8 +149,7 @@ class DecodeKV(DecodeKVChecks):
         assert not np.asarray(out).any()
         assert (np.asarray(lse) == -np.inf).all()
 
-    @pytest.mark.parametrize("window", [1, 63, 64, 1000, 2**31 - 1, 2**40])
-    @pytest.mark.parametrize("tokens", [1, 3])
+    @each_value(("window", "tokens"), [1, 63, 64, 1000, 2**31 - 1, 2**40], [1, 3])
     def test_window(self, window, tokens):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)
