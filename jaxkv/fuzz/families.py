@@ -126,7 +126,7 @@ class Plan(Case):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The fields of the attention.  Its queries have the entries' input dtype, so that every planned call can run."""
+        """The fields of the attention.  Queries have the entries' input dtype, so that every planned call can run."""
         attention = DecodeMLA if layout.entry.one_head else DecodeKV
         return {**attention.sizes(rng, layout, fields), "dtype": jnp.dtype(layout.entry.input_dtype)}
 
