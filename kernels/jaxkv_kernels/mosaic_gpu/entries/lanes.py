@@ -29,7 +29,7 @@ from jaxkv_kernels.mosaic_gpu.entries.memory import (
     true,
 )
 from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP, Teams
-from jaxkv_kernels.mosaic_gpu.entries.words import c32, f32, i32
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, f32, i32
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 AXES = ("layer", "block", "head", "token")

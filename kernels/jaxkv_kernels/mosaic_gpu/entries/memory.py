@@ -10,7 +10,7 @@ from jax.extend.mlir.dialects import arith, vector
 
 from jaxkv_kernels.mosaic_gpu.entries.fields import PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP
-from jaxkv_kernels.mosaic_gpu.entries.words import c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
 
 
 def strided(per_lane: int, together: int) -> Any:

@@ -7,10 +7,9 @@ every value of the stored dtypes exactly.
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-ptx = mgpu.utils.inline_ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, f32, i32, ptx
 
 MAGNITUDE, INFINITY, NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 """Bits of float32: all but the sign, infinity, a NaN."""
@@ -47,21 +46,6 @@ DIVIDE = (
     "mov.b32 t, q; lop3.b32 t, t, s, 0x80000000, 0xD8; mov.b32 $0, t; }"
 )
 """$1 / $2, where $3 is the rounded reciprocal of $2 (`quotients`)."""
-
-
-def i32() -> Any:
-    """The type."""
-    return ir.IntegerType.get_signless(32)
-
-
-def f32() -> Any:
-    """The type."""
-    return ir.F32Type.get()
-
-
-def c32(value: int) -> Any:
-    """A constant of 32 bits."""
-    return mgpu.c(value - (1 << 32) if value >= 1 << 31 else value, i32())
 
 
 def widen(words: list[Any], dtype: str) -> list[Any]:

@@ -8,8 +8,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from jaxkv_kernels.mosaic_gpu.indexer.chunk import EMPTY, NAN, THREADS, UNIT, VECTOR, layout
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
 
-ptx = mgpu.utils.inline_ptx
 WARPS = 4
 LOAD = (
     "{{ .reg .pred p; setp.lt.s32 p, $5, {length}; mov.b32 $0, {rest}; mov.b32 $1, {rest}; mov.b32 $2, {rest}; "
@@ -21,16 +21,6 @@ KEY = (
     "shr.s32 s, s, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 s, s, x; selp.b32 $0, {nan}, s, p; }}"
 )
 """Adding 0 makes 0 of -0."""
-
-
-def i32() -> Any:
-    """The type."""
-    return ir.IntegerType.get_signless(32)
-
-
-def c32(value: int) -> Any:
-    """A constant of 32 bits."""
-    return mgpu.c(value, i32())
 
 
 def thread() -> Any:

@@ -6,8 +6,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.indexer.chunk import EMPTY, THREADS
-from jaxkv_kernels.mosaic_gpu.indexer.lanes import array, c32, element, i32, ptx, shared, splat, thread, total, words
+from jaxkv_kernels.mosaic_gpu.indexer.lanes import array, element, shared, splat, thread, total, words
 from jaxkv_kernels.mosaic_gpu.indexer.sorting import layout
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
 
 # Two elements: the larger first, or the smaller first if the last operand is not 0.
 EXCHANGE = {

@@ -14,7 +14,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
-from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import COLUMN_TILE, STORE, THREADS, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import COLUMN_TILE, STORE, THREADS
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
 
 WARP_ROWS = TILE // 4
 """Rows of a tile that a warp converts."""

@@ -17,8 +17,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     MOST_FACTOR,
     SMALLEST,
 )
-
-ptx = mgpu.utils.inline_ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, c64, i32, i64, ptx
 
 THREADS, ROWS_PER_LANE = 128, 4
 COLUMN_TILE = 1024
@@ -40,26 +39,6 @@ CONVERT = (
     "cvt.rn.f16x2.e4m3x2 odd, high; mul.rn.f16x2 $0, even, $3; mul.rn.f16x2 $1, odd, $3; }"
 )
 """Four e4m3 values times a pair of equal float16 scales: four float16 values."""
-
-
-def i32() -> Any:
-    """The type."""
-    return ir.IntegerType.get_signless(32)
-
-
-def i64() -> Any:
-    """The type."""
-    return ir.IntegerType.get_signless(64)
-
-
-def c32(value: int) -> Any:
-    """A constant of 32 bits."""
-    return mgpu.c(value - (1 << 32) if value >= 1 << 31 else value, i32())
-
-
-def c64(value: int) -> Any:
-    """A constant of 64 bits."""
-    return mgpu.c(value, i64())
 
 
 def array(vectors, layout) -> Any:

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
@@ -270,4 +271,4 @@ def async_fence(*, interpret: bool) -> None:
     """Makes what has been stored to shared memory, and waited for, visible to wgmma."""
     if interpret:
         return
-    plgpu.inline_mgpu()(lambda _: lanes.ptx("fence.proxy.async.shared::cta;"))()
+    plgpu.inline_mgpu()(lambda _: ptx("fence.proxy.async.shared::cta;"))()

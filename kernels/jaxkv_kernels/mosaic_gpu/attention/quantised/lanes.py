@@ -7,7 +7,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import array, c32, c64, i32, i64, ptx, words
+from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import array, words
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, c64, i32, i64, ptx
 
 LANES, WARP_ROWS = 128, 16
 """Lanes of a warpgroup; rows of a wgmma tile that a warp has."""
