@@ -59,7 +59,7 @@ class Field:
 
     @property
     def chunks(self) -> int:
-        """Chunks per entry."""
+        """The number of chunks per entry."""
         return self.count // CHUNK
 
 

@@ -224,12 +224,12 @@ class Lanes:
             store_words(first, n * self.teams.lanes * nbytes, chunk, min(alignment, nbytes), active)
 
     def _in_row(self, field: Field, ref, i, dtype: str) -> Any:
-        """Where the lane's first chunk lies in row i of an array [entries, count]."""
+        """The address of the lane's first chunk in row i of an array [entries, count]."""
         row = times(scalar(i), field.count * ITEMSIZES[dtype])
         return at(mgpu.utils.memref_ptr(ref), arith.addi(row, times(self._lane(), CHUNK * ITEMSIZES[dtype])))
 
     def _in_entry(self, field: Field, ref, index) -> Any:
-        """Where the lane's first chunk lies in the cache."""
+        """The address of the lane's first chunk in the cache."""
         return at(_place(ref, field.address, index), times(self._lane(), CHUNK * ITEMSIZES[field.stored]))
 
     def _lane(self) -> Any:
@@ -259,7 +259,7 @@ class Lanes:
 
 
 def _words_of(dtype: str) -> int:
-    """Words of a chunk."""
+    """The number of words of a chunk."""
     return CHUNK * ITEMSIZES[dtype] // 4
 
 
@@ -273,5 +273,5 @@ def _by_axis(index) -> dict[str, Any]:
 
 
 def _place(ref, address: PartAddress, index) -> Any:
-    """Where a part of an entry begins."""
+    """The address at which a part of an entry begins."""
     return at(mgpu.utils.memref_ptr(ref), offset_of(address, index))

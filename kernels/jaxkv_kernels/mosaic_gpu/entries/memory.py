@@ -51,7 +51,7 @@ def true(x) -> Any:
 
 
 def both(first, second) -> Any:
-    """Whether both conditions hold; None always does."""
+    """Whether both conditions hold.  None is a condition that always holds."""
     return first if second is None else second if first is None else arith.andi(first, second)
 
 
@@ -70,7 +70,7 @@ def offset_of(address: PartAddress, index) -> Any:
 
 
 def at(pointer, offset) -> Any:
-    """So many bytes, a register, from a pointer."""
+    """The address an offset in bytes, a register, after a pointer."""
     return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
 
 

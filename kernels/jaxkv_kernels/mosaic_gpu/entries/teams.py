@@ -41,7 +41,7 @@ class Teams:
 
     @property
     def in_cta(self) -> int:
-        """Entries of a CTA."""
+        """The number of entries of a CTA."""
         return self._warpgroups * WARPGROUP // self.lanes * self.together
 
     @property
@@ -49,7 +49,7 @@ class Teams:
         return 1 if self.interpret else WARPGROUPS
 
     def rounds(self, field: Field) -> int:
-        """Chunks of a field that a lane moves."""
+        """The number of chunks of a field that a lane moves."""
         return -(-field.chunks // self.lanes)
 
     def run(

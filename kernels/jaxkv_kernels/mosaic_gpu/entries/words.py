@@ -65,7 +65,7 @@ def narrow(values: list[Any], dtype: str) -> list[Any]:
 
 
 def scaled(values: list[Any], factor) -> list[Any]:
-    """Values times a factor."""
+    """`values` times a factor."""
     return [_product(value, factor) for value in values]
 
 
@@ -102,7 +102,7 @@ class Divisor:
         self._reciprocal = ptx(RECIPROCAL, self._value, result_types=f32())
 
     def quotients(self, values: list[Any]) -> list[Any]:
-        """Values divided by it."""
+        """`values` divided by the divisor."""
         return [
             ptx(DIVIDE, value, self._value, self._reciprocal, result_types=f32())
             for value in scaled(values, self._factor)

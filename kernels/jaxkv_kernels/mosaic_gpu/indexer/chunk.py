@@ -22,7 +22,7 @@ COUNTERS = 16
 
 
 def layout(size: int) -> Any:
-    """Of int32 arrays [size]."""
+    """The layout of int32 arrays [size] in registers."""
     return plgpu.Layout.WG_STRIDED((size,), VECTOR)
 
 

@@ -11,7 +11,7 @@ TILE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
-    """`indexer_logits`."""
+    """The configuration of `indexer_logits`."""
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
         "consumers": (2, 3, 4),

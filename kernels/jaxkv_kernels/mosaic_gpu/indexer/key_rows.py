@@ -31,7 +31,7 @@ class KeyRows:
         return self.first + layer * self.layer + block * self.block
 
     def of(self, buffer: jax.Array) -> jax.Array:
-        """The view; no copy."""
+        """The view of `buffer`.  It is not a copy."""
         return buffer.reshape(self.shape)
 
 

@@ -50,7 +50,7 @@ def array(registers: list[Any], of) -> Any:
 
 
 def splat(x) -> Any:
-    """A scalar."""
+    """An int32 register as a scalar of Pallas."""
     return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
 
@@ -71,7 +71,7 @@ def element(ref, index, width: int) -> Any:
 
 
 def load(ref, row, first, length: int, size: int, *, logits: bool) -> Any:
-    """`chunk.load`."""
+    """What `chunk.load` does, by one thread."""
     rest = "0xFF800000" if logits else f"{EMPTY & 0xFFFFFFFF:#010x}"
     found: list[Any] = []
     for n in range(size // UNIT):
@@ -92,7 +92,7 @@ def load(ref, row, first, length: int, size: int, *, logits: bool) -> Any:
 
 
 def places(first, size: int) -> Any:
-    """`chunk.places`."""
+    """What `chunk.places` does, by one thread."""
     found = [arith.addi(place_of(n // VECTOR, first), c32(n % VECTOR)) for n in range(size // THREADS)]
     return array(found, layout(size))
 
@@ -128,7 +128,7 @@ def added(flags: list[Any]) -> Any:
 
 
 def count(counters, step, keys, least) -> Any:
-    """`chunk.count`."""
+    """What `chunk.count` does, by one thread."""
     keys = words(keys)
     # Predicated float32 additions, which have a pipe of their own beside that of comparisons; they are exact.
     code = "{ .reg .pred p; .reg .f32 n<4>; " + "".join(f"mov.f32 n{i}, 0f00000000; " for i in range(4))
@@ -140,7 +140,7 @@ def count(counters, step, keys, least) -> Any:
 
 
 def count_before(counters, step, keys, places, key, end) -> Any:
-    """`chunk.count_before`."""
+    """What `chunk.count_before` does, by one thread."""
     flags = [
         arith.andi(arith.cmpi(arith.CmpIPredicate.eq, own, key), arith.cmpi(arith.CmpIPredicate.slt, place, end))
         for own, place in zip(words(keys), words(places), strict=True)
@@ -149,7 +149,7 @@ def count_before(counters, step, keys, places, key, end) -> Any:
 
 
 def extremes(counters, keys) -> list[Any]:
-    """`chunk.extremes`."""
+    """What `chunk.extremes` does, by one thread."""
     least = c32(EMPTY + 1)
     low, high = c32(-1), c32(EMPTY)
     for key in words(keys):
@@ -174,7 +174,7 @@ def extremes(counters, keys) -> list[Any]:
 
 
 def between(low, high, share) -> Any:
-    """`chunk.between`."""
+    """What `chunk.between` does, by one thread."""
     code = "{ .reg .pred p; .reg .b32 s; .reg .f32 x, y, z; "
     for to, key in (("x", "$1"), ("y", "$2")):
         code += f"shr.s32 s, {key}, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 s, s, {key}; mov.b32 {to}, s; "
@@ -187,7 +187,7 @@ def between(low, high, share) -> Any:
 
 
 def collect(counters, keys, places, least, end, refs, index, slots: int) -> None:
-    """`chunk.collect`."""
+    """What `chunk.collect` does, by one thread."""
     keys, places = words(keys), words(places)
     chosen = []
     for key, place in zip(keys, places, strict=True):

@@ -21,7 +21,7 @@ LANE_BITS = 5
 
 
 def layout(size: int) -> Any:
-    """Of int32 arrays [size] in the network."""
+    """The layout of int32 arrays [size] in the sorting network."""
     return plgpu.Layout.WG_STRIDED((size,), 1)
 
 

@@ -26,7 +26,7 @@ def raw_halves() -> Any:
 
 
 def raw_ropes() -> Any:
-    """The same of two tiles' rotary keys [2, 64, 64]."""
+    """Shared memory of two tiles' rotary keys [2, 64, 64] as bytes, each in the place of its float16 values."""
     return plgpu.SMEM((2, 2, TILE, ROPE), jnp.uint8)
 
 

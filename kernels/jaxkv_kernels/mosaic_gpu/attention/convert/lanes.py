@@ -113,5 +113,5 @@ def _sum(*terms) -> Any:
 
 
 def _at(ref, offset) -> Any:
-    """So many bytes, a register, from the start of shared memory."""
+    """The address `offset` bytes, a register, after the start of shared memory."""
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], ir.IntegerType.get_signless(8))

@@ -30,41 +30,41 @@ class HeadTiles(Tiles):
 
     @property
     def query_dtypes(self):
-        """All of them."""
+        """The queries are one float16 array."""
         return (jnp.dtype(jnp.float16),)
 
     @property
     def query_groups(self):
-        """Of a head."""
+        """The groups of 64 columns of a head's queries."""
         return (self.entry.head_dim // KEY_GROUP,)
 
     @property
     def value_groups(self):
-        """Of a head."""
+        """The groups of 128 columns of a head's values."""
         return self.entry.value_dim // GROUP
 
     def stages(self, most):
-        """An even number."""
+        """How many tiles fit in shared memory: an even number, up to `most`."""
         return min(most, ROOM // (2 * TILE * sum(self.entry.sizes)) * 2)
 
     def raw_types(self, stages: int):
-        """Shared memory."""
+        """The types of the shared memory for keys and values."""
         return tuple(swizzled(stages, TILE, width, dtype=jnp.uint8) for width in self.entry.sizes)
 
     def copies(self, pages) -> int:
-        """Copies per tile."""
+        """The number of copies that fetch a tile: two per block that it lies in."""
         return 2 * copies_per_tile(pages)
 
     def operand(self, buffer: jax.Array, pages) -> jax.Array:
-        """What pages are copied from; no copy."""
+        """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
         return token_rows(pages).of(buffer)
 
     def loader(self, ref, table: PageTable, layer, head):
-        """Of tiles of that layer and head."""
+        """The loader of the tiles of a layer and head."""
         return HeadPages(self.entry, ref, table, layer, head)
 
     def load_keys(self, raw, stage, group):
-        """Of the first reference."""
+        """Loads 64 columns of keys, from the first reference of `raw`."""
         held = words(8)
 
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=held)
@@ -75,7 +75,7 @@ class HeadTiles(Tiles):
         return load(raw[0], stage)
 
     def load_values(self, raw, stage, step):
-        """Of the second."""
+        """Loads the values of 16 tokens, from the second reference of `raw`."""
 
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=self._values)
         def load(_, ref, stage):
@@ -93,7 +93,7 @@ class HeadTiles(Tiles):
 
 
 class HeadPages:
-    """Pages of a cache, any strides: two TMA copies per block that a tile lies in."""
+    """Copies tiles of keys and values from pages with any strides, by two TMA copies per block that a tile lies in."""
 
     def __init__(self, entry: KVEntry, kv_ref, table: PageTable, layer, head):
         self._entry, self._kv_ref, self._table, self._layer, self._head = entry, kv_ref, table, layer, head
@@ -101,11 +101,11 @@ class HeadPages:
         self._view.install(kv_ref)
 
     def look_up(self, request, first_token):
-        """The blocks of a tile.  Call it one tile ahead, so that nothing waits for these loads."""
+        """The blocks that a tile lies in.  Call it one tile ahead, so that nothing waits for these loads."""
         return self._table.blocks(request, first_token)
 
     def fetch(self, found, first_token, raw, stage, full) -> None:
-        """Starts the copies of a tile.  For blocks outside the cache, those of block 0: masked later."""
+        """Starts the copies of a tile.  Block 0 stands in for a block outside the cache: its scores are masked later."""
         pages, rows = self._table.pages, self._table.copy_rows
         for c, block in enumerate(found):
             token = lax.rem(first_token + c * rows, jnp.int32(pages.block_size))

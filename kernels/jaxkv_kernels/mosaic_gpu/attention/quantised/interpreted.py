@@ -12,7 +12,7 @@ from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, 
 
 
 class Interpreted(Tiles):
-    """What both kinds share."""
+    """The part of the interpreted tiles that does not depend on the kind of entry."""
 
     def _keys(self, raw, stage):
         """[64, bytes]."""
@@ -63,7 +63,7 @@ class Interpreted(Tiles):
 
 
 class InterpretedLatents(Interpreted, LatentTiles):
-    """Of MLA entries."""
+    """`LatentTiles` for the interpreter."""
 
     def _keys(self, raw, stage):
         return raw[0][stage].reshape(TILE, self.entry.nbytes)
@@ -97,7 +97,7 @@ class InterpretedLatents(Interpreted, LatentTiles):
 
 
 class InterpretedHeads(Interpreted, HeadTiles):
-    """Of keys and values of heads."""
+    """`HeadTiles` for the interpreter."""
 
     def _keys(self, raw, stage):
         return raw[0][stage]

@@ -162,7 +162,10 @@ def clear_latent(ref, stage, nbytes: int, row) -> None:
 
 
 def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
-    """The maximum or sum over the rows of a float32 [64, 16] tile, in all lanes: rows of `ref` from `scratch` are."""
+    """The maximum or sum over the rows of a float32 [64, 16] tile, in all lanes.
+
+    Four rows of `ref`, from row `scratch` on, are scratch memory.
+    """
     f32, lane = ir.F32Type.get(), Lane()
 
     def combine(a, b):
@@ -291,17 +294,17 @@ def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: i
 
 
 def as_array(vectors, layout) -> Any:
-    """int32 vectors of four as an array."""
+    """An array made of int32 vectors of four."""
     return array(vectors, layout)
 
 
 def _permuted(a, b, selector) -> Any:
-    """Four of the bytes of two words."""
+    """A word of four bytes of two words, chosen by `selector` (PTX `prmt`)."""
     return ptx("prmt.b32 $0, $1, $2, $3;", a, b, selector, result_types=i32())
 
 
 def _clear(start, thread, lanes: int) -> None:
-    """Zeroes 16 bytes from where each of so many lanes starts."""
+    """Zeroes 16 bytes at the address of each of the first lanes."""
     inside = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(lanes))
     ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", start, c32(0), predicate=inside)
 
@@ -311,13 +314,13 @@ def _load_word(start, offset: int) -> Any:
 
 
 def _row_and_chunk() -> tuple[Any, Any]:
-    """Eight lanes share a row of queries."""
+    """The row of queries and the chunk of that row that the lane loads; eight lanes share a row."""
     thread = Lane().thread
     return arith.shrui(thread, c32(3)), arith.andi(thread, c32(7))
 
 
 def _in_stage(ref, stage, nbytes: int, offset) -> Any:
-    """So many bytes from where a stage of 64 entries begins."""
+    """The address `offset` bytes after the beginning of a stage of 64 entries."""
     return _at(mgpu.utils.memref_ptr(ref), arith.addi(arith.muli(stage, c32(64 * nbytes)), offset))
 
 
@@ -353,5 +356,5 @@ def _floats(register) -> list[Any]:
 
 
 def _at(pointer, offset) -> Any:
-    """So many bytes from a pointer."""
+    """The address `offset` bytes after a pointer."""
     return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))

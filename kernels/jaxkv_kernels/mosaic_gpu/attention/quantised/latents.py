@@ -27,27 +27,27 @@ class LatentTiles(Tiles):
 
     @property
     def query_groups(self):
-        """Of latents and of rotary parts."""
+        """The groups of 64 columns of the latent queries, and of the rotary queries."""
         return LATENT // KEY_GROUP, ROPE // KEY_GROUP
 
     @property
     def value_groups(self):
-        """Of a latent."""
+        """The groups of 128 columns of a latent."""
         return LATENT // GROUP
 
     @property
     def scaled(self):
-        """Then rotary keys are bf16."""
+        """Whether tokens have scales of their own, as in `fp8_ds_mla`.  Rotary keys are bf16 in that case."""
         return self.entry.format == "fp8_ds_mla"
 
     @property
     def query_dtypes(self):
-        """Rotary queries are of the dtype of rotary keys."""
+        """Latent queries are float16.  Rotary queries have the dtype of rotary keys."""
         return jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16 if self.scaled else jnp.float16)
 
     @property
     def scales_at(self) -> int:
-        """Where the scales of an entry begin."""
+        """The byte of an entry at which its scales begin."""
         return next(part.offset for part in self.entry.parts() if part.name == "scales")
 
     @property
@@ -55,24 +55,24 @@ class LatentTiles(Tiles):
         return self.entry.nbytes % 128 == 64
 
     def raw_types(self, stages: int):
-        """Shared memory."""
+        """The type of the shared memory for entries."""
         return (plgpu.SMEM((stages, TILE * self.entry.nbytes), jnp.uint8),)
 
     def copies(self, pages) -> int:
-        """Copies per tile."""
+        """The number of copies that fetch a tile: one per block that it lies in."""
         return copies_per_tile(pages)
 
     def operand(self, buffer: jax.Array, pages) -> jax.Array:
-        """What pages are copied from; no copy."""
+        """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
         return buffer.reshape(row_view(pages).shape)
 
     def loader(self, ref, table: PageTable, layer, head):
-        """Of tiles of that layer."""
+        """The loader of the tiles of a layer."""
         del head
         return EntryPages(ref, table, layer)
 
     def load_keys(self, raw, stage, group):
-        """The last group is the rotary part."""
+        """Loads 64 columns of keys.  The last group is the rotary part."""
         wide = self.scaled and group == self.key_groups - 1
         held = words(16 if wide else 8)
 
@@ -84,7 +84,7 @@ class LatentTiles(Tiles):
         return load(raw[0], stage)
 
     def load_values(self, raw, stage, step):
-        """Of the same bytes."""
+        """Loads the latents of 16 tokens, from the same bytes as keys."""
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
@@ -95,7 +95,7 @@ class LatentTiles(Tiles):
         return load(raw[0], stage)
 
     def load_scales(self, raw, stage):
-        """One for each 128 latents."""
+        """Loads the scales of a tile, one per token and 128 latents."""
         if not self.scaled:
             return []
         types = [Array((TILE,), jnp.float32, layout=ROW)] * self.value_groups
@@ -115,18 +115,18 @@ class LatentTiles(Tiles):
 
 
 class EntryPages:
-    """Pages of a cache whose tokens are contiguous: one bulk copy per block that a tile lies in."""
+    """Copies tiles of entries from pages with contiguous tokens, by one bulk copy per block that a tile lies in."""
 
     def __init__(self, kv_ref, table: PageTable, layer):
         self._kv_ref, self._table, self._layer = kv_ref, table, layer
         self._view = row_view(table.pages)
 
     def look_up(self, request, first_token):
-        """The blocks of a tile.  Call it one tile ahead, so that nothing waits for these loads."""
+        """The blocks that a tile lies in.  Call it one tile ahead, so that nothing waits for these loads."""
         return self._table.blocks(request, first_token)
 
     def fetch(self, found, first_token, raw, stage, full) -> None:
-        """Starts the copies of a tile.  For blocks outside the cache, those of block 0: masked later."""
+        """Starts the copies of a tile.  Block 0 stands in for a block outside the cache: its scores are masked later."""
         pages, rows = self._table.pages, self._table.copy_rows
         size = rows * pages.width
         for c, block in enumerate(found):

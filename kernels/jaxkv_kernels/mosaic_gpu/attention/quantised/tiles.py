@@ -44,13 +44,16 @@ Array = plgpu.ShapeDtypeStruct
 
 
 def words(per_lane: int) -> Any:
-    """int32 arrays of which a lane holds vectors of four."""
+    """The type of int32 arrays in which each lane holds `per_lane` words, in vectors of four."""
     shape = (lanes.LANES * per_lane,)
     return Array(shape, jnp.int32, layout=plgpu.Layout.WG_STRIDED(shape, 4))
 
 
 class Tiles:
-    """What tiles of all entries share.  `raw` is a tuple of references to shared memory, by stage."""
+    """How products read tiles of quantised entries; the base class of each kind of entry.
+
+    `raw` is a tuple of references to shared memory, whose first axis is the stage.
+    """
 
     @property
     def scaled(self) -> bool:
@@ -59,32 +62,32 @@ class Tiles:
 
     @property
     def query_dtypes(self) -> tuple[Any, ...]:
-        """Of the arrays that queries are stored in."""
+        """The dtypes of the arrays in shared memory that hold the queries."""
         raise NotImplementedError
 
     @property
     def query_groups(self) -> tuple[int, ...]:
-        """Of 64 columns each, of those arrays: as many as keys have."""
+        """The width of each of these arrays, in groups of 64 columns.  Keys have as many groups in total."""
         raise NotImplementedError
 
     @property
     def value_groups(self) -> int:
-        """Of 128 columns each."""
+        """The number of groups of 128 columns in the values of a token."""
         raise NotImplementedError
 
     @property
     def key_groups(self) -> int:
-        """Of 64 columns each."""
+        """The number of groups of 64 columns in the key of a token."""
         return sum(self.query_groups)
 
     @property
     def _values(self) -> Any:
-        """What a lane loads of the values of 16 tokens."""
+        """The type of the part of 16 tokens' values that a lane loads."""
         return words(4 * self.value_groups)
 
     @property
     def _queries(self) -> Any:
-        """What a lane loads of a request's queries."""
+        """The type of the part of a request's queries that a lane loads."""
         return words(4 * self.key_groups)
 
     @property
@@ -93,35 +96,35 @@ class Tiles:
         return False
 
     def stages(self, most: int) -> int:
-        """Tiles that shared memory has room for, at most so many."""
+        """How many tiles fit in shared memory, up to `most`."""
         return most
 
     def raw_types(self, stages: int) -> tuple[Any, ...]:
-        """Shared memory of so many tiles."""
+        """The types of the shared memory that holds `stages` tiles."""
         raise NotImplementedError
 
     def copies(self, pages) -> int:
-        """Copies per tile."""
+        """The number of copies that fetch a tile."""
         raise NotImplementedError
 
     def operand(self, buffer, pages) -> Any:
-        """What pages are copied from; no copy."""
+        """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
         raise NotImplementedError
 
     def loader(self, ref, table, layer, head) -> Any:
-        """The loader of tiles of that layer and head: `look_up` and `fetch`."""
+        """The loader of the tiles of a layer and head.  It has the methods `look_up` and `fetch`."""
         raise NotImplementedError
 
     def load_keys(self, raw, stage, group: int) -> Any:
-        """Columns 64 * `group` of a tile, as bytes."""
+        """The 64 columns from 64 * `group` on of a tile of keys, as bytes."""
         raise NotImplementedError
 
     def load_values(self, raw, stage, step: int) -> Any:
-        """The values of 16 tokens of a tile, as bytes."""
+        """The values of tokens 16 * `step` to 16 * `step` + 15 of a tile, as bytes."""
         raise NotImplementedError
 
     def load_scales(self, raw, stage) -> list[Any]:
-        """The scales of a tile: float32 [64] per group of values; none if tokens have none."""
+        """The scales of a tile: a float32 array [64] per group of values.  Empty if tokens have no scales."""
         del raw, stage
         return []
 
@@ -133,7 +136,7 @@ class Tiles:
         raise NotImplementedError
 
     def convert_keys(self, loaded, group: int) -> Any:
-        """They as a [64, 64] operand."""
+        """Converts what `load_keys` returned to a [64, 64] operand of 16-bit floats."""
         wide = self.scaled and group == self.key_groups - 1
         dtype = jnp.bfloat16 if wide else jnp.float16
 
@@ -146,7 +149,7 @@ class Tiles:
         return convert(loaded)
 
     def convert_values(self, loaded, group: int) -> Any:
-        """128 of them as a [128, 16] operand."""
+        """Converts a group of what `load_values` returned to a float16 operand [128, 16], columns by tokens."""
 
         @plgpu.inline_mgpu(arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.float16, layout=WGMMA))
         def convert(_, loaded):
@@ -177,7 +180,7 @@ class Tiles:
         store(ref, place, list(parts))
 
     def load_queries(self, refs, place) -> Any:
-        """Queries [n, rows, ...], as they are: `store_queries` has the rest."""
+        """Loads the queries of a request from arrays [n, rows, ...], unconverted.  `store_queries` converts them."""
         rows = refs[0].shape[1]
 
         @plgpu.inline_mgpu(arg_types=([PLAIN] * len(refs), SCALAR), return_type=self._queries)
