@@ -3,6 +3,5 @@
 DEFAULT_EMITTERS = {"xla_backend_extra_options": ""}
 """`compiler_options` of such programs.
 
-To write a single block, the older emitters pass over the whole buffer; of bf16, they convert it to float32 and back,
-which quiets signalling NaNs.
+To write a single block, the older emitters pass over the whole buffer, and quiet the signalling NaNs of bf16 in it.
 """

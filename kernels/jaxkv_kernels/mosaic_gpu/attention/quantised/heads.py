@@ -105,7 +105,7 @@ class HeadPages:
         return self._table.blocks(request, first_token)
 
     def fetch(self, found, first_token, raw, stage, full) -> None:
-        """Starts the copies of a tile.  Block 0 stands in for a block outside the cache: its scores are masked later."""
+        """Starts the copies of a tile.  Block 0 stands in for blocks outside the cache, masked later."""
         pages, rows = self._table.pages, self._table.copy_rows
         for c, block in enumerate(found):
             token = lax.rem(first_token + c * rows, jnp.int32(pages.block_size))

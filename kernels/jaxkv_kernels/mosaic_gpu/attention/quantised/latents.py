@@ -126,7 +126,7 @@ class EntryPages:
         return self._table.blocks(request, first_token)
 
     def fetch(self, found, first_token, raw, stage, full) -> None:
-        """Starts the copies of a tile.  Block 0 stands in for a block outside the cache: its scores are masked later."""
+        """Starts the copies of a tile.  Block 0 stands in for blocks outside the cache, masked later."""
         pages, rows = self._table.pages, self._table.copy_rows
         size = rows * pages.width
         for c, block in enumerate(found):
