@@ -88,7 +88,7 @@ def places(first, size: int, *, interpret: bool):
 
 
 def count(counters, step, keys, least, *, interpret: bool):
-    """How many keys are `least` or more.  `step` is odd in every other call, so that counters are free again."""
+    """How many keys are `least` or more.  `step` must be even and odd in turn: it selects the counters."""
     if interpret:
         return (keys >= least).sum(dtype=jnp.int32)
 

@@ -11,14 +11,15 @@ of wgmma (64 rows), the queries of all heads the right one.  Timeline of a CTA:
     per tile     q k^T | relu, times the weights, sum over heads | times the scale, mask, store
 
 Queries of e4m3 are multiplied as they are.  Hopper adds up such products with about 13 bits after the leading one.
-Queries of bf16 and f16 are multiplied as float16, to which a consumer converts its keys in registers: exactly.
+Queries of bf16 and f16 are multiplied as float16.  A consumer then converts its keys to float16 in registers, exactly.
 
 Barriers:
     k_full, k_free    per stage of keys: the tile has landed; its consumer has read it
     q_full, q_free    per stage of queries: a request's queries have landed; all consumers are done with them
 
 Budget.  Shared memory: 8.25 KiB per stage of keys, 9 of them by default; 8 KiB (e4m3) or 16 KiB per stage of queries of
-64 rows.  Registers of a consumer: per 64 rows of queries 32 of products and 16 of weights, and 16 or 32 of keys.
+64 rows.  Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries, up to 128 rows at a time;
+with bf16 and f16 queries also the keys, 16 of bytes and 32 of float16.
 """
 
 from functools import partial
@@ -48,7 +49,7 @@ DIM = 128
 RESERVED = 3072
 """Bytes of shared memory for barriers and alignment."""
 LARGEST = 2.0**15
-"""Queries are scaled below it to become float16."""
+"""The largest magnitude of bf16 queries that are scaled to become float16."""
 
 
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):

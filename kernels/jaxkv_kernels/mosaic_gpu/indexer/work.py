@@ -97,8 +97,8 @@ def find_share(lengths_ref, cta, ctas: int, tiles: Tiles, in_cache, *, filled: b
 def _search(requests: int, ctas: int, tiles: Tiles, filled: bool) -> str:
     """PTX: $0 to $3 are a `Share`; $4 lengths, $5 the CTA, $6 whether the layer is in the cache.
 
-    Register nI has the tiles of a lane's request of the I-th 32.  All are loaded before the first is used, where they
-    are few; otherwise a loop loads them twice.
+    Requests are processed in groups of 32, one per lane.  Register nI has the tiles of the lane's request in group I.
+    Up to MOST_UNROLLED groups are all loaded before the first is used.  More are loaded one at a time, by two loops.
     """
     unrolled = requests <= LANES * MOST_UNROLLED
     chunks = range(-(-requests // LANES) if unrolled else 1)

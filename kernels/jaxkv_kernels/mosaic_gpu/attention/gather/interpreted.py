@@ -17,10 +17,10 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
 
 
 class InterpretedRows(GatheredRows):
-    """Arrays have a slot or a row per element of axis 0."""
+    """The same operations on arrays whose axis 0 is the rows of a tile."""
 
     def buffer(self, buffer):
-        """Bytes: a copy, where the dtype is wider."""
+        """The bytes of the buffer; a copy if its dtype is wider."""
         return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
 
     def slots(self, slot_ref, request, tile, length):
@@ -30,7 +30,7 @@ class InterpretedRows(GatheredRows):
         return jnp.where(position < length, found, -1)
 
     def spread(self, slots, *, every=False):
-        """The same: every step knows all slots."""
+        """Returns `slots`: every step has those of all rows."""
         return slots
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
@@ -42,18 +42,18 @@ class InterpretedRows(GatheredRows):
         return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.quantised else None
 
     def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
-        """At once."""
+        """Copies them, without a wait in `finish_rope`."""
         raw = self._bytes(kv_ref, slots, layer, limit, self.part("rope"), LINE)
         r_ref[stage] = _elements(raw, self.rope_dtype)
 
     def finish_rope(self, stage, r_ref, scales):
-        """Divides."""
+        """Divides rotary keys by the factors of their rows."""
         if scales is not None:
             _, factor = scales
             r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit):
-        """Nothing."""
+        """Does nothing."""
 
     def factors(self, stats_ref, row, flag, slots, limit, raw):
         """Returns what latents are multiplied by, float16 [64, 4], and the factors, float32 [64]."""

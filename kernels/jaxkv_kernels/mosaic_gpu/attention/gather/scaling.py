@@ -1,12 +1,12 @@
 """How the scales of `fp8_ds_mla` entries, and queries, are made to fit float16.
 
 The latent becomes float16, which represents every e4m3 value exactly.  A token's scales are multiplied into it where
-that is safe: where all four are from 2**-14 to 2**7, products neither overflow nor lose bits of a scale.  Otherwise
-they are first divided by a power of two, the token's factor.  Scores and weights of the token are multiplied by its
-factor in float32, and its rotary key is divided by it.  Products with scales that are powers of two are exact; other
-scales are rounded to float16.
+that is safe: where all four are at least 2**-14 and below 2**7, products neither overflow nor lose bits of a scale.
+Otherwise they are first divided by a power of two, the token's factor.  Scores and weights of the token are multiplied
+by its factor in float32, and its rotary key is divided by it.  Products with scales that are powers of two are exact,
+except for scales below 2**-15 times the token's largest; other scales are rounded to float16.
 
-Bits of float32 values that are compared or computed with as integers:
+The constants are the bits of float32 values, which are compared and computed with as integers.
 """
 
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ LEAST_FACTOR, MOST_FACTOR = 27 << 23, 253 << 23
 INVERSE = 254 << 23
 """What a power of two and its inverse add up to."""
 _FIT = 14 << 23
-"""2**14, as a difference: rows of queries have their largest magnitude from there up to 2**15."""
+"""2**14, as a difference of bits: scaled rows of queries have their largest magnitude from 2**14 up to 2**15."""
 _LEAST_QUERY, _MOST_QUERY = 20 << 23, 254 << 23
 """2**-107, below which rows of queries are not scaled up further, and 2**127."""
 
 
 def scale_to_fit(largest):
-    """Powers of two by which rows of queries are multiplied to fit float16, and by which their scores are then.
+    """The powers of two that rows of queries are multiplied by to fit float16, and their inverses, for the scores.
 
     `largest` has the largest magnitude of each row.
     """

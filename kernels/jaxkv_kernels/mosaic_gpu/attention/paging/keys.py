@@ -1,7 +1,7 @@
 """Loaders: where an attention kernel's keys and values come from, and how they reach shared memory.
 
-A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Every loader has the
-interface of `Keys`.
+A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Loaders that copy columns of
+pages have the interface of `Keys`; `quantised/` and `gather/` have loaders of their own.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -32,7 +32,7 @@ class Keys(Protocol):
     """A loader of tiles of 64 keys, used by the producer warpgroup."""
 
     def look_up(self, request, first_token):
-        """Loads where a tile lies.  Call it one tile ahead, so that nothing waits for these loads."""
+        """Loads what `fetch` needs to find a tile.  Call it one tile ahead, so that nothing waits for these loads."""
 
     def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
         """Starts the copies of a tile that was looked up; `copy` are options of the copies (multicast)."""
@@ -42,7 +42,7 @@ class Keys(Protocol):
 
 
 class PagedKeys:
-    """Keys in the pages of a cache, copied by TMA as they are: one copy per block that a tile lies in."""
+    """Keys in the pages of a cache, copied by TMA as they are."""
 
     def __init__(self, kv_ref, view: TokenRows, table: PageTable, layer, head: Any = 0):
         self._kv_ref, self._view, self._table = kv_ref, view, table
@@ -54,7 +54,7 @@ class PagedKeys:
         return self._table.blocks(request, first_token)
 
     def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
-        """One TMA copy per block and part."""
+        """Starts one TMA copy per part and block that the tile lies in."""
         for c, block in enumerate(found):
             rows = pl.ds(c * self._table.copy_rows, self._table.copy_rows)
             origin, row = self._place(block, first_token + c * self._table.copy_rows)
@@ -64,14 +64,14 @@ class PagedKeys:
                 plgpu.copy_gmem_to_smem(source, into.at[rows], full, **copy)
 
     def prefetch(self, found, first_token, *, interpret: bool) -> None:
-        """Prefetches whole entries, which should lie one after the other."""
+        """Prefetches whole entries, as one run of bytes per block: for pages with contiguous tokens."""
         nbytes = self._table.copy_rows * self._table.pages.width * self._kv_ref.dtype.itemsize
         for c, block in enumerate(found):
             start = self._view.start(self._kv_ref, *self._place(block, first_token + c * self._table.copy_rows))
             prefetch_to_l2(start, nbytes, interpret=interpret)
 
     def _place(self, block, first_token):
-        """Where a copy's tokens begin in the view.  In block 0 for one outside the cache: masked later."""
+        """Where a copy's tokens begin in the view.  Block 0 stands in for blocks outside the cache, masked later."""
         in_block = lax.rem(first_token, jnp.int32(self._table.pages.block_size))
         block = jnp.where(self._table.known(block), block, 0)
         return self._view.index(self._layer, block, in_block, self._head)

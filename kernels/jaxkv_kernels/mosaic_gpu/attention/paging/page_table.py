@@ -44,7 +44,7 @@ class PageTable:
         return tuple(self.block(request, first_token + c * self.copy_rows) for c in range(copies_per_tile(self.pages)))
 
     def mask_unknown(self, request, first_token, token, x, fill):
-        """A tile `x`, with `fill` at tokens of unknown blocks; `token` [64, 64] has the token of each element."""
+        """A tile `x`, with `fill` at tokens of unknown blocks; `token`, of the same shape, has each element's token."""
         fill = jnp.asarray(fill, x.dtype)
         for c in range(copies_per_tile(self.pages)):  # one at a time: registers are scarce where this is called
             low = first_token + c * self.copy_rows

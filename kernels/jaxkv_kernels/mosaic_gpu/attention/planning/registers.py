@@ -19,7 +19,10 @@ def padded(count: int) -> int:
 
 
 def chunk(width: int) -> int:
-    """Elements of whole candidates of `width`, a multiple of a warp, that fill registers: at most about CHUNK."""
+    """How many elements to evaluate at once: whole candidates of `width` (a multiple of 32) that fill whole registers.
+
+    At most CHUNK, unless even the smallest such number is larger.
+    """
     together = LANES * width // gcd(LANES, width)
     return max(CHUNK // together, 1) * together
 
@@ -175,7 +178,7 @@ class Registers:
         return lanes.call(load, ref, jnp.int32(start), *row, refs=1, result=padded(count))
 
     def store_rows(self, ref, columns, start):
-        """Stores rows of columns to device memory, from row `start` on; what is beyond its end is dropped."""
+        """Stores columns to rows of device memory, from row `start` on; rows beyond its end are dropped."""
 
         def store(threads, ref, start, *columns):
             for n in range(len(columns[0])):
