@@ -327,11 +327,8 @@ def attend_few_rows_quantised(
             def take(n, acc, running_max, row_sum):
                 """The result of both consumers, normalized, and its log-sum-exps."""
                 plgpu.barrier_wait(given)
-                other_max = plgpu.load(stats.at[0], layout=COLUMN)
-                merged_max = jnp.maximum(running_max, other_max)
-                own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
-                row_sum = row_sum * own + plgpu.load(stats.at[1], layout=COLUMN) * others
-                inverse, lse = softmax.finalize(row_sum, merged_max)
+                theirs = [plgpu.load(stats.at[i], layout=COLUMN) for i in range(2)]
+                own, others, inverse, lse = softmax.merge(running_max, row_sum, *theirs)
                 inverse = inverse * ((1 / lift) * value_scale)
                 own, others = own * inverse, others * inverse
                 merged = []
