@@ -24,7 +24,7 @@ class KeyRows:
     first: int
     layer: int
     block: int
-    """Rows from one layer, and from one block, to the next."""
+    """`layer` and `block` are rows from one layer, or one block, to the next."""
 
     def page(self, layer, block):
         """The first row of a page."""

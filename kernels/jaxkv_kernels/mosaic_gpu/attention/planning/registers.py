@@ -131,7 +131,7 @@ class Registers:
         return loads, splits
 
     def reduce(self, loads, splits, load, split, candidate):
-        """Takes the maxima of `load` and the sums of `split` into tables, at the candidates of the elements."""
+        """Updates tables at the candidate of each element: with the maximum of `load`, and with the sum of `split`."""
 
         def reduce(threads, loads, splits, load, split, candidate):
             values = [
@@ -162,7 +162,7 @@ class Registers:
         return lanes.call(following, self._scratch["following"], x, refs=1, result=x.shape[0])
 
     def load(self, ref, count, *row, start=0):
-        """The elements of a row in device memory from `start` on, as many as `count` in a vector; 0 beyond its end."""
+        """A vector of at least `count` elements of a row in device memory, from `start` on; 0 beyond the row's end."""
         width = ref.shape[-1]
 
         def load(threads, ref, start, *row):
