@@ -7,7 +7,7 @@ Latents and keys of all layers share the blocks of one buffer, which is donated 
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,12 +20,9 @@ from jax import lax
 import jaxkv
 from jaxkv.bench.inputs import PATTERN_BLOCKS, random_buffer, random_values
 from jaxkv.bench.kernel_times import kernels_of
-from jaxkv.bench.timing import Ceilings
-from jaxkv.bench.workload import Shapes, Workload
+from jaxkv.bench.timing import REST_SECONDS, SUSTAINED_SECONDS, Ceilings
+from jaxkv.bench.workload import Shapes, Workload, with_fitting_layers
 from jaxkv.bench.workloads import workload
-
-REST_SECONDS, SUSTAINED_SECONDS = 0.1, 1.0
-"""The idle time before each timed step, and the length of the sustained run."""
 
 LATENT, KEY = jaxkv.MLAEntry("fp8_ds_mla"), jaxkv.IndexerEntry()
 
@@ -79,9 +76,7 @@ class SparseStep:
 
     def fitted(self, limit: int) -> "SparseStep":
         """The same with as many layers as fit in `limit` bytes, at least one."""
-        fewer = (replace(self, layers=layers) for layers in range(self.layers, 0, -1))
-        fitting = (step for step in fewer if step.groups(self.num_blocks)[0].nbytes <= limit)
-        return next(fitting, replace(self, layers=1))
+        return with_fitting_layers(self, lambda step: step.groups(self.num_blocks)[0].nbytes <= limit)
 
     def parts(self) -> Iterator[Workload]:
         """The operations of one layer, with the bytes that each must move and the flops that it must compute."""

@@ -36,6 +36,12 @@ COLD_NBYTES = 120_000_000
 """Twice the L2 cache of an H200."""
 
 
+def with_fitting_layers(sizes, fits: Callable[[Any], bool]) -> Any:
+    """`sizes`, a dataclass, with as many of its `layers` as fit, at least one."""
+    fewer = (replace(sizes, layers=layers) for layers in range(sizes.layers, 0, -1))
+    return next(filter(fits, fewer), replace(sizes, layers=1))
+
+
 class Requests(NamedTuple):
     """The places of the requests' tokens in the cache, as NumPy arrays."""
 
@@ -235,8 +241,7 @@ class Workload:
 
     def fitted(self, limit: int) -> "Workload":
         """The same workload with as many layers as fit in `limit` bytes, at least one."""
-        fewer = (replace(self, layers=layers) for layers in range(self.layers, 0, -1))
-        return next((fitting for fitting in fewer if fitting.layout.nbytes <= limit), replace(self, layers=1))
+        return with_fitting_layers(self, lambda workload: workload.layout.nbytes <= limit)
 
     def entry_shapes(self, count: int) -> Shapes:
         """Shapes and dtypes of the parts of `count` entries."""

@@ -26,7 +26,8 @@ def test_a_step_is_the_operations_of_each_layer():
     running = jnp.asarray([0, *np.cumsum(inputs.lengths)], jnp.int32)
     for layer in range(SMALL.layers):
         latent, rope = jaxkv.gather_mla(cache, inputs.tables, running, total=200, layer=layer, implementation="xla")
-        np.testing.assert_allclose(np.asarray(latent, np.float32)[[99, 199]], inputs.latent, atol=0.2)
+        # e4m3 keeps 3 bits after the leading one, and scales are powers of two: values below 4 are off by 1/8 at most.
+        np.testing.assert_allclose(np.asarray(latent, np.float32)[[99, 199]], inputs.latent, atol=0.125)
         np.testing.assert_array_equal(np.asarray(rope)[[99, 199]], inputs.rope)
     expected = before
     for layer in range(SMALL.layers):

@@ -69,9 +69,14 @@ class Entry:
         return jnp.dtype(self.codec.dtype)
 
     @property
+    def quantised(self) -> bool:
+        """Whether the stored elements are not values of a float dtype, so that values are encoded and decoded."""
+        return not jnp.issubdtype(self.dtype, jnp.floating)
+
+    @property
     def input_dtype(self):
         """The usual dtype of new values and queries: that of the buffer, or bfloat16 if entries are quantised."""
-        return self.dtype if jnp.issubdtype(self.dtype, jnp.floating) else jnp.dtype(jnp.bfloat16)
+        return jnp.dtype(jnp.bfloat16) if self.quantised else self.dtype
 
     @property
     def nbytes(self) -> int:

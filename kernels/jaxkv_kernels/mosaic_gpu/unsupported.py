@@ -35,10 +35,9 @@ MOST_VALUES = 2048
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla` call."""
     entry, q = options["entry"], arrays["q_latent"]
-    if _quantised(entry):
+    if entry.quantised:
         yield from _quantised_mla(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
-        if q.dtype != entry.input_dtype:
-            yield f"`q_latent` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+        yield from _query_dtype(entry, q_latent=q)
     else:
         yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q_latent": q})
     yield from too_large(options)
@@ -47,10 +46,9 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
     entry, q = options["entry"], arrays["q"]
-    if _quantised(entry):
+    if entry.quantised:
         yield from _quantised_kv(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
-        if q.dtype != entry.input_dtype:
-            yield f"`q` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+        yield from _query_dtype(entry, q=q)
     else:
         yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q": q})
     yield from too_large(options)
@@ -59,10 +57,8 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
 def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla_sparse` call."""
     entry, pages, q = options["entry"], options["pages"], arrays["q_latent"]
-    if entry.sizes != (LATENT, ROPE):
-        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports {LATENT} + {ROPE}"
-    if q.dtype != entry.input_dtype:
-        yield f"`q_latent` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+    yield from _latent_sizes(entry)
+    yield from _query_dtype(entry, q_latent=q)
     yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
     yield from too_large(options)
 
@@ -97,22 +93,16 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
     entry, pages = options["entry"], options["pages"]
-    if _quantised(entry):
+    if entry.quantised:
         reasons = _quantised_mla if entry.one_head else _quantised_kv
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
         return
     yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"]})
 
 
-def _quantised(entry) -> bool:
-    """Whether entries are not of a float dtype."""
-    return entry.dtype != entry.input_dtype
-
-
 def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
-    if entry.sizes != (LATENT, ROPE):
-        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports {LATENT} + {ROPE}"
+    yield from _latent_sizes(entry)
     yield from _block_sizes(pages)
     if rows > FEW_ROWS:
         yield from _unaligned(_steps(pages, ("layer", "token")), buffer.dtype.itemsize)
@@ -129,7 +119,7 @@ def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
 def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such keys and values, quantised, with so many query tokens x heads per request."""
     if not {*entry.sizes} <= {128, 256}:
-        yield f"entries of {entry.sizes[0]} + {entry.sizes[1]} values: supports 128 and 256 of each, if quantised"
+        yield f"{_values_of(entry)}: supports 128 and 256 of each, if quantised"
     if rows // pages.num_heads > FEW_ROWS:
         yield (
             f"query tokens x heads of {rows // pages.num_heads} per KV head: supports up to {FEW_ROWS} with entries of "
@@ -139,6 +129,23 @@ def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
     yield from _origins(pages, buffer)
 
 
+def _query_dtype(entry, **queries) -> Iterator[str]:
+    """A reason against queries, one array by name, of other than the entries' input dtype."""
+    for name, q in queries.items():
+        if q.dtype != entry.input_dtype:
+            yield f"`{name}` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+
+
+def _latent_sizes(entry) -> Iterator[str]:
+    """A reason against latents of such sizes."""
+    if entry.sizes != (LATENT, ROPE):
+        yield f"{_values_of(entry)}: supports {LATENT} + {ROPE}"
+
+
+def _values_of(entry) -> str:
+    return f"entries of {entry.sizes[0]} + {entry.sizes[1]} values"
+
+
 def _block_sizes(pages) -> Iterator[str]:
     if pages.block_size not in (16, 32, 64, 128, 256):
         yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
@@ -146,11 +153,10 @@ def _block_sizes(pages) -> Iterator[str]:
 
 def _attention(entry, pages, arrays) -> Iterator[str]:
     """Reasons against attending to such entries: queries, by name in `arrays`, must be of their dtype."""
-    sizes = f"entries of {entry.sizes[0]} + {entry.sizes[1]} values"
-    if entry.one_head and entry.sizes != (LATENT, ROPE):
-        yield f"{sizes}: supports {LATENT} + {ROPE}"
-    if not entry.one_head and not {*entry.sizes} <= {*HEAD_DIMS}:
-        yield f"{sizes}: supports 64, 128, 192 and 256 of each"
+    if entry.one_head:
+        yield from _latent_sizes(entry)
+    elif not {*entry.sizes} <= {*HEAD_DIMS}:
+        yield f"{_values_of(entry)}: supports 64, 128, 192 and 256 of each"
     for name, array in arrays.items():
         if name != "buffer" and array.dtype != entry.dtype:
             yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"

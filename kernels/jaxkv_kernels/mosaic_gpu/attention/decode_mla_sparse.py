@@ -46,7 +46,7 @@ def decode_mla_sparse(
 
 def config_of(entry) -> SparseConfig:
     """The configuration of a call with such entries: the user's, or the default."""
-    return configuration(sparse_config(not jnp.issubdtype(entry.dtype, jnp.floating)))
+    return configuration(sparse_config(entry.quantised))
 
 
 def decode_slots(q_latent, q_pe, buffer, slots, sinks, layer, scale, plan: Plan, *, pages, entry, logit_cap):

@@ -98,12 +98,11 @@ def default_config(entry, rows: int) -> Any:
 
     `rows`: query tokens x query heads of a KV head.
     """
-    quantised = not jnp.issubdtype(entry.dtype, jnp.floating)
     if not entry.one_head:
-        return KVQuantisedConfig() if quantised else KVConfig()
+        return KVQuantisedConfig() if entry.quantised else KVConfig()
     if rows > FEW_ROWS:
-        return QuantisedWideConfig() if quantised else WideConfig()
-    return FewRowsQuantisedConfig() if quantised else FewRowsConfig()
+        return QuantisedWideConfig() if entry.quantised else WideConfig()
+    return FewRowsQuantisedConfig() if entry.quantised else FewRowsConfig()
 
 
 def plan_or_default(

@@ -17,7 +17,6 @@ from jaxkv_kernels.mosaic_gpu.entries import words
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, WIDEST, Field, PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.memory import (
     array,
-    at,
     both,
     chunks_of,
     load_words,
@@ -29,7 +28,7 @@ from jaxkv_kernels.mosaic_gpu.entries.memory import (
     true,
 )
 from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP, Teams
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, f32, i32
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, f32, i32
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 AXES = ("layer", "block", "head", "token")

@@ -10,7 +10,7 @@ from jax.extend.mlir.dialects import arith, vector
 
 from jaxkv_kernels.mosaic_gpu.entries.fields import PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, c64, i32, i64, ptx
 
 
 def strided(per_lane: int, together: int) -> Any:
@@ -57,21 +57,15 @@ def both(first, second) -> Any:
 
 def times(x, factor: int) -> Any:
     """A non-negative 32-bit integer times a constant, in 64 bits."""
-    i64 = ir.IntegerType.get_signless(64)
-    return arith.muli(arith.extui(i64, x), mgpu.c(factor, i64))
+    return arith.muli(arith.extui(i64(), x), c64(factor))
 
 
 def offset_of(address: PartAddress, index) -> Any:
     """The byte at which a part of an entry lies."""
-    found = mgpu.c(address.first, ir.IntegerType.get_signless(64))
+    found = c64(address.first)
     for i, stride in address.terms(index):
         found = arith.addi(found, times(i, stride))
     return found
-
-
-def at(pointer, offset) -> Any:
-    """The address an offset in bytes, a register, after a pointer."""
-    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
 
 
 def _kind(width: int) -> str:

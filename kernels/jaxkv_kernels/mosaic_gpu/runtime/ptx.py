@@ -6,6 +6,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 
 ptx = mgpu.utils.inline_ptx
+LOAD_SHARED = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+"""Loads 16 bytes of shared memory."""
+E4M3_TO_F16 = (
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
+"""Converts a word of four e4m3 values to two words of two float16 values each."""
 
 
 def i32() -> Any:
@@ -31,3 +37,8 @@ def c32(value: int) -> Any:
 def c64(value: int) -> Any:
     """A constant of 64 bits."""
     return mgpu.c(value, i64())
+
+
+def at(pointer, offset) -> Any:
+    """The address `offset` bytes, a register, after a pointer."""
+    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))

@@ -55,6 +55,8 @@ class E4M3Tiles:
         plgpu.commit_smem()
 
     def _convert_in_place(self, tile, half, rope):
+        from jax.experimental.mosaic import gpu as mgpu
+
         from jaxkv_kernels.mosaic_gpu.attention.convert import lanes
 
         raw_type, ref_type = plgpu.RefType(), plgpu.RefType(swizzled(1, dtype=DTYPE).transforms)
@@ -65,7 +67,7 @@ class E4M3Tiles:
         def convert(_, k, r, raw_k, raw_r):
             chunks = lanes.load_half(raw_k, k_offset)
             ropes = lanes.load_rope(raw_r, r_offset) if rope else []
-            lanes.warpgroup_barrier()
+            mgpu.utils.warpgroup_barrier()
             lanes.store_half(k, k_offset, chunks)
             lanes.store_rope(r, r_offset, ropes)
 

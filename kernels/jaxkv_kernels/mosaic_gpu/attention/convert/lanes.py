@@ -10,18 +10,14 @@ an odd row over the other half.
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import COLUMN_TILE, STORE, THREADS
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, i32, ptx
 
 WARP_ROWS = TILE // 4
 """Rows of a tile that a warp converts."""
-LOAD = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-CONVERT = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-"""Four e4m3 values to float16."""
 
 
 class Lane:
@@ -48,7 +44,7 @@ def load_half(raw, offset: int) -> list[Any]:
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.odd)
     chunk = arith.addi(arith.shli(lane.column_tile, c32(2)), lane.chunk)
-    start = _at(raw, _sum(arith.muli(row, c32(HALF)), arith.shli(chunk, c32(4))))
+    start = at(mgpu.utils.memref_ptr(raw), _sum(arith.muli(row, c32(HALF)), arith.shli(chunk, c32(4))))
     return [_load(start, offset + 2 * n * HALF) for n in range(WARP_ROWS // 2)]
 
 
@@ -70,7 +66,7 @@ def store_half(into, offset: int, chunks: list[Any]) -> None:
 def load_rope(raw, offset: int) -> list[Any]:
     """The lane's chunks of [64, 64] bytes at `offset`: one per eight of its warp's rows."""
     lane = Lane()
-    start = _at(raw, _sum(arith.shli(lane.warp, c32(10)), arith.shli(lane.lane, c32(4))))
+    start = at(mgpu.utils.memref_ptr(raw), _sum(arith.shli(lane.warp, c32(10)), arith.shli(lane.lane, c32(4))))
     return [_load(start, offset + n * 8 * 64) for n in range(WARP_ROWS // 8)]
 
 
@@ -83,26 +79,21 @@ def store_rope(into, offset: int, chunks: list[Any]) -> None:
         _store_converted(into, start, offset + n * COLUMN_TILE, chunk)
 
 
-def warpgroup_barrier() -> None:
-    """Waits for all lanes of the warpgroup."""
-    mgpu.utils.warpgroup_barrier()
-
-
 def _in_row(lane: Lane, row) -> Any:
     """Bytes from a column tile to the first chunk that a lane stores of `row`, below 8."""
     return _sum(arith.shli(row, c32(7)), arith.shli(arith.xori(arith.shli(lane.chunk, c32(1)), row), c32(4)))
 
 
 def _load(start, offset: int) -> list[Any]:
-    return list(ptx(LOAD.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True))
+    return list(ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True))
 
 
 def _store_converted(into, place, offset: int, chunk: list[Any]) -> None:
     """Stores 16 e4m3 values to the chunk at `place` and to its neighbour."""
-    values = [value for word in chunk for value in ptx(CONVERT, word, result_types=[i32()] * 2)]
+    values = [value for word in chunk for value in ptx(E4M3_TO_F16, word, result_types=[i32()] * 2)]
     for swap, four in ((0, values[:4]), (16, values[4:])):
         start = arith.xori(place, c32(swap)) if swap else place
-        ptx(STORE.format(offset=offset), _at(into, start), *four)
+        ptx(STORE.format(offset=offset), at(mgpu.utils.memref_ptr(into), start), *four)
 
 
 def _sum(*terms) -> Any:
@@ -110,8 +101,3 @@ def _sum(*terms) -> Any:
     for term in others:
         first = arith.addi(first, term)
     return first
-
-
-def _at(ref, offset) -> Any:
-    """The address `offset` bytes, a register, after the start of shared memory."""
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], ir.IntegerType.get_signless(8))

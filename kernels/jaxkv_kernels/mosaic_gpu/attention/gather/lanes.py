@@ -17,7 +17,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     MOST_FACTOR,
     SMALLEST,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import LOAD_SHARED, at, c32, c64, i32, i64, ptx
 
 THREADS, ROWS_PER_LANE = 128, 4
 COLUMN_TILE = 1024
@@ -52,8 +52,8 @@ def array(vectors, layout) -> Any:
 
 def words(register) -> list[Any]:
     """The words of a register."""
-    at = (ir.DenseI64ArrayAttr.get([i]) for i in range(ir.VectorType(register.type).shape[0]))
-    return [vector.extract(register, dynamic_position=[], static_position=i) for i in at]
+    positions = (ir.DenseI64ArrayAttr.get([i]) for i in range(ir.VectorType(register.type).shape[0]))
+    return [vector.extract(register, dynamic_position=[], static_position=i) for i in positions]
 
 
 def shuffle(word, lane) -> Any:
@@ -127,9 +127,7 @@ def load_slots(ref, request, tile, length) -> Any:
     position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
     first = arith.addi(arith.muli(arith.extui(i64(), request), c64(4 * width)), _wide(arith.shli(position, c32(2))))
     load = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
-    return ptx(
-        load, _at(mgpu.utils.memref_ptr(ref), first), position, length, result_types=i32(), has_side_effects=True
-    )
+    return ptx(load, at(mgpu.utils.memref_ptr(ref), first), position, length, result_types=i32(), has_side_effects=True)
 
 
 def spread(slot, rows: int) -> list[Any]:
@@ -175,7 +173,7 @@ def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
     found = []
     for slot in slots:
         offset = cache.offset(_Narrow(slot), layer, lambda n: _Wide(c64(n)), lambda x: _Wide(_wide(x.value)))
-        found.append(arith.select(valid(slot, limit), _at(base, offset.value), nothing))
+        found.append(arith.select(valid(slot, limit), at(base, offset.value), nothing))
     return found
 
 
@@ -196,7 +194,7 @@ def load_scales(address, offset: int) -> list[Any]:
 def copy_rope(addresses, offset: int, ref, stage: int) -> None:
     """Starts to copy rotary keys to shared memory as they are."""
     lane = Lane()
-    start = _at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, 1))
+    start = at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, 1))
     for n, address in enumerate(_chunks(addresses, lane.chunk)):
         into = stage * ROPE_TILE + n * 2 * COLUMN_TILE
         ptx(f"cp.async.cg.shared.global.L2::128B [$0 + {into}], [$1 + {offset}], 16;", start, address)
@@ -209,7 +207,7 @@ def wait_for_copies() -> None:
 
 def _chunks(addresses, chunk) -> list[Any]:
     """Where a lane's chunk of each row is."""
-    return [_at(address, _wide(arith.shli(chunk, c32(4)))) for address in addresses]
+    return [at(address, _wide(arith.shli(chunk, c32(4)))) for address in addresses]
 
 
 def prefetch(rows, nbytes: int) -> None:
@@ -218,7 +216,7 @@ def prefetch(rows, nbytes: int) -> None:
         offset = arith.addi(arith.shli(Lane().chunk, c32(LINE.bit_length() - 1)), c32(first))
         offset = _wide(arith.minui(offset, c32(nbytes - 1)))
         for address in rows:
-            ptx("prefetch.global.L2 [$0];", _at(address, offset))
+            ptx("prefetch.global.L2 [$0];", at(address, offset))
 
 
 def scales(raw) -> tuple[Any, list[Any]]:
@@ -249,13 +247,13 @@ def store_factors(stats, row: int, flag: tuple[int, int], known, factor) -> tupl
     base = mgpu.utils.memref_ptr(stats)
     width = 4 * ir.MemRefType(stats.type).shape[1]
     factor = arith.select(known, one if factor is None else factor, masked)
-    into = _at(base, arith.shli(lane.own_row, c32(2)))
+    into = at(base, arith.shli(lane.own_row, c32(2)))
     stores = arith.cmpi(arith.CmpIPredicate.ult, lane.lane, c32(WARP_ROWS))
     ptx(f"st.shared.f32 [$0 + {row * width}], $1;", into, factor, predicate=stores)
     special = arith.cmpf(arith.CmpFPredicate.UNE, factor, one)
     vote = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 0x3F800000, 0, p; }"
     found = ptx(vote, arith.extui(i32(), special), result_types=i32(), has_side_effects=True, convergent=True)
-    into = _at(base, arith.shli(lane.warp, c32(2)))
+    into = at(base, arith.shli(lane.warp, c32(2)))
     first = arith.cmpi(arith.CmpIPredicate.eq, lane.lane, c32(0))
     ptx(f"st.shared.b32 [$0 + {flag[0] * width + 4 * flag[1]}], $1;", into, found, predicate=first)
     return factor, found
@@ -283,14 +281,13 @@ def divide_rope(ref, stage: int, special, inverse) -> None:
     """Where `special` is not 0, multiplies rotary keys, bf16, that this lane has copied by the inverses of rows."""
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, special, c32(0))):
         lane = Lane()
-        start = _at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, 1))
+        start = at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, 1))
         for n, owner in enumerate(lane.owners(ROWS_PER_LANE)):
-            at = stage * ROPE_TILE + n * 2 * COLUMN_TILE
+            offset = stage * ROPE_TILE + n * 2 * COLUMN_TILE
             by = shuffle(inverse, owner)
-            load = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {at}];"
-            found = ptx(load, start, result_types=[i32()] * 4, has_side_effects=True)
+            found = ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True)
             divided = [ptx("mul.rn.bf16x2 $0, $1, $2;", word, by, result_types=i32()) for word in found]
-            ptx(STORE.format(offset=at), start, *divided)
+            ptx(STORE.format(offset=offset), start, *divided)
 
 
 def store_e4m3(ref, raw, pairs, stage: int, group: int, full) -> None:
@@ -319,7 +316,7 @@ def store_e4m3(ref, raw, pairs, stage: int, group: int, full) -> None:
 def _first_row(ref, place, column_tiles: int, rows: int) -> Any:
     """Where a lane stores a chunk of its first row."""
     share = Lane().share(rows, 2 * column_tiles * COLUMN_TILE)
-    return _at(mgpu.utils.memref_ptr(ref), arith.addi(place, share))
+    return at(mgpu.utils.memref_ptr(ref), arith.addi(place, share))
 
 
 def _writer(full, half: int) -> Any:
@@ -351,7 +348,7 @@ def barrier(ref, n: int) -> Any:
     """Of the 64-bit barriers at the end of a row of `stats`, the n-th."""
     row, column = BARRIERS
     width = ir.MemRefType(ref.type).shape[1]
-    return _at(mgpu.utils.memref_ptr(ref), c32(4 * (row * width + column) + 8 * n))
+    return at(mgpu.utils.memref_ptr(ref), c32(4 * (row * width + column) + 8 * n))
 
 
 def start_barriers(ref, count: int) -> None:
@@ -381,8 +378,3 @@ def wait(ref, n: int, turn) -> None:
 def _wide(x) -> Any:
     """A non-negative integer in 64 bits."""
     return arith.extui(i64(), x)
-
-
-def _at(pointer, offset) -> Any:
-    """So many bytes, a register, from a pointer."""
-    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
+from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import array
+from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
@@ -60,8 +60,16 @@ class HeadTiles(Tiles):
         return token_rows(pages).of(buffer)
 
     def loader(self, ref, table: PageTable, layer, head):
-        """The loader of the tiles of a layer and head."""
-        return HeadPages(self.entry, ref, table, layer, head)
+        """Keys and values are copied apart, as two ranges of an entry's columns."""
+        return PagedKeys(ref, token_rows(table.pages), table, layer, head)
+
+    def parts(self, raw, stage, full):
+        """The keys and the values of an entry."""
+        firsts = (0, self.entry.head_dim)
+        return tuple(
+            Columns(first, width, ref.at[stage], full)
+            for ref, first, width in zip(raw, firsts, self.entry.sizes, strict=True)
+        )
 
     def load_keys(self, raw, stage, group):
         """Loads 64 columns of keys, from the first reference of `raw`."""
@@ -70,7 +78,7 @@ class HeadTiles(Tiles):
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=held)
         def load(_, ref, stage):
             found = lanes.load_head_keys(ref, stage.registers.item(), self.entry.head_dim, group)
-            return lanes.as_array(found, held.layout)
+            return array(found, held.layout)
 
         return load(raw[0], stage)
 
@@ -80,7 +88,7 @@ class HeadTiles(Tiles):
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=self._values)
         def load(_, ref, stage):
             found = lanes.load_head_values(ref, stage.registers.item(), self.entry.value_dim, step)
-            return lanes.as_array(found, self._values.layout)
+            return array(found, self._values.layout)
 
         return load(raw[1], stage)
 
@@ -90,29 +98,3 @@ class HeadTiles(Tiles):
             lanes.clear_head_values(ref, stage.registers.item(), self.entry.value_dim, row.registers.item())
 
         clear(raw[1], stage, row)
-
-
-class HeadPages:
-    """Copies tiles of keys and values from pages with any strides, by two TMA copies per block that a tile lies in."""
-
-    def __init__(self, entry: KVEntry, kv_ref, table: PageTable, layer, head):
-        self._entry, self._kv_ref, self._table, self._layer, self._head = entry, kv_ref, table, layer, head
-        self._view = token_rows(table.pages)
-        self._view.install(kv_ref)
-
-    def look_up(self, request, first_token):
-        """The blocks that a tile lies in.  Call it one tile ahead, so that nothing waits for these loads."""
-        return self._table.blocks(request, first_token)
-
-    def fetch(self, found, first_token, raw, stage, full) -> None:
-        """Starts the copies of a tile.  Block 0 stands in for blocks outside the cache, masked later."""
-        pages, rows = self._table.pages, self._table.copy_rows
-        for c, block in enumerate(found):
-            token = lax.rem(first_token + c * rows, jnp.int32(pages.block_size))
-            block = jnp.where(self._table.known(block), block, 0)
-            origin, row = self._view.index(self._layer, block, token, self._head)
-            for ref, first, width in zip(raw, (0, self._entry.head_dim), self._entry.sizes, strict=True):
-                # Traced, since Pallas checks constants against the shape of the operand.
-                columns = pl.ds(pl.multiple_of(jnp.int32(first) + (origin - origin), 128), width)
-                source = self._kv_ref.at[origin, pl.ds(row, rows), columns]
-                plgpu.copy_gmem_to_smem(source, ref.at[stage, pl.ds(c * rows, rows)], full)

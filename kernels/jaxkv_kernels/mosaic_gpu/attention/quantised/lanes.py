@@ -7,14 +7,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import array, words
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import words
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, c64, i32, i64, ptx
 
 LANES, WARP_ROWS = 128, 16
 """Lanes of a warpgroup; rows of a wgmma tile that a warp has."""
-LOAD = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-CONVERT = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-"""Four e4m3 values as two pairs of float16."""
 COLUMN_TILE = 1024
 """Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""
 
@@ -40,9 +37,9 @@ def load_latents(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any
     start = _in_stage(ref, stage, nbytes, first)
     offsets = [8 * half * nbytes + (nbytes - 128 if wide else 64 * group) for half in range(2)]
     return [
-        ptx(LOAD.format(offset=offset + at), start, result_types=[i32()] * 4, has_side_effects=True)
+        ptx(LOAD_SHARED.format(offset=offset + chunk), start, result_types=[i32()] * 4, has_side_effects=True)
         for offset in offsets
-        for at in range(0, per_lane, 16)
+        for chunk in range(0, per_lane, 16)
     ]
 
 
@@ -56,7 +53,7 @@ def convert_keys(raw, layout, *, wide: bool) -> Any:
                 row = vectors[2 * half] + vectors[2 * half + 1]
                 pairs = row[2 * step : 2 * step + 2]
             else:
-                pairs = ptx(CONVERT, vectors[half][step], result_types=[i32()] * 2)
+                pairs = ptx(E4M3_TO_F16, vectors[half][step], result_types=[i32()] * 2)
             for high, pair in enumerate(pairs):
                 kind = ir.BF16Type if wide else ir.F16Type
                 registers[0, 2 * step + high, 0, 0, half, 0, 0, 0, 0] = _pair(pair, kind.get())
@@ -70,7 +67,7 @@ def load_scales(ref, stage, nbytes: int, offset: int, layout) -> list[Any]:
     start = _in_stage(ref, stage, nbytes, arith.muli(row, c32(nbytes)))
     f32 = ir.F32Type.get()
     found = [
-        ptx(LOAD.format(offset=offset + 8 * half * nbytes), start, result_types=[f32] * 4, has_side_effects=True)
+        ptx(LOAD_SHARED.format(offset=offset + 8 * half * nbytes), start, result_types=[f32] * 4, has_side_effects=True)
         for half in range(2)
     ]
     arrays = []
@@ -111,7 +108,7 @@ def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
     for pair in range(2):
         for tile, selector in enumerate((low, high)):
             together = _permuted(tokens[2 * pair], tokens[2 * pair + 1], selector)
-            for half, values in enumerate(ptx(CONVERT, together, result_types=[i32()] * 2)):
+            for half, values in enumerate(ptx(E4M3_TO_F16, together, result_types=[i32()] * 2)):
                 registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = _pair(values, ir.F16Type.get())
     return _fragmented(registers, layout)
 
@@ -124,7 +121,8 @@ def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
     start = _in_stage(ref, stage, width, arith.addi(first, arith.shli(chunk, c32(4))))
     offsets = [group // 2 * COLUMN_TILE + 8 * half * width for half in range(2)]
     return [
-        ptx(LOAD.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True) for offset in offsets
+        ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True)
+        for offset in offsets
     ]
 
 
@@ -172,8 +170,8 @@ def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
         return ptx(f"{kind}.f32 $0, $1, $2;", a, b, result_types=f32)
 
     mgpu.utils.warpgroup_barrier()  # scratch memory may still be read
-    base = _at(mgpu.utils.memref_ptr(ref), arith.shli(lane.quad, c32(3)))
-    own = _at(base, arith.shli(lane.warp, c32(6)))
+    base = at(mgpu.utils.memref_ptr(ref), arith.shli(lane.quad, c32(3)))
+    own = at(base, arith.shli(lane.warp, c32(6)))
     first = arith.cmpi(arith.CmpIPredicate.eq, lane.row, c32(0))
     for tile in range(2):
         halves = [_floats(x.registers[0, tile, 0, 0, half].flat[0]) for half in range(2)]
@@ -207,7 +205,7 @@ def store_rows(ref, place, parts, rows: int) -> None:
     column = arith.addi(arith.shli(lane.warp, c32(5)), arith.shli(lane.row, c32(2)))
     first = arith.shli(arith.addi(arith.muli(row, c32(width)), column), c32(1))
     first = arith.addi(arith.muli(arith.extui(i64(), place), c64(2 * rows * width)), arith.extui(i64(), first))
-    start = _at(mgpu.utils.memref_ptr(ref), first)
+    start = at(mgpu.utils.memref_ptr(ref), first)
     for group, part in enumerate(parts):
         for tile in range(rows // 8):
             pairs = [_word(part.registers[half, tile, 0, 0, low].flat[0]) for half in range(2) for low in range(2)]
@@ -229,7 +227,7 @@ def load_queries(refs, place, rows: int) -> Any:
         width = 128 * groups
         first = arith.addi(arith.muli(row, c32(width)), arith.shli(chunk, c32(4)))
         first = arith.addi(arith.muli(place, c64(rows * width)), arith.extui(i64(), first))
-        start = _at(mgpu.utils.memref_ptr(ref), first)
+        start = at(mgpu.utils.memref_ptr(ref), first)
         for group in range(groups):
             load = (
                 "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
@@ -277,7 +275,7 @@ def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: i
         base = mgpu.utils.memref_ptr(ref)
         for n in range(4):
             swizzled = arith.shli(arith.xori(arith.addi(arith.shli(odd, c32(2)), c32(n)), in_tile), c32(4))
-            start = _at(base, arith.addi(first, swizzled))
+            start = at(base, arith.addi(first, swizzled))
             for group in range(count):
                 scaled = [
                     arith.mulf(arith.bitcast(ir.F32Type.get(), bits), factor)
@@ -289,13 +287,8 @@ def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: i
                 pair = ptx(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", *scaled, result_types=i32())
                 ptx(f"st.shared.b32 [$0 + {group * COLUMN_TILE}], $1;", start, pair)
     place = arith.addi(arith.shli(arith.addi(stage, c32(first_row)), c32(4)), row)
-    start = _at(mgpu.utils.memref_ptr(stats), arith.shli(place, c32(2)))
+    start = at(mgpu.utils.memref_ptr(stats), arith.shli(place, c32(2)))
     ptx("st.shared.f32 [$0], $1;", start, inverse, predicate=arith.cmpi(arith.CmpIPredicate.eq, chunk, c32(0)))
-
-
-def as_array(vectors, layout) -> Any:
-    """An array made of int32 vectors of four."""
-    return array(vectors, layout)
 
 
 def _permuted(a, b, selector) -> Any:
@@ -321,7 +314,7 @@ def _row_and_chunk() -> tuple[Any, Any]:
 
 def _in_stage(ref, stage, nbytes: int, offset) -> Any:
     """The address `offset` bytes after the beginning of a stage of 64 entries."""
-    return _at(mgpu.utils.memref_ptr(ref), arith.addi(arith.muli(stage, c32(64 * nbytes)), offset))
+    return at(mgpu.utils.memref_ptr(ref), arith.addi(arith.muli(stage, c32(64 * nbytes)), offset))
 
 
 def _registers(layout, shape) -> Any:
@@ -353,8 +346,3 @@ def _floats(register) -> list[Any]:
         vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
         for i in range(count)
     ]
-
-
-def _at(pointer, offset) -> Any:
-    """The address `offset` bytes after a pointer."""
-    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))

@@ -11,6 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.addressing.row_view import row_view
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
+from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import array
+from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, KEY_GROUP, PLAIN, Array, Tiles, words
@@ -71,6 +73,10 @@ class LatentTiles(Tiles):
         del head
         return EntryPages(ref, table, layer)
 
+    def parts(self, raw, stage, full):
+        """Whole entries."""
+        return (Columns(0, self.entry.nbytes, raw[0].at[stage], full),)
+
     def load_keys(self, raw, stage, group):
         """Loads 64 columns of keys.  The last group is the rotary part."""
         wide = self.scaled and group == self.key_groups - 1
@@ -79,7 +85,7 @@ class LatentTiles(Tiles):
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
             found = lanes.load_latents(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
-            return lanes.as_array(found, held.layout)
+            return array(found, held.layout)
 
         return load(raw[0], stage)
 
@@ -90,7 +96,7 @@ class LatentTiles(Tiles):
         def load(_, ref, stage):
             nbytes, swapped = self.entry.nbytes, self._swapped
             found = lanes.load_latents_of_tokens(ref, stage.registers.item(), nbytes, step, swapped=swapped)
-            return lanes.as_array(found, self._values.layout)
+            return array(found, self._values.layout)
 
         return load(raw[0], stage)
 
@@ -125,7 +131,7 @@ class EntryPages:
         """The blocks that a tile lies in.  Call it one tile ahead, so that nothing waits for these loads."""
         return self._table.blocks(request, first_token)
 
-    def fetch(self, found, first_token, raw, stage, full) -> None:
+    def fetch(self, found, first_token, entries: Columns) -> None:
         """Starts the copies of a tile.  Block 0 stands in for blocks outside the cache, masked later."""
         pages, rows = self._table.pages, self._table.copy_rows
         size = rows * pages.width
@@ -134,4 +140,5 @@ class EntryPages:
             block = jnp.where(self._table.known(block), block, 0)
             *row, column = self._view.index(layer=self._layer, block=block, token=token)
             source = self._kv_ref.at[*row, pl.ds(column, size)]
-            plgpu.copy_gmem_to_smem(source, raw[0].at[stage, pl.ds(c * size, size)], full, oob_mode=IN_BOUNDS)
+            into = entries.into.at[pl.ds(c * size, size)]
+            plgpu.copy_gmem_to_smem(source, into, entries.full, oob_mode=IN_BOUNDS)

@@ -22,7 +22,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
+from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import array
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
+from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns
 from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, SCALAR, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
@@ -112,7 +114,11 @@ class Tiles:
         raise NotImplementedError
 
     def loader(self, ref, table, layer, head) -> Any:
-        """The loader of the tiles of a layer and head.  It has the methods `look_up` and `fetch`."""
+        """The loader of the tiles of a layer and head: it has the methods `look_up` and `fetch` of `Keys`."""
+        raise NotImplementedError
+
+    def parts(self, raw, stage, full) -> tuple[Columns, ...]:
+        """What the loader fetches for a tile: parts of its entries, to this stage of the references `raw`."""
         raise NotImplementedError
 
     def load_keys(self, raw, stage, group: int) -> Any:
@@ -185,7 +191,7 @@ class Tiles:
 
         @plgpu.inline_mgpu(arg_types=([PLAIN] * len(refs), SCALAR), return_type=self._queries)
         def load(_, refs, place):
-            return lanes.as_array(lanes.load_queries(refs, place.registers.item(), rows), self._queries.layout)
+            return array(lanes.load_queries(refs, place.registers.item(), rows), self._queries.layout)
 
         return load(list(refs), place)
 

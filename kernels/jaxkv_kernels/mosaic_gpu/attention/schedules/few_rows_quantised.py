@@ -138,7 +138,7 @@ def attend_few_rows_quantised(
                 def _():
                     plgpu.barrier_wait(k_free.at[stage])
 
-                paged.fetch(found, origin + step * TILE, raw, stage, k_full.at[stage])
+                paged.fetch(found, origin + step * TILE, *tiles.parts(raw, stage, k_full.at[stage]))
                 return used + 1, ahead
 
             def store_queries(loaded, n):

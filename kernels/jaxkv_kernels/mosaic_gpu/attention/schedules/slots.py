@@ -59,10 +59,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
 from jaxkv_kernels.mosaic_gpu.attention.gather.full import OwnFull, SharedFull
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
-from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import FACTOR, FLAG, STATS, GatherTiles
 from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
@@ -75,7 +75,6 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     COLUMN,
     LANE_COLUMNS,
     ROW,
-    WGMMA,
     filled,
     fold_columns,
     over_columns,
@@ -162,17 +161,7 @@ def attend_slots(
                 """Makes the queries float16; returns what the scores of each row are to be multiplied by."""
                 if dtype == k_dtype:
                     return filled(ROW, 1.0, TILE) * scale
-                latent, rope = (plgpu.load(ref, layout=WGMMA).astype(jnp.float32) for ref in (q_in.at[side], qr))
-                stats[Q_MAX + side] = jnp.maximum(jnp.abs(latent).max(axis=1), jnp.abs(rope).max(axis=1))
-                wait_for_both()
-                largest = jnp.maximum(*(plgpu.load(stats.at[Q_MAX + n], layout=ROW) for n in range(2)))
-                factor, inverse = scale_to_fit(largest)
-                q[side] = (latent * over_columns(factor, HALF)).astype(k_dtype)
-                if side == 0:
-                    qr[...] = (rope * over_columns(factor, ROPE)).astype(dtype)
-                plgpu.commit_smem()
-                wait_for_both()
-                return inverse * scale
+                return fit_queries(side, (q_in, q), (qr, qr), stats, Q_MAX, wait_for_both) * scale
 
             def scores(row_scale, i, turn, last):
                 """Scores of this side's tile, with the logarithms of factors; and how its weights are summed."""
