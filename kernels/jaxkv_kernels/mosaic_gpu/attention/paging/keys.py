@@ -1,13 +1,11 @@
 """Loaders: where an attention kernel's keys and values come from, and how they reach shared memory.
 
 A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Loaders that copy columns of
-pages have the interface of `Keys`; `quantised/` and `gather/` have loaders of their own.
+pages have the interface of `Keys`.  `quantised/latents.py` has one for whole entries, and `gather/` one for slots.
 """
 
 from typing import Any, NamedTuple, Protocol
 
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -55,23 +53,16 @@ class PagedKeys:
 
     def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
         """Starts one TMA copy per part and block that the tile lies in."""
-        for c, block in enumerate(found):
-            rows = pl.ds(c * self._table.copy_rows, self._table.copy_rows)
-            origin, row = self._place(block, first_token + c * self._table.copy_rows)
+        rows = self._table.copy_rows
+        for first_row, block, token in self._table.copies(found, first_token):
+            origin, row = self._view.index(self._layer, block, token, self._head)
             for first, count, into, full in parts:
-                columns = self._view.columns(first, count, origin)
-                source = self._kv_ref.at[origin, pl.ds(row, self._table.copy_rows), columns]
-                plgpu.copy_gmem_to_smem(source, into.at[rows], full, **copy)
+                source = self._kv_ref.at[origin, pl.ds(row, rows), self._view.columns(first, count, origin)]
+                plgpu.copy_gmem_to_smem(source, into.at[pl.ds(first_row, rows)], full, **copy)
 
     def prefetch(self, found, first_token, *, interpret: bool) -> None:
         """Prefetches whole entries, as one run of bytes per block: for pages with contiguous tokens."""
         nbytes = self._table.copy_rows * self._table.pages.width * self._kv_ref.dtype.itemsize
-        for c, block in enumerate(found):
-            start = self._view.start(self._kv_ref, *self._place(block, first_token + c * self._table.copy_rows))
+        for _, block, token in self._table.copies(found, first_token):
+            start = self._view.start(self._kv_ref, *self._view.index(self._layer, block, token, self._head))
             prefetch_to_l2(start, nbytes, interpret=interpret)
-
-    def _place(self, block, first_token):
-        """Where a copy's tokens begin in the view.  Block 0 stands in for blocks outside the cache, masked later."""
-        in_block = lax.rem(first_token, jnp.int32(self._table.pages.block_size))
-        block = jnp.where(self._table.known(block), block, 0)
-        return self._view.index(self._layer, block, in_block, self._head)
