@@ -171,7 +171,7 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
 
                 in_block = lax.rem(tile, jnp.int32(max(block_size // TILE, 1)))
                 for c, block in enumerate(blocks_of(blocks, first, tile)):
-                    # For a block outside the cache, block 0: its tokens are masked later.
+                    # Block 0 stands in for blocks outside the cache, whose tokens are masked later.
                     page = view.page(layer, jnp.where(known(block), block, 0))
                     to = pl.ds(c * part, part)
                     plgpu.copy_gmem_to_smem(
@@ -284,7 +284,7 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
             each_request(run)
 
         def fill_share():
-            """-inf to the tiles that are not computed; the consumers take turns by rows of the result."""
+            """Stores -inf to the tiles that are not computed; the consumers share them by rows of the result."""
             rest = find_share(length_ref, cta, ctas, tiles, in_cache, filled=True, interpret=interpret)
 
             def one(request, _):
@@ -303,7 +303,7 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
         lax.cond(wg == consumers, producer, consumer)
 
     keys = view.of(buffer)
-    if interpret:  # it does not see one kind of value in memory of another
+    if interpret:  # the interpreter does not view memory as another dtype
         operands, (k_shared, s_shared) = [view_as(keys, FP8), view_as(keys, jnp.float32)], _interpreted_stages(stages)
     else:
         operands = [keys]

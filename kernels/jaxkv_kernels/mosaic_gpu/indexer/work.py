@@ -63,9 +63,9 @@ class Tiles:
 
 
 def find_share(lengths_ref, cta, ctas: int, tiles: Tiles, in_cache, *, filled: bool, interpret: bool) -> Share:
-    """The share of a CTA among all tiles that are computed, or among those that are filled.
+    """The share of a CTA of all tiles that are computed, or with `filled` of those that are filled.
 
-    Without `in_cache`, a boolean, all are filled.
+    If `in_cache` is False (the layer is outside the cache), all tiles are filled.
     """
     if interpret:
         return _interpreted(lengths_ref, cta, ctas, tiles, in_cache, filled)

@@ -24,7 +24,7 @@ class InterpretedRows(GatheredRows):
         return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
 
     def slots(self, slot_ref, request, tile, length):
-        """[64]."""
+        """The slots of a tile, [64]; -1 at positions from `length` on."""
         position = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
         found = slot_ref[...][request, jnp.minimum(position, slot_ref.shape[1] - 1)]
         return jnp.where(position < length, found, -1)
@@ -34,11 +34,11 @@ class InterpretedRows(GatheredRows):
         return slots
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
-        """[64, 128], bytes."""
+        """A unit of the rows, bytes [64, 128]."""
         return self._bytes(kv_ref, slots, layer, limit, unit.offset, LINE)
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
-        """[64, 16], bytes."""
+        """The scales of the rows, bytes [64, 16]."""
         return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.quantised else None
 
     def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
@@ -73,7 +73,7 @@ class InterpretedRows(GatheredRows):
         return None if raw is None else (scales, factor)
 
     def store(self, unit, stage, k_ref, raw, scales, stats_ref):
-        """`raw` [64, bytes]."""
+        """Stores a unit, `raw` [64, bytes]."""
         if self.quantised:
             values = lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
             values = values * scales[0][:, unit.number, None]

@@ -58,7 +58,7 @@ class Unit:
     offset: int
     """Its first byte in an entry."""
     number: int
-    """Of the column tile or scale group."""
+    """The number of the column tile or scale group."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class GatheredRows:
 
     @property
     def latent_dtype(self) -> Any:
-        """Of latents in shared memory."""
+        """The dtype of latents in shared memory."""
         return jnp.dtype(jnp.float16) if self.quantised else self.entry.dtype
 
     @property
     def rope_dtype(self) -> Any:
-        """Of rotary keys in shared memory."""
+        """The dtype of rotary keys in shared memory."""
         return jnp.dtype(jnp.bfloat16) if self.quantised else self.entry.dtype
 
     @property
@@ -108,7 +108,7 @@ class GatheredRows:
     def zeros(self) -> jax.Array:
         """A row that masked keys are loaded from.
 
-        One byte at its end is not zero, so that it becomes a literal: XLA would fill zeros in each call.
+        One byte at its end is not zero.  XLA would fill an array of zeros in each call, but keeps this as a constant.
         """
         row = np.zeros(self.entry.nbytes + 16, np.uint8)
         row[-1] = 1
@@ -264,7 +264,7 @@ def _word(held) -> Any:
 
 
 def _ref_type(dtype) -> Any:
-    """Of the swizzled shared memory that tiles are stored to."""
+    """The type of references to the swizzled shared memory that tiles are stored to."""
     return plgpu.RefType(swizzled(1, dtype=dtype).transforms)
 
 

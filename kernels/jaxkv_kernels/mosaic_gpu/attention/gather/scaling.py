@@ -17,11 +17,11 @@ MASKED_KEY = -1.0
 SMALLEST, LARGEST = 0x38800000, 0x43000000
 """2**-14 and 2**7: scales from the first up to the second are multiplied into values as they are."""
 EXPONENT = 0x7F800000
-"""The exponent, which is also the largest power of two that is not above a value."""
+"""A mask of the exponent.  What it leaves of a positive value is the largest power of two that is not above it."""
 LEAST_FACTOR, MOST_FACTOR = 27 << 23, 253 << 23
 """2**-100 and 2**126."""
 INVERSE = 254 << 23
-"""What a power of two and its inverse add up to."""
+"""The sum of the bits of a power of two and of its inverse."""
 _FIT = 14 << 23
 """2**14, as a difference of bits: scaled rows of queries have their largest magnitude from 2**14 up to 2**15."""
 _LEAST_QUERY, _MOST_QUERY = 20 << 23, 254 << 23

@@ -96,14 +96,14 @@ class GatherTiles:
         lax.fori_loop(first, end, work_tile, (jnp.int32(0), (ring, raw, here, ahead)))
 
         @pl.when(end > first)
-        def _():  # a barrier is waited on as often as it completes
+        def _():  # every completion of a barrier must be waited for
             plgpu.barrier_wait(q_free)
             for half in range(4):
                 plgpu.barrier_wait(self.k_free[half])
 
     @property
     def _ring(self) -> int:
-        """How many units are on their way."""
+        """How many units are loaded ahead."""
         return min(self.config.units_ahead, self.rows.units)
 
     def _units(self, tile):
