@@ -1,15 +1,14 @@
 """Words of 32 bits between memory and the registers of a lane: MLIR and inline PTX."""
 
+from itertools import batched
 from typing import Any
 
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.entries.fields import PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP
+from jaxkv_kernels.mosaic_gpu.runtime import elements
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, c64, i32, i64, ptx
 
 
@@ -22,22 +21,12 @@ def array(chunks, kind=None) -> Any:
     """Chunks, lists of words (or of values of another type), as an array in the layout of `strided`."""
     together = min(len(chunks[0]), 4)
     flat = [word for chunk in chunks for word in chunk]
-    vectors = ir.VectorType.get((together,), kind or i32())
-    held = np.empty((len(flat) // together,), dtype=object)
-    for n in range(len(held)):
-        held[n] = vector.from_elements(vectors, flat[n * together : (n + 1) * together])
-    layout = strided(len(flat), together).to_mgpu()
-    return mgpu.FragmentedArray(_registers=held, _layout=layout, _is_signed=True if kind is None else None)
+    return elements.array([*batched(flat, together)], strided(len(flat), together), kind)
 
 
 def chunks_of(raw, count: int) -> list[list[Any]]:
     """The chunks of `count` words of an array."""
-    flat = [
-        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-        for register in raw.registers.flat
-        for i in range(ir.VectorType(register.type).shape[0])
-    ]
-    return [flat[n : n + count] for n in range(0, len(flat), count)]
+    return [[*chunk] for chunk in batched(elements.elements(raw), count)]
 
 
 def scalar(x) -> Any:

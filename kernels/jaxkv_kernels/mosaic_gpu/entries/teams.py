@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.entries.fields import Field
+from jaxkv_kernels.mosaic_gpu.runtime.elements import splat
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
@@ -104,6 +105,6 @@ def _thread():
 
     @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def thread(_):
-        return mgpu.FragmentedArray.splat(mgpu.utils.thread_idx(), (), is_signed=True)
+        return splat(mgpu.utils.thread_idx())
 
     return thread()

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements, splat
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import i32, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 WINDOW = 32
@@ -33,20 +36,17 @@ class BlockWindows:
             return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_LANES),
         )
         def load(_, ref, request, window):
-            from jax.experimental.mosaic import gpu as mgpu
-            from jax.extend.mlir import ir
-
-            found = mgpu.utils.inline_ptx(
+            found = ptx(
                 "{ .reg .pred p; .reg .b64 a, b; .reg .b32 i; mov.u32 i, %laneid; "
                 f"mad.lo.s32 i, $3, {WINDOW}, i; setp.lt.u32 p, i, {width}; mul.wide.u32 a, $2, {4 * width}; "
                 "mul.wide.u32 b, i, 4; add.s64 a, a, b; add.s64 a, a, $1; mov.b32 $0, -1; @p ld.global.b32 $0, [a]; }",
                 mgpu.utils.memref_ptr(ref),
                 request.registers.item(),
                 window.registers.item(),
-                result_types=ir.IntegerType.get_signless(32),
+                result_types=i32(),
                 has_side_effects=True,
             )
-            return _as_lanes(found)
+            return array([[found]], _LANES)
 
         return load(self.ref, request, window)
 
@@ -60,32 +60,8 @@ class BlockWindows:
 
         @plgpu.inline_mgpu(arg_types=(_LANES, SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
         def pick(_, blocks, i):
-            from jax.experimental.mosaic import gpu as mgpu
-            from jax.extend.mlir import ir
-            from jax.extend.mlir.dialects import vector
-
-            first = ir.DenseI64ArrayAttr.get([0])
-            held = vector.extract(blocks.registers.flat[0], dynamic_position=[], static_position=first)
-            found = mgpu.utils.inline_ptx(
-                "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
-                held,
-                i.registers.item(),
-                result_types=ir.IntegerType.get_signless(32),
-                has_side_effects=True,
-                convergent=True,
-            )
-            return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+            code, (held,) = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", elements(blocks)
+            found = ptx(code, held, i.registers.item(), result_types=i32(), has_side_effects=True, convergent=True)
+            return splat(found)
 
         return pick(loaded, i)
-
-
-def _as_lanes(word) -> Any:
-    """A register per lane, as an array."""
-    import numpy as np
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import vector
-
-    held = np.empty((1,), dtype=object)
-    held[0] = vector.from_elements(ir.VectorType.get((1,), word.type), [word])
-    return mgpu.FragmentedArray(_registers=held, _layout=_LANES.to_mgpu(), _is_signed=True)

@@ -1,13 +1,14 @@
 """What one thread does with its part of a chunk (`chunk.py`): MLIR and inline PTX."""
 
+from itertools import batched
 from typing import Any
 
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.indexer.chunk import EMPTY, NAN, THREADS, UNIT, VECTOR, layout
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements, splat
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
 
 WARPS = 4
@@ -26,32 +27,6 @@ KEY = (
 def thread() -> Any:
     """The index of the calling thread within its warpgroup."""
     return arith.remui(mgpu.utils.thread_idx(), c32(THREADS))
-
-
-def words(array) -> list[Any]:
-    """The registers of an array, one per element."""
-    found = []
-    for register in array.registers.flat:
-        for n in range(ir.VectorType(register.type).shape[0]):
-            at = ir.DenseI64ArrayAttr.get([n])
-            found.append(vector.extract(register, dynamic_position=[], static_position=at))
-    return found
-
-
-def array(registers: list[Any], of) -> Any:
-    """int32 registers as an array of layout `of`."""
-    of = of.to_mgpu()
-    per = of.vec_size
-    held = np.empty((len(registers) // per,), dtype=object)
-    for n in range(held.size):
-        part = registers[n * per : (n + 1) * per]
-        held[n] = vector.from_elements(ir.VectorType.get((per,), i32()), part)
-    return mgpu.FragmentedArray(_registers=held, _layout=of, _is_signed=True)
-
-
-def splat(x) -> Any:
-    """An int32 register as a scalar of Pallas."""
-    return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
 
 def place_of(n: int, first) -> Any:
@@ -88,13 +63,13 @@ def load(ref, row, first, length: int, size: int, *, logits: bool) -> Any:
             found.append(ptx(code, address, own, result_types=i32(), has_side_effects=True))
     if logits:
         found = [ptx(KEY.format(nan=NAN), x, result_types=i32()) for x in found]
-    return array(found, layout(size))
+    return array([*batched(found, VECTOR)], layout(size))
 
 
 def places(first, size: int) -> Any:
     """What `chunk.places` does, by one thread."""
     found = [arith.addi(place_of(n // VECTOR, first), c32(n % VECTOR)) for n in range(size // THREADS)]
-    return array(found, layout(size))
+    return array([*batched(found, VECTOR)], layout(size))
 
 
 def shared(ref) -> Any:
@@ -129,7 +104,7 @@ def added(flags: list[Any]) -> Any:
 
 def count(counters, step, keys, least) -> Any:
     """What `chunk.count` does, by one thread."""
-    keys = words(keys)
+    keys = elements(keys)
     # Counts in float32, which is exact here: its additions do not share a pipe with the comparisons.
     code = "{ .reg .pred p; .reg .f32 n<4>; " + "".join(f"mov.f32 n{i}, 0f00000000; " for i in range(4))
     for i in range(len(keys)):
@@ -143,7 +118,7 @@ def count_before(counters, step, keys, places, key, end) -> Any:
     """What `chunk.count_before` does, by one thread."""
     flags = [
         arith.andi(arith.cmpi(arith.CmpIPredicate.eq, own, key), arith.cmpi(arith.CmpIPredicate.slt, place, end))
-        for own, place in zip(words(keys), words(places), strict=True)
+        for own, place in zip(elements(keys), elements(places), strict=True)
     ]
     return splat(total(counters, step, added(flags)))
 
@@ -152,7 +127,7 @@ def extremes(counters, keys) -> list[Any]:
     """What `chunk.extremes` does, by one thread."""
     least = c32(EMPTY + 1)
     low, high = c32(-1), c32(EMPTY)
-    for key in words(keys):
+    for key in elements(keys):
         # EMPTY is one below `least`, and so the largest of these unsigned differences.
         low, high = arith.minui(low, arith.subi(key, least)), arith.maxsi(high, key)
     base = arith.addi(shared(counters), c32(32))
@@ -188,7 +163,7 @@ def between(low, high, share) -> Any:
 
 def collect(counters, keys, places, least, end, refs, index, slots: int) -> None:
     """What `chunk.collect` does, by one thread."""
-    keys, places = words(keys), words(places)
+    keys, places = elements(keys), elements(places)
     chosen = []
     for key, place in zip(keys, places, strict=True):
         above = arith.cmpi(arith.CmpIPredicate.sgt, key, least)

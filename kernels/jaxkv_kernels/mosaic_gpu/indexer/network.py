@@ -6,8 +6,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.indexer.chunk import EMPTY, THREADS
-from jaxkv_kernels.mosaic_gpu.indexer.lanes import array, element, shared, splat, thread, total, words
+from jaxkv_kernels.mosaic_gpu.indexer.lanes import element, shared, thread, total
 from jaxkv_kernels.mosaic_gpu.indexer.sorting import layout
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements, splat
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
 
 # Two elements: the larger first, or the smaller first if the last operand is not 0.
@@ -227,9 +228,9 @@ def _bit(x, n) -> Any:
 
 def _elements(arrays) -> list[Any]:
     """Per element its words, one per array."""
-    return [*zip(*(words(x) for x in arrays), strict=True)]
+    return [*zip(*(elements(x) for x in arrays), strict=True)]
 
 
-def _arrays(elements) -> list[Any]:
-    columns = [*zip(*elements, strict=True)]
-    return [array([*column], layout(len(column) * THREADS)) for column in columns]
+def _arrays(rows) -> list[Any]:
+    columns = [*zip(*rows, strict=True)]
+    return [array([[word] for word in column], layout(len(column) * THREADS)) for column in columns]

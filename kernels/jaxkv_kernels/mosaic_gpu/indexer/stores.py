@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.indexer.config import TILE
+from jaxkv_kernels.mosaic_gpu.runtime.elements import elements
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, SCALAR
 
@@ -38,11 +39,8 @@ def store_logits(out_ref, row, first, end, known, part: int, logits, *, interpre
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, ROW))
     def store(_, ref, row, first, end, known, logits):
         from jax.experimental.mosaic import gpu as mgpu
-        from jax.extend.mlir import ir
-        from jax.extend.mlir.dialects import vector
 
-        at = ir.DenseI64ArrayAttr.get([0])
-        low, high = (vector.extract(x, dynamic_position=[], static_position=at) for x in logits.registers.flat)
+        low, high = elements(logits)
         # A quad of lanes holds rows n and n + 8 of a warp's 16: its first two lanes store one each.
         mgpu.utils.inline_ptx(
             "{ .reg .pred p, q; .reg .b32 i, n, lane; .reg .b64 a, b; .reg .f32 x; mov.u32 lane, %laneid; "

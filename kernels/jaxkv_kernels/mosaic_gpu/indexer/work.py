@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.indexer.config import TILE
+from jaxkv_kernels.mosaic_gpu.runtime.elements import splat
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
@@ -89,7 +90,7 @@ def find_share(lengths_ref, cta, ctas: int, tiles: Tiles, in_cache, *, filled: b
             has_side_effects=True,
             convergent=True,
         )
-        return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found]
+        return [splat(x) for x in found]
 
     return Share(*find(lengths_ref, cta, in_cache.astype(jnp.int32)))
 

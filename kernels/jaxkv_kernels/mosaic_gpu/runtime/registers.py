@@ -1,11 +1,13 @@
 """Arrays in registers: layouts, constants, broadcasts, stores, and votes of a warp or a warpgroup."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.runtime.elements import elements, splat
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import i32, ptx
 
 WGMMA = plgpu.Layout.WGMMA
 """The layout of wgmma's results: a quad of lanes shares a row."""
@@ -64,28 +66,18 @@ def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False) -> j
     if interpret:
         return (x > 0).any()
     from jax.experimental.mosaic import gpu as mgpu
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import vector
 
     layout = WGMMA if x.ndim == 2 else ROW
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def vote(_, x):
-        values: list[Any] = [
-            vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-            for register in x.registers.flat
-            for i in range(ir.VectorType(register.type).shape[0])
-        ]
+        values = elements(x)
         others = "".join(f"setp.gt.or.f32 p, ${n}, 0f00000000, p; " for n in range(2, len(values) + 1))
         instruction = "vote.sync.any.pred p, p, -1;"
         if warpgroup:
             instruction = f"bar.red.or.pred p, ${len(values) + 1}, {mgpu.utils.WARPGROUP_SIZE}, p;"
             values.append(mgpu.utils.warpgroup_barrier_idx(sync=False))
-        ptx = f"setp.gt.f32 p, $1, 0f00000000; {others}{instruction} selp.b32 $0, 1, 0, p;"
-        i32 = ir.IntegerType.get_signless(32)
-        found = mgpu.utils.inline_ptx(
-            f"{{.reg .pred p; {ptx}}}", *values, result_types=i32, has_side_effects=True, convergent=True
-        )
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+        code = f"{{.reg .pred p; setp.gt.f32 p, $1, 0f00000000; {others}{instruction} selp.b32 $0, 1, 0, p;}}"
+        return splat(ptx(code, *values, result_types=i32(), has_side_effects=True, convergent=True))
 
     return vote(x) != 0

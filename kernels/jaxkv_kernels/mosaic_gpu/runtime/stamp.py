@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.mosaic_gpu.runtime.elements import splat
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
@@ -29,6 +30,6 @@ def _time() -> jax.Array:
     def read(_):
         i32 = ir.IntegerType.get_signless(32)
         low = mgpu.utils.inline_ptx("mov.u32 $0, %globaltimer_lo;", result_types=i32, has_side_effects=True)
-        return mgpu.FragmentedArray.splat(low, (), is_signed=True)
+        return splat(low)
 
     return read()

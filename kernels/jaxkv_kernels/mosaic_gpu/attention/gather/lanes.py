@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
@@ -17,6 +16,8 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     MOST_FACTOR,
     SMALLEST,
 )
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array as array
+from jaxkv_kernels.mosaic_gpu.runtime.elements import words
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import LOAD_SHARED, at, c32, c64, i32, i64, ptx
 
 THREADS, ROWS_PER_LANE = 128, 4
@@ -39,21 +40,6 @@ CONVERT = (
     "cvt.rn.f16x2.e4m3x2 odd, high; mul.rn.f16x2 $0, even, $3; mul.rn.f16x2 $1, odd, $3; }"
 )
 """Four e4m3 values times a pair of equal float16 scales: four float16 values."""
-
-
-def array(vectors, layout) -> Any:
-    """int32 registers, vectors of equal length, as an array."""
-    layout = layout.to_mgpu()
-    held = np.empty((len(vectors),), dtype=object)
-    for n, words in enumerate(vectors):
-        held[n] = vector.from_elements(ir.VectorType.get((len(words),), i32()), list(words))
-    return mgpu.FragmentedArray(_registers=held, _layout=layout, _is_signed=True)
-
-
-def words(register) -> list[Any]:
-    """The words of a register."""
-    positions = (ir.DenseI64ArrayAttr.get([i]) for i in range(ir.VectorType(register.type).shape[0]))
-    return [vector.extract(register, dynamic_position=[], static_position=i) for i in positions]
 
 
 def shuffle(word, lane) -> Any:

@@ -6,9 +6,9 @@ Element 128 r + t of a vector is in register r of thread t.
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 LANES, WARPS, WARP = 128, 4, 32
@@ -33,25 +33,9 @@ def call(function, *arguments, refs: int, result: int = 0):
 
     @plgpu.inline_mgpu(arg_types=tuple(types), return_type=returned)
     def run(_, *given):
-        from jax.experimental.mosaic import gpu as mgpu
-        from jax.extend.mlir import ir
-        from jax.extend.mlir.dialects import vector
-
-        first = ir.DenseI64ArrayAttr.get([0])
-        vectors = [
-            [vector.extract(register, dynamic_position=[], static_position=first) for register in x.registers.flat]
-            if x.shape
-            else x.registers.item()
-            for x in given[refs:]
-        ]
-        threads = Threads()
-        values = function(threads, *given[:refs], *vectors)
-        if not result:
-            return None
-        held = np.empty(result // LANES, dtype=object)
-        for n, value in enumerate(values):
-            held[n] = vector.from_elements(ir.VectorType.get((1,), threads.i32), [value])
-        return mgpu.FragmentedArray(_registers=held, _layout=layout(result).to_mgpu(), _is_signed=True)
+        vectors = [elements(x) if x.shape else x.registers.item() for x in given[refs:]]
+        values = function(Threads(), *given[:refs], *vectors)
+        return array([[value] for value in values], layout(result)) if result else None
 
     # Pallas holds a vector of equal elements as a single value; the cast gives it a register per LANES elements.
     return run(

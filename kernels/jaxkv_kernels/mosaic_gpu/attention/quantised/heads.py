@@ -8,12 +8,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
-from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import array
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, KEY_GROUP, Tiles, words
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 

@@ -7,7 +7,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import words
+from jaxkv_kernels.mosaic_gpu.runtime.elements import elements, words
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, c64, i32, i64, ptx
 
 LANES, WARP_ROWS = 128, 16
@@ -174,7 +174,7 @@ def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
     own = at(base, arith.shli(lane.warp, c32(6)))
     first = arith.cmpi(arith.CmpIPredicate.eq, lane.row, c32(0))
     for tile in range(2):
-        halves = [_floats(x.registers[0, tile, 0, 0, half].flat[0]) for half in range(2)]
+        halves = [words(x.registers[0, tile, 0, 0, half].flat[0]) for half in range(2)]
         columns = []
         for column in range(2):
             value = combine(halves[0][column], halves[1][column])
@@ -241,9 +241,8 @@ def load_queries(refs, place, rows: int) -> Any:
 def largest(raw, layout) -> Any:
     """Per lane, the largest magnitude of its row of bf16 queries, as float32."""
     most: Any = c32(0)
-    for register in raw.registers.flat:
-        for word in words(register):
-            most = ptx("max.u16x2 $0, $1, $2;", most, arith.andi(word, c32(0x7FFF7FFF)), result_types=i32())
+    for word in elements(raw):
+        most = ptx("max.u16x2 $0, $1, $2;", most, arith.andi(word, c32(0x7FFF7FFF)), result_types=i32())
     most = arith.maxui(arith.shrui(most, c32(16)), arith.andi(most, c32(0xFFFF)))
     for distance in (1, 2, 4):
         shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
@@ -264,7 +263,7 @@ def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: i
     row, chunk = _row_and_chunk()
     in_tile = arith.andi(row, c32(7))
     odd, quad = arith.andi(chunk, c32(1)), arith.shrui(chunk, c32(1))
-    factor, inverse = (_floats(x.registers.flat[0])[0] for x in (factor, inverse))
+    factor, inverse = (elements(x)[0] for x in (factor, inverse))
     vectors = [words(register) for register in raw.registers.flat]
     for ref, count in zip(refs, groups, strict=True):
         some, vectors = vectors[:count], vectors[count:]
@@ -337,12 +336,3 @@ def _word(pair) -> Any:
     """Two 16-bit values as int32."""
     one = vector.bitcast(ir.VectorType.get((1,), i32()), pair)
     return vector.extract(one, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
-
-
-def _floats(register) -> list[Any]:
-    """The elements of a register."""
-    count = ir.VectorType(register.type).shape[0]
-    return [
-        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-        for i in range(count)
-    ]
