@@ -1,4 +1,4 @@
-"""The attention of a decode step of DeepSeek V3.2, in all layers: its time, and that of its kernels and of its limits.
+"""Times the attention of a decode step of DeepSeek V3.2, in all layers, and its kernels, and computes its limits.
 
 Each layer stores the latent and the indexer's key of a new token per request, scores all cached keys, selects the
 tokens with the highest scores, and attends to them.  The projections around it and the feed-forward are left out.
@@ -28,7 +28,7 @@ LATENT, KEY = jaxkv.MLAEntry("fp8_ds_mla"), jaxkv.IndexerEntry()
 
 
 class Inputs(NamedTuple):
-    """What a layer is given, the same for all: only their caches must differ for kernels to take their time."""
+    """The inputs of a layer.  All layers share them: for realistic times, only the layers' caches must differ."""
 
     latent: jax.Array
     """bf16 [B, R], to be stored."""
@@ -89,8 +89,10 @@ class SparseStep:
         yield part(operation="decode_mla_sparse", tokens=self.tokens, heads=self.heads, chosen=self.chosen)
 
     def limits(self, ceilings: Ceilings) -> dict[str, float]:
-        """Seconds that each operation of a layer takes at least: its bytes at the rate of reading, or its flops at the
-        rate of bf16 products.  e4m3 products may take half as long; here, they are never the longer of the two.
+        """The least time of each operation of a layer, in seconds.
+
+        It is the longer of two times: of its bytes at the rate of reading, and of its flops at the rate of bf16
+        products.  e4m3 products may be twice as fast, which changes nothing: the indexer's keys take longer to read.
         """
         return {
             part.operation: max(part.traffic / ceilings.read, part.flops / ceilings.matmul) for part in self.parts()
@@ -159,7 +161,7 @@ class Measured:
     burst: float
     """The median of single steps, each after a rest."""
     sustained: float
-    """A step of many without rests."""
+    """The mean over consecutive steps without rests."""
     kernels: tuple[Kernel, ...] | None
     """Longest first; None if there is no CUPTI."""
     cache_nbytes: int

@@ -60,8 +60,9 @@ def _shape(text: str) -> dict[str, Any]:
 
 
 def _peers() -> Iterator[Workload]:
-    """The suite `peers`: the shapes that other libraries are timed on; with 128 heads mostly arithmetic-bound, with 16
-    memory-bound.
+    """The suite `peers`: the shapes that other libraries are timed on.
+
+    Dense ones are mostly bound by arithmetic with 128 heads, and by memory with 16.
     """
     for layers in (1, MLA_LAYERS):
         row = partial(workload, suite="peers", layers=layers)
@@ -90,7 +91,7 @@ def _peers() -> Iterator[Workload]:
 
 
 def _blocks() -> Iterator[Workload]:
-    """Blocks that DeepSeek V3.2's latents and indexer keys share, and padded blocks, to hold against plain ones."""
+    """Blocks that DeepSeek V3.2's latents and indexer keys share, and padded blocks, to compare with plain ones."""
     for blocks in ("packed", "padded"):
         row = partial(workload, suite="peers", layers=MLA_LAYERS, blocks=blocks)
         for heads in (128, 16):
@@ -127,7 +128,7 @@ def _models() -> Iterator[Workload]:
 
 
 SHAPES = _cpu, _peers, _copies, _models
-"""Functions that yield the shapes of a suite."""
+"""Functions that each yield the shapes of one suite."""
 
 WORKLOADS = {made.name: made for suite in SHAPES for made in suite()}
 """Every shape, by name."""

@@ -65,15 +65,19 @@ def poisoned_positions(block_size):
     return np.broadcast_to(np.concatenate([inside, outside]).astype(np.int32), (4, 4 * block_size + len(outside)))
 
 
+def assert_slots(function, arrays, block_size, expected):
+    """The function returns these slots, with and without `jit`."""
+    for call in (function, jax.jit(function, static_argnames="block_size")):
+        found = call(*map(jnp.asarray, arrays), block_size=block_size)
+        assert found.dtype == jnp.int32
+        assert np.array_equal(found, expected)
+
+
 @pytest.mark.parametrize("block_size", SIZES)
 def test_slots_of_poisoned_tables_and_positions(block_size):
     tables, positions = poisoned_tables(block_size), poisoned_positions(block_size)
     expected = loop_slots(tables, positions, block_size)
-    found = jaxkv.slots_for(jnp.asarray(tables), jnp.asarray(positions), block_size=block_size)
-    assert found.dtype == jnp.int32
-    assert np.array_equal(found, expected)
-    jitted = jax.jit(jaxkv.slots_for, static_argnames="block_size")
-    assert np.array_equal(jitted(tables, positions, block_size=block_size), expected)
+    assert_slots(jaxkv.slots_for, (tables, positions), block_size, expected)
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 0), (4, 2), (4, 3, 5), (4, 2, 1, 3)])
@@ -181,11 +185,7 @@ def test_selected_positions_become_slots(block_size):
     rng = np.random.default_rng(0)
     positions = rng.permuted(poisoned_positions(block_size), axis=1)[:, :10].reshape(4, 2, 5)
     expected = loop_slots(tables, positions, block_size)
-    found = jaxkv.positions_to_slots(jnp.asarray(positions), jnp.asarray(tables), block_size=block_size)
-    assert found.dtype == jnp.int32
-    assert np.array_equal(found, expected)
-    jitted = jax.jit(jaxkv.positions_to_slots, static_argnames="block_size")
-    assert np.array_equal(jitted(positions, tables, block_size=block_size), expected)
+    assert_slots(jaxkv.positions_to_slots, (positions, tables), block_size, expected)
 
 
 def test_positions_and_tables_of_wider_integers_saturate():

@@ -60,6 +60,12 @@ class IndexerChecks(Suite):
         order = np.pad(order, [(0, 0)] * (logits.ndim - 1) + [(0, k - order.shape[-1])], constant_values=-1)
         assert_same_bits(found, order.astype(np.int32))
 
+    def check_topk_of_short_rows(self, k):
+        """The same for three rows of 30 logits: random ones, ties, zeros of both signs between -inf."""
+        rng = np.random.default_rng(0)
+        logits = np.stack([rng.standard_normal(30), rng.integers(0, 3, 30), rng.choice([0.0, -0.0, -np.inf], 30)])
+        self.check_topk(logits.astype(np.float32), k)
+
 
 class Indexer(IndexerChecks):
     """`indexer_logits`, `select_topk`."""

@@ -228,7 +228,7 @@ class SparseConfig:
     stored.  A divisor of the units of a tile, 4 in `fp8_ds_mla` and 8 in others, so that each unit always has the same
     registers."""
     prefetch: bool = True
-    """Whether the rows of the next tile are prefetched to the L2 cache: loads are bound by latency."""
+    """Whether the rows of the tile after next are prefetched to the L2 cache: loads are bound by latency."""
     rescale_threshold: int = 8
     """As in WideConfig."""
     split_costs: SplitCosts = _PAIR_COSTS

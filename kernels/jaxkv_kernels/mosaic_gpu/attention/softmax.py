@@ -78,6 +78,16 @@ class OnlineSoftmax:
         """The weights exp2(score - running max) of a tile."""
         return jnp.exp2(scores - self._spread(running_max, scores))
 
+    def merge(self, running_max, row_sum, other_max, other_sum):
+        """Joins the results of two warpgroups over disjoint keys, as factors for their sums of weighted values.
+
+        Returns a factor per row for each of the two, which makes them relative to the same maximum, and what `finalize`
+        returns of their total: a factor that normalizes it, and log-sum-exps in base 2.
+        """
+        merged_max = jnp.maximum(running_max, other_max)
+        own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
+        return own, others, *self.finalize(row_sum * own + other_sum * others, merged_max)
+
     def finalize(self, row_sum, running_max, sinks=None):
         """Factors that normalize sums of weighted values, and log-sum-exps in base 2; 0 and -inf for rows without keys.
 

@@ -1,6 +1,6 @@
 """Reads the entries of ragged runs of tokens, decoded: every format, to values of any float dtype.
 
-Work.  A team of lanes (`teams.py`) has an entry: one head of one row of the result, or two where there are many.
+Work.  A team of lanes (`teams.py`) decodes an entry (one head of one row of the result), or two if there are many.
 
 Timeline of a team:
 
@@ -13,7 +13,7 @@ Rows without a token are zeros, for which nothing is loaded.
 What bounds it: memory bandwidth, and the latency of the loads that depend on each other: sums, table, entry.
 
 Barriers.  None.
-Budget.  No shared memory.  Registers: the stored chunks of an entry, 2 per chunk of e4m3.
+Budget.  No shared memory.  Registers: the stored chunks of a team's entries, 2 per chunk of e4m3.
 """
 
 from functools import partial
@@ -32,9 +32,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 def decode_entries(
     buffer, block_tables, cu_seq_lens, seq_starts, layer, scales=(), *, pages, entry, total, dtype, interpret
 ):
-    """Values [total, (H,) n_i] of `dtype` of the tokens of ragged runs; 0 in rows without a token.
+    """The values of the tokens of ragged runs, [total, (H,) n_i] of `dtype`; rows without a token are 0.
 
-    `scales` has, of a format whose scales the caller keeps, a float32 scalar or [H] per value, or one for all values.
+    For formats whose scales the caller keeps, `scales` has a float32 scalar or [H] per value, or a single one for all.
     """
     heads = pages.num_heads
     fields = fields_of(entry, pages, buffer.dtype.itemsize)

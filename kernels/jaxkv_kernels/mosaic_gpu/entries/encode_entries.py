@@ -1,6 +1,6 @@
 """Encodes new entries and stores them at slots of a layer, in place: every format, from values of any float dtype.
 
-Work.  A team of lanes (`teams.py`) has an entry: one head of one token, or two where there are many.
+Work.  A team of lanes (`teams.py`) encodes an entry (one head of one token), or two if there are many.
 
 Timeline of a team:
 
@@ -12,7 +12,7 @@ What bounds it: memory bandwidth, and for few entries the latency of one load an
 all entries of a multiprocessor, are in flight at the same time.
 
 Barriers.  None.
-Budget.  No shared memory.  Registers: an entry's values, 4 per chunk of bf16.
+Budget.  No shared memory.  Registers: the values of a team's entries, 4 per chunk of bf16.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 def encode_entries(buffer, values, slots, layer, scales=(), *, pages, entry, interpret):
     """The buffer with values [T, (H,) n_i] stored at slots [T] of a layer; slots outside the cache are skipped.
 
-    `scales` has, of a format whose scales the caller keeps, a float32 scalar or [H] per value, or one for all values.
+    For formats whose scales the caller keeps, `scales` has a float32 scalar or [H] per value, or a single one for all.
     """
     if not slots.size:
         return buffer

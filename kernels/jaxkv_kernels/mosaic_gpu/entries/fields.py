@@ -1,4 +1,4 @@
-"""What an entry stores, and where: its fields, by byte address, as the lanes of a kernel move them in chunks."""
+"""The fields of an entry: what each stores, and at which byte addresses.  Lanes move fields in chunks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ SMALLEST_EXPONENTS = {
     "fp8_ds_mla": fp8_ds_mla.SMALLEST_EXPONENT,
     "indexer_fp8": indexer_fp8.SMALLEST_EXPONENT,
 }
-"""Of the scales of formats that store scales."""
+"""The smallest exponent of a scale, by format, for formats that store scales."""
 
 
 @dataclass(frozen=True)
 class PartAddress:
-    """Where a part of the entries lies: strides in bytes, by axis, of the axes that have more than one step."""
+    """Where a part of the entries lies: its first byte, and the strides in bytes of the axes longer than 1."""
 
     first: int
     strides: tuple[tuple[str, int], ...]
@@ -34,7 +34,7 @@ class PartAddress:
         return gcd(WIDEST, self.first, *(stride for _, stride in self.strides))
 
     def terms(self, index: dict[str, Any]) -> Iterator[tuple[Any, int]]:
-        """Indices and the strides that they are multiplied by; `first` is to be added."""
+        """Pairs of an index and its stride.  An address is `first` plus the sum of their products."""
         for axis, stride in self.strides:
             yield index[axis], stride
 
@@ -44,7 +44,7 @@ class Field:
     """One of the values of an entry."""
 
     number: int
-    """Of the value, in order."""
+    """The index of the value in the entry."""
     count: int
     stored: str
     """`e4m3`, or the NumPy name of a float dtype."""

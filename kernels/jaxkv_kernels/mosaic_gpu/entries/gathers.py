@@ -1,4 +1,4 @@
-"""Reads entries of ragged runs of tokens: by bulk copies where values stay as they are, decoded by lanes elsewhere."""
+"""Reads entries of ragged runs of tokens: by bulk copies if values stay as they are, otherwise decoded by lanes."""
 
 from jaxkv_kernels.mosaic_gpu.bulk.load_entries import load_entries
 from jaxkv_kernels.mosaic_gpu.entries.decode_entries import decode_entries

@@ -1,6 +1,6 @@
 """The counterpart of `lanes.py` for Pallas's interpreter, which runs no inline PTX: arrays instead of lanes.
 
-The formats' own conversions stand in for those of the lanes.  Which entry is moved where is the kernels' own.
+The formats' own conversions stand in for those of the lanes.  Which entry goes where is computed by the kernels' code.
 """
 
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class InterpretedLanes:
         return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
 
     def load_values(self, field: Field, ref, i):
-        """[count]."""
+        """The values [count] of row i."""
         return ref[i]
 
     def store_entry(self, field: Field, cache_ref, raw, dtype, keep, index, scale):
-        """`raw` [count]."""
+        """Encodes and stores values `raw` [count]."""
         del dtype
         own = None
         if field.scales is not None:
@@ -68,11 +68,11 @@ class InterpretedLanes:
             ref[i] = values.astype(ref.dtype)
 
     def add_weighted(self, field: Field, sums, raw, dtype, weight):
-        """[count]."""
+        """`sums` plus values times a weight, [count]; values without weight may be anything."""
         return sums + jnp.where(weight > 0, raw.astype(jnp.float32), 0) * weight
 
     def zeros(self, field: Field):
-        """[count]."""
+        """Zeros [count]."""
         return jnp.zeros(field.count, jnp.float32)
 
     def store_scaled(self, field: Field, ref, values, factor, i, inside):

@@ -2,13 +2,13 @@
 
 It computes out = sum of exp(lse_i - lse) * out_i, where lse = log(sum of exp(lse_i)).
 
-Work.  A team of lanes (`teams.py`) has a query: one row of every partial result.
+Work.  A team of lanes (`teams.py`) combines the partial results of one query: a row of each.
 
-Timeline of a team, with few partial results:
+Timeline of a team, with up to `TOGETHER` partial results:
 
-    load all rows and LSEs; maximum; weights; weighted sum; store
+    load all rows and LSEs; maximum of the LSEs; weights; weighted sum; store
 
-With many of them, it loops over them twice: for the maximum of the LSEs, and for the weighted sum.
+With more of them, it loops over them twice: for the maximum of the LSEs, and for the weighted sum.
 
 What bounds it: memory bandwidth.
 
@@ -28,11 +28,11 @@ from jaxkv_kernels.mosaic_gpu.entries.teams import teams
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 
 TOGETHER = 8
-"""Most partial results whose rows are loaded at the same time."""
+"""The most partial results whose rows are loaded at the same time."""
 
 
 def merge_states(outs, lses):
-    """Outs [N, ..., D], lses [N, ...] to out [..., D] and float32 lse [...]."""
+    """Merges outs [N, ..., D] and lses [N, ...] to out [..., D] and float32 lse [...]."""
     return _merge(outs, lses, interpret=bool(interpreting.value))
 
 

@@ -7,7 +7,7 @@ from jaxkv_kernels.mosaic_gpu.entries.teams import Teams
 
 
 def mover(teams: Teams) -> Any:
-    """`Lanes`, or in the interpreter its counterpart."""
+    """`Lanes`, or its counterpart in the interpreter."""
     if teams.interpret:
         from jaxkv_kernels.mosaic_gpu.entries.interpreted import InterpretedLanes
 
@@ -18,10 +18,10 @@ def mover(teams: Teams) -> Any:
 
 
 def step_of(scale_ref) -> int:
-    """What the head is multiplied by to index scales [H], or [1] for all heads."""
+    """The step from one head's scale to the next: 1 in scales [H], 0 in scales [1], which serve all heads."""
     return int(scale_ref.shape[0] > 1)
 
 
 def scale_of(field: Field, scales) -> Any:
-    """The caller's scale of a field, from those of all values, or one for all; None if it has none."""
+    """The caller's scale of a field; None if it has none.  `scales` has one per value, or a single one for all."""
     return scales[min(field.number, len(scales) - 1)] if field.scaled else None

@@ -1,8 +1,8 @@
-"""Which lanes move an entry, and which entries a CTA has.
+"""Which lanes move an entry, and which entries a CTA moves.
 
-A team is a warp, or half a warp where no field of an entry has more chunks than that.  Each lane of a team computes the
-same indices.  Mosaic computes scalars in every lane, so that scalars of a kernel may differ from team to team, as long
-as nothing in which all lanes of a warp take part is inside a branch on them.
+A team is a warp, or half a warp if no field of an entry has more than 16 chunks.  All lanes of a team compute the same
+indices.  Mosaic computes scalars in every lane, so a kernel's scalars may differ from team to team.  A branch on such a
+scalar must not contain instructions in which all lanes of a warp take part.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,12 @@ WARP, WARPGROUP = 32, 128
 WARPGROUPS = 2
 """Warpgroups per CTA.  One takes the same time; four take up to 20 % more (H200)."""
 TOGETHER, MANY, SHORT = 2, 1024 * MULTIPROCESSORS, 4
-"""Entries per team, if one each would take more lanes than `MANY`, and at most `SHORT` chunks per lane; one otherwise.
+"""A team moves `TOGETHER` entries if one each would take more than `MANY` lanes, and an entry has at most `SHORT`
+chunks per lane.  Otherwise it moves one.
 
-Times for 8,192 latents in microseconds, with 1, 2 and 4 (H200, data not in the L2 cache): `fp8` written in 6.2 and 5.3,
-read in 6.0 and 5.8; `fp8_ds_mla` written in 5.5, 5.5 and 5.8, read in 6.2, 6.1 and 6.1.
+Times for 8,192 latents in microseconds (H200, data not in the L2 cache).  With 1 and 2 entries per team, `fp8` was
+written in 6.2 and 5.3, and read in 6.0 and 5.8.  With 1, 2 and 4, `fp8_ds_mla` was written in 5.5, 5.5 and 5.8, and
+read in 6.2, 6.1 and 6.1.
 """
 
 
@@ -57,8 +59,8 @@ class Teams:
     ) -> Any:
         """Runs a kernel in which `store(load(i, inside, *refs), *refs)` moves entry i.
 
-        Where a team has several entries, it loads all of them before it stores the first.  Teams past the last entry
-        move that again, with `inside` False: they must store nothing.
+        A team with several entries loads all of them before it stores the first.  Teams past the last entry load that
+        one again, with `inside` False, and `store` must then store nothing.
         """
 
         def body(*refs):

@@ -12,7 +12,7 @@ from jax.extend.mlir.dialects import arith
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, f32, i32, ptx
 
 MAGNITUDE, INFINITY, NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
-"""Bits of float32: all but the sign, infinity, a NaN."""
+"""Bits of float32 values: a mask of all bits but the sign, infinity, a NaN."""
 WIDEN = {
     "bfloat16": "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
     "float16": "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
@@ -57,7 +57,7 @@ def widen(words: list[Any], dtype: str) -> list[Any]:
 
 
 def narrow(values: list[Any], dtype: str) -> list[Any]:
-    """A chunk of `dtype`: float32 values rounded."""
+    """A chunk of `dtype`, rounded from float32 values."""
     if dtype == "float32":
         return [arith.bitcast(i32(), value) for value in values]
     each = PER_WORD[dtype]
@@ -70,7 +70,7 @@ def scaled(values: list[Any], factor) -> list[Any]:
 
 
 def multiplied_and_added(values: list[Any], factor, before: list[Any]) -> list[Any]:
-    """Values times a factor, plus what was there before."""
+    """`before` plus values times a factor."""
     return [
         ptx("fma.rn.f32 $0, $1, $2, $3;", value, factor, other, result_types=f32())
         for value, other in zip(values, before, strict=True)
@@ -80,15 +80,15 @@ def multiplied_and_added(values: list[Any], factor, before: list[Any]) -> list[A
 class Divisor:
     """A float32 number by which values are divided, rounded once, to become e4m3.
 
-    A quotient by way of the reciprocal, corrected twice, is the rounded one: after the first correction it is off by
-    less than one unit in the last place, and the second rounds correctly (Markstein), because the remainders are exact.
-    They are, unless the quotient is too small for e4m3.  A quotient beyond 512 is cut before the second correction,
-    whose remainder would overflow; it saturates in e4m3 anyway.  The sign is that of the first quotient, as the
+    The quotient is computed from the reciprocal and corrected twice.  After the first correction it is off by less than
+    one unit in the last place.  The second rounds correctly (Markstein), because the remainders are exact, unless the
+    quotient is too small for e4m3.  A quotient beyond 512 is limited to 512 before the second correction, whose
+    remainder would overflow; it saturates in e4m3 anyway.  The sign is that of the first quotient, because the
     correction of a zero loses it.
 
-    This needs a divisor that is far from the ends of float32.  So values and divisor are first multiplied by a power of
-    two that brings it near 1; where that overflows or underflows, so does the quotient in e4m3.  Instead of dividing by
-    0, inf or NaN, values are multiplied by the reciprocal.
+    This needs a divisor that is far from the ends of float32's range.  So values and divisor are first multiplied by a
+    power of two that brings the divisor near 1; where that overflows or underflows, so does the quotient in e4m3.
+    Instead of dividing by 0, inf or NaN, values are multiplied by the reciprocal.
     """
 
     def __init__(self, value):
@@ -124,7 +124,7 @@ def _power_of_two(biased) -> Any:
 
 
 def largest(values: list[Any]) -> Any:
-    """The largest magnitude, as bits, which have the order of magnitudes; those of a NaN are the largest."""
+    """The bits of the largest magnitude.  Bits are ordered like magnitudes; those of a NaN are above all others."""
     found = c32(0)
     for value in values:
         found = arith.maxui(found, arith.andi(arith.bitcast(i32(), value), c32(MAGNITUDE)))
@@ -144,7 +144,7 @@ def largest_of_lanes(bits, lanes: int) -> Any:
 
 
 def power_of_two_scale(amax, smallest_exponent: int) -> tuple[Any, Any]:
-    """Bits of the scale for the largest magnitude `amax`, as bits, and the inverse, float32.
+    """The scale for a largest magnitude, as bits, and its inverse, as float32.  `amax` has the magnitude's bits.
 
     The formula is that of `jaxkv_kernels.formats.bits.power_of_two_scale`.
     """

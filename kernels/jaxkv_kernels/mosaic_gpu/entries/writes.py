@@ -1,4 +1,4 @@
-"""Stores new entries: copied by bulk copies where their values stay as they are, encoded by lanes elsewhere."""
+"""Stores new entries: by bulk copies if their values stay as they are, otherwise encoded by lanes."""
 
 from jaxkv_kernels.mosaic_gpu.bulk.store_entries import store_entries
 from jaxkv_kernels.mosaic_gpu.entries.encode_entries import encode_entries

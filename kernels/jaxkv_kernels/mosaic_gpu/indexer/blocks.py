@@ -23,7 +23,7 @@ class BlockWindows:
     interpret: bool
 
     def load(self, request, window):
-        """Window number `window` of a request; -1 past the table."""
+        """Starts to load window number `window` of a request's blocks; they are -1 past the end of the table."""
         if self.interpret:
             return request, window
         width = self.ref.shape[1]

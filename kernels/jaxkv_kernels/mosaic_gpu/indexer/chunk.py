@@ -1,4 +1,4 @@
-"""Device-side: a chunk of a row of logits in the registers of a warpgroup, and what it is searched by.
+"""Device-side: a chunk of a row of logits in the registers of a warpgroup, and the operations of the search in it.
 
 Logits are int32 keys in the order of float32, with -0 as 0 and every NaN above all; EMPTY is -inf, and also what lies
 past the end of a row.  Register 4 v + c of thread t has element 512 v + 4 t + c of the chunk.
@@ -88,7 +88,7 @@ def places(first, size: int, *, interpret: bool):
 
 
 def count(counters, step, keys, least, *, interpret: bool):
-    """How many keys are `least` or more.  `step` is odd in every other call, so that counters are free again."""
+    """How many keys are `least` or more.  `step` must be even and odd in turn: it selects the counters."""
     if interpret:
         return (keys >= least).sum(dtype=jnp.int32)
 
@@ -148,7 +148,8 @@ def collect(counters, keys, places, least, end, refs, index, slots: int, *, inte
     """
     if interpret:
         chosen = (keys > least) | ((keys == least) & (places < end))
-        slot = jnp.where(chosen, (jnp.cumsum(chosen) - 1) % slots, slots)  # too many would be wrong here, too
+        # Modulo, so that too many chosen keys give wrong results here as well.
+        slot = jnp.where(chosen, (jnp.cumsum(chosen) - 1) % slots, slots)
         for ref, values, rest in zip(refs, (keys, places), (EMPTY, 0), strict=True):
             found = jnp.full(slots + 1, rest, jnp.int32).at[slot].set(values)[:slots]
             if index:

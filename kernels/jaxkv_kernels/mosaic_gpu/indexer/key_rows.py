@@ -1,4 +1,4 @@
-"""The flat buffer as rows of 128 bytes, which are the keys of an `indexer_fp8` page, and at its end its scales.
+"""The flat buffer as rows of 128 bytes: an `indexer_fp8` page is a row per key, followed by rows of scales.
 
 A TMA copy of up to 64 of these rows, from any row on, is a tile of keys as wgmma reads it.
 """
@@ -24,7 +24,7 @@ class KeyRows:
     first: int
     layer: int
     block: int
-    """Rows from one layer, and from one block, to the next."""
+    """`layer` and `block` are rows from one layer, or one block, to the next."""
 
     def page(self, layer, block):
         """The first row of a page."""
@@ -55,5 +55,5 @@ def key_rows(pages: Pages, itemsize: int) -> KeyRows:
 
 
 def rows_per_token(heads: int) -> int:
-    """Heads, rounded up to what products and tiles of queries are made of."""
+    """Heads, rounded up to a multiple of 8 (wgmma's columns) or, above 128 heads, to whole products of 128 columns."""
     return -(-heads // 8) * 8 if heads <= COLUMNS else -(-heads // COLUMNS) * COLUMNS

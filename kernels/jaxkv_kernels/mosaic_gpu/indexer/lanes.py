@@ -120,7 +120,7 @@ def total(counters, step, own) -> Any:
 
 
 def added(flags: list[Any]) -> Any:
-    """How many of some predicates hold, as four sums at a time."""
+    """How many of these predicates hold.  Four independent sums make the chain of additions shorter."""
     sums = [c32(0)] * 4
     for n, flag in enumerate(flags):
         sums[n % 4] = arith.addi(sums[n % 4], arith.extui(i32(), flag))
@@ -130,7 +130,7 @@ def added(flags: list[Any]) -> Any:
 def count(counters, step, keys, least) -> Any:
     """What `chunk.count` does, by one thread."""
     keys = words(keys)
-    # Predicated float32 additions, which have a pipe of their own beside that of comparisons; they are exact.
+    # Counts in float32, which is exact here: its additions do not share a pipe with the comparisons.
     code = "{ .reg .pred p; .reg .f32 n<4>; " + "".join(f"mov.f32 n{i}, 0f00000000; " for i in range(4))
     for i in range(len(keys)):
         code += f"setp.ge.s32 p, ${i + 2}, $1; @p add.f32 n{i % 4}, n{i % 4}, 0f3F800000; "
@@ -153,7 +153,7 @@ def extremes(counters, keys) -> list[Any]:
     least = c32(EMPTY + 1)
     low, high = c32(-1), c32(EMPTY)
     for key in words(keys):
-        # Without a sign, EMPTY comes last.
+        # EMPTY is one below `least`, and so the largest of these unsigned differences.
         low, high = arith.minui(low, arith.subi(key, least)), arith.maxsi(high, key)
     base = arith.addi(shared(counters), c32(32))
     code = (

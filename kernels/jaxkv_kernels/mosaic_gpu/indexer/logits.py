@@ -11,14 +11,15 @@ of wgmma (64 rows), the queries of all heads the right one.  Timeline of a CTA:
     per tile     q k^T | relu, times the weights, sum over heads | times the scale, mask, store
 
 Queries of e4m3 are multiplied as they are.  Hopper adds up such products with about 13 bits after the leading one.
-Queries of bf16 and f16 are multiplied as float16, to which a consumer converts its keys in registers: exactly.
+Queries of bf16 and f16 are multiplied as float16.  A consumer then converts its keys to float16 in registers, exactly.
 
 Barriers:
     k_full, k_free    per stage of keys: the tile has landed; its consumer has read it
     q_full, q_free    per stage of queries: a request's queries have landed; all consumers are done with them
 
 Budget.  Shared memory: 8.25 KiB per stage of keys, 9 of them by default; 8 KiB (e4m3) or 16 KiB per stage of queries of
-64 rows.  Registers of a consumer: per 64 rows of queries 32 of products and 16 of weights, and 16 or 32 of keys.
+64 rows.  Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries, up to 128 rows at a time;
+with bf16 and f16 queries also the keys, 16 of bytes and 32 of float16.
 """
 
 from functools import partial
@@ -48,7 +49,7 @@ DIM = 128
 RESERVED = 3072
 """Bytes of shared memory for barriers and alignment."""
 LARGEST = 2.0**15
-"""Queries are scaled below it to become float16."""
+"""The largest magnitude of bf16 queries that are scaled to become float16."""
 
 
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
@@ -170,7 +171,7 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
 
                 in_block = lax.rem(tile, jnp.int32(max(block_size // TILE, 1)))
                 for c, block in enumerate(blocks_of(blocks, first, tile)):
-                    # For a block outside the cache, block 0: its tokens are masked later.
+                    # Block 0 stands in for blocks outside the cache, whose tokens are masked later.
                     page = view.page(layer, jnp.where(known(block), block, 0))
                     to = pl.ds(c * part, part)
                     plgpu.copy_gmem_to_smem(
@@ -283,7 +284,7 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
             each_request(run)
 
         def fill_share():
-            """-inf to the tiles that are not computed; the consumers take turns by rows of the result."""
+            """Stores -inf to the tiles that are not computed; the consumers share them by rows of the result."""
             rest = find_share(length_ref, cta, ctas, tiles, in_cache, filled=True, interpret=interpret)
 
             def one(request, _):
@@ -302,7 +303,7 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
         lax.cond(wg == consumers, producer, consumer)
 
     keys = view.of(buffer)
-    if interpret:  # it does not see one kind of value in memory of another
+    if interpret:  # the interpreter does not view memory as another dtype
         operands, (k_shared, s_shared) = [view_as(keys, FP8), view_as(keys, jnp.float32)], _interpreted_stages(stages)
     else:
         operands = [keys]

@@ -47,7 +47,7 @@ BOUNDARY = 32
 
 
 def load(_, refs) -> Any:
-    """Any order will do: a warp loads consecutive elements.  Places are complemented."""
+    """Loads keys and complements of places.  Their order does not matter yet, so a warp loads consecutive elements."""
     keys, places = (_load_all(ref, thread()) for ref in refs)
     mgpu.utils.warpgroup_barrier()
     return _arrays([(key, arith.xori(place, c32(-1))) for key, place in zip(keys, places, strict=True)])
@@ -73,7 +73,7 @@ def load_words(_, refs, low, high) -> Any:
 
 
 def look_up(arrays, refs) -> Any:
-    """The keys and complemented places of words, with neighbours in the wrong order exchanged."""
+    """The keys and complements of places of sorted words, with neighbours that are in the wrong order exchanged."""
     size = refs[0].type.shape[0]
     pairs: list[Any] = []
     for (word,) in _elements(arrays):
@@ -92,7 +92,7 @@ def look_up(arrays, refs) -> Any:
 
 
 def _exchange_with_neighbours(pairs) -> None:
-    """The last element of a lane and the first of the next, in the right order."""
+    """Exchanges the last element of a lane and the first of the next if they are in the wrong order."""
     following = [_shuffle("down", x, rest) for x, rest in zip(pairs[0], (-(2**31), 0), strict=True)]
     before = [_shuffle("up", x, rest) for x, rest in zip(pairs[-1], (2**31 - 1, -1), strict=True)]
     if len(pairs) == 1:
@@ -143,7 +143,7 @@ def within_thread(arrays, _) -> Any:
 
 
 def between_registers(arrays, _, stage) -> Any:
-    """The shortest distances of a stage, which is counted from the bits of the thread's index on."""
+    """The exchanges of a stage within a thread.  Bit `stage` of the thread's index gives the direction."""
     elements = _elements(arrays)
     bits = len(elements).bit_length() - 1
     _registers(elements, bits + 1, bits, _bit(thread(), stage))
@@ -190,7 +190,10 @@ def store(arrays, ref, row, k: int) -> None:
 
 
 def _registers(elements: list[Any], stage: int, bits: int, direction) -> None:
-    """A stage's distances below 2**bits; from stage `bits` on, smaller elements come first if `direction`."""
+    """The exchanges of a stage over distances below 2**bits.
+
+    Stages below `bits` alternate the direction; in others, smaller elements come first if `direction`.
+    """
     for distance in reversed(range(min(stage, bits))):
         for low in range(len(elements)):
             high = low | 1 << distance

@@ -3,9 +3,9 @@
 A bitonic network.  Thread t has elements t * n to t * n + n - 1 in registers: short distances are between registers of
 a thread, longer ones between lanes (shuffles), the longest between warps (shared memory).
 
-It first sorts numbers of 32 bits, the leading bits of a key's distance from the smallest and the slot that the key is
-in, then looks up keys and places and exchanges neighbours that are in the wrong order.  Where more than a few keys have
-equal leading bits, that does not suffice, and it sorts numbers of 64 bits, keys and the complements of places.
+It first sorts words of 32 bits: the leading bits of a key's distance from the smallest key, and the slot that the key
+is in.  Then it looks up keys and places, and exchanges neighbours that are in the wrong order.  If more than a few keys
+have equal leading bits, that does not suffice, and it sorts pairs of 64 bits: keys and the complements of places.
 """
 
 from typing import Any

@@ -14,11 +14,11 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, SCALAR
 THREADS = 128
 MINUS_INFINITY = "0fFF800000"
 ADDRESS = "mul.wide.u32 a, $1, {bytes}; mul.wide.u32 b, i, 4; add.s64 a, a, b; add.s64 a, a, $0;"
-"""Of element `i` of row $1 of the array at $0."""
+"""Computes the address `a` of element `i` of row $1 of the array at $0."""
 
 
 def padded(max_len: int, *, interpret: bool) -> int:
-    """The length of rows of the result: to the interpreter, which stores whole tiles, a multiple of those."""
+    """The length of rows of the result: in the interpreter, which stores whole tiles, a multiple of TILE."""
     return -(-max_len // TILE) * TILE if interpret else max_len
 
 

@@ -6,13 +6,15 @@ last launch sorts it.  Timeline of a CTA:
 
     load | count the logits at or above a guess, ... until they are k | collect | sort, or store what is kept
 
-The guess interpolates between the largest value below which too few, and the smallest above which too many logits lie;
-every third is in the middle of their bits, so that the search ends.  Where logits equal the k-th largest, the search
-goes on over their positions.
+The guess interpolates between two values found so far: the largest that at least k logits reach, and the smallest that
+fewer reach.  Every third guess is the middle of their bits, so that the search ends.  If more logits than needed equal
+the k-th largest, the search goes on over their positions.
 
 What bounds it: the latency of about ten counts (100 instructions per thread each) and, for k = 2048, of the 66 steps of
 the sorting network.
-Budget.  Registers: 64 logits per thread, and in later launches 64 positions.  Shared memory: 8 bytes per logit sorted.
+Barriers.  Named barriers of the warpgroup, after each count and in the sort.
+Budget.  Registers: 64 logits per thread, and in later launches 64 positions.  Shared memory of the last launch: 12
+bytes for each of the k logits, rounded up to a power of two: its key, its position, and a word to sort by.
 """
 
 from functools import partial

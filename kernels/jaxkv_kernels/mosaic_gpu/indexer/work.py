@@ -63,9 +63,9 @@ class Tiles:
 
 
 def find_share(lengths_ref, cta, ctas: int, tiles: Tiles, in_cache, *, filled: bool, interpret: bool) -> Share:
-    """The share of a CTA among all tiles that are computed, or among those that are filled.
+    """The share of a CTA of all tiles that are computed, or with `filled` of those that are filled.
 
-    Without `in_cache`, a boolean, all are filled.
+    If `in_cache` is False (the layer is outside the cache), all tiles are filled.
     """
     if interpret:
         return _interpreted(lengths_ref, cta, ctas, tiles, in_cache, filled)
@@ -97,8 +97,8 @@ def find_share(lengths_ref, cta, ctas: int, tiles: Tiles, in_cache, *, filled: b
 def _search(requests: int, ctas: int, tiles: Tiles, filled: bool) -> str:
     """PTX: $0 to $3 are a `Share`; $4 lengths, $5 the CTA, $6 whether the layer is in the cache.
 
-    Register nI has the tiles of a lane's request of the I-th 32.  All are loaded before the first is used, where they
-    are few; otherwise a loop loads them twice.
+    Requests are processed in groups of 32, one per lane.  Register nI has the tiles of the lane's request in group I.
+    Up to MOST_UNROLLED groups are all loaded before the first is used.  More are loaded one at a time, by two loops.
     """
     unrolled = requests <= LANES * MOST_UNROLLED
     chunks = range(-(-requests // LANES) if unrolled else 1)

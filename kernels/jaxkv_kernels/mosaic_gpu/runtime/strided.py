@@ -1,8 +1,8 @@
 """TMA copies from device memory with strides of its own.
 
 Pallas describes an operand to TMA by its shape, as contiguous memory.  A tensor map, though, may have any strides that
-are multiples of 16 bytes, even such that rows overlap.  `restride` gives the operand of a kernel a shape and strides of
-which its copies, which index it like an array of that shape, build their tensor maps.
+are multiples of 16 bytes, even strides with which rows overlap.  `restride` gives an operand of a kernel another shape
+and other strides.  Copies then index the operand like an array of that shape, and their tensor maps have those strides.
 """
 
 from typing import Any
@@ -11,16 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def restride(ref, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Has all `copy_gmem_to_smem` of this kernel address `ref`, a whole operand, by `shape` and `strides` (elements).
+    """Makes all `copy_gmem_to_smem` of this kernel address `ref`, a whole operand, by `shape` and `strides` (elements).
 
-    `ref` has as many axes as `shape`, and a type that no other operand has.  Only TMA copies see the strides: loads and
-    bulk copies still see the operand.
+    `ref` must have as many axes as `shape`.  Copies from it are recognized by its type (shape and dtype), which no
+    other operand may have.  Loads and bulk copies are not affected: they address the operand as it is.
     """
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda context, ref: _restride(context, ref, shape, strides))(ref)
 
 
 def _restride(context, ref, shape, strides) -> None:
-    # An instance of the context serves one kernel.  The copies themselves are lowered after this.
+    # A context belongs to one kernel, and the kernel's copies are lowered after this.
     copy, kind, transform = context.async_copy, ref.type, _transform(shape, strides)
 
     def async_copy(*, src_ref, gmem_transform: Any = (), **keywords):
@@ -62,7 +62,7 @@ def _transform(new_shape, new_strides):
             return new_strides
 
         def batch(self, leading_rank):
-            del leading_rank  # indexed axes come first, in the order that they have
+            del leading_rank  # the axes of `shape` include those that are indexed, which come first
             return self
 
     return Restride()

@@ -8,19 +8,17 @@ per thread.  e4m3 values move through 2 KiB of shared memory to the threads that
 """
 
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.triton.codecs.e4m3 import from_e4m3, has_e4m3, load_scales
-from jaxkv_kernels.triton.entries.addresses import in_bytes, token_address
+from jaxkv_kernels.triton.codecs.e4m3 import from_e4m3, load_scales
+from jaxkv_kernels.triton.entries.addresses import token_address
 from jaxkv_kernels.triton.entries.ragged import ragged_constants, ragged_operands, ragged_slots
-from jaxkv_kernels.triton.entries.tiles import WARPS, load_pieces, store_rows, tile_shape
+from jaxkv_kernels.triton.entries.tiles import WARPS, load_pieces, store_rows
+from jaxkv_kernels.triton.entries.two_parts import two_parts
 from jaxkv_kernels.triton.runtime.arithmetic import rounded
-from jaxkv_kernels.triton.runtime.dtypes import element_type
 from jaxkv_kernels.triton.runtime.launch import launch
 
 
@@ -33,23 +31,13 @@ def load_entries(
     `scales`, for e4m3 entries, has a float32 scalar or [H] for each part: value = stored * scale.
     """
     rows = total * pages.num_heads
-    sizes = (*entry.sizes, 0)[:2]
-    scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
-    shape = tile_shape(sizes)
-    constants: dict[str, Any] = {
-        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
-        "SIZES": sizes,
-        "DTYPE": element_type(entry.dtype),
-        "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
-        **ragged_constants(block_tables, seq_starts),
-        "COUNT": rows,
-        "NATIVE": has_e4m3(),
-    }
+    scales, constants = two_parts(entry, pages, buffer.dtype.itemsize, rows, scales)
+    constants |= ragged_constants(block_tables, seq_starts)
     operands = (buffer, *scales, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
     # At least one value, because an array without values has no memory to point to.
-    results = [jax.ShapeDtypeStruct((total, pages.num_heads, max(size, 1)), dtype) for size in sizes]
-    grid = (triton.cdiv(rows, shape["ROWS"]),)
-    found = launch(_load_entries, operands, results, grid=grid, warps=WARPS, **constants, **shape)
+    results = [jax.ShapeDtypeStruct((total, pages.num_heads, max(size, 1)), dtype) for size in constants["SIZES"]]
+    grid = (triton.cdiv(rows, constants["ROWS"]),)
+    found = launch(_load_entries, operands, results, grid=grid, warps=WARPS, **constants)
     return list(found[: len(entry.sizes)])
 
 

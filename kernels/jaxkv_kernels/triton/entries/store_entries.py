@@ -8,18 +8,17 @@ per thread.  No shared memory is used.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3, load_scales, to_e4m3
-from jaxkv_kernels.triton.entries.addresses import in_bytes, slots_of, token_address
-from jaxkv_kernels.triton.entries.tiles import WARPS, load_rows, store_pieces, tile_shape
+from jaxkv_kernels.triton.codecs.e4m3 import load_scales, to_e4m3
+from jaxkv_kernels.triton.entries.addresses import slots_of, token_address
+from jaxkv_kernels.triton.entries.tiles import WARPS, load_rows, store_pieces
+from jaxkv_kernels.triton.entries.two_parts import two_parts
 from jaxkv_kernels.triton.runtime.arithmetic import rounded
-from jaxkv_kernels.triton.runtime.dtypes import element_type
 from jaxkv_kernels.triton.runtime.launch import launch
 
 
@@ -39,20 +38,10 @@ def store_entries(buffer, parts, slots, layer, scales=(), *, pages, entry):
     if not slots.size:
         return buffer
     rows = slots.size * pages.num_heads
-    sizes = (*entry.sizes, 0)[:2]  # if there is one part, the second one has no values
-    scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
-    shape = tile_shape(sizes)
-    constants: dict[str, Any] = {
-        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
-        "SIZES": sizes,
-        "DTYPE": element_type(entry.dtype),
-        "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
-        "COUNT": rows,
-        "NATIVE": has_e4m3(),
-    }
+    scales, constants = two_parts(entry, pages, buffer.dtype.itemsize, rows, scales)
     operands = (parts[0], parts[-1], *scales, slots, jnp.reshape(layer, (1,)))
-    grid = (triton.cdiv(rows, shape["ROWS"]),)
-    return launch(_store_entries, operands, updated=buffer, grid=grid, warps=WARPS, **constants, **shape)[0]
+    grid = (triton.cdiv(rows, constants["ROWS"]),)
+    return launch(_store_entries, operands, updated=buffer, grid=grid, warps=WARPS, **constants)[0]
 
 
 @triton.jit

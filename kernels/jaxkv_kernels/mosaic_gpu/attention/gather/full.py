@@ -1,8 +1,8 @@
 """How consumers learn that half a tile of keys is stored: from the lanes of one CTA, or of two that share tiles.
 
-Two CTAs of a cluster, which attend to the same keys, each store half of the rows of a tile to both.  What goes to the
-other CTA is not ordered by an arrival: a barrier there counts its bytes as they land (`st.async`), beside the arrivals
-of its own lanes.  Pallas's barriers have no such counts, so these are in `stats`.
+Two CTAs of a cluster, which attend to the same keys, each store half of the rows of a tile to both.  An arrival does
+not order the stores to the other CTA (`st.async`): a barrier there counts their bytes as they land, beside the arrivals
+of its own lanes.  Pallas's barriers cannot count bytes of such stores, so these barriers are words of `stats`.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 HALVES = 4
-"""Halves of the two tiles of a pair: 2 * tile + half."""
+"""Halves of the two tiles of a pair, numbered 2 * tile + half."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class OwnFull:
     barriers: Any
 
     def start(self) -> None:
-        """Nothing: the kernel starts barriers of its own."""
+        """Does nothing, because Pallas initializes its barriers itself."""
 
     def arrive(self, n: int) -> None:
-        """Each lane of the producer signals what it has stored."""
+        """Signals that the calling lane of the producer has stored its chunks of a half."""
         plgpu.barrier_arrive(self.barriers[n])
 
     def wait(self, n: int, turn) -> None:
@@ -43,19 +43,19 @@ class SharedFull:
 
     stats: Any
     itemsize: int
-    """Of latents in shared memory."""
+    """Bytes per value of the latents in shared memory."""
 
     def start(self) -> None:
-        """Starts the barriers, in all lanes of both CTAs."""
+        """Initializes the barriers; all lanes of both CTAs call this."""
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, HALVES))(self.stats)
 
     def arrive(self, n: int) -> None:
-        """As above; as many bytes come from the other CTA."""
+        """Signals the same, and that the barrier is to count as many bytes from the other CTA."""
         nbytes = TILE // 2 * HALF * self.itemsize // lanes.THREADS
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.arrive(ref, n, nbytes))(self.stats)
 
     def wait(self, n: int, turn) -> None:
-        """As above."""
+        """Waits for a half, with the bytes of both CTAs; `turn` counts the pairs."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
         def wait(_, ref, turn):

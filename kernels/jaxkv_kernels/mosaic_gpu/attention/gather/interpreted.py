@@ -17,43 +17,43 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
 
 
 class InterpretedRows(GatheredRows):
-    """Arrays have a slot or a row per element of axis 0."""
+    """The same operations on arrays whose axis 0 is the rows of a tile."""
 
     def buffer(self, buffer):
-        """Bytes: a copy, where the dtype is wider."""
+        """The bytes of the buffer; a copy if its dtype is wider."""
         return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
 
     def slots(self, slot_ref, request, tile, length):
-        """[64]."""
+        """The slots of a tile, [64]; -1 at positions from `length` on."""
         position = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
         found = slot_ref[...][request, jnp.minimum(position, slot_ref.shape[1] - 1)]
         return jnp.where(position < length, found, -1)
 
     def spread(self, slots, *, every=False):
-        """The same: every step knows all slots."""
+        """Returns `slots`: every step has those of all rows."""
         return slots
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
-        """[64, 128], bytes."""
+        """A unit of the rows, bytes [64, 128]."""
         return self._bytes(kv_ref, slots, layer, limit, unit.offset, LINE)
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
-        """[64, 16], bytes."""
+        """The scales of the rows, bytes [64, 16]."""
         return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.quantised else None
 
     def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
-        """At once."""
+        """Copies them, without a wait in `finish_rope`."""
         raw = self._bytes(kv_ref, slots, layer, limit, self.part("rope"), LINE)
         r_ref[stage] = _elements(raw, self.rope_dtype)
 
     def finish_rope(self, stage, r_ref, scales):
-        """Divides."""
+        """Divides rotary keys by the factors of their rows."""
         if scales is not None:
             _, factor = scales
             r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit):
-        """Nothing."""
+        """Does nothing."""
 
     def factors(self, stats_ref, row, flag, slots, limit, raw):
         """Returns what latents are multiplied by, float16 [64, 4], and the factors, float32 [64]."""
@@ -73,7 +73,7 @@ class InterpretedRows(GatheredRows):
         return None if raw is None else (scales, factor)
 
     def store(self, unit, stage, k_ref, raw, scales, stats_ref):
-        """`raw` [64, bytes]."""
+        """Stores a unit, `raw` [64, bytes]."""
         if self.quantised:
             values = lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
             values = values * scales[0][:, unit.number, None]

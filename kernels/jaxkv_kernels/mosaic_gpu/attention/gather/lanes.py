@@ -59,8 +59,8 @@ def words(register) -> list[Any]:
 def shuffle(word, lane) -> Any:
     """The word that another lane of the warp has.
 
-    What was loaded is first used by way of this: ptxas moves arithmetic up to the load, past barriers, and there each
-    lane would wait for the load; it does not move a shuffle.
+    Loaded words are passed through a shuffle before they are used.  ptxas would move arithmetic on them up to the load,
+    past barriers, where each lane would then wait; it does not move a shuffle.
     """
     return ptx(
         "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", word, lane, result_types=i32(), has_side_effects=True, convergent=True
@@ -75,13 +75,13 @@ class Lane:
         self.lane = arith.andi(thread, c32(31))
         self.warp = arith.shrui(thread, c32(5))
         self.row = arith.addi(arith.shli(self.warp, c32(2)), arith.andi(self.lane, c32(3)))
-        """Of every 16 rows."""
+        """The row, of every 16 rows, whose chunks the lane loads."""
         self.second = arith.andi(arith.shrui(self.lane, c32(2)), c32(1))
         self.quarter = arith.shrui(self.lane, c32(3))
 
     @property
     def own(self) -> Any:
-        """The lane's own one of the warp's 16 rows, which another lane has as well."""
+        """The lane's own row among the 16 of the warp.  Lanes that are 16 apart have the same."""
         return arith.andi(self.lane, c32(WARP_ROWS - 1))
 
     @property
@@ -96,20 +96,20 @@ class Lane:
         return [arith.addi(first, c32(4 * n)) for n in range(rows)]
 
     def share(self, rows: int, size: int) -> Any:
-        """Where the groups of 16 rows begin that this CTA loads, in a row of groups of `size`.
+        """The offset of the first group of 16 rows that this CTA loads, if groups are `size` apart.
 
-        With fewer than all of the four groups, two CTAs of a cluster share a tile.
+        It is not 0 only in the second of two CTAs that share a tile: they load fewer than the four groups each.
         """
         return c32(0) if rows == ROWS_PER_LANE else arith.muli(cta_in_cluster(), c32(rows * size))
 
     @property
     def chunk(self) -> Any:
-        """Of the 8 chunks of a row's unit, where a chunk takes as many bytes in shared memory."""
+        """The lane's chunk of the 8 in a row's unit, for values that are stored as they are."""
         return arith.addi(arith.shli(self.second, c32(2)), self.quarter)
 
     @property
     def e4m3_chunk(self) -> Any:
-        """The same where it takes twice as many: chunks of the first column tile in quarters 0 and 1."""
+        """The same for e4m3 values, stored as float16: quarters 0 and 1 have the chunks of the first column tile."""
         tile, odd = arith.shrui(self.quarter, c32(1)), arith.andi(self.quarter, c32(1))
         return arith.addi(arith.addi(arith.shli(tile, c32(2)), odd), arith.shli(self.second, c32(1)))
 
@@ -167,7 +167,7 @@ class _Narrow:
 
 
 def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
-    """Where the rows of slots begin; masked ones at `zero`."""
+    """The addresses at which the rows of slots begin; for masked keys that of `zero`."""
     base, nothing = mgpu.utils.memref_ptr(kv), mgpu.utils.memref_ptr(zero)
     layer = _Narrow(layer)
     found = []
@@ -345,14 +345,14 @@ def in_other_cta(pointer) -> Any:
 
 
 def barrier(ref, n: int) -> Any:
-    """Of the 64-bit barriers at the end of a row of `stats`, the n-th."""
+    """The address of the n-th of the 64-bit barriers in `stats`."""
     row, column = BARRIERS
     width = ir.MemRefType(ref.type).shape[1]
     return at(mgpu.utils.memref_ptr(ref), c32(4 * (row * width + column) + 8 * n))
 
 
 def start_barriers(ref, count: int) -> None:
-    """Lets barriers wait for 128 lanes each, and waits until both CTAs of the cluster have got so far."""
+    """Initializes barriers for the arrivals of 128 lanes, and waits until both CTAs of the cluster have done so."""
     first = arith.cmpi(arith.CmpIPredicate.eq, mgpu.utils.thread_idx(), c32(0))
     for n in range(count):
         ptx(f"mbarrier.init.shared::cta.b64 [$0], {THREADS};", barrier(ref, n), predicate=first)
@@ -362,7 +362,7 @@ def start_barriers(ref, count: int) -> None:
 
 
 def arrive(ref, n: int, nbytes: int) -> None:
-    """Arrives for this lane, which expects so many bytes from the other CTA."""
+    """Arrives for this lane, and makes the barrier wait for `nbytes` more from the other CTA."""
     ptx(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};", barrier(ref, n))
 
 

@@ -11,11 +11,12 @@ of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB tha
 Eight lanes, which share a phase of a shared-memory access, have four rows and two chunks that the 128-byte swizzle
 spreads over all banks.
 
-Of what a row has once, slot and scales, a lane holds those of one row, its own, of the 16 of its warp; shuffles give
-them to the lanes that need them.  Rotary keys need no conversion, and are copied to shared memory without registers.
+A row has one slot and one set of scales.  A lane loads those of a single row, its own row: one of the 16 rows of its
+warp.  Shuffles pass them to the lanes that need them.  Rotary keys need no conversion, and are copied to shared memory
+without registers.
 
-The latents of `fp8_ds_mla` entries are converted to float16 in between (`scaling.py`).  A masked key (slot below 0 or
-past the cache, or position past the count) is a row of zeros with factor -1.
+The latents of `fp8_ds_mla` entries are converted to float16 between load and store (`scaling.py`).  A masked key (slot
+below 0 or past the cache, or position past the count) is a row of zeros with factor -1.
 """
 
 from dataclasses import dataclass
@@ -57,12 +58,12 @@ class Unit:
     offset: int
     """Its first byte in an entry."""
     number: int
-    """Of the column tile or scale group."""
+    """The number of the column tile or scale group."""
 
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """The rows of a paged cache of `MLAEntry`, with all strides in bytes of a buffer of `itemsize`."""
+    """The entries of a paged cache of `MLAEntry`, as rows.  Strides of `pages` are in elements of `itemsize` bytes."""
 
     pages: Pages
     entry: MLAEntry
@@ -82,12 +83,12 @@ class GatheredRows:
 
     @property
     def latent_dtype(self) -> Any:
-        """Of latents in shared memory."""
+        """The dtype of latents in shared memory."""
         return jnp.dtype(jnp.float16) if self.quantised else self.entry.dtype
 
     @property
     def rope_dtype(self) -> Any:
-        """Of rotary keys in shared memory."""
+        """The dtype of rotary keys in shared memory."""
         return jnp.dtype(jnp.bfloat16) if self.quantised else self.entry.dtype
 
     @property
@@ -107,7 +108,7 @@ class GatheredRows:
     def zeros(self) -> jax.Array:
         """A row that masked keys are loaded from.
 
-        One byte at its end is not zero, so that it becomes a literal: XLA would fill zeros in each call.
+        One byte at its end is not zero.  XLA would fill an array of zeros in each call, but keeps this as a constant.
         """
         row = np.zeros(self.entry.nbytes + 16, np.uint8)
         row[-1] = 1
@@ -141,7 +142,7 @@ class GatheredRows:
         return load(slot_ref, request, tile, length)
 
     def spread(self, slots, *, every: bool = False):
-        """The slots of the rows that each lane loads chunks of; with `every`, of those that both CTAs do."""
+        """The slots of the rows that each lane loads chunks of; with `every`, also of the other CTA's share of rows."""
         count = lanes.ROWS_PER_LANE if every else self.loaded
 
         @plgpu.inline_mgpu(arg_types=(OWN,), return_type=_array(count))
@@ -151,7 +152,7 @@ class GatheredRows:
         return spread(slots)
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit: Unit):
-        """A unit of a tile's rows, on its way: valid ones of the `spread` slots are below `limit`."""
+        """Starts to load a unit of a tile's rows, whose slots are `spread`.  Slots of valid keys are below `limit`."""
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(self.loaded), SCALAR, SCALAR),
@@ -164,7 +165,7 @@ class GatheredRows:
         return load(kv_ref, zero_ref, slots, layer, limit)
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
-        """The scales of a tile's rows, on their way, each lane its own; None if they have none."""
+        """Starts to load the scales of a tile's rows, each lane those of its own row; None if entries have none."""
         if not self.quantised:
             return None
 
@@ -176,7 +177,7 @@ class GatheredRows:
         return load(kv_ref, zero_ref, slots, layer, limit)
 
     def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> None:
-        """Starts to copy the rotary keys of all rows of a tile, whose slots are `spread`, to `r_ref` [2, 64, 64]."""
+        """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64]; `slots` are `spread` with `every`."""
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR, _ref_type(self.rope_dtype))
@@ -199,7 +200,7 @@ class GatheredRows:
         finish(r_ref, *([scales] if self.quantised else []))
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
-        """Has the rows of a tile, of `spread` slots, brought to the L2 cache."""
+        """Prefetches the rows of a tile, whose slots are `spread`, to the L2 cache."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(self.loaded), SCALAR, SCALAR))
         def prefetch(_, kv, zero, slots, layer, limit):
@@ -263,7 +264,7 @@ def _word(held) -> Any:
 
 
 def _ref_type(dtype) -> Any:
-    """Of the swizzled shared memory that tiles are stored to."""
+    """The type of references to the swizzled shared memory that tiles are stored to."""
     return plgpu.RefType(swizzled(1, dtype=dtype).transforms)
 
 

@@ -1,12 +1,12 @@
 """How the scales of `fp8_ds_mla` entries, and queries, are made to fit float16.
 
 The latent becomes float16, which represents every e4m3 value exactly.  A token's scales are multiplied into it where
-that is safe: where all four are from 2**-14 to 2**7, products neither overflow nor lose bits of a scale.  Otherwise
-they are first divided by a power of two, the token's factor.  Scores and weights of the token are multiplied by its
-factor in float32, and its rotary key is divided by it.  Products with scales that are powers of two are exact; other
-scales are rounded to float16.
+that is safe: where all four are at least 2**-14 and below 2**7, products neither overflow nor lose bits of a scale.
+Otherwise they are first divided by a power of two, the token's factor.  Scores and weights of the token are multiplied
+by its factor in float32, and its rotary key is divided by it.  Products with scales that are powers of two are exact,
+except for scales below 2**-15 times the token's largest; other scales are rounded to float16.
 
-Bits of float32 values that are compared or computed with as integers:
+The constants are the bits of float32 values, which are compared and computed with as integers.
 """
 
 import jax.numpy as jnp
@@ -17,19 +17,19 @@ MASKED_KEY = -1.0
 SMALLEST, LARGEST = 0x38800000, 0x43000000
 """2**-14 and 2**7: scales from the first up to the second are multiplied into values as they are."""
 EXPONENT = 0x7F800000
-"""The exponent, which is also the largest power of two that is not above a value."""
+"""A mask of the exponent.  What it leaves of a positive value is the largest power of two that is not above it."""
 LEAST_FACTOR, MOST_FACTOR = 27 << 23, 253 << 23
 """2**-100 and 2**126."""
 INVERSE = 254 << 23
-"""What a power of two and its inverse add up to."""
+"""The sum of the bits of a power of two and of its inverse."""
 _FIT = 14 << 23
-"""2**14, as a difference: rows of queries have their largest magnitude from there up to 2**15."""
+"""2**14, as a difference of bits: scaled rows of queries have their largest magnitude from 2**14 up to 2**15."""
 _LEAST_QUERY, _MOST_QUERY = 20 << 23, 254 << 23
 """2**-107, below which rows of queries are not scaled up further, and 2**127."""
 
 
 def scale_to_fit(largest):
-    """Powers of two by which rows of queries are multiplied to fit float16, and by which their scores are then.
+    """The powers of two that rows of queries are multiplied by to fit float16, and their inverses, for the scores.
 
     `largest` has the largest magnitude of each row.
     """

@@ -2,8 +2,8 @@
 
 The latents of a tile are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is converted and
 stored, the next ones are on their way, also across the ends of tiles and work tiles.  Scales are loaded a tile ahead.
-Rotary keys are copied to shared memory while the latents of their tile are stored.  Rows are brought to the L2 cache a
-tile before they are stored, and their slots are loaded a tile before that.
+Rotary keys are copied to shared memory while the latents of their tile are stored.  Two tiles before a tile is stored,
+its slots are loaded and its rows are prefetched to the L2 cache.
 """
 
 from dataclasses import dataclass
@@ -35,15 +35,15 @@ class GatherTiles:
     r: Any
     stats: Any
     k_full: Any
-    """`OwnFull` or `SharedFull`, of 2 * tile + half: it is stored; with the far half also the rotary keys."""
+    """`OwnFull` or `SharedFull`; barrier 2 * tile + half: the half is stored, with the far one also the rotary keys."""
     k_free: Any
     interpret: bool
 
     def run(self, layer, first, end, load_work_tile, q_free, fetch_queries) -> None:
-        """Gathers the keys of the work tiles from `first` to `end`, and has their queries fetched.
+        """Gathers the keys of the work tiles from `first` to `end`, and fetches their queries.
 
-        `load_work_tile` loads the columns of a work tile; `fetch_queries` fetches the queries of a request, for which
-        this waits until `q_free` completes.
+        `load_work_tile` loads the columns of a work tile.  `fetch_queries` fetches the queries of a request; it is
+        called once `q_free` has completed.
         """
         pages = self.rows.pages
         in_cache = (layer >= 0) & (layer < pages.num_layers)
@@ -96,14 +96,14 @@ class GatherTiles:
         lax.fori_loop(first, end, work_tile, (jnp.int32(0), (ring, raw, here, ahead)))
 
         @pl.when(end > first)
-        def _():  # a barrier is waited on as often as it completes
+        def _():  # every completion of a barrier must be waited for
             plgpu.barrier_wait(q_free)
             for half in range(4):
                 plgpu.barrier_wait(self.k_free[half])
 
     @property
     def _ring(self) -> int:
-        """How many units are on their way."""
+        """How many units are loaded ahead."""
         return min(self.config.units_ahead, self.rows.units)
 
     def _units(self, tile):
@@ -119,8 +119,8 @@ class GatherTiles:
     def _fetch_tile(self, layer, limit, tile, used, state, beyond):
         """Stores a tile, whose first units are in `ring`; loads those of the next one.
 
-        `state`: the units and scales that are on their way; slots of this tile and of the next one.  `beyond`: where
-        those of the one after are.
+        `state`: the units and scales that are being loaded; the slots of this tile and of the next one.  `beyond`: the
+        request, tile and number of keys of the one after, whose slots are loaded here.
         """
         rows, (ring, raw, here, ahead) = self.rows, state
         units, ring = self._units(tile), list(ring)

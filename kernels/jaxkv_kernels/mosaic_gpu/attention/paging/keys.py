@@ -1,13 +1,11 @@
 """Loaders: where an attention kernel's keys and values come from, and how they reach shared memory.
 
-A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Every loader has the
-interface of `Keys`.
+A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Loaders that copy columns of
+pages have the interface of `Keys`.  `quantised/latents.py` has one for whole entries, and `gather/` one for slots.
 """
 
 from typing import Any, NamedTuple, Protocol
 
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -32,7 +30,7 @@ class Keys(Protocol):
     """A loader of tiles of 64 keys, used by the producer warpgroup."""
 
     def look_up(self, request, first_token):
-        """Loads where a tile lies.  Call it one tile ahead, so that nothing waits for these loads."""
+        """Loads what `fetch` needs to find a tile.  Call it one tile ahead, so that nothing waits for these loads."""
 
     def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
         """Starts the copies of a tile that was looked up; `copy` are options of the copies (multicast)."""
@@ -42,7 +40,7 @@ class Keys(Protocol):
 
 
 class PagedKeys:
-    """Keys in the pages of a cache, copied by TMA as they are: one copy per block that a tile lies in."""
+    """Keys in the pages of a cache, copied by TMA as they are."""
 
     def __init__(self, kv_ref, view: TokenRows, table: PageTable, layer, head: Any = 0):
         self._kv_ref, self._view, self._table = kv_ref, view, table
@@ -54,24 +52,17 @@ class PagedKeys:
         return self._table.blocks(request, first_token)
 
     def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
-        """One TMA copy per block and part."""
-        for c, block in enumerate(found):
-            rows = pl.ds(c * self._table.copy_rows, self._table.copy_rows)
-            origin, row = self._place(block, first_token + c * self._table.copy_rows)
+        """Starts one TMA copy per part and block that the tile lies in."""
+        rows = self._table.copy_rows
+        for first_row, block, token in self._table.copies(found, first_token):
+            origin, row = self._view.index(self._layer, block, token, self._head)
             for first, count, into, full in parts:
-                columns = self._view.columns(first, count, origin)
-                source = self._kv_ref.at[origin, pl.ds(row, self._table.copy_rows), columns]
-                plgpu.copy_gmem_to_smem(source, into.at[rows], full, **copy)
+                source = self._kv_ref.at[origin, pl.ds(row, rows), self._view.columns(first, count, origin)]
+                plgpu.copy_gmem_to_smem(source, into.at[pl.ds(first_row, rows)], full, **copy)
 
     def prefetch(self, found, first_token, *, interpret: bool) -> None:
-        """Prefetches whole entries, which should lie one after the other."""
+        """Prefetches whole entries, as one run of bytes per block: for pages with contiguous tokens."""
         nbytes = self._table.copy_rows * self._table.pages.width * self._kv_ref.dtype.itemsize
-        for c, block in enumerate(found):
-            start = self._view.start(self._kv_ref, *self._place(block, first_token + c * self._table.copy_rows))
+        for _, block, token in self._table.copies(found, first_token):
+            start = self._view.start(self._kv_ref, *self._view.index(self._layer, block, token, self._head))
             prefetch_to_l2(start, nbytes, interpret=interpret)
-
-    def _place(self, block, first_token):
-        """Where a copy's tokens begin in the view.  In block 0 for one outside the cache: masked later."""
-        in_block = lax.rem(first_token, jnp.int32(self._table.pages.block_size))
-        block = jnp.where(self._table.known(block), block, 0)
-        return self._view.index(self._layer, block, in_block, self._head)

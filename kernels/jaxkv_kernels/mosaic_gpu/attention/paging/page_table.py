@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
@@ -43,8 +44,19 @@ class PageTable:
         """
         return tuple(self.block(request, first_token + c * self.copy_rows) for c in range(copies_per_tile(self.pages)))
 
+    def copies(self, found, first_token):
+        """Yields where each copy of a tile begins: the row in the tile, the block, and the token within the block.
+
+        `found` is what `blocks` returned.  Block 0 stands in for blocks outside the cache, whose tokens are masked
+        later.
+        """
+        for c, block in enumerate(found):
+            first_row = c * self.copy_rows
+            token = lax.rem(first_token + first_row, jnp.int32(self.pages.block_size))
+            yield first_row, jnp.where(self.known(block), block, 0), token
+
     def mask_unknown(self, request, first_token, token, x, fill):
-        """A tile `x`, with `fill` at tokens of unknown blocks; `token` [64, 64] has the token of each element."""
+        """A tile `x`, with `fill` at tokens of unknown blocks; `token`, of the same shape, has each element's token."""
         fill = jnp.asarray(fill, x.dtype)
         for c in range(copies_per_tile(self.pages)):  # one at a time: registers are scarce where this is called
             low = first_token + c * self.copy_rows

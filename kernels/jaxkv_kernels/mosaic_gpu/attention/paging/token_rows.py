@@ -17,15 +17,15 @@ TILE_ROWS, TILE_COLUMNS = 8, 64
 
 @dataclass(frozen=True)
 class TokenRows:
-    """A view [origins, tokens, width] of the buffer: row t of an origin where a page begins is the page's token t.
+    """A view [origins, tokens, width] of the buffer: if a page begins at an origin, row t of the origin is its token t.
 
-    Any multiple of `step` elements is an origin, so that pages lie wherever strides put them.  Rows overlap; only TMA
-    copies can address them (`install`).
+    Every multiple of `step` elements is an origin, so that a page may begin wherever the strides put it.  Rows of
+    different origins overlap, so only TMA copies can address the view (`install`).
     """
 
     pages: Pages
     step: int
-    """Elements from an origin to the next: what the offset and all strides between pages are multiples of."""
+    """Elements from one origin to the next.  The offset and all strides between pages are multiples of it."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -58,7 +58,7 @@ class TokenRows:
         return buffer.reshape(-1, 1, self.step)
 
     def install(self, ref) -> None:
-        """Has TMA copies of a kernel address `ref`, its operand, by this view."""
+        """Makes the TMA copies of a kernel address `ref`, its operand, by this view."""
         from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
 
         restride(ref, self.shape, self.strides)
@@ -72,7 +72,7 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class InterpretedRows(TokenRows):
-    """The same for Pallas's interpreter, which knows no strides: a copy of the pages, in the order of their axes."""
+    """The same for Pallas's interpreter, which has no strides: a copy of the pages, by layer, block and head."""
 
     def index(self, layer, block, token, head=0):
         """The number of a page, and the row of `token`."""
@@ -99,7 +99,7 @@ def token_rows(pages: Pages) -> TokenRows:
 
 
 def origin_step(pages: Pages) -> int:
-    """Elements between neighbouring origins; the size counts too, since origins divide the buffer."""
+    """Elements from one origin to the next.  It also divides the size, because the operand has a row per origin."""
     return gcd(pages.size, pages.offset, *(stride for count, stride in _origin_axes(pages).values() if count > 1))
 
 

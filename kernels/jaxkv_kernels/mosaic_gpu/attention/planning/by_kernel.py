@@ -1,20 +1,23 @@
-"""The division by two small kernels.
+"""Computes the division by two small kernels.
 
-    check       a CTA per request: whether a block that it needs is unknown
+    check       a CTA per request: whether the request needs a block that is not in the cache (an unknown block)
     divide      one CTA of a warpgroup: the division of all requests, in registers and shared memory
 
 Timeline of `divide`.  It starts while `check` runs (programmatic dependent launch).
 
     load the lengths; sizes, running sums
     per chunk of candidate divisions: a search per boundary between partitions; loads and splits, reduced per candidate
-    the candidate of least cost; begins, counts and first partitions of requests, as tables
-    wait for `check`: steps that need no mask
+    the candidate of least cost; begins, counts and first partitions of requests
+    wait for `check`: steps that need no mask; all of these as tables
     per chunk of work tiles: search for the request of each, store columns; their partitions as a table
     per partition: search for its first work tile, store its columns; requests that are split
 
+A batch-invariant plan has no candidates.
+
 Barriers.  A table is written by all threads, which then wait for each other; every table has shared memory of its own.
-Those of chunks (`following`, running sums across warps) are also waited for after they were read.
-Budget.  Shared memory: 12 tables of requests and one of work tiles, 4 bytes each: 60 KiB for 1,024 requests.
+Where a table is reused (`following`, and `warps` for running sums), all threads also wait after they have read it.
+Budget.  Shared memory: 13 tables of requests and one of work tiles, 4 bytes per element, and 8 KiB for candidates: for
+1,024 requests 66 KiB, or 92 KiB if the plan is batch-invariant.
 Registers: `registers.CHUNK` / 128 per vector of candidates, requests / 128 per vector of requests.
 """
 
@@ -117,7 +120,7 @@ def divide(
 
 
 def _check(seq_lens, block_tables, problem: Problem, *, block_size: int, num_blocks: int, interpret: bool) -> jax.Array:
-    """int32 [B]: 1 where a block that a request needs is not in the cache."""
+    """int32 [B]: 1 for requests that need a block that is not in the cache, 0 for others."""
     most = table_tokens(block_tables, block_size)
 
     def body(lengths_ref, table_ref, unknown_ref):

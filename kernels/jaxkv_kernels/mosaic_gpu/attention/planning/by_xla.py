@@ -1,4 +1,4 @@
-"""The division by XLA: for batches that the kernel has no room for, and for Pallas's interpreter."""
+"""The division by XLA: for batches that the kernels have no room for, plans made while tracing, and the interpreter."""
 
 import jax
 import jax.numpy as jnp

@@ -2,8 +2,8 @@
 
 Steps of all requests are laid end to end.  For a boundary between partitions, a search for the request that it lies in
 returns how many steps, and requests, are in front of it.  Differences between neighbouring boundaries are the loads of
-partitions, and boundaries inside of requests are splits.  So the estimated time of a division takes a search per
-partition, not a comparison of all partitions with all requests.
+partitions, and boundaries inside of requests are splits.  To estimate the time of a division therefore takes one search
+per partition, and no comparison of all partitions with all requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ HUGE = 2**31 - 1
 
 
 class Vectors(Protocol):
-    """Vectors of int32, at least as long as requested: of what is beyond, nothing is used."""
+    """Vectors of int32.  They may be longer than requested; elements beyond that length are never used."""
 
     def iota(self, count: int) -> Any:
         """0, 1, 2, ..."""
@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def combined(self) -> int:
-        """Rows of `split_requests`: a request each, or the request that ends in a partition."""
+        """Rows of `split_requests`: one per request, or one per partition, for the split request that ends in it."""
         return self.batch if self.batch <= self.partitions or self.batch_invariant else self.partitions
 
     def origin(self, lengths):
@@ -90,17 +90,17 @@ class Problem:
 
 
 def _div(a, b):
-    """`a // b` of numbers that are not negative."""
+    """`a // b` of non-negative numbers."""
     return lax.div(*jnp.broadcast_arrays(a, jnp.asarray(b, jnp.int32)))
 
 
 def _ceil_div(a, b):
-    """The same rounded up; at least 1."""
+    """`a / b` rounded up, at least 1."""
     return _div(jnp.maximum(a, 1) - 1, b) + 1
 
 
 class Division:
-    """The division of requests of `lengths`, clamped; `unknown` returns which of them have unknown blocks, 0 or 1."""
+    """The division of requests of `lengths`, which fit their tables; `unknown()` is 1 for those with unknown blocks."""
 
     def __init__(self, vectors: Vectors, problem: Problem, lengths, unknown: Callable[[], Any]):
         self._v, self._problem = vectors, problem
@@ -180,7 +180,7 @@ class Division:
         return gap, length_of(lax.rem(best, jnp.int32(lengths)), gap)
 
     def work_tiles(self, tile) -> tuple[tuple[Any, ...], Any, Any]:
-        """Columns of `WorkTile` of work tiles by number; their partitions; whether they are the last of a request."""
+        """For work tiles by number: columns of `WorkTile`, partitions, and whether each is the last of its request."""
         problem, v, of = self._problem, self._v, self._of
         request = jnp.minimum(v.search(of["after"], problem.batch, tile, equal=True), problem.batch - 1)
 
@@ -202,7 +202,7 @@ class Division:
         return columns, jnp.where(live, partition, problem.partitions), live & (nth == count - 1)
 
     def partitions(self, ordered) -> tuple[Sequence[Any], Any]:
-        """Columns of `Plan.partitions`, and the first work tiles alone, given a table of the tiles' partitions."""
+        """Columns of `Plan.partitions`, and the first of them; `ordered` is a table of the work tiles' partitions."""
         problem = self._problem
         first = self._v.search(ordered, problem.tiles, self._v.iota(problem.partitions + 1))
         columns, _, _ = self.work_tiles(jnp.minimum(first, problem.tiles - 1))

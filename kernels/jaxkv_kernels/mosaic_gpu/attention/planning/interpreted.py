@@ -51,7 +51,7 @@ class InterpretedRegisters(Registers):
         return jnp.where(place < width, ref[...][(*row, jnp.minimum(place, width - 1))], 0)
 
     def store_rows(self, ref, columns, start):
-        """Stores rows; what is beyond the end is dropped."""
+        """Stores rows; those beyond the end are dropped."""
         rows = jnp.stack(columns, axis=1)
         place = jnp.arange(rows.shape[0], dtype=jnp.int32) + start
         ref[...] = ref[...].at[place].set(rows, mode="drop")

@@ -16,15 +16,15 @@ REF = plgpu.RefType()
 
 
 def layout(count: int) -> Any:
-    """Of vectors of `count` elements, a multiple of LANES."""
+    """The layout of vectors of `count` elements, a multiple of LANES."""
     return plgpu.Layout.WG_STRIDED((count,), 1)
 
 
 def call(function, *arguments, refs: int, result: int = 0):
     """Calls `function(Threads, *references, *vectors)`: the first `refs` arguments are references.
 
-    Vectors come, and a result of `result` elements goes, as lists of int32 values of a thread, one per register.
-    Scalars come as int32 values.
+    The function receives a vector as the list of the calling thread's int32 values, one per register, and a scalar as
+    an int32 value.  If `result` is not 0, it returns a vector of that many elements, as such a list.
     """
     types: list[Any] = [
         REF if n < refs else layout(x.shape[0]) if jnp.ndim(x) else SCALAR for n, x in enumerate(arguments)
@@ -53,7 +53,7 @@ def call(function, *arguments, refs: int, result: int = 0):
             held[n] = vector.from_elements(ir.VectorType.get((1,), threads.i32), [value])
         return mgpu.FragmentedArray(_registers=held, _layout=layout(result).to_mgpu(), _is_signed=True)
 
-    # A vector that is the same everywhere would come as one value.
+    # Pallas holds a vector of equal elements as a single value; the cast gives it a register per LANES elements.
     return run(
         *(
             plgpu.layout_cast(x, kind) if jnp.ndim(x) and n >= refs else x
@@ -81,7 +81,7 @@ class Threads:
         return self._mgpu.c(value, self.i32)
 
     def number(self, register: int, start=None):
-        """The number of the thread's element in a register of a vector that begins at element `start`."""
+        """The index of the thread's element in a register of a vector whose first element has index `start`."""
         own = self.add(self.thread, self.constant(register * LANES))
         return own if start is None else self.add(own, start)
 
@@ -116,12 +116,12 @@ class Threads:
         self._mgpu.utils.inline_ptx(f"st.{space}.b32 [$0], $1;", address, value, has_side_effects=True)
 
     def combine(self, kind: str, ref, value, place) -> None:
-        """ref[place] becomes its maximum ("max") or its sum ("add") with `value`, atomically."""
+        """Atomically replaces ref[place] by its maximum ("max") or its sum ("add") with `value`."""
         space, address = self._address(ref, [place])
         self._mgpu.utils.inline_ptx(f"red.{space}.{kind}.s32 [$0], $1;", address, value, has_side_effects=True)
 
     def _address(self, ref, place):
-        """The memory that a reference is to, and the address of an element."""
+        """The memory space of a reference, and the address of an element."""
         utils, (element, *inner) = self._mgpu.utils, place
         for i, size in zip(inner, self._type(ref.type).shape[1:], strict=True):
             element = self.add(self._arith.muli(element, self.constant(size)), i)
@@ -129,7 +129,7 @@ class Threads:
         return space, utils.getelementptr(utils.memref_ptr(ref), [element], self.i32)
 
     def when(self, condition):
-        """A context of what only threads with the condition do."""
+        """A context whose code runs only in threads where the condition holds."""
         return self._mgpu.utils.when(condition)
 
     def barrier(self) -> None:
@@ -149,6 +149,6 @@ class Threads:
         return value
 
     def over_warp(self, kind: str, value):
-        """The "max" or "add" of all lanes' values."""
+        """The maximum ("max") or sum ("add") of the values of the warp's lanes."""
         ptx = f"redux.sync.{kind}.s32 $0, $1, -1;"
         return self._mgpu.utils.inline_ptx(ptx, value, result_types=self.i32, has_side_effects=True, convergent=True)

@@ -19,7 +19,10 @@ def padded(count: int) -> int:
 
 
 def chunk(width: int) -> int:
-    """Elements of whole candidates of `width`, a multiple of a warp, that fill registers: at most about CHUNK."""
+    """How many elements to evaluate at once: whole candidates of `width` (a multiple of 32) that fill whole registers.
+
+    At most CHUNK, unless even the smallest such number is larger.
+    """
     together = LANES * width // gcd(LANES, width)
     return max(CHUNK // together, 1) * together
 
@@ -128,7 +131,7 @@ class Registers:
         return loads, splits
 
     def reduce(self, loads, splits, load, split, candidate):
-        """Takes the maxima of `load` and the sums of `split` into tables, at the candidates of the elements."""
+        """Updates tables at the candidate of each element: with the maximum of `load`, and with the sum of `split`."""
 
         def reduce(threads, loads, splits, load, split, candidate):
             values = [
@@ -159,7 +162,7 @@ class Registers:
         return lanes.call(following, self._scratch["following"], x, refs=1, result=x.shape[0])
 
     def load(self, ref, count, *row, start=0):
-        """The elements of a row in device memory from `start` on, as many as `count` in a vector; 0 beyond its end."""
+        """A vector of at least `count` elements of a row in device memory, from `start` on; 0 beyond the row's end."""
         width = ref.shape[-1]
 
         def load(threads, ref, start, *row):
@@ -175,7 +178,7 @@ class Registers:
         return lanes.call(load, ref, jnp.int32(start), *row, refs=1, result=padded(count))
 
     def store_rows(self, ref, columns, start):
-        """Stores rows of columns to device memory, from row `start` on; what is beyond its end is dropped."""
+        """Stores columns to rows of device memory, from row `start` on; rows beyond its end are dropped."""
 
         def store(threads, ref, start, *columns):
             for n in range(len(columns[0])):

@@ -1,4 +1,4 @@
-"""The plan of sparse attention: to it, each query token is a request of its own, with a number of slots."""
+"""The plan of sparse attention, in which each query token is a request of its own, with a number of slots."""
 
 import jax.numpy as jnp
 
@@ -13,7 +13,7 @@ def plan_slots(
 ) -> Plan:
     """The schedule of query tokens with `counts` [N] slots each, at most `size`."""
     partitions = 4 if interpreting.value else max(MULTIPROCESSORS // -(-heads // TILE), 1)
-    # Slots are masked by the kernel: to the plan, a request has one block, which is known.
+    # The kernel masks slots, so the plan only sees a table of one valid block per request.
     table = jnp.zeros((counts.size, 1), jnp.int32)
     return make_plan(
         counts, table, partitions=partitions, tokens=1, block_size=size, num_blocks=None, step=PAIR, costs=costs,

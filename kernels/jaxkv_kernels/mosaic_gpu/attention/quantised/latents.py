@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -132,13 +131,11 @@ class EntryPages:
         return self._table.blocks(request, first_token)
 
     def fetch(self, found, first_token, entries: Columns) -> None:
-        """Starts the copies of a tile.  Block 0 stands in for blocks outside the cache, masked later."""
-        pages, rows = self._table.pages, self._table.copy_rows
-        size = rows * pages.width
-        for c, block in enumerate(found):
-            token = lax.rem(first_token + c * rows, jnp.int32(pages.block_size))
-            block = jnp.where(self._table.known(block), block, 0)
+        """Starts the copies of a tile."""
+        width = self._table.pages.width
+        size = self._table.copy_rows * width
+        for first_row, block, token in self._table.copies(found, first_token):
             *row, column = self._view.index(layer=self._layer, block=block, token=token)
             source = self._kv_ref.at[*row, pl.ds(column, size)]
-            into = entries.into.at[pl.ds(c * size, size)]
+            into = entries.into.at[pl.ds(first_row * width, size)]
             plgpu.copy_gmem_to_smem(source, into, entries.full, oob_mode=IN_BOUNDS)

@@ -6,47 +6,47 @@ As in `few_rows`, the operands of the products are swapped: keys provide the 64 
     O' += V' P'   [columns of V, 16]       of latents, V is K's first 512 columns
 
 K and V' are register operands, converted from the bytes of the cache on their way from shared memory
-(`quantised/tiles.py`).  Shared memory holds those bytes only, and each is read once for K and once for V.
+(`quantised/tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are read from it twice, once
+for K and once for V.
 
 Work.  A CTA of a producer and two consumer warpgroups owns a KV head (latents have one) and walks its partition of the
 plan: work tiles, each a range of key tiles of a request.  The consumers take alternate tiles, so that one converts
 while the other multiplies or waits.  With a window, the tiles of a request begin at the one with the first key that
 some row sees.
 
-Timeline, downwards; `->` names the barrier that a line waits for.
+Timeline of a work tile, downwards; `->` names the barrier that a line waits for.
 
     producer                                  consumer w
-    queries of the next work tile to
-      registers
-    tile of entries: a copy or two per page   every other tile: S' = K Q'      -> q_full[stage] once, k_full[stage]
-      -> k_free[stage]                          mask; vote: does any score exceed the running max by more than the
-    the queries, scaled and reordered, to         threshold?  If so: new maximum over keys, rescale O' and the row sums
-      shared memory                             P = exp2(S' - running max) to shared memory
-      -> q_free[stage], two work tiles ago      in a masked tile, first of all: zeros to values of unseen tokens
-    the other tiles                             O' += V' P', arrives k_free[stage] once the last values are in registers
-                                              after the last tile: arrives q_free[stage];
-                                                1: running max, row sums and O' to shared memory, all of O' at once or,
+    loads the queries to registers            every other tile: -> q_full[stage] once, k_full[stage]
+    first tile of entries (in the first         in a masked tile: zeros to values of unseen tokens
+      work tile, as many as there are           S' = K Q'; mask; vote: does any score exceed the running max by more
+      stages): a copy or two per page             than the threshold?  If so: new maximum over keys, rescale O' and
+      -> k_free[stage]                            the row sums
+    the queries, scaled and reordered, to       P = exp2(S' - running max) to shared memory
+      shared memory, arrives q_full[stage]      O' += V' P', arrives k_free[stage] once the last values are in registers
+      -> q_free[stage], two work tiles ago    after the last tile: arrives q_free[stage];
+    the other tiles -> k_free[stage]            1: running max, row sums and O' to shared memory, all of O' at once or,
                                                    where there is no room, a quarter at a time -> taken; arrives given
                                                 0: -> given; adds them to its own, arrives taken; stores the result
 
-Before a batch of products is started, the warpgroup waits for the previous one, which went on while the operands of
-this one were converted.  (With a wait that leaves products on their way, the compiler serializes all of them.)
+Before a batch of products is started, the warpgroup waits for the previous batch, which ran while the operands of this
+one were converted.  (If the wait left some products running, the compiler would serialize all of them.)
 
 Numbers.  Queries become float16, each row divided by a power of two that makes it fit; scores are multiplied by it.
 `fp8` entries have a scale of keys and one of values, which multiply scores and results.  Tokens of `fp8_ds_mla` have
-four: S' is the sum of four products times their scales (and of that of the rotary parts, which are bf16), and each
-group of 128 latents has weights of its own, P times its scale.  So that these fit float16 whatever the scales are, the
-token's largest scale, rounded down to a power of two, is part of the running max: weights are exp2(score +
-log2(largest) - running max), multiplied by scale / largest for each group.  Row sums are of weights divided by
-`largest`.  P is stored times a power of two (`lift`), as large as float16 allows: many small weights add up, and
-float16 has few exponents below 1.
+four scales.  S' is then the sum of four products, each times its scale, and of the product of the rotary parts, which
+stay bf16.  Each group of 128 latents has weights of its own: P times the group's scale.  For these to fit float16
+whatever the scales are, the token's largest scale, rounded down to a power of two, is part of the running max: weights
+are exp2(score + log2(largest) - running max), multiplied by scale / largest for each group.  Row sums are of weights
+divided by `largest`.  P is stored times a power of two (`lift`), as large as float16 allows: many small weights add up,
+and float16 has few exponents below 1.
 
 Barriers, and how many arrivals complete them.
     q_full[stage]    the queries are stored (1: the producer)
     q_free[stage]    both consumers have multiplied with the queries for the last time (2)
     k_full[stage]    a tile of entries has landed (1 per copy)
     k_free[stage]    the tile is in registers (1: its consumer; even stages are consumer 0's, odd ones consumer 1's)
-    given, taken     consumer 1's result, or a quarter of it, is in `other` (1), has been read (1)
+    given, taken     consumer 1's result, or a quarter of it, is in `other` (1); consumer 0 has read it (1)
 Automatic barriers are off.  Within a consumer warpgroup, the vote is also a barrier: after it, all warps have finished
 with the previous tile's P.
 
@@ -327,11 +327,8 @@ def attend_few_rows_quantised(
             def take(n, acc, running_max, row_sum):
                 """The result of both consumers, normalized, and its log-sum-exps."""
                 plgpu.barrier_wait(given)
-                other_max = plgpu.load(stats.at[0], layout=COLUMN)
-                merged_max = jnp.maximum(running_max, other_max)
-                own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
-                row_sum = row_sum * own + plgpu.load(stats.at[1], layout=COLUMN) * others
-                inverse, lse = softmax.finalize(row_sum, merged_max)
+                theirs = [plgpu.load(stats.at[i], layout=COLUMN) for i in range(2)]
+                own, others, inverse, lse = softmax.merge(running_max, row_sum, *theirs)
                 inverse = inverse * ((1 / lift) * value_scale)
                 own, others = own * inverse, others * inverse
                 merged = []

@@ -300,11 +300,8 @@ def attend_kv(
                 else:
                     plgpu.barrier_arrive(both)
                     plgpu.barrier_wait(both)
-                    other_max = plgpu.load(stats.at[0], layout=ROW)
-                    merged_max = jnp.maximum(running_max, other_max)
-                    own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
-                    row_sum = row_sum * own + plgpu.load(stats.at[1], layout=ROW) * others
-                    inverse, lse = softmax.finalize(row_sum, merged_max)
+                    theirs = [plgpu.load(stats.at[i], layout=ROW) for i in range(2)]
+                    own, others, inverse, lse = softmax.merge(running_max, row_sum, *theirs)
                     acc = acc * over_columns(own * inverse, value_dim)
                     acc = acc + plgpu.load(other, layout=WGMMA) * over_columns(others * inverse, value_dim)
 

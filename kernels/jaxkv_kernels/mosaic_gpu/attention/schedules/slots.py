@@ -16,14 +16,14 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
     stores K0 left                         arrives k_free[0]                beside it softmax of S1
     stores K0 right   -> k_free[1]                                          arrives k_free[1]
     tile after next to the L2 cache                                       O1 += P1 K1 right, arrives k_free[3]
-    queries of the next work tile                                           beside it P1: arrives p_ready[1]
+    in the first pair, the queries                                          beside it P1: arrives p_ready[1]
                       -> q_free          O0 += P1 K1 left  -> p_ready[1]
     K1 likewise, right half first          arrives k_free[2]
                       -> k_free[3], [2]
 
 This is the order of `wide.py`.  The producer's loads are ahead of its stores, across the ends of tiles and work tiles
-(`gather/tiles.py`): when a tile comes free, what goes there is in registers.  P0 and P1 share a place, since the rotary
-queries keep theirs: registers that hold them in `wide.py` are the producer's here.
+(`gather/tiles.py`): when a tile comes free, what goes there is in registers.  P0 and P1 share one place in shared
+memory: the rotary queries keep theirs, because the registers that hold them in `wide.py` belong to the producer here.
 
 Numbers.  A key has a factor: what its values, as they lie in shared memory, are to be multiplied by
 (`gather/scaling.py`).  Tiles in which all factors are 1, nearly all tiles, skip what deals with them.  Otherwise scores
