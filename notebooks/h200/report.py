@@ -2,8 +2,8 @@
 
     python notebooks/h200/report.py README.md notebooks/README.md
 
-rewrites what stands between the marks `<!-- speed -->` and `<!-- /speed -->`, and between `<!-- models -->` and
-`<!-- /models -->`, in the named files.  `notebooks/README.md` says which command recorded which file.
+rewrites what stands between the marks of each table, such as `<!-- speed -->` and `<!-- /speed -->`, in the named
+files.  `notebooks/README.md` says which command recorded which file.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class Row:
     layers: int
     """Layers of jaxkv's cache, the middle one of which is attended to: 1, or as many of 61 as fit in memory."""
     limit: float
-    """The time that the bytes take at the reading ceiling or the flops at the product ceiling, whichever is longer."""
+    """The least time, as `limit` returns it."""
     jaxkv: tuple[float, float]
     """(burst, sustained)."""
     flash_mla: tuple[float, float]
@@ -52,10 +52,19 @@ def read(name: str) -> dict:
     return json.loads((FOLDER / name).read_text())
 
 
+FLASH_MLA = {"decode_mla": "bf16", "decode_mla_sparse": "fp8_ds_mla"}
+"""The operations that FlashMLA is timed on, and the format of their entries."""
+
+
 def comparable(row: dict) -> bool:
-    """Whether FlashMLA's dense decode is timed on the workload of this row: bf16 latents in plain blocks."""
-    usual = row["operation"], row["format"], row.get("blocks", "plain")
-    return usual == ("decode_mla", "bf16", "plain")
+    """Whether FlashMLA is timed on the workload of this row: such entries, in plain blocks."""
+    plain = row.get("blocks", "plain") == "plain"
+    return plain and FLASH_MLA.get(row["operation"]) == row["format"]
+
+
+def limit(row: dict, ceilings: dict) -> float:
+    """The ms that a row's bytes take at the reading ceiling, or its flops at that of products: the longer of both."""
+    return max(row["megabytes"] / ceilings["read"] * 1e9, row["gflop"] / ceilings["matmul"] * 1e12)
 
 
 def rows() -> list[Row]:
@@ -65,13 +74,11 @@ def rows() -> list[Row]:
     found = []
     for row in filter(comparable, ours["rows"]):
         other = times[row["shape"]]
-        bytes_ms = row["megabytes"] / ours["ceilings"]["read"] * 1e9
-        flops_ms = row["gflop"] / ours["ceilings"]["matmul"] * 1e12
         found.append(
             Row(
                 **{key: row[key] for key in ("requests", "heads", "q_len", "tokens", "layers")},
                 varlen=bool(row["varlen"]),
-                limit=max(bytes_ms, flops_ms),
+                limit=limit(row, ours["ceilings"]),
                 jaxkv=(row["ms"], row["sustained_ms"]),
                 flash_mla=(other["ms"], other["sustained_ms"]),
             )
@@ -88,11 +95,40 @@ def speed() -> str:
     for row in every:
         if row.layers > 1:
             continue
-        pairs = (row.jaxkv, row.flash_mla)
-        times = [f"{burst:.4f}, {sustained:.4f}" for burst, sustained in pairs]
-        ratios = [f"{burst:.2f}, {sustained:.2f}" for burst, sustained in (row.ratios, many[row.shape].ratios)]
+        times = [_pair(pair, 4) for pair in (row.jaxkv, row.flash_mla)]
+        ratios = [_pair(pair, 2) for pair in (row.ratios, many[row.shape].ratios)]
         lines.append(f"| {' | '.join([row.shape, *times, *ratios])} |")
     return "\n".join(lines)
+
+
+def quantised() -> str:
+    """A Markdown table of quantised entries: attention, the indexer, and FlashMLA's sparse decode beside ours."""
+    ours, theirs = read("quantised.json"), read("flash_mla_sparse.json")
+    times = {row["shape"]: row for row in theirs["rows"]}
+    heading = (
+        *("operation", "entries", "requests x heads x query tokens x tokens"),
+        *("ms", "of the limit", "FlashMLA ms", "ratio"),
+    )
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    for row in ours["rows"]:
+        tokens = f"{row['tokens']:,}"
+        if row["operation"] == "decode_mla_sparse":
+            tokens = f"{row['chosen']:,} of {tokens}"
+        shape = f"{row['requests']} x {row['heads']} x {row['q_len']} x {tokens}"
+        pair = row["ms"], row["sustained_ms"]
+        fraction = limit(row, ours["ceilings"]) / row["ms"]
+        other = times.get(row["shape"])
+        compared = ["-", "-"]
+        if other is not None:
+            both = other["ms"], other["sustained_ms"]
+            compared = [_pair(both, 4), _pair([b / a for a, b in zip(pair, both, strict=True)], 2)]
+        cells = [f"`{row['operation']}`", row["format"], shape, _pair(pair, 4), f"{fraction:.2f}", *compared]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _pair(values, digits: int) -> str:
+    return ", ".join(f"{value:.{digits}f}" for value in values)
 
 
 def models() -> str:
@@ -124,7 +160,7 @@ def models() -> str:
     return "\n".join(["| what, and by which command | result |", "|---|---|", *(f"| {a} | {b} |" for a, b in lines)])
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed, "models": models}
+TABLES: dict[str, Callable[[], str]] = {"speed": speed, "quantised": quantised, "models": models}
 """The table between each pair of marks."""
 
 

@@ -1,10 +1,11 @@
-"""Times FlashMLA's dense decode on this GPU, on the shapes of `jaxkv bench decode_mla --suite peers`.
+"""Times FlashMLA's decode on this GPU, on the shapes of `jaxkv bench --suite peers`: dense (bf16) or sparse (fp8).
 
-    python notebooks/h200/time_flash_mla.py flash_mla.json --commit COMMIT
+    python notebooks/h200/time_flash_mla.py decode_mla flash_mla.json --commit COMMIT
+    python notebooks/h200/time_flash_mla.py decode_mla_sparse flash_mla_sparse.json --commit COMMIT
 
 Needs an NVIDIA Hopper GPU, PyTorch, and FlashMLA (https://github.com/deepseek-ai/FlashMLA) built from source.  Run it
-on the same machine and in the same hour as `jaxkv bench decode_mla --suite peers --json decode_mla.json`: H200s differ
-by some percent, and so does one machine from hour to hour.
+on the same machine and in the same hour as `jaxkv bench`: H200s differ by some percent, and so does one machine from
+hour to hour.
 
 `ms` (bursts) is the time of a call in a CUDA graph of about 6 ms of such calls after 0.1 s of rest, the median of 15
 replays.  `sustained_ms` is the time of a call when such graphs are replayed back to back for a second.  Scheduling
@@ -85,8 +86,8 @@ def ceilings():
     return {"read": read, "matmul": 2 * 8192**3 / median(seconds(product) for _ in range(7))}
 
 
-def decode(workload: Workload):
-    """A call of FlashMLA on a cache of the workload's layout."""
+def decode_mla(workload: Workload):
+    """A call of FlashMLA on a bf16 cache of the workload's layout."""
     layout, layer = workload.layout, workload.layers // 2
     cache = torch.empty(layout.num_blocks, workload.layers, 64, 576, dtype=torch.bfloat16, device="cuda")
     for first in range(0, layout.num_blocks, 1024):
@@ -110,9 +111,38 @@ def decode(workload: Workload):
     return call
 
 
+def decode_mla_sparse(workload: Workload):
+    """A call of FlashMLA on 656-byte entries, each query token attending to random tokens of its request."""
+    entries, tokens = (workload.requests, workload.tokens), workload.tokens
+    cache = torch.empty(*entries, 656, dtype=torch.uint8, device="cuda")
+    cache[..., :512] = torch.randn(*entries, 512, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
+    cache[..., 512:528] = torch.ones(*entries, 4, device="cuda").view(torch.uint8)
+    cache[..., 528:] = torch.randn(*entries, 64, device="cuda").bfloat16().view(torch.uint8)
+    pages = cache.view(torch.float8_e4m3fn).view(-1, 64, 1, 656)
+    chosen = [
+        torch.randperm(tokens, device="cuda")[: workload.chosen] + request * tokens
+        for request in range(workload.requests)
+        for _ in range(workload.q_len)
+    ]
+    slots = torch.stack(chosen).int().view(workload.requests, workload.q_len, -1)
+    q = torch.randn(workload.requests, workload.q_len, workload.heads, 576, device="cuda").bfloat16()
+    metadata, _ = flash_mla.get_mla_metadata()
+
+    def call():
+        return flash_mla.flash_mla_with_kvcache(
+            q, pages, None, None, 512, metadata, softmax_scale=576**-0.5, is_fp8_kvcache=True, indices=slots
+        )
+
+    return call
+
+
+CALLS = {"decode_mla": decode_mla, "decode_mla_sparse": decode_mla_sparse}
+
+
 def main():
     """Writes the rows to the file named on the command line, each as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operation", choices=CALLS)
     parser.add_argument("json", type=Path)
     parser.add_argument("--commit", required=True, help="the commit of FlashMLA, which its version does not name")
     args = parser.parse_args()
@@ -132,9 +162,12 @@ def main():
         "ceilings": ceilings(),
         "rows": [],
     }
-    for workload in (w for w in WORKLOADS.values() if w.suite == "peers" and comparable(asdict(w))):
+    shapes = (w for w in WORKLOADS.values() if w.suite == "peers" and w.operation == args.operation)
+    for workload in filter(lambda w: comparable(asdict(w)), shapes):
+        if args.operation == "decode_mla_sparse" and workload.layers > 1:
+            continue  # `decode_mla_sparse` above makes packed caches only
         fitted = workload.fitted(int(MEMORY_FRACTION * properties.total_memory))
-        burst, sustained = timed(decode(fitted))
+        burst, sustained = timed(CALLS[args.operation](fitted))
         row = {"shape": workload.name, "layers": fitted.layers, "ms": burst * 1e3, "sustained_ms": sustained * 1e3}
         print(row, flush=True)
         found["rows"].append(row)
