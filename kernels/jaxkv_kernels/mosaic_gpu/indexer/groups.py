@@ -1,13 +1,11 @@
 """Groups of query tokens: each is scored like a request of its own, so that its queries fit in shared memory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
@@ -53,17 +51,12 @@ class Groups:
         """Device-side: the request of a group; groups are counted over all requests."""
         return group if self.count == 1 else floordiv(group, self.count)
 
-    def if_real(self, group, token: int) -> Callable[[Callable[..., None]], None]:
-        """Device-side: a decorator that runs a function of the row of a group's token, unless the token is padding.
+    def row(self, group, token: int) -> Any:
+        """Device-side: the row of a group's token in the result; rows are counted over the tokens of all requests."""
+        return group * self.tokens + token - self.padding * (self.request(group) + 1)
 
-        Rows are counted over the query tokens of all requests.
-        """
-
-        def run(function):
-            row = group * self.tokens + token - self.padding * (self.request(group) + 1)
-            if token >= self.padding:
-                function(row)
-            else:
-                pl.when(lax.rem(group, jnp.int32(self.count)) > 0)(lambda: function(row))
-
-        return run
+    def skipped(self, group, token: int) -> Any:
+        """Device-side: how many of a group's tokens from `token` on are padding; None if that is none in all groups."""
+        if token >= self.padding:
+            return None
+        return jnp.where(lax.rem(group, jnp.int32(self.count)) > 0, 0, self.padding - token)

@@ -9,7 +9,7 @@ keys are the left operand of wgmma (64 rows), the queries of all heads the right
 
     producer     queries of the 1st request | tiles 0, 1, 2, ... as fast as stages are free | queries of the 2nd ...
     consumers    -inf past the requests' ends | tile w, w + consumers, w + 2 * consumers, ...
-    per tile     q k^T | relu, times the weights, sum over heads | times the scale, mask, store
+    per tile     q k^T | relu, times the weights, sum over heads, times the scale, mask, store, for 128 rows at a time
 
 Keys of bf16 and f16 are multiplied with queries of the same dtype, from shared memory.  Queries of e4m3 are converted
 to it.
@@ -42,13 +42,13 @@ from jaxkv_kernels.mosaic_gpu.indexer.config import TILE, IndexerConfig
 from jaxkv_kernels.mosaic_gpu.indexer.groups import Groups
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import COLUMNS, rows_per_token
 from jaxkv_kernels.mosaic_gpu.indexer.keys import DIM, KeyTiles, key_tiles
-from jaxkv_kernels.mosaic_gpu.indexer.stores import fill, padded, store_logits
+from jaxkv_kernels.mosaic_gpu.indexer.stores import fill, padded, store_logits, weigh
 from jaxkv_kernels.mosaic_gpu.indexer.work import Tiles, find_share
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
-from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, over_rows
+from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.tuning import configuration
 
@@ -252,26 +252,31 @@ def _run(
                 in_table = jnp.int32(0)
                 for c, block in enumerate(block_ids):
                     in_table = in_table | jnp.where(known(block), 1 << c, 0)
-                sums: dict[int, Any] = {}
+                partial: dict[int, Any] = {}
                 for unit, (first, width) in enumerate(columns):
                     # Loaded first, so that the loads take place during the products.
                     weight = loaded[unit] if loaded else load_weights(request, first, width)
                     scores = products(stage, q_stage, first, width)
                     if unit == len(columns) - 1:
                         plgpu.barrier_arrive(k_free.at[stage])
-                    weighted = jnp.maximum(scores, 0.0) * over_rows(weight, TILE)
-                    for low in range(0, width, min(rows, width)):
-                        token = (first + low) // rows
-                        added = weighted[:, low : low + min(rows, width)].sum(axis=1)
-                        sums[token] = sums[token] + added if token in sums else added
-                for token in range(tokens):
-
-                    @groups.if_real(request, token)
-                    def _(row, token=token):
-                        store_logits(
-                            out_ref, row, tile * TILE, length - (tokens - 1) + token, in_table, part,
-                            sums[token] if scale is None else sums[token] * scale, interpret=interpret,
-                        )  # fmt: skip
+                    each = min(rows, width)
+                    for low in range(0, width, each):
+                        token, rest = divmod(first + low + each, rows)
+                        token -= rest == 0
+                        own = (
+                            (scores, weight)
+                            if each == width
+                            else (scores[:, low : low + each], weight[low : low + each])
+                        )
+                        partial[token] = weigh(partial.get(token), *own, interpret=interpret)
+                        # Two tokens at a time: each lane of a quad then stores one logit.
+                        if rest == 0 and (token % 2 == 1 or token == tokens - 1):
+                            even = token - token % 2
+                            store_logits(
+                                out_ref, groups.row(request, even), tile * TILE, length - (tokens - 1) + even, in_table,
+                                part, [partial.pop(t) for t in range(even, token + 1)], scale,
+                                skipped=groups.skipped(request, even), interpret=interpret,
+                            )  # fmt: skip
 
             def run(used, n, request, begin, end):
                 q_stage = query_stage_of(used)
@@ -305,12 +310,12 @@ def _run(
                 begin, end = rest.tiles(request, jnp.int32(0), tiles.per_request - computed)
                 first, last = ((computed + x) * TILE for x in (begin, end))
                 for token in range(tokens):
+                    row, skipped = groups.row(request, token), groups.skipped(request, token)
+                    real = True if skipped is None else skipped == 0
 
-                    @groups.if_real(request, token)
-                    def _(row, first=first, last=last):
-                        @pl.when(lax.rem(row, jnp.int32(consumers)) == wg)
-                        def _():
-                            fill(out_ref, row, first, jnp.minimum(last, max_len), interpret=interpret)
+                    @pl.when((lax.rem(row, jnp.int32(consumers)) == wg) & real)
+                    def _(row=row):
+                        fill(out_ref, row, first, jnp.minimum(last, max_len), interpret=interpret)
 
             lax.fori_loop(rest.first_request, rest.last_request + 1, one, None)
 
