@@ -27,6 +27,9 @@ SPARSE = "128x128x1x8192", "128x128x2x32768", "64x64x1x8192", "8x128x1x32768", "
 LOGITS = "64x64x1x32768", "64x64x2x32768", "128x64x1x8192"
 """The indexer's logits."""
 
+LOGITS_OF_PREFILL = "1x64x512x32768"
+"""The indexer's logits of a chunk of a prompt."""
+
 
 def _cpu() -> Iterator[Workload]:
     """The suite `cpu`: every operation, with sizes that take about a second each on two cores."""
@@ -77,6 +80,9 @@ def _peers() -> Iterator[Workload]:
             for shape in LOGITS:
                 yield row(operation="indexer_logits", query_dtype=dtype, **_shape(shape))
     once = partial(workload, suite="peers", layers=1)
+    for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
+        yield once(operation="indexer_logits", format="bf16", **_shape(shape))
+    yield once(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
     yield once(operation="decode_mla_sparse", format="bf16", chosen=2048, **_shape("1x128x4096x32768"))
     yield once(operation="select_topk", requests=64, tokens=32768, chosen=2048)
     yield once(operation="select_topk", requests=128, tokens=8192, chosen=2048)

@@ -64,7 +64,7 @@ class TestIndexer(Mosaic, suites.Indexer):
 
     @pytest.mark.parametrize("block_size", [16, 32, 128, 256])
     def test_blocks_of_float_keys(self, block_size):
-        self.case((500, 64, 7), keys="bf16", dtype="bfloat16", block_size=block_size, heads=64, max_len=700)
+        self.case((130, 64, 7), keys="bf16", dtype="bfloat16", block_size=block_size, heads=64, max_len=300)
 
     @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
     @pytest.mark.parametrize(("heads", "tokens"), [(64, 64), (104, 5)])
