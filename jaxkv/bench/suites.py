@@ -80,9 +80,6 @@ def _peers() -> Iterator[Workload]:
             for shape in LOGITS:
                 yield row(operation="indexer_logits", query_dtype=dtype, **_shape(shape))
     once = partial(workload, suite="peers", layers=1)
-    for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
-        yield once(operation="indexer_logits", format="bf16", **_shape(shape))
-    yield once(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
     yield once(operation="decode_mla_sparse", format="bf16", chosen=2048, **_shape("1x128x4096x32768"))
     yield once(operation="select_topk", requests=64, tokens=32768, chosen=2048)
     yield once(operation="select_topk", requests=128, tokens=8192, chosen=2048)
@@ -123,13 +120,17 @@ def _copies() -> Iterator[Workload]:
 
 
 def _models() -> Iterator[Workload]:
-    """The suite `models`: GQA and MHA, and the remaining operations."""
+    """The suite `models`: GQA and MHA, the indexer with bf16 keys and in prefills, and the remaining operations."""
     for layers in (1, MLA_LAYERS):
         model = partial(workload, suite="models", layers=layers, operation="decode_kv")
         yield model(requests=64, heads=64, tokens=4096, kv_heads=8)
         yield model(requests=64, heads=32, tokens=8192, kv_heads=32)
         yield model(requests=1, heads=32, tokens=65536, kv_heads=8)
         yield model(requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
+    logits = partial(workload, suite="models", layers=1)
+    for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
+        yield logits(operation="indexer_logits", format="bf16", **_shape(shape))
+    yield logits(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
     yield workload(suite="models", operation="merge_states", requests=128, heads=128, tokens=8, layers=1)
 
 
