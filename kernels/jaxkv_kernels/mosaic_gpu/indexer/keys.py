@@ -31,12 +31,14 @@ DIM = 128
 class KeyTiles(Protocol):
     """What `logits.py` needs of the keys.  `refs` are the kernel's references to `operands`."""
 
-    dtype: Any
-    """The dtype of the tiles."""
     copies: int
     """Copies per block that a tile lies in."""
     stage_bytes: int
     """Bytes of shared memory per tile."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the tiles."""
 
     def operands(self, buffer: jax.Array) -> list[jax.Array]:
         """The buffer as operands of the kernel."""
@@ -142,7 +144,8 @@ class FloatKeys:
 
     def fetch(self, refs, shared, stage, first_row, rows, page, tile_in_block, full):
         """One copy."""
-        origin, row = self.view.index(*page, tile_in_block * TILE)
+        layer, block = page
+        origin, row = self.view.index(layer, block, tile_in_block * TILE)
         source = refs[0].at[origin, pl.ds(row, rows), self.view.columns(0, DIM, origin)]
         plgpu.copy_gmem_to_smem(source, shared[0].at[stage, pl.ds(first_row, rows)], full)
 
