@@ -140,7 +140,7 @@ def select_slots(
 
     return in_query_chunks(
         select, q, weights, whole_lengths(block_tables, int32(seq_lens), block_size=block_size, **divided),
-        token_bytes=logits_bytes_of_a_token(weights, max_len), most_bytes=positive_int("logits_bytes", logits_bytes),
+        token_bytes=logits_bytes_of_a_token(weights, max_len), most_bytes=positive_int("logits_bytes", logits_bytes, below=None),
     )  # fmt: skip
 
 
