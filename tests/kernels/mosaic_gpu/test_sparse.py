@@ -100,7 +100,7 @@ class Mosaic:
         def decode(rows):
             return jaxkv.decode_mla_sparse(
                 *(x[rows] for x in q), cache, jnp.asarray(chosen)[rows], layer=1, scale=0.11, return_lse=True,
-                batch_invariant=True, implementation="mosaic_gpu",
+                batch_invariant=True, implementation="mosaic_gpu", **scene.scale_arguments(),
             )  # fmt: skip
 
         together = decode(np.arange(2)[::-1])
