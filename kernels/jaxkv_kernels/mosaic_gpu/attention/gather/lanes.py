@@ -107,7 +107,7 @@ class Lane:
 
     @property
     def rope_chunk(self) -> Any:
-        """The same for e4m3 rotary keys, of four chunks: lanes with other rows store other ones to the same banks."""
+        """The same for e4m3 rotary keys, of four chunks: for the last two rows others, which lie in other banks."""
         return arith.xori(self.quarter, arith.shli(self.second, c32(1)))
 
     def place(self, chunk, column_tiles: int) -> Any:
