@@ -35,9 +35,9 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     entry, q = options["entry"], arrays["q_latent"]
     if entry.quantised:
         yield from _quantised_mla(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
-        yield from _query_dtype(entry, q_latent=q)
     else:
-        yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q_latent": q})
+        yield from _attention(entry, options["pages"], arrays["buffer"])
+    yield from _query_dtype(entry, q.dtype, "`q_latent`")
     yield from too_large(options)
 
 
@@ -46,9 +46,9 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
     entry, q = options["entry"], arrays["q"]
     if entry.quantised:
         yield from _quantised_kv(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
-        yield from _query_dtype(entry, q=q)
     else:
-        yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q": q})
+        yield from _attention(entry, options["pages"], arrays["buffer"])
+    yield from _query_dtype(entry, q.dtype, "`q`")
     yield from too_large(options)
 
 
@@ -56,7 +56,7 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
     """Reasons against a `decode_mla_sparse` call."""
     entry, pages, q = options["entry"], options["pages"], arrays["q_latent"]
     yield from _latent_sizes(entry)
-    yield from _query_dtype(entry, q_latent=q)
+    yield from _query_dtype(entry, q.dtype, "`q_latent`")
     yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
     yield from too_large(options)
 
@@ -100,8 +100,9 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
     if entry.quantised:
         reasons = _quantised_mla if entry.one_head else _quantised_kv
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
-        return
-    yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"]})
+    else:
+        yield from _attention(entry, pages, arrays["buffer"])
+    yield from _query_dtype(entry, options["dtype"], "queries")
 
 
 def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
@@ -133,11 +134,10 @@ def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
     yield from _origins(pages, buffer)
 
 
-def _query_dtype(entry, **queries) -> Iterator[str]:
-    """A reason against queries, one array by name, of other than the entries' input dtype."""
-    for name, q in queries.items():
-        if q.dtype != entry.input_dtype:
-            yield f"`{name}` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+def _query_dtype(entry, dtype, name: str) -> Iterator[str]:
+    """A reason against queries of other than the entries' input dtype, which a message calls `name`."""
+    if dtype != entry.input_dtype:
+        yield f"{name} of {dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
 
 
 def _latent_sizes(entry) -> Iterator[str]:
@@ -155,17 +155,14 @@ def _block_sizes(pages) -> Iterator[str]:
         yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
 
 
-def _attention(entry, pages, arrays) -> Iterator[str]:
-    """Reasons against attending to such entries: queries, by name in `arrays`, must be of their dtype."""
+def _attention(entry, pages, buffer) -> Iterator[str]:
+    """Reasons against attending to such entries, which are not quantised."""
     if entry.one_head:
         yield from _latent_sizes(entry)
     elif not {*entry.sizes} <= {*HEAD_DIMS}:
         yield f"{_values_of(entry)}: supports 64, 128, 192 and 256 of each"
-    for name, array in arrays.items():
-        if name != "buffer" and array.dtype != entry.dtype:
-            yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"
     yield from _block_sizes(pages)
-    yield from _origins(pages, arrays["buffer"])
+    yield from _origins(pages, buffer)
 
 
 def _origins(pages, buffer) -> Iterator[str]:
