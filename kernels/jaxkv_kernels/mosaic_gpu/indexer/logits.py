@@ -126,7 +126,7 @@ def _run(
         key_refs, refs = refs[: len(key_operands)], refs[len(key_operands) :]
         table_ref, length_ref, layer_ref, out_ref, *refs = refs
         k_s, (q_s, k_full, k_free, q_full, q_free, *scratch) = refs[: len(key_scratch)], refs[len(key_scratch) :]
-        w_s = scratch.pop(0) if weights_shared else None
+        w_s: Any = scratch.pop(0) if weights_shared else None
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         layer = layer_ref[0]
         in_cache = (layer >= 0) & (layer < pages.num_layers)
