@@ -14,11 +14,9 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
-from jaxkv_kernels.mosaic_gpu.indexer.key_rows import key_rows, rows_per_token
+from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
 
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
-QUERY_ROWS = 256
-"""Heads of all query tokens of a request, whose queries are in shared memory."""
 MOST_SELECTED = 4096
 LATENT, ROPE = 512, 64
 HEAD_DIMS = (64, 128, 192, 256)
@@ -68,14 +66,20 @@ def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
     entry, pages, q = options["entry"], options["pages"], arrays["q"]
     if entry.head_dim != INDEXER_DIM:
         yield f"keys of {entry.head_dim} values: supports {INDEXER_DIM}"
-    if q.dtype not in (FP8, jnp.bfloat16, jnp.float16):
+    if entry.quantised and q.dtype not in (FP8, jnp.bfloat16, jnp.float16):
         yield f"`q` of {q.dtype}: supports float8_e4m3fn, bfloat16 and float16"
-    if (rows := q.shape[1] * rows_per_token(q.shape[2])) > QUERY_ROWS:
-        yield f"`q` of {q.shape[1]} tokens and {q.shape[2]} heads, {rows} rows: supports at most {QUERY_ROWS}"
-    if pages.block_size not in INDEXER_BLOCKS:
-        yield f"blocks of {pages.block_size} tokens: supports {', '.join(map(str, INDEXER_BLOCKS))}"
+    if not entry.quantised and q.dtype not in (FP8, entry.dtype):
+        yield f"`q` of {q.dtype}: supports float8_e4m3fn and {entry.dtype} with keys of format {entry.format!r}"
+    if rows_per_token(q.shape[2]) > QUERY_ROWS:
+        yield f"`q` of {q.shape[2]} heads: supports at most {QUERY_ROWS}"
     if options["max_len"] >= 2**28:
         yield f"`max_len` of {options['max_len']}: supports less than 2**28"
+    if not entry.quantised:
+        yield from _block_sizes(pages)
+        yield from _origins(pages, arrays["buffer"])
+        return
+    if pages.block_size not in INDEXER_BLOCKS:
+        yield f"blocks of {pages.block_size} tokens: supports {', '.join(map(str, INDEXER_BLOCKS))}"
     try:
         key_rows(pages, arrays["buffer"].dtype.itemsize)
     except ValueError as error:
