@@ -29,9 +29,16 @@ class InterpretedRows(GatheredRows):
         found = slot_ref[...][request, jnp.minimum(position, slot_ref.shape[1] - 1)]
         return jnp.where(position < length, found, -1)
 
-    def spread(self, slots, *, every=False):
+    def spread(self, slots):
         """Returns `slots`: every step has those of all rows."""
         return slots
+
+    def copy(self, kv_ref, slots, layer, limit, stage, half, k_ref, r_ref=None):
+        """Copies them at once."""
+        latent = self.part("latent") + 2 * HALF * half
+        k_ref[stage, half] = _elements(self._bytes(kv_ref, slots, layer, limit, latent, 2 * HALF), self.latent_dtype)
+        if r_ref is not None:
+            self.copy_rope(kv_ref, None, slots, layer, limit, stage, r_ref)
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
         """A unit of the rows, bytes [64, 128]."""
@@ -39,7 +46,7 @@ class InterpretedRows(GatheredRows):
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
         """The scales of the rows, bytes [64, 16]."""
-        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.quantised else None
+        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16)
 
     def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
         """Copies them, without a wait in `finish_rope`."""
@@ -48,9 +55,8 @@ class InterpretedRows(GatheredRows):
 
     def finish_rope(self, stage, r_ref, scales):
         """Divides rotary keys by the factors of their rows."""
-        if scales is not None:
-            _, factor = scales
-            r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
+        _, factor = scales
+        r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit):
         """Does nothing."""
@@ -72,15 +78,11 @@ class InterpretedRows(GatheredRows):
         stats_ref[flag[0], pl.ds(flag[1], 4)] = jnp.full(4, (factor != 1).any(), jnp.float32)
         return None if raw is None else (scales, factor)
 
-    def store(self, unit, stage, k_ref, raw, scales, stats_ref):
+    def store(self, unit, stage, k_ref, raw, scales):
         """Stores a unit, `raw` [64, bytes]."""
-        if self.quantised:
-            values = lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
-            values = values * scales[0][:, unit.number, None]
-        else:
-            values = _elements(raw, self.latent_dtype)
-        half, column = divmod(unit.number * values.shape[1], HALF)
-        k_ref[stage, half, :, pl.ds(column, values.shape[1])] = values
+        values = lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
+        half, column = divmod(unit.number * LINE, HALF)
+        k_ref[stage, half, :, pl.ds(column, LINE)] = values * scales[0][:, unit.number, None]
 
     def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
         """Bytes of each slot's entry; zeros of masked ones."""

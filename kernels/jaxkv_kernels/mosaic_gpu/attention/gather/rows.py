@@ -1,22 +1,20 @@
 """The loader of entries at chosen slots: how they reach the shared memory that wgmma reads.
 
-TMA has no gather on Hopper, so a warpgroup gathers by plain 128-bit loads: each lane loads 16-byte chunks of four rows
-of a tile, keeps them in registers while they are on their way, and stores them to swizzled shared memory.  The latents
-of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB that lie in 128 bytes of each entry.
+TMA has no gather on Hopper, so a warpgroup gathers, 16 bytes per lane and instruction.
 
-    lane       row 4 warp + lane % 4 of every 16 rows; chunk: by the quarter lane // 8 and by lane // 4 % 2
-    bf16, f16  a unit is a column tile of 64 values, latent tiles 0 to 7
-    fp8_ds_mla a unit is a scale group of 128 values, 0 to 3
+Entries of bf16 and f16 are copied to swizzled shared memory without registers (`cp.async`): a lane copies one chunk of
+each line, 128 bytes, of the rows 4 warp + lane // 8 of every 16 rows.  The four addresses at which its rows begin serve
+all lines.
 
-Eight lanes, which share a phase of a shared-memory access, have four rows and two chunks that the 128-byte swizzle
-spreads over all banks.
+The latents of `fp8_ds_mla` entries pass through registers, to be converted to float16 between load and store
+(`scaling.py`).  Those of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB, which are a scale
+group of 128 values, 0 to 3, of each entry.  A lane has row 4 warp + lane % 4 of every 16 rows, and a chunk by the
+quarter lane // 8 and by lane // 4 % 2: eight lanes, which share a phase of a shared-memory access, have four rows and
+two chunks that the 128-byte swizzle spreads over all banks.  Rotary keys need no conversion, and are copied.
 
 A row has one slot and one set of scales.  A lane loads those of a single row, its own row: one of the 16 rows of its
-warp.  Shuffles pass them to the lanes that need them.  Rotary keys need no conversion, and are copied to shared memory
-without registers.
-
-The latents of `fp8_ds_mla` entries are converted to float16 between load and store (`scaling.py`).  A masked key (slot
-below 0 or past the cache, or position past the count) is a row of zeros with factor -1.
+warp.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or past the cache, or position past
+the count) is a row of zeros with factor -1.
 """
 
 from dataclasses import dataclass
@@ -29,7 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.mosaic_gpu.attention.config import HALF
 from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
@@ -53,12 +53,12 @@ OWN, FOUR = _registers(1), _registers(4)
 
 @dataclass(frozen=True)
 class Unit:
-    """What a lane loads of the latents of its rows at once."""
+    """What a lane loads at once of the latents of its rows, to be converted."""
 
     offset: int
     """Its first byte in an entry."""
     number: int
-    """The number of the column tile or scale group."""
+    """The number of the scale group."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,6 @@ class GatheredRows:
     pages: Pages
     entry: MLAEntry
     itemsize: int
-    shared: bool = False
-    """Whether two CTAs of a cluster share tiles: each loads half of the rows of latents, and stores them to both."""
-
-    @property
-    def loaded(self) -> int:
-        """The rows of a tile whose latents a lane loads chunks of."""
-        return lanes.ROWS_PER_LANE // (2 if self.shared else 1)
 
     @property
     def quantised(self) -> bool:
@@ -93,8 +86,8 @@ class GatheredRows:
 
     @property
     def units(self) -> int:
-        """The units of a tile."""
-        return (LATENT if self.quantised else 2 * LATENT) // LINE
+        """The units of a tile of quantised entries."""
+        return LATENT // LINE
 
     def half(self, which: int) -> tuple[Unit, ...]:
         """The units of half a latent."""
@@ -137,47 +130,57 @@ class GatheredRows:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=_array(1))
         def load(_, ref, *place):
-            return lanes.array([[lanes.load_slots(ref, *(x.registers.item() for x in place))]], OWN)
+            return array([[lanes.load_slots(ref, *(x.registers.item() for x in place))]], OWN)
 
         return load(slot_ref, request, tile, length)
 
-    def spread(self, slots, *, every: bool = False):
-        """The slots of the rows that each lane loads chunks of; with `every`, also of the other CTA's share of rows."""
-        count = lanes.ROWS_PER_LANE if every else self.loaded
+    def spread(self, slots):
+        """The slots of the rows that each lane loads chunks of."""
 
-        @plgpu.inline_mgpu(arg_types=(OWN,), return_type=_array(count))
+        @plgpu.inline_mgpu(arg_types=(OWN,), return_type=_array(4))
         def spread(_, slots):
-            return lanes.array([lanes.spread(_word(slots), count)], _registers(count))
+            return array([lanes.spread(_word(slots), lanes.Lane())], FOUR)
 
         return spread(slots)
+
+    def copy(self, kv_ref, slots, layer, limit, stage: int, half: int, k_ref, r_ref=None) -> None:
+        """Starts to copy half of a tile's latents to `k_ref` [2, 2, 64, 256], and rotary keys to `r_ref` [2, 64, 64].
+
+        Entries are not quantised.  `slots` are those of lanes' own rows; slots of valid keys are below `limit`.
+        """
+        lines = 2 * HALF // LINE
+        types = [_ref_type(self.latent_dtype)] * (1 if r_ref is None else 2)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, SCALAR, *types))
+        def copy(_, kv, slots, layer, limit, k, *r):
+            latent, rope = self.part("latent") + half * lines * LINE, self.part("rope")
+            first = (stage * 2 + half) * lines * lanes.ROPE_TILE
+            parts = [(latent, lines, k, first, lines), *((rope, 1, ref, stage * lanes.ROPE_TILE, 1) for ref in r)]
+            lanes.copy_rows(self, kv, _word(slots), layer.registers.item(), limit.registers.item(), parts)
+
+        copy(kv_ref, slots, layer, limit, k_ref, *([] if r_ref is None else [r_ref]))
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit: Unit):
         """Starts to load a unit of a tile's rows, whose slots are `spread`.  Slots of valid keys are below `limit`."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(self.loaded), SCALAR, SCALAR),
-            return_type=_array(4 * self.loaded),
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=_array(16))
         def load(_, kv, zero, slots, layer, limit):
-            found = lanes.load_unit(self._rows(kv, zero, slots, layer, limit), unit, e4m3=self.quantised)
-            return lanes.array(found, _registers(4 * self.loaded))
+            return array(lanes.load_unit(self._rows(kv, zero, slots, layer, limit), unit), _registers(16))
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
-        """Starts to load the scales of a tile's rows, each lane those of its own row; None if entries have none."""
-        if not self.quantised:
-            return None
+        """Starts to load the scales of a tile's rows, each lane those of its own row."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=_array(4))
         def load(_, kv, zero, slots, layer, limit):
             (row,) = self._rows(kv, zero, slots, layer, limit)
-            return lanes.array([lanes.load_scales(row, self.part("scales"))], FOUR)
+            return array([lanes.load_scales(row, self.part("scales"))], FOUR)
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
     def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> None:
-        """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64]; `slots` are `spread` with `every`."""
+        """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64]; `slots` are `spread`."""
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR, _ref_type(self.rope_dtype))
@@ -190,21 +193,20 @@ class GatheredRows:
     def finish_rope(self, stage: int, r_ref, scales) -> None:
         """Waits until rotary keys have landed, and divides them by the factors of their rows."""
 
-        @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), *([FOUR] if self.quantised else [])))
-        def finish(_, ref, *scales):
+        @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), FOUR))
+        def finish(_, ref, scales):
             lanes.wait_for_copies()
-            for held in scales:
-                *_, special, inverse = _words(held)
-                lanes.divide_rope(ref, stage, special, inverse)
+            *_, special, inverse = _words(scales)
+            lanes.divide_rope(ref, stage, special, inverse)
 
-        finish(r_ref, *([scales] if self.quantised else []))
+        finish(r_ref, scales)
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
         """Prefetches the rows of a tile, whose slots are `spread`, to the L2 cache."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(self.loaded), SCALAR, SCALAR))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR))
         def prefetch(_, kv, zero, slots, layer, limit):
-            lanes.prefetch(self._rows(kv, zero, slots, layer, limit), self.entry.nbytes)
+            lanes.prefetch(self._rows(kv, zero, slots, layer, limit), lanes.Lane(), self.entry.nbytes)
 
         prefetch(kv_ref, zero_ref, slots, layer, limit)
 
@@ -212,7 +214,7 @@ class GatheredRows:
         """Stores the factors of a tile's keys to row `row` of `stats_ref`, and whether any is not 1 to `flag`.
 
         `flag` is a row and a column: each warp has a value, 1 where a factor of its keys is not 1.  `raw` is what
-        `load_scales` returned.  Returns what `store` and `finish_rope` need of the scales.
+        `load_scales` returned, or None for entries without scales.  Returns what `store` and `finish_rope` need of it.
         """
         if raw is None:
 
@@ -227,25 +229,18 @@ class GatheredRows:
             factor, pairs = lanes.scales(_words(raw))
             known = lanes.valid(_word(slots), limit.registers.item())
             factor, special = lanes.store_factors(stats, row, flag, known, factor)
-            return lanes.array([[*pairs, special, lanes.inverse_pair(factor)]], FOUR)
+            return array([[*pairs, special, lanes.inverse_pair(factor)]], FOUR)
 
         return scale(stats_ref, slots, limit, raw)
 
-    def store(self, unit: Unit, stage: int, k_ref, raw, scales, stats_ref) -> None:
-        """Stores a unit of latents to `k_ref` [2, 2, 64, 256]; `stats_ref` has the barriers of shared tiles."""
-        scaled = [FOUR] if self.quantised else []
+    def store(self, unit: Unit, stage: int, k_ref, raw, scales) -> None:
+        """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(_ref_type(self.latent_dtype), _registers(4 * self.loaded), plgpu.RefType(), *scaled)
-        )
-        def store(_, ref, raw, stats, *scales):
-            full = stats if self.shared else None
-            if self.quantised:
-                lanes.store_e4m3(ref, raw, _words(*scales)[:2], stage, unit.number, full)
-            else:
-                lanes.store_words(ref, raw, stage, unit.number, full)
+        @plgpu.inline_mgpu(arg_types=(_ref_type(self.latent_dtype), _registers(16), FOUR))
+        def store(_, ref, raw, scales):
+            lanes.store_e4m3(ref, raw, _words(scales)[:2], stage, unit.number)
 
-        store(k_ref, raw, stats_ref, *([scales] if self.quantised else []))
+        store(k_ref, raw, scales)
 
     def _rows(self, kv, zero, slots, layer, limit):
         """Where the rows of the slots that a lane holds begin."""
