@@ -159,36 +159,25 @@ def attend_slots(
                     return filled(ROW, 1.0, TILE) * scale
                 return fit_queries(side, (q_in, q), (qr, qr), stats, Q_MAX, wait_for_both) * scale
 
-            def scores(row_scale, i, turn, last, between=lambda: None):
-                """Scores of this side's tile, with the logarithms of factors; and how its weights are summed.
-
-                `between` is called between the products with the near half and the far one; also returns its result.
-                """
+            def scores(row_scale, i, turn, last):
+                """Scores of this side's tile, with the logarithms of factors; and how its weights are summed."""
                 z = opaque_zero(i)
                 tile = z + side
                 near, far = side, 1 - side
 
-                def multiply_half(acc, half):
-                    for part in range(k_full.parts):
-                        columns = pl.ds(part * (HALF // k_full.parts), HALF // k_full.parts)
-                        k_full.wait(2 * side + half, part, turn)
-                        async_fence(interpret=interpret)
-                        keys = k.at[tile, half, :, columns].transpose((1, 0))
-                        plgpu.wgmma(acc, q.at[z + half, :, columns], keys)
-
                 def product(acc):
                     if side == 1:
                         plgpu.barrier_wait(s_issued)
-                    multiply_half(acc, near)
-                    found = between()
-                    multiply_half(acc, far)
+                    for half in (near, far):
+                        k_full.wait(2 * side + half, turn)
+                        async_fence(interpret=interpret)
+                        plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
                     plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
-                    return acc[...], found
+                    return acc[...]
 
-                s, found = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
-                s = s * over_columns(row_scale, TILE)
+                s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * over_columns(row_scale, TILE)
 
                 @pl.when(i == last)
                 def _():
@@ -223,7 +212,7 @@ def attend_slots(
                         w,
                     )
 
-                return s, row_sums, found
+                return s, row_sums
 
             def share_max(running_max):
                 stats[0] = running_max
@@ -245,7 +234,7 @@ def attend_slots(
 
             def pair0(row_scale, last, turns, i, carry):
                 acc, old_max, row_sum = carry
-                s, row_sums, _ = scores(row_scale, i, turns + i, last)
+                s, row_sums = scores(row_scale, i, turns + i, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = weights(s, max0, row_sums)
                 share_weights(w16, 0)
@@ -265,27 +254,17 @@ def attend_slots(
 
             def pair1(row_scale, last, turns, i, carry):
                 acc, old_max, row_sum = carry
+                s, row_sums = scores(row_scale, i, turns + i, last)
+                plgpu.barrier_wait(p_ready[0])
+                max0 = plgpu.load(stats.at[0], layout=ROW)
+                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
 
-                def values_of_tile_0(acc, row_sum, meanwhile=None):
-                    plgpu.barrier_wait(p_ready[0])
-                    max0 = plgpu.load(stats.at[0], layout=ROW)
-                    acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
-                    acc, found = add_values(p, i, 0, acc, meanwhile and partial(meanwhile, max0))
-                    plgpu.barrier_arrive(k_free[1])
-                    return acc, row_sum, max0, found
-
-                def softmax_of_tile_1(s, row_sums, max0):
+                def softmax_of_tile_1():
                     max1 = softmax.update_max(s, max0, share_max)
                     return max1, *weights(s, max1, row_sums)
 
-                if rows.quantised:
-                    s, row_sums, _ = scores(row_scale, i, turns + i, last)
-                    beside = partial(softmax_of_tile_1, s, row_sums)
-                    acc, row_sum, max0, (max1, w16, added) = values_of_tile_0(acc, row_sum, beside)
-                else:
-                    between = partial(values_of_tile_0, acc, row_sum)
-                    s, row_sums, (acc, row_sum, max0, _) = scores(row_scale, i, turns + i, last, between)
-                    max1, w16, added = softmax_of_tile_1(s, row_sums, max0)
+                acc, (max1, w16, added) = add_values(p, i, 0, acc, meanwhile=softmax_of_tile_1)
+                plgpu.barrier_arrive(k_free[1])
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
                 acc, _ = add_values(w16, i, 1, acc, meanwhile=partial(share_weights, w16, 1))
 
