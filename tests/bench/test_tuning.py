@@ -78,7 +78,7 @@ def test_configurations_in_use_are_recorded_once():
         (FewRowsConfig(), "stages", 3, "2, which is what shared memory holds"),
         (FewRowsConfig(), "query_stages", 5, "2 to 4"),
         (KVConfig(), "stages", 0, "1 or more"),
-        (SparseConfig(), "producer_registers", 40, "88, 104 or 120"),
+        (SparseConfig(), "producer_registers", 120, "40, 56, 72, 88 or 104"),
         (SparseConfig(), "units_ahead", 3, "1, 2 or 4"),
         (KVConfig().split_costs, "least", 0, "at least 1 step"),
         (SplitCosts(least=1, overhead=0, combining=0, split=0), "split", -1, "0 or more"),

@@ -222,8 +222,9 @@ class SparseConfig:
     units_ahead: int = 2
     """Units of quantised latents, 16 registers per lane each, that are loaded before the first of them is stored.  A
     divisor of the 4 units of a tile, so that each unit always has the same registers."""
-    prefetch: bool = True
-    """Whether the rows of the tile after next are prefetched to the L2 cache: loads are bound by latency."""
+    prefetch: bool = False
+    """Whether the rows of the tile after next are prefetched to the L2 cache.  This pays for quantised entries, of which
+    less is on its way.  128 requests with 128 heads and bf16 entries take 0.134 ms, and 0.160 with it."""
     rescale_threshold: int = 8
     """As in WideConfig."""
     split_costs: SplitCosts = _PAIR_COSTS
@@ -237,7 +238,7 @@ class SparseConfig:
 
 def sparse_config(quantised: bool) -> SparseConfig:
     """The default configuration of a `decode_mla_sparse` call."""
-    return SparseConfig(producer_registers=88) if quantised else SparseConfig()
+    return SparseConfig(producer_registers=88, prefetch=True) if quantised else SparseConfig()
 
 
 def consumer_registers(producer_registers: int) -> int:
