@@ -223,7 +223,7 @@ class SparseConfig:
     """Units of quantised latents, 16 registers per lane each, that are loaded before the first of them is stored.  A
     divisor of the 4 units of a tile, so that each unit always has the same registers."""
     prefetch: bool = False
-    """Whether the rows of the tile after next are prefetched to the L2 cache.  This pays for quantised entries, of which
+    """Whether the rows of the tile after next are prefetched to the L2 cache.  It pays for quantised entries, of which
     less is on its way.  128 requests with 128 heads and bf16 entries take 0.134 ms, and 0.160 with it."""
     rescale_threshold: int = 8
     """As in WideConfig."""
