@@ -33,10 +33,12 @@ class InterpretedRows(GatheredRows):
         """Returns `slots`: every step has those of all rows."""
         return slots
 
-    def copy(self, kv_ref, slots, layer, limit, stage, half, k_ref, r_ref=None):
+    def copy(self, kv_ref, slots, layer, limit, stage, columns, k_ref, r_ref=None):
         """Copies them at once."""
-        latent = self.part("latent") + 2 * HALF * half
-        k_ref[stage, half] = _elements(self._bytes(kv_ref, slots, layer, limit, latent, 2 * HALF), self.latent_dtype)
+        first, count = columns
+        half, column = divmod(first, HALF)
+        raw = self._bytes(kv_ref, slots, layer, limit, self.part("latent") + 2 * first, 2 * count)
+        k_ref[stage, half, :, pl.ds(column, count)] = _elements(raw, self.latent_dtype)
         if r_ref is not None:
             self.copy_rope(kv_ref, None, slots, layer, limit, stage, r_ref)
 
