@@ -33,6 +33,8 @@ class InterpretedRows(GatheredRows):
         """Returns `slots`: every step has those of all rows."""
         return slots
 
+    spread_rope = spread
+
     def copy(self, kv_ref, slots, layer, limit, stage, columns, k_ref, r_ref=None):
         """Copies them at once."""
         first, count = columns
@@ -40,7 +42,7 @@ class InterpretedRows(GatheredRows):
         raw = self._bytes(kv_ref, slots, layer, limit, self.part("latent") + 2 * first, 2 * count)
         k_ref[stage, half, :, pl.ds(column, count)] = _elements(raw, self.latent_dtype)
         if r_ref is not None:
-            self.copy_rope(kv_ref, None, slots, layer, limit, stage, r_ref)
+            self.fetch_rope(kv_ref, None, slots, layer, limit, stage, r_ref)
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
         """A unit of the rows, bytes [64, 128]."""
@@ -48,17 +50,24 @@ class InterpretedRows(GatheredRows):
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
         """The scales of the rows, bytes [64, 16]."""
-        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16)
+        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.scaled else None
 
-    def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
-        """Copies them, without a wait in `finish_rope`."""
-        raw = self._bytes(kv_ref, slots, layer, limit, self.part("rope"), LINE)
+    def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
+        """Copies them, without a wait in `finish_rope`, or loads them."""
+        rope = next(part for part in self.entry.parts() if part.name == "rope")
+        raw = self._bytes(kv_ref, slots, layer, limit, rope.offset, rope.nbytes)
+        if self.converts_rope:
+            return raw
         r_ref[stage] = _elements(raw, self.rope_dtype)
+        return None
 
-    def finish_rope(self, stage, r_ref, scales):
-        """Divides rotary keys by the factors of their rows."""
-        _, factor = scales
-        r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
+    def finish_rope(self, stage, r_ref, scales, loaded):
+        """Converts rotary keys, or divides them by the factors of their rows."""
+        if self.converts_rope:
+            r_ref[stage] = _from_e4m3(loaded)
+        if scales is not None:
+            _, factor = scales
+            r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit):
         """Does nothing."""
@@ -82,9 +91,10 @@ class InterpretedRows(GatheredRows):
 
     def store(self, unit, stage, k_ref, raw, scales):
         """Stores a unit, `raw` [64, bytes]."""
-        values = lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
+        values = _from_e4m3(raw)
+        values = values if scales is None else values * scales[0][:, unit.number, None]
         half, column = divmod(unit.number * LINE, HALF)
-        k_ref[stage, half, :, pl.ds(column, LINE)] = values * scales[0][:, unit.number, None]
+        k_ref[stage, half, :, pl.ds(column, LINE)] = values
 
     def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
         """Bytes of each slot's entry; zeros of masked ones."""
@@ -92,6 +102,11 @@ class InterpretedRows(GatheredRows):
         first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x)
         byte = first[:, None] + (offset + jnp.arange(nbytes, dtype=jnp.int32))
         return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
+
+
+def _from_e4m3(raw):
+    """Bytes of e4m3 values as float16."""
+    return lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
 
 
 def _elements(raw, dtype):

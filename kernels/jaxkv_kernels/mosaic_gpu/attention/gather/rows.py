@@ -6,11 +6,13 @@ Entries of bf16 and f16 are copied to swizzled shared memory without registers (
 each line, 128 bytes, of the rows 4 warp + lane // 8 of every 16 rows.  The four addresses at which its rows begin serve
 all lines.
 
-The latents of `fp8_ds_mla` entries pass through registers, to be converted to float16 between load and store
-(`scaling.py`).  Those of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB, which are a scale
-group of 128 values, 0 to 3, of each entry.  A lane has row 4 warp + lane % 4 of every 16 rows, and a chunk by the
-quarter lane // 8 and by lane // 4 % 2: eight lanes, which share a phase of a shared-memory access, have four rows and
-two chunks that the 128-byte swizzle spreads over all banks.  Rotary keys need no conversion, and are copied.
+Quantised entries pass through registers: e4m3 values are converted to float16 between load and store, with the scales
+of `fp8_ds_mla` entries (`scaling.py`); the one scale of all `fp8` entries is left to scores and results.  The latents
+of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB, which are 128 values of each entry, in
+`fp8_ds_mla` a scale group.  A lane has row 4 warp + lane % 4 of every 16 rows, and a chunk by the quarter lane // 8 and
+by lane // 4 % 2: eight lanes, which share a phase of a shared-memory access, have four rows and two chunks that the
+128-byte swizzle spreads over all banks.  Rotary keys that need no conversion are copied.  Of those of `fp8` entries, 64
+bytes, each lane loads chunks of two rows, as long before it stores them as the copies take.
 
 A row has one slot and one set of scales.  A lane loads those of a single row, its own row: one of the 16 rows of its
 warp.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or past the cache, or position past
@@ -49,6 +51,8 @@ LINE = lanes.LINE
 """Bytes of an entry that a unit has."""
 OWN, FOUR = _registers(1), _registers(4)
 """The slot of a lane's own row; the slots of four rows, or four words of its own row."""
+ROPE_ROWS = 2
+"""The rows of which a lane loads e4m3 rotary keys: each has four chunks, for eight lanes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Unit:
     offset: int
     """Its first byte in an entry."""
     number: int
-    """The number of the scale group."""
+    """Its number among those of an entry."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,18 @@ class GatheredRows:
 
     @property
     def quantised(self) -> bool:
-        """Whether entries are `fp8_ds_mla`."""
+        """Whether latents are stored as e4m3, and converted to float16."""
+        return self.entry.quantised
+
+    @property
+    def scaled(self) -> bool:
+        """Whether each entry has scales, and bf16 rotary keys; other quantised entries have one scale for all."""
         return self.entry.format == "fp8_ds_mla"
+
+    @property
+    def converts_rope(self) -> bool:
+        """Whether rotary keys are e4m3 as well."""
+        return self.quantised and not self.scaled
 
     @property
     def latent_dtype(self) -> Any:
@@ -82,7 +96,7 @@ class GatheredRows:
     @property
     def rope_dtype(self) -> Any:
         """The dtype of rotary keys in shared memory."""
-        return jnp.dtype(jnp.bfloat16) if self.quantised else self.entry.dtype
+        return jnp.dtype(jnp.bfloat16) if self.scaled else self.latent_dtype
 
     @property
     def units(self) -> int:
@@ -135,11 +149,19 @@ class GatheredRows:
         return load(slot_ref, request, tile, length)
 
     def spread(self, slots):
-        """The slots of the rows that each lane loads chunks of."""
+        """The slots of the rows that each lane loads chunks of latents of."""
+        return self._spread(slots, lanes.ROWS_PER_LANE, lambda lane: lane.owners)
 
-        @plgpu.inline_mgpu(arg_types=(OWN,), return_type=_array(4))
+    def spread_rope(self, slots):
+        """The same for rotary keys."""
+        if not self.converts_rope:
+            return self.spread(slots)
+        return self._spread(slots, ROPE_ROWS, lambda lane: lane.rope_owners)
+
+    def _spread(self, slots, count, owners):
+        @plgpu.inline_mgpu(arg_types=(OWN,), return_type=_array(count))
         def spread(_, slots):
-            return array([lanes.spread(_word(slots), lanes.Lane())], FOUR)
+            return array([lanes.spread(_word(slots), owners(lanes.Lane()))], _registers(count))
 
         return spread(slots)
 
@@ -172,7 +194,9 @@ class GatheredRows:
         return load(kv_ref, zero_ref, slots, layer, limit)
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
-        """Starts to load the scales of a tile's rows, each lane those of its own row."""
+        """Starts to load the scales of a tile's rows, each lane those of its own row; None if entries have none."""
+        if not self.scaled:
+            return None
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=_array(4))
         def load(_, kv, zero, slots, layer, limit):
@@ -181,8 +205,22 @@ class GatheredRows:
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
-    def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> None:
-        """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64]; `slots` are `spread`."""
+    def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> Any:
+        """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64], or to load them; `slots` are `spread_rope`.
+
+        Returns what was loaded, or None.
+        """
+        if self.converts_rope:
+
+            @plgpu.inline_mgpu(
+                arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(ROPE_ROWS), SCALAR, SCALAR),
+                return_type=_array(4 * ROPE_ROWS),
+            )
+            def load(_, kv, zero, slots, layer, limit):
+                found = lanes.load_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"))
+                return array(found, _registers(4 * ROPE_ROWS))
+
+            return load(kv_ref, zero_ref, slots, layer, limit)
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR, _ref_type(self.rope_dtype))
@@ -191,9 +229,20 @@ class GatheredRows:
             lanes.copy_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"), ref, stage)
 
         copy(kv_ref, zero_ref, slots, layer, limit, r_ref)
+        return None
 
-    def finish_rope(self, stage: int, r_ref, scales) -> None:
-        """Waits until rotary keys have landed, and divides them by the factors of their rows."""
+    def finish_rope(self, stage: int, r_ref, scales, loaded) -> None:
+        """Completes what `fetch_rope` started, which returned `loaded`.
+
+        Loaded keys are converted and stored.  Copied ones are waited for, and divided by the factors of their rows.
+        """
+        if self.converts_rope:
+
+            @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), _registers(4 * ROPE_ROWS)))
+            def store(_, ref, loaded):
+                lanes.store_e4m3_rope(ref, loaded, stage)
+
+            return store(r_ref, loaded)
 
         @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), FOUR))
         def finish(_, ref, scales):
@@ -201,14 +250,14 @@ class GatheredRows:
             *_, special, inverse = _words(scales)
             lanes.divide_rope(ref, stage, special, inverse)
 
-        finish(r_ref, scales)
+        return finish(r_ref, scales)
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
         """Prefetches the rows of a tile, whose slots are `spread`, to the L2 cache."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR))
         def prefetch(_, kv, zero, slots, layer, limit):
-            lanes.prefetch(self._rows(kv, zero, slots, layer, limit), lanes.Lane(), self.entry.nbytes)
+            lanes.prefetch(self._rows(kv, zero, slots, layer, limit), self.entry.nbytes)
 
         prefetch(kv_ref, zero_ref, slots, layer, limit)
 
@@ -237,12 +286,13 @@ class GatheredRows:
 
     def store(self, unit: Unit, stage: int, k_ref, raw, scales) -> None:
         """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]."""
+        scaled = [FOUR] if self.scaled else []
 
-        @plgpu.inline_mgpu(arg_types=(_ref_type(self.latent_dtype), _registers(16), FOUR))
-        def store(_, ref, raw, scales):
-            lanes.store_e4m3(ref, raw, _words(scales)[:2], stage, unit.number)
+        @plgpu.inline_mgpu(arg_types=(_ref_type(self.latent_dtype), _registers(16), *scaled))
+        def store(_, ref, raw, *scales):
+            lanes.store_e4m3(ref, raw, _words(*scales)[:2] if scales else None, stage, unit.number)
 
-        store(k_ref, raw, scales)
+        store(k_ref, raw, *([scales] if self.scaled else []))
 
     def _rows(self, kv, zero, slots, layer, limit):
         """Where the rows of the slots that a lane holds begin."""

@@ -4,7 +4,7 @@ Two tiles before a tile is fetched, its slots are loaded and its rows are prefet
 f16 are copied half by half, as the halves of the tiles before them come free; no lane waits for a copy.  Tiles of
 quantised entries are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is converted and
 stored, the next ones are on their way, also across the ends of tiles and work tiles.  Scales are loaded a tile ahead.
-Rotary keys are copied to shared memory while the latents of their tile are stored.
+Rotary keys are copied, or loaded, while the latents of their tile are stored.
 """
 
 from dataclasses import dataclass
@@ -192,7 +192,7 @@ class ConvertedTiles(GatherTiles):
         coming = units + self._units(1 - tile)
         from_cache = self.kv_ref, self.zero_ref
         self._wait_free(tile, tile, used)
-        rows.copy_rope(*from_cache, rows.spread(here), layer, limit, tile, self.r)
+        rope = rows.fetch_rope(*from_cache, rows.spread_rope(here), layer, limit, tile, self.r)
         ahead_spread = rows.spread(ahead)
         here_spread = rows.spread(here) if self._ring < len(units) else None
         after = self._find(*beyond)
@@ -207,6 +207,6 @@ class ConvertedTiles(GatherTiles):
             ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
         if self.config.prefetch:
             rows.prefetch(*from_cache, rows.spread(after), layer, limit)
-        rows.finish_rope(tile, self.r, scales)
+        rows.finish_rope(tile, self.r, scales, rope)
         self._stored(2 * tile + 1 - tile)
         return tuple(ring), raw, ahead, after
