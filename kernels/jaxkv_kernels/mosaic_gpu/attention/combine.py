@@ -110,7 +110,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
         def of_rows(step, n):
             """The n-th split of some rows: where it is, and what of it counts."""
             at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the end: the last rows
-            return (first + jnp.minimum(n, count - 1), at_rows), n < count, None
+            return (first + jnp.minimum(n, count - 1), at_rows), jnp.full(held, n < count), None
 
         def of_splits(step, n):
             """The n-th splits of one row of this warpgroup's warps: where they are, and which of them count."""
