@@ -49,6 +49,7 @@ class SplitCosts:
 _PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)
 _TILE_COSTS = SplitCosts(least=2, overhead=0, combining=128, split=2)
 _QUANTISED_TILE_COSTS = replace(_TILE_COSTS, least=4)
+_WIDE_COSTS = SplitCosts(least=2, overhead=3, combining=384, split=4)
 _THRESHOLDS = (0, 4, 8, 12)
 _PRODUCER_REGISTERS = (24, 40)
 
@@ -61,7 +62,7 @@ class WideConfig:
         "prefetch": (True, False),
         "rescale_threshold": _THRESHOLDS,
         "producer_registers": _PRODUCER_REGISTERS,
-        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+        "split_costs": tuple(replace(_WIDE_COSTS, overhead=overhead) for overhead in (2, 3, 4)),
     }
 
     producer_registers: int = 24
@@ -72,8 +73,8 @@ class WideConfig:
     prefetch: bool = True
     """Whether a cluster prefetches its next pair of tiles to the L2 cache, where a page is contiguous.  CTAs without a
     cluster never do: bound by reading, they lose 10 % to the additional requests."""
-    split_costs: SplitCosts = _PAIR_COSTS
-    """In steps of two tiles.  For each request, a CTA loads 64 KiB of queries and stores as much of results."""
+    split_costs: SplitCosts = _WIDE_COSTS
+    """In steps of one tile.  For each request, a CTA loads 64 KiB of queries and stores as much of results."""
 
     def __post_init__(self):
         _check_registers(self, 24, 40, 56)
@@ -88,7 +89,7 @@ class QuantisedWideConfig:
         "prefetch": (True, False),
         "producer_registers": (56, 72, 88),
         "rescale_threshold": _THRESHOLDS,
-        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+        "split_costs": tuple(replace(_WIDE_COSTS, overhead=overhead) for overhead in (2, 3, 4)),
     }
 
     producer_registers: int = 72
@@ -97,8 +98,8 @@ class QuantisedWideConfig:
     """As in WideConfig."""
     rescale_threshold: int = 8
     """As in WideConfig."""
-    split_costs: SplitCosts = _PAIR_COSTS
-    """In steps of two tiles, as in WideConfig."""
+    split_costs: SplitCosts = _WIDE_COSTS
+    """In steps of one tile, as in WideConfig."""
 
     def __post_init__(self):
         _check_registers(self, 56, 72, 88)
@@ -195,7 +196,7 @@ class KVConfig:
     rescale_threshold: int = 8
     """As in WideConfig."""
     split_costs: SplitCosts = _PAIR_COSTS
-    """In steps of two tiles, as in WideConfig."""
+    """In steps of two tiles."""
 
     def __post_init__(self):
         require(self.stages >= 1, self, "stages", "1 or more")
@@ -232,7 +233,7 @@ class SparseConfig:
     rescale_threshold: int = 8
     """As in WideConfig."""
     split_costs: SplitCosts = _PAIR_COSTS
-    """In steps of two tiles, as in WideConfig."""
+    """In steps of two tiles."""
 
     def __post_init__(self):
         _check_registers(self, 88, 104, 120)

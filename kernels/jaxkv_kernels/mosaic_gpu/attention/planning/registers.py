@@ -34,7 +34,7 @@ class Registers:
         return self._warpgroups * LANES
 
     def _call(self, function, *arguments, refs, result: int | None = None):
-        """`lanes.call` of a function that returns nothing, a vector with `result` registers, or a scalar if that is 0."""
+        """`lanes.call` of a function that returns nothing, a vector of `result` registers, or with 0 a scalar."""
         if result is None:
             return lanes.call(function, *arguments, refs=refs, warpgroups=self._warpgroups)
 
