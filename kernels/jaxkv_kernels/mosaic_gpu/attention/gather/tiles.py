@@ -4,6 +4,9 @@ The latents of a tile are stored unit by unit.  Loads are a ring of units ahead 
 stored, the next ones are on their way, also across the ends of tiles and work tiles.  Scales are loaded a tile ahead.
 Rotary keys are copied to shared memory while the latents of their tile are stored.  Two tiles before a tile is stored,
 its slots are loaded and its rows are prefetched to the L2 cache.
+
+A work tile of an odd number of tiles ends with half a pair.  Its second tile is masked, and where CTAs do not share
+tiles it is filled with zeros, which takes a tenth of the time.
 """
 
 from dataclasses import dataclass
@@ -15,8 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE, SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
+from jaxkv_kernels.mosaic_gpu.attention.work import pairs_of
 
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the factors of either tile; whether any is not 1, four values per tile.  The number of all rows."""
@@ -53,35 +57,36 @@ class GatherTiles:
         find = partial(self.rows.slots, self.slot_ref)
 
         def load_work(n):
-            """Request, first pair, end of the pairs, and slots to attend to: none past the last work tile."""
+            """Request, first tile, end of the tiles, and the end of their slots: none past the last work tile."""
             tile = load_work_tile(n)
-            return tile.request, tile.begin, tile.end, jnp.where(n < end, tile.keys, 0)
+            return tile.request, tile.begin, tile.end, jnp.where(n < end, jnp.minimum(tile.keys, tile.end * TILE), 0)
 
         def work_tile(n, carry):
             request, begin, stop, keys = load_work(n)
 
             def pair(i, carry):
                 used, state = carry
+                here = begin + 2 * i
 
                 def of_next_work_tile():  # loaded when it is needed: registers are scarce
                     request, begin, _, keys = load_work(n + 1)
                     return request, begin, keys
 
-                following, next_pair, next_keys = lax.cond(
-                    i + 1 < stop, lambda: (request, i + 1, keys), of_next_work_tile
+                following, next_tile, next_keys = lax.cond(
+                    here + 2 < stop, lambda: (request, here + 2, keys), of_next_work_tile
                 )
-                beyond = [(following, 2 * next_pair + tile, next_keys) for tile in range(2)]
+                beyond = [(following, next_tile + tile, next_keys) for tile in range(2)]
                 state = fetch_tile(0, used, state, beyond[0])
 
-                @pl.when((i == begin) & (n > first))
+                @pl.when((i == 0) & (n > first))
                 def _():
                     plgpu.barrier_wait(q_free)
                     fetch_queries(request)
 
-                state = fetch_tile(1, used, state, beyond[1])
+                state = fetch_tile(1, used, state, beyond[1], here + 1 == stop)
                 return used + 1, state
 
-            return lax.fori_loop(begin, stop, pair, carry)
+            return lax.fori_loop(0, pairs_of(begin, stop), pair, carry)
 
         request, begin, _, keys = load_work(first)
 
@@ -89,7 +94,7 @@ class GatherTiles:
         def _():
             fetch_queries(request)
 
-        here, ahead = (find(request, 2 * begin + tile, keys) for tile in range(2))
+        here, ahead = (find(request, begin + tile, keys) for tile in range(2))
         raw = self._load_scales(here, layer, limit)
         spread = self.rows.spread(here)
         ring = tuple(self._load(spread, layer, limit, unit) for unit in self._units(0)[: self._ring])
@@ -116,14 +121,15 @@ class GatherTiles:
     def _load_scales(self, slots, layer, limit):
         return self.rows.load_scales(self.kv_ref, self.zero_ref, slots, layer, limit)
 
-    def _fetch_tile(self, layer, limit, tile, used, state, beyond):
+    def _fetch_tile(self, layer, limit, tile, used, state, beyond, missing=None):
         """Stores a tile, whose first units are in `ring`; loads those of the next one.
 
         `state`: the units and scales that are being loaded; the slots of this tile and of the next one.  `beyond`: the
-        request, tile and number of keys of the one after, whose slots are loaded here.
+        request, tile and end of the slots of the one after, whose slots are loaded here.  `missing`: whether all keys
+        of the tile are masked because it is past the end of the work tile.
         """
         rows, (ring, raw, here, ahead) = self.rows, state
-        units, ring = self._units(tile), list(ring)
+        units = self._units(tile)
         coming = units + self._units(1 - tile)
         from_cache = self.kv_ref, self.zero_ref
         self._wait_free(tile, tile, used)
@@ -133,18 +139,32 @@ class GatherTiles:
         after = rows.slots(self.slot_ref, *beyond)
         scales = rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), here, limit, raw)
         raw = self._load_scales(ahead, layer, limit)
-        for n, unit in enumerate(units):
-            if n == len(units) // 2:
-                self._stored(2 * tile + tile)
-                self._wait_free(tile, 1 - tile, used)
-            rows.store(unit, tile, self.k, ring[n % self._ring], scales, self.stats)
-            slots = here_spread if n + self._ring < len(units) else ahead_spread
-            ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
+
+        def gathered(*ring):
+            ring = list(ring)
+            for n, unit in enumerate(units):
+                if n == len(units) // 2:
+                    self._stored(2 * tile + tile)
+                    self._wait_free(tile, 1 - tile, used)
+                rows.store(unit, tile, self.k, ring[n % self._ring], scales, self.stats)
+                slots = here_spread if n + self._ring < len(units) else ahead_spread
+                ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
+            return tuple(ring)
+
+        def cleared(*_):
+            rows.clear(tile, tile, self.k)
+            self._stored(2 * tile + tile)
+            ring = tuple(self._load(ahead_spread, layer, limit, unit) for unit in coming[len(units) :][: self._ring])
+            self._wait_free(tile, 1 - tile, used)
+            rows.clear(tile, 1 - tile, self.k)
+            return ring
+
+        ring = gathered(*ring) if missing is None or rows.shared else lax.cond(missing, cleared, gathered, *ring)
         if self.config.prefetch:
             rows.prefetch(*from_cache, rows.spread(after), layer, limit)
         rows.finish_rope(tile, self.r, scales)
         self._stored(2 * tile + 1 - tile)
-        return tuple(ring), raw, ahead, after
+        return ring, raw, ahead, after
 
     def _wait_free(self, tile, half, used):
         @pl.when(used > 0)
