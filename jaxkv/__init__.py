@@ -14,7 +14,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
   read them back.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
-  `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`); `merge_states`.
+  `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
+  `select_slots`, which calls them for a whole prompt); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
@@ -34,7 +35,7 @@ from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.blocks import copy_blocks, read_blocks, write_blocks
 from jaxkv.ops.conversion import convert_blocks
 from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
-from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_topk
+from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
 from jaxkv.ops.slots import ragged_slots, slots_for
@@ -72,6 +73,7 @@ __all__ = [
     "positions_to_slots",
     "ragged_slots",
     "read_blocks",
+    "select_slots",
     "select_topk",
     "slots_for",
     "write_blocks",

@@ -27,6 +27,9 @@ SPARSE = "128x128x1x8192", "128x128x2x32768", "64x64x1x8192", "8x128x1x32768", "
 LOGITS = "64x64x1x32768", "64x64x2x32768", "128x64x1x8192"
 """The indexer's logits."""
 
+LOGITS_OF_PREFILL = "1x64x512x32768"
+"""The indexer's logits of a chunk of a prompt."""
+
 
 def _cpu() -> Iterator[Workload]:
     """The suite `cpu`: every operation, with sizes that take about a second each on two cores."""
@@ -117,13 +120,17 @@ def _copies() -> Iterator[Workload]:
 
 
 def _models() -> Iterator[Workload]:
-    """The suite `models`: GQA and MHA, and the remaining operations."""
+    """The suite `models`: GQA and MHA, the indexer with bf16 keys and in prefills, and the remaining operations."""
     for layers in (1, MLA_LAYERS):
         model = partial(workload, suite="models", layers=layers, operation="decode_kv")
         yield model(requests=64, heads=64, tokens=4096, kv_heads=8)
         yield model(requests=64, heads=32, tokens=8192, kv_heads=32)
         yield model(requests=1, heads=32, tokens=65536, kv_heads=8)
         yield model(requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
+    logits = partial(workload, suite="models", layers=1)
+    for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
+        yield logits(operation="indexer_logits", format="bf16", **_shape(shape))
+    yield logits(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
     yield workload(suite="models", operation="merge_states", requests=128, heads=128, tokens=8, layers=1)
 
 

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+import jaxkv
 from jaxkv.bench.workload import Shapes, Workload
 
 
@@ -123,6 +124,12 @@ class Logits(Workload):
     """Scores of the indexer."""
 
     has_queries = True
+    usual_format = "indexer_fp8"
+
+    @property
+    def entry(self):
+        """An indexer key."""
+        return jaxkv.IndexerEntry(self.format)
 
     @property
     def value_shapes(self) -> Shapes:

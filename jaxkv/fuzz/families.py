@@ -126,9 +126,8 @@ class Plan(Case):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The fields of the attention.  Queries have the entries' input dtype, so that every planned call can run."""
-        attention = DecodeMLA if layout.entry.one_head else DecodeKV
-        return {**attention.sizes(rng, layout, fields), "dtype": jnp.dtype(layout.entry.input_dtype)}
+        """The fields of the attention."""
+        return (DecodeMLA if layout.entry.one_head else DecodeKV).sizes(rng, layout, fields)
 
     @property
     def attention(self) -> DecodeMLA:
@@ -149,7 +148,8 @@ class Plan(Case):
     def arguments(self, cache, values, draw, layer):
         """The arguments of `plan_decode`."""
         keywords = {"window": dict(self.options).get("window"), "batch_invariant": "batch_invariant" in self.extras}
-        return (cache, *draw.index), {"num_heads": self.heads, "q_len": self.q_len, **keywords}
+        sizes = {"num_heads": self.heads, "q_len": self.q_len, "dtype": self.dtype}
+        return (cache, *draw.index), {**sizes, **keywords}
 
     def run(self, cache, values, draw, layer, implementation):
         """Attention with the plan."""

@@ -38,6 +38,7 @@ class Batch:
                 seq_lens,
                 num_heads=model.num_heads,
                 q_len=q_len,
+                dtype=model.dtype,
                 implementation=model.implementation,
             )
         slots = model.parallel.slots(slot_mapping.reshape(-1), cache.layout)

@@ -33,6 +33,11 @@ class Model:
         return f"Model({layers}, entries of {self.entry}, {self.parallel})"  # without all weights
 
     @property
+    def dtype(self) -> Any:
+        """The dtype of activations, and therefore of queries."""
+        return self.params["embed"].dtype
+
+    @property
     def num_heads(self) -> int:
         """Query heads of one device."""
         return self.parallel.share(self.config.num_heads)

@@ -8,8 +8,10 @@ from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.validate import FLOATS, Dims, check_cache, describe, int32, layer_index, positive_int
 from jaxkv.ops.operation import Operation
+from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
+from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.formats.entries import IndexerEntry
 
 
@@ -106,6 +108,53 @@ def positions_to_slots(positions, block_tables, *, block_size: int) -> jax.Array
     dims = Dims()
     dims.check_ints("positions", positions, "B Q K")
     return slots_for(block_tables, positions, block_size=block_size)
+
+
+def select_slots(
+    q, weights, cache: KVCache, block_tables, seq_lens, k: int, *, layer, max_len: int, logits_bytes=LOGITS_BYTES,
+    implementation=None,
+) -> jax.Array:  # fmt: skip
+    """The slots of the k cached keys with the largest scores, for each query token: for prefills of any length.
+
+    `indexer_logits`, `select_topk` and `positions_to_slots` of a chunk of query tokens after the other, so that the
+    logits [B, Q, max_len] of all query tokens never exist at once.  The slots are the same for every size of chunks.
+
+    Args:
+      q: float or float8_e4m3fn [B, Q, Hi, D].
+      weights: float [B, Q, Hi].
+      cache: a cache of `IndexerEntry`.
+      block_tables: int32 [B, M], the blocks of each request in order.
+      seq_lens: int32 [B], tokens of each request, the new ones included; clamped as by `indexer_logits`.
+      k: static number of slots.
+      layer: int, or traced int32 scalar.
+      max_len: static number of cached tokens that are scored, from the first of a request.
+      logits_bytes: static bound, in bytes, of the logits of a chunk, and of the scores of its heads that `xla` computes
+        at a time; by default 256 MiB.  Temporary memory is up to about three times that, since selecting the largest
+        logits takes copies of them.  A chunk has at least one query token of each request.
+      implementation: None (the best that supports the calls), a name, or a sequence of names.
+
+    Returns:
+      int32 [B, Q, k], the slots for `decode_mla_sparse`, in order of decreasing scores.  -1 follows where a query token
+      sees fewer than k tokens.
+
+    Raises:
+      ValueError: a shape, dtype or static argument is wrong.
+    """
+    call = _bind_logits(q, weights, cache, block_tables, seq_lens, layer, max_len)
+    arrays, max_len = call.arrays, call.options["max_len"]
+    k, most_bytes = positive_int("k", k), positive_int("logits_bytes", logits_bytes)
+    tables, block_size = arrays["block_tables"], cache.layout.block_size
+
+    def select(q, weights, lengths):
+        options = {"layer": arrays["layer"], "max_len": max_len, "implementation": implementation}
+        logits = indexer_logits(q, weights, cache, tables, lengths, **options)
+        positions = select_topk(logits, k, implementation=implementation)
+        return positions_to_slots(positions, tables, block_size=block_size)
+
+    return in_query_chunks(
+        select, q, weights, lengths_in_table(arrays["seq_lens"], tables, block_size),
+        token_bytes=logits_bytes_of_a_token(weights, max_len), most_bytes=most_bytes,
+    )  # fmt: skip
 
 
 def _sample_logits(cache):

@@ -8,7 +8,7 @@ import jax
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import BACKENDS, Call, choose
-from jaxkv.dispatch.validate import Dims, check_cache, int32, positive_int, window_within
+from jaxkv.dispatch.validate import Dims, check_cache, float_dtype, int32, positive_int, window_within
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import HEADS, PAGED
 from jaxkv_kernels.addressing.pages import Pages
@@ -17,7 +17,7 @@ from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the calls that a plan is made for.  A call that uses the plan must have the same sizes."""
+    """The sizes and dtype of the calls that a plan is made for.  A call that uses the plan must have the same."""
 
     requests: int
     columns: int
@@ -32,13 +32,17 @@ class Shape:
     """Query tokens per request."""
     window: int | None
     entry: Entry
+    dtype: str
+    """That of the queries."""
 
     @classmethod
-    def of(cls, block_tables, pages: Pages, entry: Entry, num_heads: int, q_len: int, window: int | None) -> "Shape":
-        """The sizes of a call on the cache of `pages` and `entry`."""
+    def of(
+        cls, block_tables, pages: Pages, entry: Entry, num_heads: int, q_len: int, window: int | None, dtype
+    ) -> "Shape":
+        """The sizes of a call on the cache of `pages` and `entry` with queries of `dtype`."""
         requests, columns = block_tables.shape
         counts = (requests, columns, pages.block_size, pages.num_blocks, num_heads, pages.num_heads)
-        return cls(*counts, q_len, window, entry)
+        return cls(*counts, q_len, window, entry, str(dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +67,7 @@ def plan_decode(
     num_heads: int,
     q_len: int = 1,
     window: int | None = None,
+    dtype=None,
     batch_invariant: bool = False,
     implementation=None,
 ) -> DecodePlan:
@@ -79,10 +84,12 @@ def plan_decode(
       num_heads: query heads of the calls.
       q_len: query tokens per request of the calls.
       window: the `window` of the calls (`decode_kv` only).
+      dtype: dtype of the queries of the calls: bfloat16, float16 or float32.  By default that of the entries, or
+        bfloat16 if entries are quantised.  Implementations support different ones.
       batch_invariant: whether the result of a request must have the same bits whatever else is in the batch.  Each
         request is then split by its own length alone, into at most 8 splits, which is slower if requests are few or
         differ in length.
-      implementation: None (the best that supports the cache), a name, or a sequence of names.
+      implementation: None (the best that supports the cache and the queries), a name, or a sequence of names.
 
     Returns:
       The plan.  A call that runs on a different implementation ignores the plan.  With `batch_invariant`, calls run on
@@ -92,7 +99,7 @@ def plan_decode(
       ValueError: a shape or dtype is wrong.
       NotImplementedError: no implementation can be batch-invariant on this cache.
     """
-    call = _bind(cache, block_tables, seq_lens, num_heads, q_len, window, batch_invariant)
+    call = _bind(cache, block_tables, seq_lens, num_heads, q_len, window, dtype, batch_invariant)
     try:
         backend = choose(call, implementation)
     except NotImplementedError as error:
@@ -100,13 +107,12 @@ def plan_decode(
             raise
         raise NotImplementedError(f"{error}; {_instead(call)}") from None
     options = call.options
-    shape = Shape.of(
-        block_tables, options["pages"], options["entry"], options["heads"], options["tokens"], options["window"]
-    )
+    sizes = (options[name] for name in ("pages", "entry", "heads", "tokens", "window", "dtype"))
+    shape = Shape.of(block_tables, *sizes)
     return DecodePlan(backend.run(call), call.arrays["seq_lens"], shape, backend.name, options["batch_invariant"])
 
 
-def _bind(cache, block_tables, seq_lens, num_heads, q_len, window, batch_invariant) -> Call:
+def _bind(cache, block_tables, seq_lens, num_heads, q_len, window, dtype, batch_invariant) -> Call:
     check_cache(cache, MLAEntry, KVEntry)
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
@@ -122,6 +128,7 @@ def _bind(cache, block_tables, seq_lens, num_heads, q_len, window, batch_invaria
         "heads": num_heads,
         "tokens": positive_int("q_len", q_len),
         "window": window_within(window, dims["M"] * pages.block_size),
+        "dtype": float_dtype("dtype", cache.layout.entry.input_dtype if dtype is None else dtype),
         "batch_invariant": bool(batch_invariant),
     }
     arrays = {"buffer": cache.buffer, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
@@ -134,6 +141,11 @@ def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
         return
     if not isinstance(plan, DecodePlan):
         raise ValueError(f"`plan` is a {type(plan).__name__}: expected what plan_decode returns, or None")
+    if plan.shape != shape and replace(plan.shape, dtype=shape.dtype) == shape:
+        raise ValueError(
+            f"`plan` was made for queries of {plan.shape.dtype}, but those of this call are of {shape.dtype}: pass "
+            f"`dtype={shape.dtype!r}` to plan_decode, or convert the queries"
+        )
     if plan.shape != shape:
         raise ValueError(f"`plan` was made for {plan.shape}: expected one for {shape}")
     if checks.checking():

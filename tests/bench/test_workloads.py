@@ -25,8 +25,8 @@ def test_peers_are_the_shapes_that_other_libraries_are_timed_on():
         ("decode_mla", "fp8_ds_mla", "bfloat16"): 4,
         ("decode_mla_sparse", "fp8_ds_mla", "bfloat16"): 5,
         ("decode_mla_sparse", "bf16", "bfloat16"): 1,
-        ("indexer_logits", "bf16", "bfloat16"): 3,
-        ("indexer_logits", "bf16", "float8_e4m3fn"): 3,
+        ("indexer_logits", "indexer_fp8", "bfloat16"): 3,
+        ("indexer_logits", "indexer_fp8", "float8_e4m3fn"): 3,
         ("select_topk", "bf16", "bfloat16"): 2,
         ("plan_decode", "bf16", "bfloat16"): 1,
     }

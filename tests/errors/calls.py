@@ -115,6 +115,11 @@ def indexer_logits(a, **changes):
     return call(jaxkv.indexer_logits, dict(**given, layer=0, max_len=12), changes)
 
 
+def select_slots(a, **changes):
+    given = dict(q=a.q_indexer, weights=a.weights, cache=a.indexer, block_tables=a.tables, seq_lens=a.lengths)
+    return call(jaxkv.select_slots, dict(**given, k=4, layer=0, max_len=12), changes)
+
+
 def gather(operation, stored):
     def run(a, **changes):
         given = dict(cache=getattr(a, stored), block_tables=a.tables, cu_seq_lens=a.cu_seq_lens, layer=0, total=13)
@@ -161,6 +166,7 @@ OF_ONE_CACHE = {
     "decode_kv": (decode_kv, "kv", "KVEntry"),
     "decode_mla_sparse": (decode_mla_sparse, "mla", "MLAEntry"),
     "indexer_logits": (indexer_logits, "indexer", "IndexerEntry"),
+    "select_slots": (select_slots, "indexer", "IndexerEntry"),
     "gather_mla": (gather_mla, "mla", "MLAEntry"),
     "gather_kv": (gather_kv, "kv", "KVEntry"),
     "gather_indexer_k": (gather_indexer_k, "indexer", "IndexerEntry"),
@@ -177,7 +183,12 @@ OF_NO_CACHE = {
 }
 OPERATIONS = {name: case[0] for name, case in {**OF_ONE_CACHE, **OF_ANY_CACHE}.items()} | OF_NO_CACHE
 DISPATCHED = [name for name in OPERATIONS if name != "positions_to_slots"]
-OF_BATCHES = {"decode_mla": decode_mla, "decode_kv": decode_kv, "indexer_logits": indexer_logits}
+OF_BATCHES = {
+    "decode_mla": decode_mla,
+    "decode_kv": decode_kv,
+    "indexer_logits": indexer_logits,
+    "select_slots": select_slots,
+}
 OF_RUNS = {"gather_mla": gather_mla, "gather_kv": gather_kv, "gather_indexer_k": gather_indexer_k}
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)

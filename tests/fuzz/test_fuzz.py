@@ -13,8 +13,9 @@ import jaxkv
 from jaxkv.cli import main
 from jaxkv.dispatch import backends
 from jaxkv.fuzz import check, families, fuzz, layouts
-from jaxkv_kernels import xla
+from jaxkv_kernels import mosaic_gpu, triton, xla
 from jaxkv_kernels.kernel import Kernel
+from support.available import assume_available
 from support.cases import slow
 from support.compare import assert_close
 
@@ -48,6 +49,24 @@ def test_xla_is_right(operation, capsys):
     line, last = capsys.readouterr().out.splitlines()
     assert re.match(rf"seed {seed}: 5 calls ok, \d+ per second: {operation} ", line)
     assert re.match(r"5 calls of xla on .*: 0 wrong", last)
+
+
+@pytest.mark.parametrize("implementation", [mosaic_gpu, triton], ids=["mosaic_gpu", "triton"])
+def test_planned_attention_is_supported_where_the_plan_is(implementation, monkeypatch):
+    assume_available(monkeypatch, implementation)
+    name, dtypes = implementation.__name__.rpartition(".")[2], set()
+    for number in range(8):
+        seed = families.OPERATIONS.index("plan_decode") + number * len(families.OPERATIONS)
+        case = families.draw_case(seed, name)
+        assert isinstance(case, families.Plan), f"seed {seed}: {case}"
+        draw = case.draw(np.random.default_rng(0))
+        values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
+        cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
+        args, keywords = case.attention.arguments(cache, values, draw, draw.layer)
+        assert not jaxkv.explain(case.attention.function, *args, **keywords).reasons[name], f"seed {seed}: {case}"
+        dtypes.add((case.layout.entry.input_dtype, case.dtype))
+    # Triton supports queries of another dtype, and is asked for some.
+    assert any(own != dtype for own, dtype in dtypes) == (implementation is triton)
 
 
 def packed_pages(kernel):

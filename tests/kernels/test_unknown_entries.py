@@ -126,7 +126,8 @@ def latents(cache, new, q, **scale):
     options = {"layer": 1, "implementation": "xla", **{f"kv_{name}": value for name, value in scale.items()}}
     tables, lengths = jnp.asarray(TABLES), jnp.asarray(LENGTHS)
     cache = jaxkv.write_mla(cache, *(part[:, 0] for part in new), jnp.arange(32), **options)
-    plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=4, q_len=3, implementation="xla")
+    sizes = {"num_heads": 4, "q_len": 3, "dtype": q[0].dtype}
+    plan = jaxkv.plan_decode(cache, tables, lengths, **sizes, implementation="xla")
     slots = jnp.asarray([[[5, -1, 31], [0, 1, 2], [-1, -1, 9]]] * 2)
     return cache, (
         *jaxkv.gather_mla(cache, tables, jnp.asarray(SUMS), total=29, dtype=jnp.float16, **options),

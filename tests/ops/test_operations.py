@@ -16,6 +16,9 @@ from jaxkv_kernels.formats.entries import Entry
 
 KINDS = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
 
+COMBINATIONS = {"select_slots"}
+"""Public functions that pass `implementation` on to operations."""
+
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 
 
@@ -25,8 +28,9 @@ def test_every_public_function_that_chooses_an_implementation_is_declared():
         for name, value in vars(jaxkv).items()
         if inspect.isfunction(value) and "implementation" in inspect.signature(value).parameters
     }
-    assert public == {operation.name: operation.function for operation in OPERATIONS}
-    assert len(OPERATIONS) == len(public)
+    declared = {operation.name: operation.function for operation in OPERATIONS}
+    assert public == declared | {name: getattr(jaxkv, name) for name in COMBINATIONS}
+    assert len(OPERATIONS) == len(declared)
 
 
 @every_operation
@@ -79,7 +83,7 @@ def test_every_operation_is_benchmarked():
     assert set(FAMILIES) == {operation.name for operation in OPERATIONS}
 
 
-@pytest.mark.parametrize("function", [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.convert_blocks, print])
+@pytest.mark.parametrize("function", [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.select_slots, print])
 def test_explain_is_for_operations(function):
     with pytest.raises(TypeError, match="is not an operation of jaxkv that chooses an implementation"):
         jaxkv.explain(function)

@@ -166,6 +166,50 @@ def test_a_plan_for_other_calls_is_refused():
         jaxkv.plan_decode(cache, tables, lengths, num_heads=4)
 
 
+def of_other_queries(dtype):
+    """A plan for an `fp8` cache and queries of `dtype`, and the call of `decode_mla` by queries of another dtype."""
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=jaxkv.MLAEntry("fp8"))
+    cache, tables, lengths = jaxkv.KVCache.zeros(layout), jnp.zeros((2, 3), jnp.int32), jnp.full(2, 5, jnp.int32)
+    plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=8, dtype=dtype)
+
+    def decode(dtype):
+        q = [jnp.ones((2, 8, size), dtype) for size in (512, 64)]
+        return jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=0.1, kv_scale=1.0, plan=plan)
+
+    return plan, decode
+
+
+def test_a_plan_for_queries_of_another_dtype_is_refused_while_tracing():
+    plan, decode = of_other_queries(None)
+    assert plan.shape.dtype == "bfloat16"
+    message = (
+        r"`plan` was made for queries of bfloat16, but those of this call are of float32: pass `dtype='float32'` to "
+        r"plan_decode, or convert the queries"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: decode("float32"))
+    assert decode("bfloat16").shape == (2, 8, 512)
+
+
+def test_a_plan_is_made_by_an_implementation_that_supports_the_queries(interpreted):
+    plan, decode = of_other_queries("float32")
+    assert plan.shape.dtype == "float32"
+    assert plan.implementation != "mosaic_gpu"
+    assert decode("float32").dtype == jnp.float32
+    assert of_other_queries("bfloat16")[0].implementation == "mosaic_gpu"
+
+
+@pytest.mark.parametrize(("entry", "supported"), [("fp8", "bfloat16"), ("f16", "float16")])
+def test_explain_reports_queries_that_a_plan_does_not_support(interpreted, entry, supported):
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=jaxkv.MLAEntry(entry))
+    args = jaxkv.KVCache.zeros(layout), jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
+    found = jaxkv.explain(jaxkv.plan_decode, *args, num_heads=8, dtype=jnp.float32)
+    expected = f"queries of float32: supports {supported} with entries of format '{entry}'"
+    assert found.reasons["mosaic_gpu"] == (expected,)
+    with pytest.raises(ValueError, match="`dtype` is 'int8': expected one of"):
+        jaxkv.plan_decode(*args, num_heads=8, dtype="int8")
+
+
 def test_a_plan_goes_through_jit():
     entry = jaxkv.MLAEntry("f32", latent=16, rope=8)
     cache = jaxkv.KVCache.zeros(jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=entry))

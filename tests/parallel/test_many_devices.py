@@ -286,6 +286,27 @@ def test_lengths_past_the_tables_are_clamped_by_the_indexer():
     assert np.isfinite(right[:, 0, 2]).sum(axis=-1).tolist() == [16, 15, 15]
 
 
+def test_selected_slots_do_not_depend_on_chunks():
+    mesh, entry = mesh_of(3), jaxkv.IndexerEntry("bf16", head_dim=16)
+    rng, tables = np.random.default_rng(0), batch(MLA[0]).tables[:4, :2]
+    random = jnp.asarray(rng.standard_normal(3 * layout_of(entry).size), entry.dtype)
+    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout_of(entry), mesh).buffer.sharding), layout_of(entry))
+    q = jnp.asarray(rng.standard_normal((4, 19, 2, 16)), entry.dtype)
+    lengths = jnp.asarray([46, 2**31 - 1, 7, 0], jnp.int32)
+
+    def select(logits_bytes):
+        def slots(cache, q, tables, lengths):
+            keywords = dict(axis="x", interleave=5, layer=LAYER, max_len=20, logits_bytes=logits_bytes)
+            return context.select_slots(q, jnp.ones(q.shape[:3]), cache, tables, lengths, 8, **keywords)[None]
+
+        return run(slots, mesh, (P("x"), P(), P(), P()), P("x"), cache, q, tables, lengths)
+
+    whole = select(2**28)
+    assert (np.asarray(whole) >= 0).sum(axis=(0, 3)).tolist()[:2] == [[8] * 19] * 2
+    assert_same_bits(select(8 * 4 * 4 * 2 * 512), whole)  # of 8 query tokens
+    assert_same_bits(select(1), whole)
+
+
 def test_checked_lengths_are_those_of_all_devices():
     # With explicit axes `checkify` fails: it sorts what the devices have found, over all of them.
     mesh = mesh_of(3, axis_type=AxisType.Auto)

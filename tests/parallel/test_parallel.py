@@ -124,11 +124,18 @@ def decode_mla_sparse(**keywords):
     return context.decode_mla_sparse(*q, jaxkv.KVCache.zeros(MLA), slots, **options)
 
 
-def indexer_logits(weights=(2, 1, 2), axis="x"):
+def index(operation, *args, weights=(2, 1, 2), **options):
     layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=jaxkv.IndexerEntry("bf16", head_dim=8))
-    options = {"axis": axis, "layer": 0, "max_len": 8}
-    q = jnp.zeros((2, 1, 2, 8), jnp.bfloat16), jnp.zeros(weights)
-    return context.indexer_logits(*q, jaxkv.KVCache.zeros(layout), TABLES, SEQ_LENS, **options)
+    q, cache = (jnp.zeros((2, 1, 2, 8), jnp.bfloat16), jnp.zeros(weights)), jaxkv.KVCache.zeros(layout)
+    return operation(*q, cache, TABLES, SEQ_LENS, *args, **{"axis": "x", "layer": 0, "max_len": 8, **options})
+
+
+def indexer_logits(**changes):
+    return index(context.indexer_logits, **changes)
+
+
+def select_slots(**changes):
+    return index(context.select_slots, 2, **changes)
 
 
 def select_topk(k=2, axis="x", interleave=1, dtype="float32"):
@@ -163,6 +170,9 @@ WRONG = {
     "the best over no axis": (lambda: select_topk(axis="y"), ["`axis`", "'y'", "shard_map"]),
     "the best 0": (lambda: select_topk(k=0), ["`k`", "0", "positive"]),
     "the best of no interleave": (lambda: select_topk(interleave=0), ["`interleave`", "0", "positive"]),
+    "slots of no bytes": (lambda: select_slots(logits_bytes=0), ["`logits_bytes`", "0", "positive"]),
+    "slots of other weights": (lambda: select_slots(weights=(2, 2, 2)), ["`weights`", "(2, 2, 2)", "`q`"]),
+    "the best slots over no axis": (lambda: select_slots(axis="y"), ["`axis`", "'y'", "shard_map"]),
     "the best of bf16": (lambda: select_topk(dtype="bfloat16"), ["`logits`", "bfloat16", "float32"]),
     "lse of other queries": (lambda: merge(lse=(2, 4)), ["`lse`", "(2, 4)", "2, 3"]),
     "bf16 lse": (lambda: merge(dtype="bfloat16"), ["`lse`", "bfloat16", "float32"]),

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from jaxkv_kernels.mosaic_gpu import interpreting
+from support import quick_jax
 
 
 @contextmanager
@@ -21,6 +22,7 @@ def without_races():
         return states[-1]
 
     gpu_callbacks.reset_gpu_interpret_mode_state()  # a kernel that failed leaves its memory behind
-    with mock.patch.object(gpu_callbacks, "GPURaceDetectionState", remembered), interpreting(True):
+    remembering = mock.patch.object(gpu_callbacks, "GPURaceDetectionState", remembered)
+    with remembering, quick_jax.interpreting(), interpreting(True):
         yield
     assert not any(state.races_found for state in states), "a kernel races: what was printed has RACE DETECTED"

@@ -9,7 +9,6 @@ from jaxkv.models.config import Indexer
 from jaxkv.models.layers import rope
 from jaxkv.models.layers.linear import layer_norm, linear
 from jaxkv.models.model import Model
-from jaxkv.ops.indexer import positions_to_slots
 from jaxkv.ops.writes import write_indexer_k
 
 KEY_EPS = 1e-6
@@ -46,9 +45,7 @@ def select_slots(
     keys = cache.view(model.packed_layout(config, cache.layout.num_blocks, block_size)["indexer"])
     keys = write_indexer_k(keys, k.reshape(-1, config.head_dim), batch.slots, **options)
     index = batch.block_tables, batch.seq_lens
-    logits = model.parallel.indexer_logits(q, head_weights, keys, *index, max_len=max_len, **options)
-    positions = model.parallel.select_topk(logits, config.topk, implementation=model.implementation)
-    slots = positions_to_slots(positions, batch.block_tables, block_size=block_size)
+    slots = model.parallel.select_slots(q, head_weights, keys, *index, config.topk, max_len=max_len, **options)
     return keys.view(cache.layout), slots
 
 

@@ -11,7 +11,7 @@ from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.models.config import ModelConfig
 from jaxkv.ops.attention import decode_kv, decode_mla
-from jaxkv.ops.indexer import indexer_logits, select_topk
+from jaxkv.ops.indexer import select_slots
 from jaxkv.ops.plan import DecodePlan, plan_decode
 from jaxkv.ops.sparse import decode_mla_sparse
 
@@ -81,13 +81,9 @@ class Parallel(ABC):
         """`jaxkv.decode_kv` of this device's heads over all cached tokens."""
         return decode_kv(*args, **options)
 
-    def indexer_logits(self, *args, **options) -> jax.Array:
-        """`jaxkv.indexer_logits` for this device's part of the cached tokens."""
-        return indexer_logits(*args, **options)
-
-    def select_topk(self, logits, k: int, **options) -> jax.Array:
-        """`jaxkv.select_topk`: the positions in this device's part that are among the k best of all."""
-        return select_topk(logits, min(k, logits.shape[-1]), **options)
+    def select_slots(self, q, weights, cache: KVCache, block_tables, seq_lens, k: int, **options) -> jax.Array:
+        """`jaxkv.select_slots`: the slots in this device's part that are among the k best of all, or fewer than k."""
+        return select_slots(q, weights, cache, block_tables, seq_lens, min(k, options["max_len"]), **options)
 
     def decode_mla_sparse(self, *args, **options) -> jax.Array:
         """`jaxkv.decode_mla_sparse` of this device's heads over the slots of all devices."""

@@ -66,12 +66,8 @@ class ContextParallel(OnMesh):
         return context.decode_kv(*args, axis=self.axis, interleave=self.interleave, **options)
 
     @override
-    def indexer_logits(self, *args, **options):
-        return context.indexer_logits(*args, axis=self.axis, interleave=self.interleave, **options)
-
-    @override
-    def select_topk(self, logits, k, **options):
-        return context.select_topk(logits, k, axis=self.axis, interleave=self.interleave, **options)
+    def select_slots(self, *args, **options):
+        return context.select_slots(*args, axis=self.axis, interleave=self.interleave, **options)
 
     @override
     def decode_mla_sparse(self, *args, **options):

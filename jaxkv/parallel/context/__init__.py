@@ -9,7 +9,7 @@ hold `local_lengths(seq_len, shard=0, ...)` tokens.
 from jaxkv.parallel.context.decode import decode_kv, decode_mla, plan_decode
 from jaxkv.parallel.context.merge import merge_states
 from jaxkv.parallel.context.share import local_lengths, local_slots
-from jaxkv.parallel.context.sparse import decode_mla_sparse, indexer_logits, select_topk
+from jaxkv.parallel.context.sparse import decode_mla_sparse, indexer_logits, select_slots, select_topk
 
 __all__ = [
     "decode_kv",
@@ -20,5 +20,6 @@ __all__ = [
     "local_slots",
     "merge_states",
     "plan_decode",
+    "select_slots",
     "select_topk",
 ]

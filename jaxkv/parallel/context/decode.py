@@ -85,7 +85,7 @@ def plan_decode(
       axis: as passed to the calls.
       interleave: as passed to the calls.
       q_len: query tokens per request of the calls.
-      **options: `num_heads`, `batch_invariant` and `implementation`, as in `jaxkv.plan_decode`.
+      **options: `num_heads`, `dtype`, `batch_invariant` and `implementation`, as in `jaxkv.plan_decode`.
 
     Returns:
       This device's plan.

@@ -64,6 +64,21 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
     return slots_for(block_tables, jnp.where(mine, before, -1), block_size=block_size)
 
 
+def whole_lengths(block_tables, seq_lens, *, block_size: int, axis, interleave: int) -> jax.Array:
+    """`seq_lens` int32 [B] of all shards together, clamped to the capacity of the tables of all shards.
+
+    In checked mode, lengths outside of it are errors.
+    """
+    # Shard 0 has the largest share, so its table is full first.
+    count = here(axis)["num_shards"]
+    rounds, rest = divmod(table_tokens(block_tables, block_size), positive_int("interleave", interleave))
+    room = min(rounds * interleave * count + rest, MAX_SLOTS)
+    if checks.checking():
+        held = f"the tables of {count} devices hold {room} tokens"
+        checks.require((seq_lens >= 0) & (seq_lens <= room), "seq_lens", seq_lens, held)
+    return jnp.clip(seq_lens, 0, room)
+
+
 def requests_of_tokens(cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, interleave: int):
     """Tables [B * Q, M] and lengths [B * Q] on this shard, for one request per query token (Q = `tokens`).
 
@@ -73,13 +88,8 @@ def requests_of_tokens(cache: KVCache, block_tables, seq_lens, dims: Dims, token
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     block_tables, seq_lens, me = int32(block_tables), int32(seq_lens), here(axis)
-    # Shard 0 has the largest share, so its table is full first.
-    rounds, rest = divmod(table_tokens(block_tables, cache.layout.block_size), positive_int("interleave", interleave))
-    room = min(rounds * interleave * me["num_shards"] + rest, MAX_SLOTS)
-    if checks.checking():
-        held = f"the tables of {me['num_shards']} devices hold {room} tokens"
-        checks.require((seq_lens >= 0) & (seq_lens <= room), "seq_lens", seq_lens, held)
-    lengths = jnp.clip(seq_lens, 0, room)
+    block_size = cache.layout.block_size
+    lengths = whole_lengths(block_tables, seq_lens, block_size=block_size, axis=axis, interleave=interleave)
     seen = lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
     shares = local_lengths(seen.reshape(-1), **me, interleave=interleave)
     return jnp.repeat(block_tables, tokens, axis=0), shares

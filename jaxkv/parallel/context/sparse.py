@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import Dims, positive_int
+from jaxkv.dispatch.validate import Dims, check_cache, int32, positive_int
 from jaxkv.ops import indexer, sparse
+from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.parallel.context.merge import merge_states
-from jaxkv.parallel.context.share import here, requests_of_tokens
+from jaxkv.parallel.context.share import here, requests_of_tokens, whole_lengths
+from jaxkv_kernels.formats.entries import IndexerEntry
 
 LAST = 2**31 - 1
 """The rank of positions that are not to be selected."""
@@ -91,6 +93,55 @@ def _ranks(logits):
     """int32 ranks in the order of `jaxkv.select_topk`: NaN has the lowest rank, then the largest logit; -0 equals 0."""
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
     return ~jnp.where(jnp.isnan(logits), LAST, bits ^ ((bits >> 31) & LAST))
+
+
+def select_slots(
+    q, weights, cache: KVCache, block_tables, seq_lens, k: int, *, axis, interleave: int = 1, max_len: int,
+    logits_bytes=LOGITS_BYTES, implementation=None, **options,
+) -> jax.Array:  # fmt: skip
+    """`jaxkv.select_slots` for the device's own share of the tokens.  Call it inside `shard_map`.
+
+    `indexer_logits`, `select_topk` and `jaxkv.positions_to_slots` of a chunk of query tokens after the other.
+
+    Args:
+      q: [B, Q, Hi, D], the same on all devices along `axis`.
+      weights: [B, Q, Hi], the same on all devices along `axis`.
+      cache: the cache of this device.
+      block_tables: int32 [B, M], the blocks of each request's share, in the device's own cache.
+      seq_lens: int32 [B], tokens of each request on all devices together, the new ones included.
+      k: static number of tokens, on all devices together.
+      axis: mesh axis (or several) of the `shard_map` around this call.
+      interleave: static int, consecutive tokens that one shard owns.
+      max_len: static number of cached tokens of the share that are scored.
+      logits_bytes: as in `jaxkv.select_slots`, for the share.
+      implementation: as in `jaxkv.select_slots`.
+      **options: `layer`.
+
+    Returns:
+      int32 [B, Q, min(k, max_len)], slots in the cache of this device; -1 where the share has fewer selected tokens.
+
+    Raises:
+      ValueError: a shape, dtype or static argument is wrong, or there is no such axis.
+    """
+    dims = Dims()
+    dims.check("q", q, "B Q Hi D", (str(getattr(q, "dtype", None)),))
+    dims.check("weights", weights, "B Q Hi")
+    check_cache(cache, IndexerEntry)
+    dims.check_ints("block_tables", block_tables, "B M")
+    dims.check_ints("seq_lens", seq_lens, "B")
+    block_size, divided = cache.layout.block_size, {"axis": axis, "interleave": interleave}
+    positive_int("max_len", max_len)
+
+    def select(q, weights, lengths):
+        scored = {"max_len": max_len, "implementation": implementation, **options}
+        logits = indexer_logits(q, weights, cache, block_tables, lengths, **divided, **scored)
+        positions = select_topk(logits, k, implementation=implementation, **divided)
+        return indexer.positions_to_slots(positions, block_tables, block_size=block_size)
+
+    return in_query_chunks(
+        select, q, weights, whole_lengths(block_tables, int32(seq_lens), block_size=block_size, **divided),
+        token_bytes=logits_bytes_of_a_token(weights, max_len), most_bytes=positive_int("logits_bytes", logits_bytes),
+    )  # fmt: skip
 
 
 def decode_mla_sparse(q_latent, q_pe, cache: KVCache, slots, *, axis, return_lse=False, **options) -> Any:

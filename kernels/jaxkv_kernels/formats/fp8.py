@@ -5,9 +5,8 @@ lack an operation on float8.
 """
 
 import jax.numpy as jnp
-from jax import lax
 
-from jaxkv_kernels.formats.bits import to_fp8
+from jaxkv_kernels.formats.bits import corrected_quotient, to_fp8
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.formats.format import Format, join, together
 
@@ -26,7 +25,10 @@ class Fp8(Format):
 
     def encode(self, values, scales):
         """Divides in float32 and rounds to e4m3, saturating."""
-        return join([to_fp8(_divided(x, s)) for x, s in zip(values, scales, strict=True)], self.dtype)
+        quotients = (
+            corrected_quotient(x.astype(jnp.float32), scale[..., None]) for x, scale in zip(values, scales, strict=True)
+        )
+        return join([to_fp8(quotient) for quotient in quotients], self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`.  With a scale of None, returns the stored values unchanged."""
@@ -35,9 +37,3 @@ class Fp8(Format):
             value = part.read(row)
             values.append((value if scale is None else value.astype(jnp.float32) * scale[..., None]).astype(dtype))
         return values
-
-
-def _divided(x, scale):
-    """`x` [..., n] / `scale` [...] in float32, rounded once."""
-    # Without the barrier, XLA would multiply by the reciprocal of the scale, which rounds twice.
-    return x.astype(jnp.float32) / lax.optimization_barrier(jnp.broadcast_to(scale[..., None], x.shape))

@@ -28,8 +28,8 @@ def _kernel(
 _MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla")}
 _MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8")}
 _MOVED_INDEXER: Listed = {IndexerEntry: ("bf16", "f16", "f32", "indexer_fp8")}
-_SPARSE: Listed = {MLAEntry: ("bf16", "f16", "fp8_ds_mla")}
-_DENSE: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla")}
+_MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla")}
+_LOGITS: Listed = {IndexerEntry: ("bf16", "f16", "indexer_fp8")}
 _KV: Listed = {KVEntry: ("bf16", "f16", "fp8")}
 
 KERNELS: dict[str, Kernel] = {
@@ -43,16 +43,14 @@ KERNELS: dict[str, Kernel] = {
     "gather_indexer_k": _kernel(
         "entries.gathers.gather_indexer_k", _MOVED_INDEXER, unsupported.gather_indexer_k, BULK_COPIES
     ),
-    "plan_decode": _kernel("attention.plan.plan_decode", {**_DENSE, **_KV}, unsupported.plan_decode, WGMMA),
-    "decode_mla": _kernel("attention.decode_mla.decode_mla", _DENSE, unsupported.decode_mla, WGMMA),
+    "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
+    "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
     "decode_mla_sparse": _kernel(
-        "attention.decode_mla_sparse.decode_mla_sparse", _SPARSE, unsupported.decode_mla_sparse, WGMMA
+        "attention.decode_mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse, WGMMA
     ),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
     "merge_states": _kernel("entries.merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),
-    "indexer_logits": _kernel(
-        "indexer.logits.indexer_logits", {IndexerEntry: ("indexer_fp8",)}, unsupported.indexer_logits, WGMMA
-    ),
+    "indexer_logits": _kernel("indexer.logits.indexer_logits", _LOGITS, unsupported.indexer_logits, WGMMA),
     "select_topk": _kernel("indexer.topk.select_topk", {}, unsupported.select_topk, REDUX),
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),

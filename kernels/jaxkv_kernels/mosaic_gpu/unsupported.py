@@ -14,11 +14,9 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
-from jaxkv_kernels.mosaic_gpu.indexer.key_rows import key_rows, rows_per_token
+from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
 
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
-QUERY_ROWS = 256
-"""Heads of all query tokens of a request, whose queries are in shared memory."""
 MOST_SELECTED = 4096
 LATENT, ROPE = 512, 64
 HEAD_DIMS = (64, 128, 192, 256)
@@ -37,9 +35,9 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     entry, q = options["entry"], arrays["q_latent"]
     if entry.quantised:
         yield from _quantised_mla(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
-        yield from _query_dtype(entry, q_latent=q)
     else:
-        yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q_latent": q})
+        yield from _attention(entry, options["pages"], arrays["buffer"])
+    yield from _query_dtype(entry, q.dtype, "`q_latent`")
     yield from too_large(options)
 
 
@@ -48,9 +46,9 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
     entry, q = options["entry"], arrays["q"]
     if entry.quantised:
         yield from _quantised_kv(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
-        yield from _query_dtype(entry, q=q)
     else:
-        yield from _attention(entry, options["pages"], {"buffer": arrays["buffer"], "q": q})
+        yield from _attention(entry, options["pages"], arrays["buffer"])
+    yield from _query_dtype(entry, q.dtype, "`q`")
     yield from too_large(options)
 
 
@@ -58,7 +56,7 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
     """Reasons against a `decode_mla_sparse` call."""
     entry, pages, q = options["entry"], options["pages"], arrays["q_latent"]
     yield from _latent_sizes(entry)
-    yield from _query_dtype(entry, q_latent=q)
+    yield from _query_dtype(entry, q.dtype, "`q_latent`")
     yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
     yield from too_large(options)
 
@@ -68,14 +66,20 @@ def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
     entry, pages, q = options["entry"], options["pages"], arrays["q"]
     if entry.head_dim != INDEXER_DIM:
         yield f"keys of {entry.head_dim} values: supports {INDEXER_DIM}"
-    if q.dtype not in (FP8, jnp.bfloat16, jnp.float16):
+    if entry.quantised and q.dtype not in (FP8, jnp.bfloat16, jnp.float16):
         yield f"`q` of {q.dtype}: supports float8_e4m3fn, bfloat16 and float16"
-    if (rows := q.shape[1] * rows_per_token(q.shape[2])) > QUERY_ROWS:
-        yield f"`q` of {q.shape[1]} tokens and {q.shape[2]} heads, {rows} rows: supports at most {QUERY_ROWS}"
-    if pages.block_size not in INDEXER_BLOCKS:
-        yield f"blocks of {pages.block_size} tokens: supports {', '.join(map(str, INDEXER_BLOCKS))}"
+    if not entry.quantised and q.dtype not in (FP8, entry.dtype):
+        yield f"`q` of {q.dtype}: supports float8_e4m3fn and {entry.dtype} with keys of format {entry.format!r}"
+    if rows_per_token(q.shape[2]) > QUERY_ROWS:
+        yield f"`q` of {q.shape[2]} heads: supports at most {QUERY_ROWS}"
     if options["max_len"] >= 2**28:
         yield f"`max_len` of {options['max_len']}: supports less than 2**28"
+    if not entry.quantised:
+        yield from _block_sizes(pages)
+        yield from _origins(pages, arrays["buffer"])
+        return
+    if pages.block_size not in INDEXER_BLOCKS:
+        yield f"blocks of {pages.block_size} tokens: supports {', '.join(map(str, INDEXER_BLOCKS))}"
     try:
         key_rows(pages, arrays["buffer"].dtype.itemsize)
     except ValueError as error:
@@ -96,8 +100,9 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
     if entry.quantised:
         reasons = _quantised_mla if entry.one_head else _quantised_kv
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
-        return
-    yield from _attention(options["entry"], options["pages"], {"buffer": arrays["buffer"]})
+    else:
+        yield from _attention(entry, pages, arrays["buffer"])
+    yield from _query_dtype(entry, options["dtype"], "queries")
 
 
 def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
@@ -129,11 +134,10 @@ def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
     yield from _origins(pages, buffer)
 
 
-def _query_dtype(entry, **queries) -> Iterator[str]:
-    """A reason against queries, one array by name, of other than the entries' input dtype."""
-    for name, q in queries.items():
-        if q.dtype != entry.input_dtype:
-            yield f"`{name}` of {q.dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
+def _query_dtype(entry, dtype, name: str) -> Iterator[str]:
+    """A reason against queries of other than the entries' input dtype, which a message calls `name`."""
+    if dtype != entry.input_dtype:
+        yield f"{name} of {dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
 
 
 def _latent_sizes(entry) -> Iterator[str]:
@@ -151,17 +155,14 @@ def _block_sizes(pages) -> Iterator[str]:
         yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
 
 
-def _attention(entry, pages, arrays) -> Iterator[str]:
-    """Reasons against attending to such entries: queries, by name in `arrays`, must be of their dtype."""
+def _attention(entry, pages, buffer) -> Iterator[str]:
+    """Reasons against attending to such entries, which are not quantised."""
     if entry.one_head:
         yield from _latent_sizes(entry)
     elif not {*entry.sizes} <= {*HEAD_DIMS}:
         yield f"{_values_of(entry)}: supports 64, 128, 192 and 256 of each"
-    for name, array in arrays.items():
-        if name != "buffer" and array.dtype != entry.dtype:
-            yield f"`{name}` of {array.dtype}: supports that of the entries, {entry.dtype}"
     yield from _block_sizes(pages)
-    yield from _origins(pages, arrays["buffer"])
+    yield from _origins(pages, buffer)
 
 
 def _origins(pages, buffer) -> Iterator[str]:

@@ -14,24 +14,30 @@ from support.cases import slow
 from support.hopper import kernel_operands, on_hopper
 from support.suites import scenes
 
+FLOATS = [("bf16", "bfloat16"), ("f16", "float16"), ("bf16", "float8_e4m3fn"), ("f16", "float8_e4m3fn")]
+"""Formats of keys that are not quantised, and dtypes of queries."""
+
 
 class Mosaic:
     """What every suite of this kernel says of itself."""
 
     implementation = "mosaic_gpu"
     gaps = (
-        "entries of format",  # other formats are not multiplied yet
-        "`q` of float32",  # has no wgmma
-        "blocks of",  # of 1, 3, 16 and 61 tokens: their pages are not whole rows of 128 bytes
+        "entries of format 'f32'",  # has no wgmma
+        "`q` of",  # of float32, and of float16 with bf16 keys: there is no such wgmma
+        "blocks of",  # of 1, 3 and 61 tokens; of 16 e4m3 keys, which are not whole rows of 128 bytes
         "offset of",
         "layer stride of",
         "block stride of",
         "buffer size of",
     )
 
-    def case(self, lengths, *, layout="BLNHC", block_size=64, dtype="float8_e4m3fn", tokens=1, heads=4, max_len=200):
+    def case(
+        self, lengths, *, keys="indexer_fp8", layout="BLNHC", block_size=64, dtype="float8_e4m3fn", tokens=1, heads=4,
+        max_len=200,
+    ):  # fmt: skip
         """Checks requests of those lengths."""
-        entry = jaxkv.IndexerEntry()
+        entry = jaxkv.IndexerEntry(keys)
         scene = scenes.scene(entry, lengths=lengths, block_size=block_size)
         found = suites.layout_of(layout, entry, block_size=block_size)
         self.check(*self.arguments(scene, tokens, dtype, heads), scene, found, 1, max_len)
@@ -48,6 +54,23 @@ class TestIndexer(Mosaic, suites.Indexer):
     def test_heads_and_query_tokens(self, dtype, heads, tokens):
         self.case((700, 3, 0, 90), dtype=dtype, heads=heads, tokens=tokens, max_len=1000)
 
+    @pytest.mark.parametrize(("keys", "dtype"), FLOATS)
+    @pytest.mark.parametrize("layout", ["BLNHC", "packed, uint8", "gaps, offset"])
+    @pytest.mark.parametrize(("heads", "tokens"), [(64, 1), (64, 2), (64, 64), (8, 70), (128, 3), (19, 40), (256, 2)])
+    def test_float_keys(self, keys, dtype, layout, heads, tokens):
+        self.case(
+            (700, 3, 0, 90), keys=keys, layout=layout, dtype=dtype, heads=heads, tokens=tokens, max_len=1000
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("block_size", [16, 32, 128, 256])
+    def test_blocks_of_float_keys(self, block_size):
+        self.case((130, 64, 7), keys="bf16", dtype="bfloat16", block_size=block_size, heads=64, max_len=300)
+
+    @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
+    @pytest.mark.parametrize(("heads", "tokens"), [(64, 64), (104, 5)])
+    def test_groups_of_query_tokens(self, dtype, heads, tokens):
+        self.case((700, 3, 0, 90), dtype=dtype, heads=heads, tokens=tokens, max_len=1000)
+
 
 @pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.IndexerChecks):
@@ -58,6 +81,18 @@ class TestInterpreted(Mosaic, suites.IndexerChecks):
 
     def test_queries_that_are_converted(self):
         self.case((0, 1, 130), dtype="bfloat16", tokens=2)
+
+    @pytest.mark.parametrize(("keys", "dtype"), [FLOATS[0], *(slow(*case) for case in FLOATS[1:])])
+    def test_float_keys(self, keys, dtype):
+        self.case((70, 0, 190), keys=keys, dtype=dtype, tokens=2)
+
+    def test_float_keys_of_blocks_with_gaps(self):
+        self.case((130, 64, 7), keys="bf16", dtype="bfloat16", layout="gaps, offset", block_size=16, max_len=66)
+
+    @pytest.mark.parametrize(("keys", "dtype"), [slow("bf16", "bfloat16"), ("indexer_fp8", "float8_e4m3fn")])
+    def test_groups_of_query_tokens(self, keys, dtype):
+        """Three groups of two tokens; the first has padding."""
+        self.case((70, 3, 0), keys=keys, dtype=dtype, tokens=5, heads=100, max_len=100)
 
     @pytest.mark.slow
     def test_blocks_of_half_a_tile(self):
@@ -85,10 +120,16 @@ class TestInterpreted(Mosaic, suites.IndexerChecks):
     test_blocks_outside_the_cache = suites.Indexer.test_blocks_outside_the_cache_are_not_seen
 
 
-@pytest.mark.parametrize(("dtype", "tokens"), [("float8_e4m3fn", 2), ("bfloat16", 1)])
+@pytest.mark.parametrize(
+    ("keys", "dtype", "tokens"),
+    [
+        ("indexer_fp8", "float8_e4m3fn", 2), ("indexer_fp8", "bfloat16", 1), ("indexer_fp8", "float8_e4m3fn", 70),
+        ("bf16", "bfloat16", 1), ("f16", "float16", 70), ("bf16", "float8_e4m3fn", 2),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("order", "block_size"), [("BLNHC", 64), ("LBNHC", 128)])
-def test_lowers_for_hopper(dtype, tokens, order, block_size):
-    entry = jaxkv.IndexerEntry()
+def test_lowers_for_hopper(keys, dtype, tokens, order, block_size):
+    entry = jaxkv.IndexerEntry(keys)
     layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=block_size, entry=entry, order=order)
     shape = jax.ShapeDtypeStruct
     arrays = (
@@ -120,12 +161,16 @@ def test_select_topk_lowers_for_hopper(length, k, launches):
 
 SIZES = dict(num_layers=3, num_blocks=4, block_size=64)
 UNSUPPORTED = {
-    "entries of format 'bf16'": dict(entry=jaxkv.IndexerEntry("bf16")),
+    "entries of format 'f32'": dict(entry=jaxkv.IndexerEntry("f32")),
     "keys of 64 values": dict(entry=jaxkv.IndexerEntry(head_dim=64)),
     "blocks of 16 tokens": dict(block_size=16),
     "block stride of": dict(block_padding=16),
     "`q` of float32": dict(dtype=jnp.float32),
-    "`q` of 1 tokens and 300 heads": dict(heads=300),
+    "`q` of 300 heads": dict(heads=300),
+    "`q` of float16": dict(entry=jaxkv.IndexerEntry("bf16"), dtype=jnp.float16),
+    "`q` of bfloat16": dict(entry=jaxkv.IndexerEntry("f16")),
+    "blocks of 8 tokens": dict(entry=jaxkv.IndexerEntry("bf16"), block_size=8),
+    "block stride of 49160 bytes": dict(entry=jaxkv.IndexerEntry("bf16"), block_padding=4),
 }
 
 

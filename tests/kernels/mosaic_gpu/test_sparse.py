@@ -29,7 +29,7 @@ class Mosaic:
     latent, rope = 512, 64
     exact = "bf16"
     gaps = (
-        "entries of format",  # float32 has no wgmma; entries of one scale are not gathered yet
+        "entries of format",  # float32 has no wgmma
         "offset of",  # loads are of 16 bytes, aligned to as many
         "layer stride of",
         "block stride of",
@@ -70,6 +70,27 @@ class Mosaic:
                 scene = scene.holding(scales.view(np.uint8), request, position, slice(512, 528))
         return scene
 
+    def check_queries(self, form, power, heads, lengths, slots):
+        """Queries times a power of two, by which the softmax scale is divided."""
+        q = [x * jnp.bfloat16(2.0**power) for x in suites.queries(self.entry(form), len(lengths), 1, heads)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("support.suites.decode_mla_sparse.SCALE", 0.11 * 2.0**-power)
+            self.sparse(form, lengths, heads, slots, q=q)
+
+    def check_scale_of_all_entries(self, power, heads, lengths, slots):
+        """`kv_scale` times a power of two, by which the softmax scale is divided: results are multiplied by it."""
+        entry = self.entry("fp8")
+        scene = suites.scenes.scene(entry, lengths=lengths)
+        cache, q = scene.cache(suites.layout_of("BLNHC", entry), 1), suites.queries(entry, len(lengths), 1, heads)
+        chosen = self.choose(scene, 1, slots, np.random.default_rng(slots))
+        ((name, kv_scale),) = scene.scale_arguments().items()
+        right_out, right_lse = self.truth(q, chosen, scene)
+        scaled = {name: kv_scale * 2.0**power, "scale": 0.11 * 2.0**-power}
+        out, lse = self.decode(q, cache, chosen, 1, scene, **scaled)
+        out = np.asarray(out.astype(jnp.float32), np.float64) * 2.0**-power
+        assert_close(out, right_out, dtype="bfloat16", roundings=4, magnitude=1, what="out")
+        assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
+
     def check_batch_invariance(self, form, lengths, heads, slots):
         """Query tokens have the same bits alone as together, in batches that split them differently otherwise."""
         scene = suites.scenes.scene(self.entry(form), lengths=lengths)
@@ -79,7 +100,7 @@ class Mosaic:
         def decode(rows):
             return jaxkv.decode_mla_sparse(
                 *(x[rows] for x in q), cache, jnp.asarray(chosen)[rows], layer=1, scale=0.11, return_lse=True,
-                batch_invariant=True, implementation="mosaic_gpu",
+                batch_invariant=True, implementation="mosaic_gpu", **scene.scale_arguments(),
             )  # fmt: skip
 
         together = decode(np.arange(2)[::-1])
@@ -92,12 +113,12 @@ class Mosaic:
 class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     """The whole suite, and what only sizes of real calls show, on the GPU."""
 
-    @pytest.mark.parametrize("form", ["bf16", "fp8_ds_mla"])
+    @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
     @pytest.mark.parametrize("heads", [64, 128])
     def test_batch_invariant_bits(self, form, heads):
         self.check_batch_invariance(form, (190, 64), heads, 4000)
 
-    @pytest.mark.parametrize("form", ["bf16", "f16", "fp8_ds_mla"])
+    @pytest.mark.parametrize("form", ["bf16", "f16", "fp8", "fp8_ds_mla"])
     @pytest.mark.parametrize("heads", [8, 64, 100, 128])
     def test_many_slots(self, form, heads):
         self.sparse(form, (640, 100, 1), heads, 700, tokens=2)
@@ -111,12 +132,14 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     def test_scales_that_are_not_powers_of_two(self, exponents):
         self.check_scales_that_are_not_powers_of_two(exponents, 128)
 
+    @pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla"])
     @pytest.mark.parametrize("power", QUERY_SCALES)
-    def test_any_queries(self, power):
-        q = [x * jnp.bfloat16(2.0**power) for x in suites.queries(self.entry("fp8_ds_mla"), 2, 1, 64)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("support.suites.decode_mla_sparse.SCALE", 0.11 * 2.0**-power)
-            self.sparse("fp8_ds_mla", (190, 64), 64, 130, q=q)
+    def test_any_queries(self, form, power):
+        self.check_queries(form, power, 64, (190, 64), 130)
+
+    @pytest.mark.parametrize("power", QUERY_SCALES)
+    def test_any_scale_of_all_entries(self, power):
+        self.check_scale_of_all_entries(power, 128, (190, 64), 3000)
 
     def test_a_scan_over_layers_stacks_the_results(self):
         entry = self.entry("fp8_ds_mla")
@@ -130,7 +153,7 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
 class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     """Numerics, barriers and races of a few cases, each of which takes the interpreter many seconds."""
 
-    @pytest.mark.parametrize("form", ["bf16", "fp8_ds_mla"])
+    @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
     def test_two_row_tiles_sinks_counts_and_splits(self, form):
         heads = 72
         sinks = np.random.default_rng(0).normal(0, 3, heads).astype(np.float32)
@@ -138,8 +161,9 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
         self.sparse(form, (190, 64), heads, 300, counts=np.asarray([[300], [70]], np.int32), sinks=sinks)
 
     @pytest.mark.slow
-    def test_batch_invariant_bits(self):
-        self.check_batch_invariance("fp8_ds_mla", (190, 64), 8, 2200)
+    @pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla"])
+    def test_batch_invariant_bits(self, form):
+        self.check_batch_invariance(form, (190, 64), 8, 2200)
 
     def test_no_slots_at_all_and_a_cap(self):
         counts = np.asarray([[0, 64], [3, 65]], np.int32)
@@ -153,14 +177,17 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     def test_scales_that_are_not_powers_of_two(self, exponents):
         self.check_scales_that_are_not_powers_of_two(exponents, 8)
 
-    @pytest.mark.parametrize("power", QUERY_SCALES)
-    def test_any_queries(self, power, monkeypatch):
-        monkeypatch.setattr("support.suites.decode_mla_sparse.SCALE", 0.11 * 2.0**-power)
-        q = [x * jnp.bfloat16(2.0**power) for x in suites.queries(self.entry("fp8_ds_mla"), 2, 1, 8)]
-        self.sparse("fp8_ds_mla", (64, 1), 8, 66, q=q)
+    @pytest.mark.parametrize(("form", "power"), [("fp8_ds_mla", power) for power in QUERY_SCALES] + [("fp8", 40)])
+    def test_any_queries(self, form, power):
+        self.check_queries(form, power, 8, (64, 1), 66)
 
-    def test_an_odd_layout_in_a_buffer_of_another_dtype(self):
-        self.sparse("fp8_ds_mla", (190, 64), 8, 66, layout="packed, bfloat16")
+    @pytest.mark.parametrize("power", QUERY_SCALES)
+    def test_any_scale_of_all_entries(self, power):
+        self.check_scale_of_all_entries(power, 8, (64, 1), 66)
+
+    @pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla"])
+    def test_an_odd_layout_in_a_buffer_of_another_dtype(self, form):
+        self.sparse(form, (190, 64), 8, 66, layout="packed, bfloat16")
 
     def test_traced_layer_outside_the_cache_is_empty(self):
         entry = self.entry()
@@ -176,7 +203,7 @@ LOWERED = [("BLNHC", 128, False, False, None), ("LBNHC", 20, True, True, 30.0)]
 """Order, heads, whether there are counts and sinks, `logit_cap`."""
 
 
-@each_value(("form", "case"), ["bf16", "f16", "fp8_ds_mla"], LOWERED)
+@each_value(("form", "case"), ["bf16", "f16", "fp8", "fp8_ds_mla"], LOWERED)
 def test_lowers_for_hopper(form, case):
     order, heads, counts, sinks, cap = case
     entry = jaxkv.MLAEntry(form)
@@ -191,11 +218,12 @@ def test_lowers_for_hopper(form, case):
         shape((heads,), jnp.float32) if sinks else None,
         shape((), jnp.int32),
         shape((), jnp.float32),
+        shape((), jnp.float32) if entry.codec.scaled else None,
     )
 
     def decode(*arrays):
         run = mosaic_gpu.KERNELS["decode_mla_sparse"].run
-        return run(*arrays, None, pages=layout.pages, entry=entry, logit_cap=cap)
+        return run(*arrays, pages=layout.pages, entry=entry, logit_cap=cap)
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

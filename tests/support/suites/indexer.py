@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv_kernels.xla.paged import CHUNK_TOKENS
 from support import scenes
 from support.cases import on_layouts, slow
 from support.compare import assert_close, assert_same_bits
@@ -51,6 +52,22 @@ class IndexerChecks(Suite):
         assert_close(found, self.truth(q, weights, scene, max_len), roundings=roundings, what="logits")
         assert_same_bits(found, self.logits(q, weights, scene.twin(layout), scene, 0, max_len))
 
+    def check_select_slots(self, entry, dtype, *, tokens, chunk, k=30):
+        """The slots are those of single calls, for chunks of up to so many query tokens."""
+        scene = scenes.scene(entry)
+        cache = scene.cache(layout_of("BLNHC", entry), 1)
+        q, weights = self.arguments(scene, tokens, dtype)
+        logits = self.logits(q, weights, cache, scene, 1, 200)
+        tables = jnp.asarray(scene.tables)
+        positions = self.run(jaxkv.select_topk, logits, k)
+        right = jaxkv.positions_to_slots(positions, tables, block_size=64)
+        found = jaxkv.select_slots(
+            q, weights, cache, tables, jnp.asarray(scene.lengths, jnp.int32), k, layer=1, max_len=200,
+            logits_bytes=chunk * 4 * len(scene.lengths) * max(200, weights.shape[2] * CHUNK_TOKENS),
+            implementation=self.implementation,
+        )  # fmt: skip
+        assert_same_bits(found, right)
+
     def check_topk(self, logits, k):
         """The positions are those of a stable sort."""
         found = self.run(jaxkv.select_topk, jnp.asarray(logits), k)
@@ -82,6 +99,11 @@ class Indexer(IndexerChecks):
     def test_dtypes_of_queries(self, dtype, entry):
         scene = scenes.scene(entry)
         self.check(*self.arguments(scene, 2, dtype), scene, layout_of("BLNHC padded", entry), 1, 200)
+
+    @pytest.mark.parametrize(("tokens", "chunk"), [(21, 8), (21, 1), (90, 40), (16, 8), (3, 3)])
+    @formats([scenes.INDEXER_ENTRIES[0], scenes.INDEXER_ENTRY])
+    def test_select_slots(self, entry, tokens, chunk):
+        self.check_select_slots(entry, "bfloat16", tokens=tokens, chunk=chunk)
 
     @formats(scenes.INDEXER_ENTRIES[1:3])
     def test_keys_and_queries_of_more_digits(self, entry):

@@ -127,6 +127,32 @@ class Writes(WriteChecks):
         layout = layout_of("BLNHC", scenes.KV_ENTRIES[3], num_heads=3)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0), 300), "nan")
 
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    @pytest.mark.parametrize("scale", [0.04, 1.0, -0.3, 3e30, 3.4e38, 1.2e-38, 3e-39, 1e-45, 0.0, np.inf, np.nan])
+    def test_fp8_divides_every_value_with_one_rounding(self, dtype, scale):
+        """All values of 16 bits, and as many of 32, half of them near the ties of e4m3."""
+        entry, scale = jaxkv.KVEntry("fp8", head_dim=64), np.float32(scale)
+        if dtype == "float32":
+            values = np.random.default_rng(0).integers(0, 2**32, 2**16, dtype=np.uint32).view(dtype)
+            ties = (np.arange(2**15) % 256 + 0.5) * 2.0 ** -(np.arange(2**15) % 17)
+            with np.errstate(all="ignore"):
+                values[::2] = (ties * scale).astype(np.float32)
+        else:
+            values = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype))
+        values = values.reshape(-1, 64)
+        layout = jaxkv.CacheLayout(num_layers=1, num_blocks=16, block_size=64, num_heads=1, entry=entry)
+        parts = [jnp.asarray(values)[:, None], jnp.asarray(values[::-1])[:, None]]
+        cache = self.write(
+            jaxkv.KVCache.zeros(layout), parts, jnp.arange(len(values)), 0,
+            {"k_scale": jnp.asarray(scale), "v_scale": jnp.asarray(scale)},
+        )  # fmt: skip
+        stored = scenes.to_bytes(cache).reshape(-1, entry.nbytes)
+        with np.errstate(all="ignore"):
+            right = oracle.encode(entry, [np.asarray(part)[:, 0] for part in parts], (scale, scale))
+        nan = [(found & 0x7F) == 0x7F for found in (stored, right)]
+        assert_same_bits(*nan)
+        assert_same_bits(*(np.where(nan[0], 0, found) for found in (stored, right)))
+
     def test_traced_layer_outside_the_cache_writes_nothing(self):
         layout = layout_of("BLNHC", scenes.MLA_ENTRIES[0])
         before = scenes.garbage(layout, np.random.default_rng(0), "random")

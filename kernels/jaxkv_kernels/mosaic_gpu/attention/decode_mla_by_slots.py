@@ -26,7 +26,7 @@ def decode_by_slots(
             block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens, batch_invariant=False
         )
     return decode_slots(
-        q_latent, q_pe, buffer, slots, None, layer, scale, plan, pages=pages, entry=entry, logit_cap=logit_cap
+        q_latent, q_pe, buffer, slots, None, layer, scale, None, plan, pages=pages, entry=entry, logit_cap=logit_cap
     )
 
 

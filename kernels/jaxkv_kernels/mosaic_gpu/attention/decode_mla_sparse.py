@@ -1,4 +1,4 @@
-"""Sparse MLA decode for latents of 512 and rotary parts of 64 values, in bf16, f16 or fp8_ds_mla, on sm_90.
+"""Sparse MLA decode for latents of 512 and rotary parts of 64 values, in bf16, f16, fp8 or fp8_ds_mla, on sm_90.
 
 To the plan, each query token is a request of its own, with `counts` slots.
 """
@@ -28,7 +28,6 @@ def decode_mla_sparse(
 
     Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
     """
-    del kv_scale
     batch, tokens, heads, _ = q_latent.shape
     plan_of = partial(
         plan_slots, size=slots.shape[-1], heads=heads, costs=config_of(entry).split_costs,
@@ -40,26 +39,31 @@ def decode_mla_sparse(
     else:
         plan = plan_of(counts.reshape(-1), by_kernel=not interpreting.value)
     return decode_slots(
-        q_latent, q_pe, buffer, slots, sinks, layer, scale, plan, pages=pages, entry=entry, logit_cap=logit_cap
-    )
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan,
+        pages=pages, entry=entry, logit_cap=logit_cap,
+    )  # fmt: skip
 
 
 def config_of(entry) -> SparseConfig:
     """The configuration of a call with such entries: the user's, or the default."""
-    return configuration(sparse_config(entry.quantised))
+    return configuration(sparse_config(entry.format))
 
 
-def decode_slots(q_latent, q_pe, buffer, slots, sinks, layer, scale, plan: Plan, *, pages, entry, logit_cap):
+def decode_slots(
+    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, *, pages, entry, logit_cap
+):  # fmt: skip
     """The same with a plan of query tokens."""
     return _decode(
-        q_latent, q_pe, buffer, slots, sinks, layer, scale, plan,
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan,
         pages=pages, entry=entry, logit_cap=logit_cap, config=config_of(entry),
         interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "interpret"))
-def _decode(q_latent, q_pe, buffer, slots, sinks, layer, scale, plan, *, pages, entry, logit_cap, config, interpret):
+def _decode(
+    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, config, interpret
+):
     batch, tokens, heads, _ = q_latent.shape
     requests = batch * tokens
     slots = slots.reshape(requests, slots.shape[-1])
@@ -71,7 +75,7 @@ def _decode(q_latent, q_pe, buffer, slots, sinks, layer, scale, plan, *, pages, 
     shared = config.share and -(-heads // TILE) % 2 == 0 and not interpret
     rows = (InterpretedRows if interpret else GatheredRows)(pages, entry, buffer.dtype.itemsize, shared)
     out, lse, split_out, split_lse, split_scale = attend_slots(
-        q_latent, q_pe, buffer, slots, sinks, layer, scale, plan,
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan,
         rows=rows, logit_cap=logit_cap, config=config, interpret=interpret,
     )  # fmt: skip
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks)

@@ -60,9 +60,11 @@ class Plan:
         return self.partitions.shape[0] - 1
 
 
-def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
+def plan_decode(
+    buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant, dtype=None
+) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens per request, with a partition per CTA."""
-    del buffer
+    del buffer, dtype
     if by_slots(entry, tokens * heads):
         from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import plan_by_slots
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.formats.bits import power_of_two_scale, to_fp8, view_as
+from jaxkv_kernels.formats.bits import corrected_quotient, power_of_two_scale, to_fp8, view_as
 from jaxkv_kernels.mosaic_gpu.entries.fields import Field, PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.teams import Teams
 
@@ -38,7 +38,7 @@ class InterpretedLanes:
             own, inverse = power_of_two_scale(jnp.abs(tiles).max(axis=1), field.smallest_exponent)
             stored = to_fp8(tiles * inverse[:, None]).reshape(-1)
         elif field.scaled:
-            stored = to_fp8(raw.astype(jnp.float32) / scale)
+            stored = to_fp8(corrected_quotient(raw.astype(jnp.float32), scale))
         else:
             stored = raw.astype(field.stored)
 

@@ -14,6 +14,8 @@ SCALE_BYTES = 4
 SCALES_PER_ROW = ROW_BYTES // SCALE_BYTES
 COLUMNS = 128
 """The most columns of a product."""
+QUERY_ROWS = 256
+"""The most rows (query tokens x heads) of a group of query tokens, whose queries are in shared memory."""
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,30 @@
-"""Scores of the DeepSeek V3.2 indexer against every cached key, for `indexer_fp8` keys of 128 values, on sm_90.
+"""Scores of the DeepSeek V3.2 indexer against every cached key, for keys of 128 values, on sm_90.
 
 logit[j] = sum over heads h of relu(q_h . k_j) * w_h, times the scale of key j.
 
-A persistent CTA per multiprocessor has an even share of all tiles of 64 keys (`work.py`).  One warpgroup, the producer,
-copies keys and scales by TMA; each of the others, the consumers, multiplies tiles of its own: keys are the left operand
-of wgmma (64 rows), the queries of all heads the right one.  Timeline of a CTA:
+The query tokens of a request are divided into groups of up to 256 rows (query tokens x heads); here, "request" means
+such a group.  A persistent CTA per multiprocessor has an even share of all tiles of 64 keys (`work.py`).  One
+warpgroup, the producer, copies keys and scales by TMA; each of the others, the consumers, multiplies tiles of its own:
+keys are the left operand of wgmma (64 rows), the queries of all heads the right one.  Timeline of a CTA:
 
     producer     queries of the 1st request | tiles 0, 1, 2, ... as fast as stages are free | queries of the 2nd ...
     consumers    -inf past the requests' ends | tile w, w + consumers, w + 2 * consumers, ...
-    per tile     q k^T | relu, times the weights, sum over heads | times the scale, mask, store
+    per tile     q k^T | relu, times the weights, sum over heads, times the scale, mask, store, for 128 rows at a time
 
-Queries of e4m3 are multiplied as they are.  Hopper adds up such products with about 13 bits after the leading one.
-Queries of bf16 and f16 are multiplied as float16.  A consumer then converts its keys to float16 in registers, exactly.
+Keys of bf16 and f16 are multiplied with queries of the same dtype, from shared memory.  Queries of e4m3 are converted
+to it.
+
+Keys of e4m3 are multiplied with queries of e4m3 as they are.  Hopper adds up such products with about 13 bits after the
+leading one.  Queries of bf16 and f16 are multiplied with them as float16.  A consumer then converts its keys to float16
+in registers, exactly.
 
 Barriers:
     k_full, k_free    per stage of keys: the tile has landed; its consumer has read it
     q_full, q_free    per stage of queries: a request's queries have landed; all consumers are done with them
 
-Budget.  Shared memory: 8.25 KiB per stage of keys, 9 of them by default; 8 KiB (e4m3) or 16 KiB per stage of queries of
-64 rows.  Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries, up to 128 rows at a time;
-with bf16 and f16 queries also the keys, 16 of bytes and 32 of float16.
+Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys, 9 of them by default; 8 KiB (e4m3) or 16 KiB per
+stage of queries of 64 rows.  Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries, up to
+128 rows at a time; with e4m3 keys and bf16 or f16 queries also the keys, 16 of bytes and 32 of float16.
 """
 
 from functools import partial
@@ -31,21 +36,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.formats.bits import FP8, view_as
+from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.mosaic_gpu.indexer.blocks import WINDOW, BlockWindows
 from jaxkv_kernels.mosaic_gpu.indexer.config import TILE, IndexerConfig
-from jaxkv_kernels.mosaic_gpu.indexer.key_rows import COLUMNS, SCALE_BYTES, SCALES_PER_ROW, key_rows, rows_per_token
-from jaxkv_kernels.mosaic_gpu.indexer.stores import fill, padded, store_logits
+from jaxkv_kernels.mosaic_gpu.indexer.groups import Groups
+from jaxkv_kernels.mosaic_gpu.indexer.key_rows import COLUMNS, rows_per_token
+from jaxkv_kernels.mosaic_gpu.indexer.keys import DIM, KeyTiles, key_tiles
+from jaxkv_kernels.mosaic_gpu.indexer.stores import fill, padded, store_logits, weigh
 from jaxkv_kernels.mosaic_gpu.indexer.work import Tiles, find_share
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
-from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, ROW, WGMMA, over_rows
-from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
+from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.tuning import configuration
 
-DIM = 128
 RESERVED = 3072
 """Bytes of shared memory for barriers and alignment."""
 LARGEST = 2.0**15
@@ -54,31 +60,37 @@ LARGEST = 2.0**15
 
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
     """q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len]."""
-    del entry
     return _logits(
         q, weights, buffer, block_tables, seq_lens, layer,
-        pages=pages, max_len=max_len, config=configuration(IndexerConfig()), interpret=bool(interpreting.value),
+        pages=pages, entry=entry, max_len=max_len, config=configuration(IndexerConfig()),
+        interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("pages", "max_len", "config", "interpret"))
-def _logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, max_len, config, interpret):
-    batch, tokens, heads, _ = q.shape
-    q, weights = _operands(q, weights)
+@partial(jax.jit, static_argnames=("pages", "entry", "max_len", "config", "interpret"))
+def _logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len, config, interpret):
+    batch, q_len, heads, _ = q.shape
+    q, weights = _operands(q, weights, entry)
     rows = rows_per_token(heads)
-    pad = rows - heads
-    q, weights = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))), jnp.pad(weights, ((0, 0), (0, 0), (0, pad)))
-    q, weights = q.reshape(batch, tokens * rows, DIM), weights.reshape(batch, tokens * rows)
+    groups = Groups.of(q_len, rows)
+    pad = ((0, 0), (groups.padding, 0), (0, rows - heads))
+    q, weights = jnp.pad(q, (*pad, (0, 0))), jnp.pad(weights, pad)
+    q_rows = groups.tokens * rows
+    q, weights = q.reshape(batch * groups.count, q_rows, DIM), weights.reshape(batch * groups.count, q_rows)
+    tiles = Tiles(block_tables.shape[1] * pages.block_size, max_len)
     logits = _run(
-        q, weights, buffer, block_tables, seq_lens, layer,
-        tokens=tokens, pages=pages, max_len=max_len, config=config, interpret=interpret,
+        q, weights, buffer, block_tables, groups.lengths(seq_lens, tiles.capacity), layer,
+        groups=groups, keys=key_tiles(entry, pages, buffer, interpret=interpret), tiles=tiles, pages=pages,
+        config=config, interpret=interpret,
     )  # fmt: skip
-    return logits[:, :max_len].reshape(batch, tokens, max_len)
+    return logits[:, :max_len].reshape(batch, q_len, max_len)
 
 
-def _operands(q, weights):
+def _operands(q, weights, entry):
     """Queries that are multiplied as they are, and float32 weights."""
     weights = weights.astype(jnp.float32)
+    if not entry.quantised:
+        return q.astype(entry.dtype), weights
     if q.dtype in (FP8, jnp.float16):
         return q, weights
     largest = jnp.abs(q).max(axis=-1).astype(jnp.float32)
@@ -88,29 +100,33 @@ def _operands(q, weights):
     return q, jnp.ldexp(weights, -scale)
 
 
-def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, max_len, config, interpret):
-    batch, q_rows, _ = q.shape
+def _run(
+    q, weights, buffer, block_tables, lengths, layer, *, groups: Groups, keys: KeyTiles, tiles: Tiles, pages, config,
+    interpret,
+):  # fmt: skip
+    """float32 [B * Q, max_len] of q [requests, tokens x rows, D]; a request is a group of query tokens."""
+    requests, q_rows, _ = q.shape
+    tokens, max_len = groups.tokens, tiles.max_len
     rows = q_rows // tokens
     width = rows * (COLUMNS // rows) if rows <= COLUMNS else COLUMNS
     columns = [(first, min(width, q_rows - first)) for first in range(0, q_rows, width)]
     consumers, block_size = config.consumers, pages.block_size
-    stages = _stages(config, q_rows * DIM * q.dtype.itemsize)
-    view = key_rows(pages, buffer.dtype.itemsize)
+    stages = _stages(config, keys.stage_bytes, q_rows * DIM * q.dtype.itemsize)
     part = min(block_size, TILE)
     copies = TILE // part
     tiles_per_window = WINDOW * block_size // TILE
-    tiles = Tiles(block_tables.shape[1] * block_size, max_len)
     ctas = 2 if interpret else MULTIPROCESSORS
+    converted = q.dtype != keys.dtype
+    key_operands, key_scratch = keys.operands(buffer), keys.shared(stages)
 
     def body(q_ref, weight_ref, *refs):
-        key_ref, scale_ref, table_ref, length_ref, layer_ref, out_ref, *shared = refs if interpret else (refs[0], *refs)
-        k_s, s_s, q_s, k_full, k_free, q_full, q_free, *scratch = shared
+        key_refs, refs = refs[: len(key_operands)], refs[len(key_operands) :]
+        table_ref, length_ref, layer_ref, out_ref, *refs = refs
+        k_s, (q_s, k_full, k_free, q_full, q_free, *scratch) = refs[: len(key_scratch)], refs[len(key_scratch) :]
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         layer = layer_ref[0]
         in_cache = (layer >= 0) & (layer < pages.num_layers)
         windows = BlockWindows(table_ref, interpret)
-        k_in, k = k_s if not interpret else (k_s, k_s)
-        s_in, s = s_s if not interpret else (s_s, s_s)
         share = find_share(length_ref, cta, ctas, tiles, in_cache, filled=False, interpret=interpret)
 
         def each_request(run):
@@ -135,14 +151,15 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
             """Calls `run(blocks, first, low, high)` per window of the block table: `first` is its first tile."""
             first_window = floordiv(begin, tiles_per_window)
             last_window = floordiv(end - 1, tiles_per_window)
+            table = groups.request(request)
 
             def one(window, blocks):
-                ahead = windows.load(request, window + 1)
+                ahead = windows.load(table, window + 1)
                 first = window * tiles_per_window
                 run(blocks, first, jnp.maximum(first, begin), jnp.minimum(first + tiles_per_window, end))
                 return ahead
 
-            lax.fori_loop(first_window, last_window + 1, one, windows.load(request, first_window))
+            lax.fori_loop(first_window, last_window + 1, one, windows.load(table, first_window))
 
         def blocks_of(blocks, first, tile):
             """The blocks of a tile's copies."""
@@ -160,6 +177,7 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
 
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
+            keys.install(key_refs)
 
             def fetch(blocks, first, offset, tile, _):
                 n = offset + tile
@@ -172,17 +190,8 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
                 in_block = lax.rem(tile, jnp.int32(max(block_size // TILE, 1)))
                 for c, block in enumerate(blocks_of(blocks, first, tile)):
                     # Block 0 stands in for blocks outside the cache, whose tokens are masked later.
-                    page = view.page(layer, jnp.where(known(block), block, 0))
-                    to = pl.ds(c * part, part)
-                    plgpu.copy_gmem_to_smem(
-                        key_ref.at[pl.ds(page + in_block * TILE, part)], k_in.at[stage, to], k_full.at[stage]
-                    )
-                    scales = part // SCALES_PER_ROW
-                    row = page + block_size + in_block * (TILE // SCALES_PER_ROW)
-                    plgpu.copy_gmem_to_smem(
-                        scale_ref.at[pl.ds(row, scales)], s_in.at[stage, pl.ds(c * scales, scales)],
-                        k_full.at[stage], oob_mode=IN_BOUNDS,
-                    )  # fmt: skip
+                    page = layer, jnp.where(known(block), block, 0)
+                    keys.fetch(key_refs, k_s, stage, c * part, part, page, in_block, k_full.at[stage])
 
             def run(used, n, request, begin, end):
                 stage = query_stage_of(used)
@@ -216,19 +225,19 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
             def products(stage, q_stage, first, width):
                 """Scores of a tile of keys, float32 [64, width]."""
                 queries = q_s.at[q_stage, pl.ds(first, width)].transpose((1, 0))
-                keys = k.at[stage]
-                if q.dtype != FP8:
-                    upcast = plgpu.load(keys, layout=plgpu.Layout.WGMMA_UPCAST_2X) if not interpret else keys[...]
-                    keys = upcast.astype(jnp.float16)
+                tile = keys.tile(k_s, stage)
+                if converted:
+                    upcast = plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X) if not interpret else tile[...]
+                    tile = upcast.astype(q.dtype)
                     if interpret:
-                        scratch[0].at[wg][...] = keys
+                        scratch[0].at[wg][...] = tile
                         plgpu.commit_smem()
-                        keys = scratch[0].at[wg]
+                        tile = scratch[0].at[wg]
                     else:
-                        keys = plgpu.layout_cast(keys, WGMMA)
+                        tile = plgpu.layout_cast(tile, WGMMA)
 
                 def product(acc):
-                    plgpu.wgmma(acc, keys, queries)
+                    plgpu.wgmma(acc, tile, queries)
                     return acc[...]
 
                 return pl.run_scoped(product, plgpu.ACC((TILE, width), jnp.float32))
@@ -239,26 +248,35 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
             def tile_logits(n, tile, request, length, q_stage, loaded, block_ids):
                 stage = stage_of(n)
                 plgpu.barrier_wait(k_full.at[stage])
-                scale = s[stage].reshape(TILE) if interpret else plgpu.load(s.at[stage], layout=ROW)
+                scale = keys.scales(k_s, stage)
                 in_table = jnp.int32(0)
                 for c, block in enumerate(block_ids):
                     in_table = in_table | jnp.where(known(block), 1 << c, 0)
-                sums: dict[int, Any] = {}
+                partial: dict[int, Any] = {}
                 for unit, (first, width) in enumerate(columns):
+                    # Loaded first, so that the loads take place during the products.
+                    weight = loaded[unit] if loaded else load_weights(request, first, width)
                     scores = products(stage, q_stage, first, width)
                     if unit == len(columns) - 1:
                         plgpu.barrier_arrive(k_free.at[stage])
-                    weight = loaded[unit] if loaded else load_weights(request, first, width)
-                    weighted = jnp.maximum(scores, 0.0) * over_rows(weight, TILE)
-                    for low in range(0, width, min(rows, width)):
-                        token = (first + low) // rows
-                        added = weighted[:, low : low + min(rows, width)].sum(axis=1)
-                        sums[token] = sums[token] + added if token in sums else added
-                for token in range(tokens):
-                    store_logits(
-                        out_ref, request * tokens + token, tile * TILE, length - (tokens - 1) + token, in_table, part,
-                        sums[token] * scale, interpret=interpret,
-                    )  # fmt: skip
+                    each = min(rows, width)
+                    for low in range(0, width, each):
+                        token, rest = divmod(first + low + each, rows)
+                        token -= rest == 0
+                        own = (
+                            (scores, weight)
+                            if each == width
+                            else (scores[:, low : low + each], weight[low : low + each])
+                        )
+                        partial[token] = weigh(partial.get(token), *own, interpret=interpret)
+                        # Two tokens at a time: each lane of a quad then stores one logit.
+                        if rest == 0 and (token % 2 == 1 or token == tokens - 1):
+                            even = token - token % 2
+                            store_logits(
+                                out_ref, groups.row(request, even), tile * TILE, length - (tokens - 1) + even, in_table,
+                                part, [partial.pop(t) for t in range(even, token + 1)], scale,
+                                skipped=groups.skipped(request, even), interpret=interpret,
+                            )  # fmt: skip
 
             def run(used, n, request, begin, end):
                 q_stage = query_stage_of(used)
@@ -292,9 +310,10 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
                 begin, end = rest.tiles(request, jnp.int32(0), tiles.per_request - computed)
                 first, last = ((computed + x) * TILE for x in (begin, end))
                 for token in range(tokens):
-                    row = request * tokens + token
+                    row, skipped = groups.row(request, token), groups.skipped(request, token)
+                    real = True if skipped is None else skipped == 0
 
-                    @pl.when(lax.rem(row, jnp.int32(consumers)) == wg)
+                    @pl.when((lax.rem(row, jnp.int32(consumers)) == wg) & real)
                     def _(row=row):
                         fill(out_ref, row, first, jnp.minimum(last, max_len), interpret=interpret)
 
@@ -302,50 +321,29 @@ def _run(q, weights, buffer, block_tables, seq_lens, layer, *, tokens, pages, ma
 
         lax.cond(wg == consumers, producer, consumer)
 
-    keys = view.of(buffer)
-    if interpret:  # the interpreter does not view memory as another dtype
-        operands, (k_shared, s_shared) = [view_as(keys, FP8), view_as(keys, jnp.float32)], _interpreted_stages(stages)
-    else:
-        operands = [keys]
-        raw = view.shape[1]
-        k_shared = plgpu.RefUnion(
-            plgpu.SMEM((stages, TILE, raw), buffer.dtype, transforms=(plgpu.SwizzleTransform(128),)),
-            swizzled(stages, TILE, DIM, dtype=FP8),
-        )
-        s_shared = plgpu.RefUnion(
-            plgpu.SMEM((stages, TILE // SCALES_PER_ROW, raw), buffer.dtype), plgpu.SMEM((stages, TILE), jnp.float32)
-        )
     return kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
-        out_type=jax.ShapeDtypeStruct((batch * tokens, padded(max_len, interpret=interpret)), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((groups.rows(requests), padded(max_len, interpret=interpret)), jnp.float32),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=consumers + 1,
         thread_name="wg",
         kernel_name="indexer_logits",
         scratch_types=[
-            k_shared,
-            s_shared,
+            *key_scratch,
             swizzled(config.query_stages, q_rows, DIM, dtype=q.dtype),
-            plgpu.Barrier(num_arrivals=2 * copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=keys.copies * copies, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=config.query_stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=config.query_stages),
-            *([swizzled(consumers, TILE, DIM, dtype=q.dtype)] if interpret and q.dtype != FP8 else []),
+            *([swizzled(consumers, TILE, DIM, dtype=q.dtype)] if interpret and converted else []),
         ],
-    )(q, weights, *operands, block_tables, seq_lens, jnp.reshape(layer, (1,)))
+    )(q, weights, *key_operands, block_tables, lengths, jnp.reshape(layer, (1,)))
 
 
-def _stages(config: IndexerConfig, query_bytes: int) -> int:
+def _stages(config: IndexerConfig, stage_bytes: int, query_bytes: int) -> int:
     """Stages of keys: what is configured, or what fits beside the queries."""
     room = SHARED_MEMORY - RESERVED - config.query_stages * query_bytes
-    fit = room // (TILE * (DIM + SCALE_BYTES)) // config.consumers
-    return config.consumers * max(min(config.stages_per_consumer, fit), 1)
-
-
-def _interpreted_stages(stages):
-    return plgpu.SMEM((stages, TILE, DIM), FP8), plgpu.SMEM(
-        (stages, TILE // SCALES_PER_ROW, SCALES_PER_ROW), jnp.float32
-    )
+    return config.consumers * max(min(config.stages_per_consumer, room // stage_bytes // config.consumers), 1)

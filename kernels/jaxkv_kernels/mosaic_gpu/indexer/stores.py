@@ -1,4 +1,4 @@
-"""Device-side: stores of logits, whose rows may end anywhere."""
+"""Device-side: sums over heads, and stores of the logits that they become, whose rows may end anywhere."""
 
 from typing import Any
 
@@ -8,14 +8,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.indexer.config import TILE
-from jaxkv_kernels.mosaic_gpu.runtime.elements import elements
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
-from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, SCALAR
+from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, LANE_COLUMNS, ROW, SCALAR, WGMMA
 
 THREADS = 128
-MINUS_INFINITY = "0fFF800000"
-ADDRESS = "mul.wide.u32 a, $1, {bytes}; mul.wide.u32 b, i, 4; add.s64 a, a, b; add.s64 a, a, $0;"
-"""Computes the address `a` of element `i` of row $1 of the array at $0."""
 
 
 def padded(max_len: int, *, interpret: bool) -> int:
@@ -23,45 +19,62 @@ def padded(max_len: int, *, interpret: bool) -> int:
     return -(-max_len // TILE) * TILE if interpret else max_len
 
 
-def store_logits(out_ref, row, first, end, known, part: int, logits, *, interpret: bool) -> None:
-    """Stores a tile of logits, a ROW array, to `out_ref[row, first:]` as far as the row goes.
+def store_logits(out_ref, row, first, end, known, part: int, partial, scale, *, skipped=None, interpret: bool) -> None:
+    """Stores a tile of logits of one or two query tokens to `out_ref[row:, first:]`, as far as the rows go.
 
-    It stores -inf from position `end` on, and for tokens of unknown blocks: bit i of `known` is whether the i-th
-    `part` tokens of the tile are in the cache.
+    It stores -inf from position `end` on (`end + 1` for the second token), and for tokens of unknown blocks: bit i of
+    `known` is whether the i-th `part` tokens of the tile are in the cache.
+
+    `partial` has an array of `weigh` per query token, `scale` is a ROW array or None.  Of the query tokens, the first
+    `skipped` (an int32 scalar) are not stored.
     """
     if interpret:
         token = jnp.arange(TILE, dtype=jnp.int32)
-        seen = (first + token < end) & ((known >> token // part & 1) > 0)
-        out_ref[row, pl.ds(first, TILE)] = jnp.where(seen, logits, -jnp.inf)
+        for n, sums in enumerate(partial):
+            seen = (first + token < end + n) & ((known >> token // part & 1) > 0)
+            logits = jnp.where(seen, sums.sum(axis=1) * (1 if scale is None else scale), -jnp.inf)
+
+            @pl.when(n >= (0 if skipped is None else skipped))
+            def _(n=n, logits=logits):
+                out_ref[row + n, pl.ds(first, TILE)] = logits
+
         return
-    length = out_ref.shape[1]
+    scales = [] if scale is None else [scale]
+    skips = [] if skipped is None else [skipped]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, ROW))
-    def store(_, ref, row, first, end, known, logits):
-        from jax.experimental.mosaic import gpu as mgpu
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), [SCALAR] * 4, [SCALAR] * len(skips), [WGMMA] * len(partial), [ROW] * len(scales))
+    )
+    def store(_, ref, place, skips, partial, scales):
+        from jaxkv_kernels.mosaic_gpu.indexer import heads
 
-        low, high = elements(logits)
-        # A quad of lanes holds rows n and n + 8 of a warp's 16: its first two lanes store one each.
-        mgpu.utils.inline_ptx(
-            "{ .reg .pred p, q; .reg .b32 i, n, lane; .reg .b64 a, b; .reg .f32 x; mov.u32 lane, %laneid; "
-            "and.b32 n, lane, 1; setp.eq.b32 p, n, 0; selp.f32 x, $5, $6, p; shl.b32 n, n, 3; "
-            "shr.u32 i, lane, 2; add.s32 n, n, i; mov.u32 i, %tid.x; shr.u32 i, i, 1; and.b32 i, i, 48; "
-            "add.s32 n, n, i; add.s32 i, n, $2; "  # n: the token within the tile, i: its position
-            f"shr.u32 n, n, {part.bit_length() - 1}; shr.u32 n, $4, n; and.b32 n, n, 1; setp.eq.b32 q, n, 0; "
-            f"setp.ge.or.s32 q, i, $3, q; selp.f32 x, {MINUS_INFINITY}, x, q; "
-            f"and.b32 n, lane, 2; setp.eq.b32 p, n, 0; setp.lt.and.s32 p, i, {length}, p; "
-            # Logits stay in the L2 cache while keys pass through it: the selection reads them next.
-            f"{ADDRESS.format(bytes=4 * length)} createpolicy.fractional.L2::evict_last.b64 b, 0f3F800000; "
-            "@p st.global.L2::cache_hint.f32 [a], x, b; }",
-            mgpu.utils.memref_ptr(ref),
-            *(x.registers.item() for x in (row, first, end, known)),
-            low,
-            high,
-            result_types=None,
-            has_side_effects=True,
-        )
+        scalars = [x.registers.item() for x in (*place, *skips)]
+        heads.store(ref, scalars, partial, scales, length=out_ref.shape[1], part=part)
 
-    store(out_ref, row, first, end, known, logits)
+    store(out_ref, [row, first, end, known], skips, list(partial), scales)
+
+
+def weigh(partial, scores, weights, *, interpret: bool):
+    """The sum over heads of relu(score) * weight, still divided among a quad of lanes: a WGMMA tile [64, 8].
+
+    `scores` [64, heads] is a WGMMA tile, `weights` [heads] a COLUMN array.  `partial` is a sum over other heads to add
+    to, or None.
+    """
+    if interpret:
+        weighted = jnp.maximum(scores, 0.0) * weights
+        added = weighted.reshape(TILE, -1, LANE_COLUMNS).sum(axis=1)
+        return added if partial is None else partial + added
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, COLUMN, [] if partial is None else [WGMMA]),
+        return_type=plgpu.ShapeDtypeStruct((TILE, LANE_COLUMNS), jnp.float32, layout=WGMMA),
+    )
+    def weigh(_, scores, weights, partial):
+        from jaxkv_kernels.mosaic_gpu.indexer import heads
+
+        return heads.weigh(scores, weights, *partial)
+
+    return weigh(scores, weights, [] if partial is None else [partial])
 
 
 def fill(out_ref, row, first, last, *, interpret: bool) -> None:
@@ -78,6 +91,8 @@ def fill(out_ref, row, first, last, *, interpret: bool) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR))
     def store(_, ref, row, first, last):
         from jax.experimental.mosaic import gpu as mgpu
+
+        from jaxkv_kernels.mosaic_gpu.indexer.heads import ADDRESS, MINUS_INFINITY
 
         mgpu.utils.inline_ptx(
             "{ .reg .pred p; .reg .b32 i; .reg .b64 a, b; mov.u32 i, %tid.x; and.b32 i, i, 127; add.s32 i, i, $2; "

@@ -40,9 +40,11 @@ class Plan:
         return self.work_tiles.shape[0] > self.tiles_per_request.shape[0]
 
 
-def plan_decode(buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant) -> Plan:
+def plan_decode(
+    buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant, dtype=None
+) -> Plan:
     """The schedule for `heads` query heads and `tokens` query tokens per request."""
-    del buffer, batch_invariant
+    del buffer, batch_invariant, dtype
     rows = tokens * (heads // pages.num_heads)
     config = (latent_config if entry.one_head else kv_config)(entry, rows, entry.dtype)
     return make_plan(

@@ -7,6 +7,7 @@ encoded and decoded with integer arithmetic on the bits.
 import triton
 import triton.language as tl
 
+from jaxkv_kernels.triton.runtime.arithmetic import INTERPRETED
 from jaxkv_kernels.triton.runtime.launch import capability
 
 NAN = tl.constexpr(0x7FC00000)
@@ -29,6 +30,21 @@ def load_scales(first, second, head, STEPS: tl.constexpr):
     if STEPS is not None:
         scales += (tl.load(first + head * STEPS[0]), tl.load(second + head * STEPS[1]))
     return scales
+
+
+@triton.jit
+def quotient(x, divisor):
+    """Float32 `x` / `divisor`, which broadcast, rounded once.
+
+    The PTX instruction is spelled out: what Triton makes of a division differs between its versions, which may
+    approximate it, or treat denormal operands as 0.  The interpreter divides as NumPy does.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, divisor)
+    x, divisor = tl.broadcast(x, divisor)
+    return tl.inline_asm_elementwise(
+        "div.rn.f32 $0, $1, $2;", "=f,f,f", [x, divisor], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

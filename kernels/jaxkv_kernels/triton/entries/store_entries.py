@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.triton.codecs.e4m3 import load_scales, to_e4m3
+from jaxkv_kernels.triton.codecs.e4m3 import load_scales, quotient, to_e4m3
 from jaxkv_kernels.triton.entries.addresses import slots_of, token_address
 from jaxkv_kernels.triton.entries.tiles import WARPS, load_rows, store_pieces
 from jaxkv_kernels.triton.entries.two_parts import two_parts
-from jaxkv_kernels.triton.runtime.arithmetic import rounded
+from jaxkv_kernels.triton.runtime.arithmetic import as_float32, rounded
 from jaxkv_kernels.triton.runtime.launch import launch
 
 
@@ -70,4 +70,4 @@ def _store_entries(
 @triton.jit
 def _quantised(tile, scale, NATIVE: tl.constexpr):
     """The bytes of a tile [n, columns] divided by `scale` [n]."""
-    return to_e4m3(tl.div_rn(tile.to(tl.float32), scale[:, None]), NATIVE)
+    return to_e4m3(quotient(as_float32(tile), scale[:, None]), NATIVE)

@@ -1,6 +1,7 @@
 """Products and conversions that are correct on the GPU and in Triton's interpreter.
 
-The interpreter's own operations multiply the bits of bf16 values as integers, and truncate float32 to bf16.
+The interpreter's own operations multiply the bits of bf16 values as integers, truncate float32 to bf16, and convert
+denormal bf16 values to wrong ones.
 """
 
 import triton
@@ -32,3 +33,11 @@ def rounded(x, DTYPE: tl.constexpr):
         kept = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, even)  # NaN stays NaN
         return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(DTYPE)
+
+
+@triton.jit
+def as_float32(x):
+    """`x` (bfloat16, float16 or float32) as float32, exactly."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)

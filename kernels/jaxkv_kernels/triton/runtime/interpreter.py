@@ -1,9 +1,14 @@
 """Runs kernels in Triton's interpreter, on NumPy arrays, from within a JAX program."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
+
+_THREAD = ThreadPoolExecutor(max_workers=1)
+"""Runs the kernels.  XLA's own threads, which run callbacks, treat denormal numbers as 0, unlike GPUs."""
+_THREAD.submit(int).result()  # starts the thread here: started from one of XLA's, it would inherit their mode
 
 
 def interpret(kernel, operands, results, updated, grid, constants) -> tuple[jax.Array, ...]:
@@ -18,11 +23,15 @@ def interpret(kernel, operands, results, updated, grid, constants) -> tuple[jax.
         arrays = [np.array(array) for array in arrays]
         made = [_poison(x) for x in results]
         memory = [_Memory(array) for array in (*arrays, *made)]
-        with np.errstate(all="ignore"):  # GPUs do not warn about inf and NaN
-            kernel[grid](*memory, **constants)
+        _THREAD.submit(_run_quietly, kernel[grid], memory, constants).result()
         return (*arrays[len(operands) :], *made)
 
     return tuple(jax.pure_callback(run, shapes, *operands, *before))
+
+
+def _run_quietly(program, memory, constants) -> None:
+    with np.errstate(all="ignore"):  # GPUs do not warn about inf and NaN
+        program(*memory, **constants)
 
 
 def _poison(x: jax.ShapeDtypeStruct) -> np.ndarray:

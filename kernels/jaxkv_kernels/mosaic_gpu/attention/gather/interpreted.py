@@ -29,9 +29,11 @@ class InterpretedRows(GatheredRows):
         found = slot_ref[...][request, jnp.minimum(position, slot_ref.shape[1] - 1)]
         return jnp.where(position < length, found, -1)
 
-    def spread(self, slots, *, every=False):
+    def spread(self, slots):
         """Returns `slots`: every step has those of all rows."""
         return slots
+
+    spread_rope = spread
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
         """A unit of the rows, bytes [64, 128]."""
@@ -39,15 +41,21 @@ class InterpretedRows(GatheredRows):
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
         """The scales of the rows, bytes [64, 16]."""
-        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.quantised else None
+        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.scaled else None
 
-    def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
-        """Copies them, without a wait in `finish_rope`."""
-        raw = self._bytes(kv_ref, slots, layer, limit, self.part("rope"), LINE)
+    def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
+        """Copies them, without a wait in `finish_rope`, or loads them."""
+        rope = next(part for part in self.entry.parts() if part.name == "rope")
+        raw = self._bytes(kv_ref, slots, layer, limit, rope.offset, rope.nbytes)
+        if self.converts_rope:
+            return raw
         r_ref[stage] = _elements(raw, self.rope_dtype)
+        return None
 
-    def finish_rope(self, stage, r_ref, scales):
-        """Divides rotary keys by the factors of their rows."""
+    def finish_rope(self, stage, r_ref, scales, loaded):
+        """Converts rotary keys, or divides them by the factors of their rows."""
+        if self.converts_rope:
+            r_ref[stage] = _from_e4m3(loaded)
         if scales is not None:
             _, factor = scales
             r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
@@ -75,8 +83,8 @@ class InterpretedRows(GatheredRows):
     def store(self, unit, stage, k_ref, raw, scales, stats_ref):
         """Stores a unit, `raw` [64, bytes]."""
         if self.quantised:
-            values = lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
-            values = values * scales[0][:, unit.number, None]
+            values = _from_e4m3(raw)
+            values = values if scales is None else values * scales[0][:, unit.number, None]
         else:
             values = _elements(raw, self.latent_dtype)
         half, column = divmod(unit.number * values.shape[1], HALF)
@@ -92,6 +100,11 @@ class InterpretedRows(GatheredRows):
         first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x)
         byte = first[:, None] + (offset + jnp.arange(nbytes, dtype=jnp.int32))
         return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
+
+
+def _from_e4m3(raw):
+    """Bytes of e4m3 values as float16."""
+    return lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
 
 
 def _elements(raw, dtype):

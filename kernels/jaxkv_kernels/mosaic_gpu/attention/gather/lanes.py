@@ -18,7 +18,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
 )
 from jaxkv_kernels.mosaic_gpu.runtime.elements import array as array
 from jaxkv_kernels.mosaic_gpu.runtime.elements import words
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import LOAD_SHARED, at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, c64, i32, i64, ptx
 
 THREADS, ROWS_PER_LANE = 128, 4
 COLUMN_TILE = 1024
@@ -81,6 +81,12 @@ class Lane:
         first = arith.addi(arith.andi(self.lane, c32(3)), self.share(rows, 4))
         return [arith.addi(first, c32(4 * n)) for n in range(rows)]
 
+    @property
+    def rope_owners(self) -> list[Any]:
+        """The same for e4m3 rotary keys: of its four rows, a lane loads chunks of the first two or of the last two."""
+        first = arith.addi(arith.andi(self.lane, c32(3)), arith.shli(self.second, c32(3)))
+        return [first, arith.addi(first, c32(4))]
+
     def share(self, rows: int, size: int) -> Any:
         """The offset of the first group of 16 rows that this CTA loads, if groups are `size` apart.
 
@@ -99,6 +105,11 @@ class Lane:
         tile, odd = arith.shrui(self.quarter, c32(1)), arith.andi(self.quarter, c32(1))
         return arith.addi(arith.addi(arith.shli(tile, c32(2)), odd), arith.shli(self.second, c32(1)))
 
+    @property
+    def rope_chunk(self) -> Any:
+        """The same for e4m3 rotary keys, of four chunks: for the last two rows others, which lie in other banks."""
+        return arith.xori(self.quarter, arith.shli(self.second, c32(1)))
+
     def place(self, chunk, column_tiles: int) -> Any:
         """Bytes from a [64, 64 * column_tiles] tile to where this lane stores chunk 0 to 7 of its first row."""
         in_tile = arith.andi(self.row, c32(7))
@@ -116,9 +127,9 @@ def load_slots(ref, request, tile, length) -> Any:
     return ptx(load, at(mgpu.utils.memref_ptr(ref), first), position, length, result_types=i32(), has_side_effects=True)
 
 
-def spread(slot, rows: int) -> list[Any]:
-    """The slots of the rows of which a lane loads chunks, from those of lanes' own rows."""
-    return [shuffle(slot, owner) for owner in Lane().owners(rows)]
+def spread(slot, owners: list[Any]) -> list[Any]:
+    """The slots of the rows of which a lane loads chunks, from those of lanes' own rows, `owners`."""
+    return [shuffle(slot, owner) for owner in owners]
 
 
 def valid(slot, limit) -> Any:
@@ -165,8 +176,17 @@ def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
 
 def load_unit(addresses, unit, *, e4m3: bool) -> list[Any]:
     """The lane's chunks of a unit of latents."""
-    addresses = _chunks(addresses, Lane().e4m3_chunk if e4m3 else Lane().chunk)
-    load = LOAD.format(offset=unit.offset)
+    return _load_chunks(addresses, Lane().e4m3_chunk if e4m3 else Lane().chunk, unit.offset)
+
+
+def load_rope(addresses, offset: int) -> list[Any]:
+    """The lane's chunks of e4m3 rotary keys."""
+    return _load_chunks(addresses, Lane().rope_chunk, offset)
+
+
+def _load_chunks(addresses, chunk, offset: int) -> list[Any]:
+    load = LOAD.format(offset=offset)
+    addresses = _chunks(addresses, chunk)
     found = [ptx(load, address, result_types=[i32()] * 4, has_side_effects=True) for address in addresses]
     ptx("bar.warp.sync 0xffffffff;", convergent=True)
     return found
@@ -286,7 +306,7 @@ def divide_rope(ref, stage: int, special, inverse) -> None:
 def store_e4m3(ref, raw, pairs, stage: int, group: int, full) -> None:
     """Stores a unit of e4m3 values, scale group `group` of a latent, as float16 times their scales.
 
-    `pairs` has the scales of the lane's own row.
+    `pairs` has the scales of the lane's own row; it is None where entries have no scales of their own.
     """
     lane = Lane()
     column_tiles = HALF // 64
@@ -300,10 +320,28 @@ def store_e4m3(ref, raw, pairs, stage: int, group: int, full) -> None:
     splat = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {%s, %s}; }"
     splat %= ("low", "low") if group % 2 == 0 else ("high", "high")
     for n, (register, owner) in enumerate(zip(raw.registers.flat, lane.owners(len(raw.registers)), strict=True)):
-        scale = ptx(splat, shuffle(pairs[group // 2], owner), result_types=i32())
-        values = [value for word in words(register) for value in ptx(CONVERT, word, scale, result_types=[i32()] * 2)]
+        scale = [] if pairs is None else [ptx(splat, shuffle(pairs[group // 2], owner), result_types=i32())]
+        values = _converted(register, *scale)
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
             write(start, first + n * 2 * column_tiles * COLUMN_TILE, four)
+
+
+def store_e4m3_rope(ref, raw, stage: int) -> None:
+    """Stores e4m3 rotary keys, which `load_rope` loaded, as float16."""
+    lane = Lane()
+    rows = arith.muli(lane.second, c32(4 * COLUMN_TILE))
+    place = arith.addi(lane.place(arith.shli(lane.rope_chunk, c32(1)), 1), rows)
+    starts = [at(mgpu.utils.memref_ptr(ref), x) for x in (place, arith.xori(place, c32(16)))]
+    for n, register in enumerate(raw.registers.flat):
+        values = _converted(register)
+        for start, four in zip(starts, (values[:4], values[4:]), strict=True):
+            ptx(STORE.format(offset=stage * ROPE_TILE + n * 2 * COLUMN_TILE), start, *four)
+
+
+def _converted(register, *scale) -> list[Any]:
+    """Words of float16 values: a chunk of e4m3 values, times a pair of equal scales if there is one."""
+    convert = CONVERT if scale else E4M3_TO_F16
+    return [value for word in words(register) for value in ptx(convert, word, *scale, result_types=[i32()] * 2)]
 
 
 def _first_row(ref, place, column_tiles: int, rows: int) -> Any:

@@ -5,18 +5,20 @@ of a tile, keeps them in registers while they are on their way, and stores them 
 of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB that lie in 128 bytes of each entry.
 
     lane       row 4 warp + lane % 4 of every 16 rows; chunk: by the quarter lane // 8 and by lane // 4 % 2
-    bf16, f16  a unit is a column tile of 64 values, latent tiles 0 to 7
-    fp8_ds_mla a unit is a scale group of 128 values, 0 to 3
+    bf16, f16       a unit is a column tile of 64 values, latent tiles 0 to 7
+    fp8, fp8_ds_mla a unit is 128 values, of fp8_ds_mla a scale group, 0 to 3
 
 Eight lanes, which share a phase of a shared-memory access, have four rows and two chunks that the 128-byte swizzle
 spreads over all banks.
 
 A row has one slot and one set of scales.  A lane loads those of a single row, its own row: one of the 16 rows of its
-warp.  Shuffles pass them to the lanes that need them.  Rotary keys need no conversion, and are copied to shared memory
-without registers.
+warp.  Shuffles pass them to the lanes that need them.  Rotary keys that need no conversion are copied to shared memory
+without registers.  Of those of `fp8` entries, 64 bytes, each lane loads chunks of two rows, as long before it stores
+them as the copies take.
 
-The latents of `fp8_ds_mla` entries are converted to float16 between load and store (`scaling.py`).  A masked key (slot
-below 0 or past the cache, or position past the count) is a row of zeros with factor -1.
+e4m3 values are converted to float16 between load and store, with the scales of `fp8_ds_mla` entries (`scaling.py`); the
+one scale of all `fp8` entries is left to scores and results.  A masked key (slot below 0 or past the cache, or position
+past the count) is a row of zeros with factor -1.
 """
 
 from dataclasses import dataclass
@@ -50,6 +52,8 @@ LINE = lanes.LINE
 """Bytes of an entry that a unit has."""
 OWN, FOUR = _registers(1), _registers(4)
 """The slot of a lane's own row; the slots of four rows, or four words of its own row."""
+ROPE_ROWS = 2
+"""The rows of which a lane loads e4m3 rotary keys: each has four chunks, for eight lanes."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Unit:
     offset: int
     """Its first byte in an entry."""
     number: int
-    """The number of the column tile or scale group."""
+    """The number of the column tile, or of the 128 values."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,18 @@ class GatheredRows:
 
     @property
     def quantised(self) -> bool:
-        """Whether entries are `fp8_ds_mla`."""
+        """Whether latents are stored as e4m3, and converted to float16."""
+        return self.entry.quantised
+
+    @property
+    def scaled(self) -> bool:
+        """Whether each entry has scales, and bf16 rotary keys; other quantised entries have one scale for all."""
         return self.entry.format == "fp8_ds_mla"
+
+    @property
+    def converts_rope(self) -> bool:
+        """Whether rotary keys are e4m3 as well."""
+        return self.quantised and not self.scaled
 
     @property
     def latent_dtype(self) -> Any:
@@ -90,7 +104,7 @@ class GatheredRows:
     @property
     def rope_dtype(self) -> Any:
         """The dtype of rotary keys in shared memory."""
-        return jnp.dtype(jnp.bfloat16) if self.quantised else self.entry.dtype
+        return jnp.dtype(jnp.bfloat16) if self.scaled else self.latent_dtype
 
     @property
     def units(self) -> int:
@@ -142,13 +156,20 @@ class GatheredRows:
 
         return load(slot_ref, request, tile, length)
 
-    def spread(self, slots, *, every: bool = False):
-        """The slots of the rows that each lane loads chunks of; with `every`, also of the other CTA's share of rows."""
-        count = lanes.ROWS_PER_LANE if every else self.loaded
+    def spread(self, slots):
+        """The slots of the rows that each lane loads chunks of latents of."""
+        return self._spread(slots, self.loaded, lambda lane: lane.owners(self.loaded))
 
+    def spread_rope(self, slots):
+        """The same for rotary keys, which a CTA loads of all rows."""
+        if self.converts_rope:
+            return self._spread(slots, ROPE_ROWS, lambda lane: lane.rope_owners)
+        return self._spread(slots, lanes.ROWS_PER_LANE, lambda lane: lane.owners(lanes.ROWS_PER_LANE))
+
+    def _spread(self, slots, count, owners):
         @plgpu.inline_mgpu(arg_types=(OWN,), return_type=_array(count))
         def spread(_, slots):
-            return lanes.array([lanes.spread(_word(slots), count)], _registers(count))
+            return lanes.array([lanes.spread(_word(slots), owners(lanes.Lane()))], _registers(count))
 
         return spread(slots)
 
@@ -167,7 +188,7 @@ class GatheredRows:
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
         """Starts to load the scales of a tile's rows, each lane those of its own row; None if entries have none."""
-        if not self.quantised:
+        if not self.scaled:
             return None
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=_array(4))
@@ -177,8 +198,22 @@ class GatheredRows:
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
-    def copy_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> None:
-        """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64]; `slots` are `spread` with `every`."""
+    def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> Any:
+        """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64], or to load them; `slots` are `spread_rope`.
+
+        Returns what was loaded, or None.
+        """
+        if self.converts_rope:
+
+            @plgpu.inline_mgpu(
+                arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(ROPE_ROWS), SCALAR, SCALAR),
+                return_type=_array(4 * ROPE_ROWS),
+            )
+            def load(_, kv, zero, slots, layer, limit):
+                found = lanes.load_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"))
+                return lanes.array(found, _registers(4 * ROPE_ROWS))
+
+            return load(kv_ref, zero_ref, slots, layer, limit)
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR, _ref_type(self.rope_dtype))
@@ -187,18 +222,29 @@ class GatheredRows:
             lanes.copy_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"), ref, stage)
 
         copy(kv_ref, zero_ref, slots, layer, limit, r_ref)
+        return None
 
-    def finish_rope(self, stage: int, r_ref, scales) -> None:
-        """Waits until rotary keys have landed, and divides them by the factors of their rows."""
+    def finish_rope(self, stage: int, r_ref, scales, loaded) -> None:
+        """Completes what `fetch_rope` started, which returned `loaded`.
 
-        @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), *([FOUR] if self.quantised else [])))
+        Loaded keys are converted and stored.  Copied ones are waited for, and divided by the factors of their rows.
+        """
+        if self.converts_rope:
+
+            @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), _registers(4 * ROPE_ROWS)))
+            def store(_, ref, loaded):
+                lanes.store_e4m3_rope(ref, loaded, stage)
+
+            return store(r_ref, loaded)
+
+        @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), *([FOUR] if self.scaled else [])))
         def finish(_, ref, *scales):
             lanes.wait_for_copies()
             for held in scales:
                 *_, special, inverse = _words(held)
                 lanes.divide_rope(ref, stage, special, inverse)
 
-        finish(r_ref, *([scales] if self.quantised else []))
+        return finish(r_ref, *([scales] if self.scaled else []))
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
         """Prefetches the rows of a tile, whose slots are `spread`, to the L2 cache."""
@@ -234,7 +280,7 @@ class GatheredRows:
 
     def store(self, unit: Unit, stage: int, k_ref, raw, scales, stats_ref) -> None:
         """Stores a unit of latents to `k_ref` [2, 2, 64, 256]; `stats_ref` has the barriers of shared tiles."""
-        scaled = [FOUR] if self.quantised else []
+        scaled = [FOUR] if self.scaled else []
 
         @plgpu.inline_mgpu(
             arg_types=(_ref_type(self.latent_dtype), _registers(4 * self.loaded), plgpu.RefType(), *scaled)
@@ -242,11 +288,12 @@ class GatheredRows:
         def store(_, ref, raw, stats, *scales):
             full = stats if self.shared else None
             if self.quantised:
-                lanes.store_e4m3(ref, raw, _words(*scales)[:2], stage, unit.number, full)
+                pairs = _words(*scales)[:2] if scales else None
+                lanes.store_e4m3(ref, raw, pairs, stage, unit.number, full)
             else:
                 lanes.store_words(ref, raw, stage, unit.number, full)
 
-        store(k_ref, raw, stats_ref, *([scales] if self.quantised else []))
+        store(k_ref, raw, stats_ref, *([scales] if self.scaled else []))
 
     def clear(self, stage: int, half: int, k_ref) -> None:
         """Stores zeros to half a tile of `k_ref`."""

@@ -2,7 +2,7 @@
 
 The latents of a tile are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is converted and
 stored, the next ones are on their way, also across the ends of tiles and work tiles.  Scales are loaded a tile ahead.
-Rotary keys are copied to shared memory while the latents of their tile are stored.  Two tiles before a tile is stored,
+Rotary keys are copied, or loaded, while the latents of their tile are stored.  Two tiles before a tile is stored,
 its slots are loaded and its rows are prefetched to the L2 cache.
 
 A work tile of an odd number of tiles ends with half a pair.  Its second tile is masked, and where CTAs do not share
@@ -133,7 +133,7 @@ class GatherTiles:
         coming = units + self._units(1 - tile)
         from_cache = self.kv_ref, self.zero_ref
         self._wait_free(tile, tile, used)
-        rows.copy_rope(*from_cache, rows.spread(here, every=True), layer, limit, tile, self.r)
+        rope = rows.fetch_rope(*from_cache, rows.spread_rope(here), layer, limit, tile, self.r)
         ahead_spread = rows.spread(ahead)
         here_spread = rows.spread(here) if self._ring < len(units) else None
         after = rows.slots(self.slot_ref, *beyond)
@@ -162,7 +162,7 @@ class GatherTiles:
         ring = gathered(*ring) if missing is None or rows.shared else lax.cond(missing, cleared, gathered, *ring)
         if self.config.prefetch:
             rows.prefetch(*from_cache, rows.spread(after), layer, limit)
-        rows.finish_rope(tile, self.r, scales)
+        rows.finish_rope(tile, self.r, scales, rope)
         self._stored(2 * tile + 1 - tile)
         return ring, raw, ahead, after
 

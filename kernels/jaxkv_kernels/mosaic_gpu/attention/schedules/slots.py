@@ -11,7 +11,7 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
 
     producer (all lanes gather)          consumer 0                       consumer 1
                       -> k_free[0]       S0 = Q K0'  -> k_full[0], [1]
-    copies K0's rotary keys                arrives s_issued
+    copies K0's rotary keys [1]            arrives s_issued
     slots of the tile after next         softmax, P0: arrives p_ready[0]  S1 = Q K1'  -> s_issued, k_full[3], [2]
     factors of K0, loads those of K1     O0 += P0 K0 left                 O1 += P0 K0 right  -> p_ready[0]
     stores K0 left                         arrives k_free[0]                beside it softmax of S1
@@ -22,6 +22,8 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
     K1 likewise, right half first          arrives k_free[2]
                       -> k_free[3], [2]
 
+[1] Of `fp8` entries, they are loaded here, and converted and stored after K0 right.
+
 This is the order of `wide.py`.  The producer's loads are ahead of its stores, across the ends of tiles and work tiles
 (`gather/tiles.py`): when a tile comes free, what goes there is in registers.  P0 and P1 share one place in shared
 memory: the rotary queries keep theirs, because the registers that hold them in `wide.py` belong to the producer here.
@@ -31,7 +33,8 @@ Numbers.  A key has a factor: what its values, as they lie in shared memory, are
 are multiplied by the factors, and the running max is that of score + log2(factor), so that weights,
 exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
 without factors.  Queries of quantised entries become float16 in place, each row divided by a power of two that makes it
-fit; the rotary part stays bf16.
+fit; the rotary part stays bf16 for `fp8_ds_mla` entries.  The one scale of all `fp8` entries is part of the softmax
+scale, and multiplies the result.
 
 Barriers.
     q_full           the queries have landed
@@ -90,12 +93,13 @@ Q_MAX = 3
 
 
 def attend_slots(
-    q_latent, q_pe, buffer, slots, sinks, layer, scale, plan: Plan,
+    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan,
     *, rows: GatheredRows, logit_cap, config: SparseConfig, interpret,
 ):  # fmt: skip
     """Results of whole query tokens, and of splits (`result_types`).
 
-    q_latent [N, heads rounded up to 8, R], slots [N, K], sinks [heads rounded up to 64] or None.
+    q_latent [N, heads rounded up to 8, R], slots [N, K], sinks [heads rounded up to 64] or None.  Entries are
+    multiplied by `kv_scale` unless that is None.
     """
     batch, heads, _ = q_latent.shape
     tiles = -(-heads // TILE)
@@ -103,14 +107,16 @@ def attend_slots(
     groups = tiles // cluster
     stored = min(heads, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
+    kv_scales = [] if kv_scale is None else [jnp.reshape(kv_scale, (1,))]
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(*refs, **scratch):
         (
             q_ref, qr_ref, kv_ref, zero_ref, slot_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref,
-            split_requests_ref, *sink_refs, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
+            split_requests_ref, *optional_refs, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
         ) = refs  # fmt: skip
-        r, p, stats, qr = (scratch[name] for name in ("r", "p", "stats", "qr"))
+        kv_scale_refs, sink_refs = optional_refs[: len(kv_scales)], optional_refs[len(kv_scales) :]
+        r, p, stats = (scratch[name] for name in ("r", "p", "stats"))
         q_full = scratch["q_full"]
         # Barriers of equal arrivals in one array each: their addresses and phases take fewer registers.
         one, two = scratch["one_arrives"], scratch["two_arrive"]
@@ -118,8 +124,9 @@ def attend_slots(
         s_issued, *p_ready = (one.at[n] for n in range(3))
         q_free, both = (two.at[n] for n in range(2))
         # Two views of the same memory: as it is multiplied, and as it comes from and goes to device memory.
-        (q, q_in), (k, stages) = (
-            (scratch[name], scratch[name]) if dtype == k_dtype else tuple(scratch[name]) for name in ("q", "k")
+        (q, q_in), (k, stages), (qr, qr_in) = (
+            (scratch[name], scratch[name]) if own == dtype else tuple(scratch[name])
+            for name, own in (("q", k_dtype), ("k", k_dtype), ("qr", rows.rope_dtype))
         )
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
@@ -134,7 +141,7 @@ def attend_slots(
             for half in range(2):
                 columns = pl.ds(half * HALF, HALF)
                 plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
-            plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr, q_full)
+            plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, q_full)
 
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
@@ -152,8 +159,11 @@ def attend_slots(
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile = load_work_range(partitions_ref, partition)
             results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
-            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored)
+            value_scale = kv_scale_refs[0][0] if kv_scale_refs else None
+            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
             scale = scale_ref[0] * LOG2E
+            if value_scale is not None:
+                scale *= value_scale
 
             def load_sinks(ref):
                 return plgpu.load(ref.at[pl.ds(first_row, TILE)], layout=ROW, optimized=False) * LOG2E
@@ -162,7 +172,7 @@ def attend_slots(
                 """Makes the queries float16; returns what the scores of each row are to be multiplied by."""
                 if dtype == k_dtype:
                     return filled(ROW, 1.0, TILE) * scale
-                return fit_queries(side, (q_in, q), (qr, qr), stats, Q_MAX, wait_for_both) * scale
+                return fit_queries(side, (q_in, q), (qr_in, qr), stats, Q_MAX, wait_for_both) * scale
 
             def scores(row_scale, i, turn, last):
                 """Scores of this side's tile, with the logarithms of factors; and how its weights are summed."""
@@ -306,10 +316,10 @@ def attend_slots(
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
-    def viewed(*shape):
+    def viewed(*shape, own_dtype=k_dtype):
         """Shared memory of the dtype that is multiplied, and of that of queries and results."""
-        own = swizzled(*shape, dtype=k_dtype)
-        if dtype == k_dtype:
+        own = swizzled(*shape, dtype=own_dtype)
+        if dtype == own_dtype:
             return own
         views = own, swizzled(*shape, dtype=dtype)
         # The interpreter takes any two accesses to a union through different views for a race.
@@ -335,7 +345,7 @@ def attend_slots(
         kernel_name="decode_mla_sparse",
         scratch_types={
             "q": viewed(2, TILE, HALF),
-            "qr": swizzled(TILE, ROPE, dtype=dtype),
+            "qr": viewed(TILE, ROPE, own_dtype=rows.rope_dtype),
             "k": viewed(2, 2, TILE, HALF),
             "r": swizzled(2, TILE, ROPE, dtype=rows.rope_dtype),
             "p": swizzled(TILE, TILE, dtype=k_dtype),
@@ -349,5 +359,5 @@ def attend_slots(
         },
     )(
         q_latent, q_pe, rows.buffer(buffer), rows.zeros(), slots, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        plan.partitions, plan.work_tiles, plan.split_requests, *([] if sinks is None else [sinks]),
+        plan.partitions, plan.work_tiles, plan.split_requests, *kv_scales, *([] if sinks is None else [sinks]),
     )  # fmt: skip

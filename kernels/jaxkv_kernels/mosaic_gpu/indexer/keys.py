@@ -1,0 +1,167 @@
+"""Device-side: how tiles of 64 keys of 128 values reach shared memory, by the format of the entries.
+
+`E4m3Keys` copies `indexer_fp8` pages as rows of 128 bytes (`key_rows.py`); `FloatKeys` copies bf16 and f16 entries from
+pages of any strides.  Both leave a tile as wgmma reads it, in swizzled shared memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.formats.bits import FP8, view_as
+from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import (
+    InterpretedRows,
+    TokenRows,
+    in_entries_dtype,
+    origin_step,
+)
+from jaxkv_kernels.mosaic_gpu.indexer.config import TILE
+from jaxkv_kernels.mosaic_gpu.indexer.key_rows import SCALE_BYTES, SCALES_PER_ROW, KeyRows, key_rows
+from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
+
+DIM = 128
+
+
+class KeyTiles(Protocol):
+    """What `logits.py` needs of the keys.  `refs` are the kernel's references to `operands`."""
+
+    copies: int
+    """Copies per block that a tile lies in."""
+    stage_bytes: int
+    """Bytes of shared memory per tile."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the tiles."""
+
+    def operands(self, buffer: jax.Array) -> list[jax.Array]:
+        """The buffer as operands of the kernel."""
+
+    def shared(self, stages: int) -> list[Any]:
+        """Shared memory for so many tiles."""
+
+    def install(self, refs) -> None:
+        """Called by the producer before its first copy."""
+
+    def fetch(self, refs, shared, stage, first_row: int, rows: int, page, tile_in_block, full) -> None:
+        """Starts the copies of `rows` keys of `page` (layer, block) to a stage, from row `first_row` of the tile on."""
+
+    def tile(self, shared, stage) -> Any:
+        """The keys [64, 128] of a stage."""
+
+    def scales(self, shared, stage) -> Any:
+        """The float32 scales of a tile's keys, a ROW array, or None if keys have no scales."""
+
+
+@dataclass(frozen=True)
+class E4m3Keys:
+    """Keys of `indexer_fp8` entries: e4m3 values with a scale per key."""
+
+    view: KeyRows
+    block_size: int
+    raw: Any
+    """The dtype of the buffer."""
+    interpret: bool
+
+    dtype = FP8
+    copies = 2
+    stage_bytes = TILE * (DIM + SCALE_BYTES)
+
+    def operands(self, buffer):
+        """The rows of the buffer; in the interpreter, which does not view memory as another dtype, one of each."""
+        rows = self.view.of(buffer)
+        return [view_as(rows, FP8), view_as(rows, jnp.float32)] if self.interpret else [rows]
+
+    def shared(self, stages):
+        """Values, then scales."""
+        if self.interpret:
+            rows = TILE // SCALES_PER_ROW
+            return [
+                plgpu.SMEM((stages, TILE, DIM), FP8), plgpu.SMEM((stages, rows, SCALES_PER_ROW), jnp.float32)
+            ]  # fmt: skip
+        width = self.view.shape[1]
+        return [
+            plgpu.RefUnion(
+                plgpu.SMEM((stages, TILE, width), self.raw, transforms=(plgpu.SwizzleTransform(128),)),
+                swizzled(stages, TILE, DIM, dtype=FP8),
+            ),
+            plgpu.RefUnion(
+                plgpu.SMEM((stages, TILE // SCALES_PER_ROW, width), self.raw), plgpu.SMEM((stages, TILE), jnp.float32)
+            ),
+        ]
+
+    def install(self, refs):
+        """Nothing."""
+
+    def fetch(self, refs, shared, stage, first_row, rows, page, tile_in_block, full):
+        """One copy of values and one of scales."""
+        (key_ref, scale_ref), (k, s) = (refs, shared) if self.interpret else (refs * 2, [both[0] for both in shared])
+        first = self.view.page(*page)
+        values = key_ref.at[pl.ds(first + tile_in_block * TILE, rows)]
+        plgpu.copy_gmem_to_smem(values, k.at[stage, pl.ds(first_row, rows)], full)
+        row, count = first + self.block_size + tile_in_block * (TILE // SCALES_PER_ROW), rows // SCALES_PER_ROW
+        to = s.at[stage, pl.ds(first_row // SCALES_PER_ROW, count)]
+        plgpu.copy_gmem_to_smem(scale_ref.at[pl.ds(row, count)], to, full, oob_mode=IN_BOUNDS)
+
+    def tile(self, shared, stage):
+        """Keys of e4m3."""
+        return (shared[0] if self.interpret else shared[0][1]).at[stage]
+
+    def scales(self, shared, stage):
+        """Powers of two."""
+        if self.interpret:
+            return shared[1][stage].reshape(TILE)
+        return plgpu.load(shared[1][1].at[stage], layout=ROW)
+
+
+@dataclass(frozen=True)
+class FloatKeys:
+    """Keys of bf16 and f16 entries, at any strides that are multiples of 16 bytes."""
+
+    view: TokenRows
+    dtype: Any
+
+    copies = 1
+    stage_bytes = TILE * DIM * 2
+
+    def operands(self, buffer):
+        """The buffer in the entries' dtype, which may not be its own."""
+        return [self.view.of(view_as(buffer, self.dtype))]
+
+    def shared(self, stages):
+        """Values."""
+        return [swizzled(stages, TILE, DIM, dtype=self.dtype)]
+
+    def install(self, refs):
+        """Makes copies address the buffer by its strides."""
+        self.view.install(refs[0])
+
+    def fetch(self, refs, shared, stage, first_row, rows, page, tile_in_block, full):
+        """One copy."""
+        layer, block = page
+        origin, row = self.view.index(layer, block, tile_in_block * TILE)
+        source = refs[0].at[origin, pl.ds(row, rows), self.view.columns(0, DIM, origin)]
+        plgpu.copy_gmem_to_smem(source, shared[0].at[stage, pl.ds(first_row, rows)], full)
+
+    def tile(self, shared, stage):
+        """Keys of the entries' dtype."""
+        return shared[0].at[stage]
+
+    def scales(self, shared, stage):
+        """None."""
+        return None
+
+
+def key_tiles(entry, pages: Pages, buffer: jax.Array, *, interpret: bool) -> KeyTiles:
+    """The tiles of a cache of such entries."""
+    if entry.quantised:
+        view = key_rows(pages, buffer.dtype.itemsize)
+        return E4m3Keys(view, pages.block_size, buffer.dtype, interpret)
+    _, pages = in_entries_dtype(buffer, pages, entry.dtype)
+    return FloatKeys((InterpretedRows if interpret else TokenRows)(pages, origin_step(pages)), entry.dtype)
