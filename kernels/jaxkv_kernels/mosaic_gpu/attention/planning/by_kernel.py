@@ -6,8 +6,8 @@
 Timeline of `divide`.  It starts while `check` runs (programmatic dependent launch).
 
     load the lengths; sizes, running sums
-    per boundary between partitions of a candidate division, 512 at once: a search for the request that it lies in, the
-      load and the splits of the partition; reduced per candidate
+    per boundary between partitions of a candidate division, 1,024 at once: a search for the request that it lies in,
+      the load and the splits of the partition; reduced per candidate
     the candidate of least cost; begins, counts and first partitions of requests
     wait for `check`: steps that need no mask; all of these as tables
     per work tile, 512 at once: search for its request, store columns; its partition and request as tables
@@ -35,7 +35,7 @@ from jaxkv_kernels.addressing.slots import table_tokens
 from jaxkv_kernels.mosaic_gpu.attention.planning.division import Division, Problem
 from jaxkv_kernels.mosaic_gpu.attention.planning.interpreted import InterpretedRegisters
 from jaxkv_kernels.mosaic_gpu.attention.planning.lanes import LANES, WARPS
-from jaxkv_kernels.mosaic_gpu.attention.planning.registers import SUMS, Registers, padded
+from jaxkv_kernels.mosaic_gpu.attention.planning.registers import SUMS, Registers, at_once, padded
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 
 MOST_REQUESTS, MOST_TILES = 1024, 8192
@@ -67,9 +67,10 @@ def divide(
     warpgroups = 1 if interpret else WARPGROUPS  # the interpreter's vectors are arrays of one thread
     threads = warpgroups * LANES
     requests = padded(problem.batch, threads)
-    candidates = -(-padded(problem.candidates * problem.boundaries, threads) // problem.boundaries)
-    at_once = min(padded(problem.tiles, threads), AT_ONCE)
-    chunks = -(-problem.tiles // at_once)
+    boundaries = problem.candidates * problem.boundaries
+    candidates = -(-padded(boundaries, at_once(boundaries, threads)) // problem.boundaries)
+    step = min(padded(problem.tiles, threads), AT_ONCE)
+    chunks = -(-problem.tiles // step)
     most = table_tokens(block_tables, block_size)
 
     def body(lengths_ref, *refs, **scratch):
@@ -86,8 +87,8 @@ def divide(
         division = Division(vectors, problem, lengths, unknown)
 
         def tiles(n, _):
-            start = n * at_once
-            columns, partition, _ = division.work_tiles(vectors.iota(at_once) + start)
+            start = n * step
+            columns, partition, _ = division.work_tiles(vectors.iota(step) + start)
             vectors.store_rows(work_tiles_ref, columns, start)
             vectors.store(start, (scratch["ordered"], partition), (scratch["requests"], columns[0]))
             return ()
@@ -115,8 +116,8 @@ def divide(
         out_type=[rows(problem.partitions + 1, 8), rows(problem.tiles, 7), rows(problem.combined, 3)],
         scratch_types={
             **{name: table(requests) for name in OF_REQUESTS},
-            **{name: table(chunks * at_once) for name in ("ordered", "requests")},
-            **{name: table(candidates) for name in ("loads", "splits")},
+            **{name: table(chunks * step) for name in ("ordered", "requests")},
+            **{name: table(candidates) for name in ("lengths", "loads", "splits")},
             "warps": table(SUMS * requests // threads * WARPS * warpgroups),
         },
     )(seq_lens, *checked)

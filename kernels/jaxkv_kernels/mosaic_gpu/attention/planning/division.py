@@ -30,7 +30,7 @@ class Vectors(Protocol):
     def tables(self, **named) -> dict[str, Any]:
         """Vectors as tables for `take`, `read` and `search`."""
 
-    def read(self, table, i: int) -> Any:
+    def read(self, table, i) -> Any:
         """table[i], a scalar."""
 
     def take(self, table, i) -> Any:
@@ -164,21 +164,22 @@ class Division:
         problem, v, costs = self._problem, self._v, self._problem.costs
         partitions, batch, overhead = problem.partitions, problem.batch, costs.overhead
         count, width, with_gaps = problem.candidates, problem.boundaries, partitions + 1 - problem.fewest
-        begins = v.tables(without_gaps=sums - sizes)["without_gaps"]
 
-        def gap_and_length(candidate):
-            has_gaps = candidate < with_gaps  # without gaps, equal requests are split alike
-            gap, used = jnp.where(has_gaps, overhead, 0), problem.fewest + candidate
-            used -= jnp.where(has_gaps, 0, with_gaps)
-            return gap, jnp.maximum(_ceil_div(self._total + batch * gap, used), costs.least)
+        def gap_of(candidate):
+            return jnp.where(candidate < with_gaps, overhead, 0)  # without gaps, equal requests are split alike
+
+        candidate = v.iota(count)
+        used = problem.fewest + candidate - jnp.where(candidate < with_gaps, 0, with_gaps)
+        length = jnp.maximum(_ceil_div(self._total + batch * gap_of(candidate), used), costs.least)
+        tables = v.tables(lengths=length, without_gaps=sums - sizes)
 
         def evaluate(element):
             candidate = _div(element, width)
             within = element - candidate * width
             boundary = within - _div(within, WARP)
-            gap, length = gap_and_length(jnp.minimum(candidate, count - 1))
-            place = boundary * length
-            found = v.search(begins, batch, place, slope=gap)
+            gap = gap_of(candidate)
+            place = boundary * v.take(tables["lengths"], jnp.minimum(candidate, count - 1))
+            found = v.search(tables["without_gaps"], batch, place, slope=gap)
             last = jnp.maximum(found - 1, 0)
             end, reached = v.take(self._of["sums"], last), place - gap * last
             inside = jnp.where((found > 0) & (reached < end), 1, 0)
@@ -193,7 +194,8 @@ class Division:
             split, load = v.take(splits, candidate), v.take(loads, candidate)
             return SPLIT_COST_UNIT * load + jnp.where(split > 0, costs.combining, 0) + costs.split * split
 
-        return gap_and_length(v.first_least(count, cost))
+        best = v.first_least(count, cost)
+        return gap_of(best), v.read(tables["lengths"], best)
 
     def work_tiles(self, tile, request=None) -> tuple[tuple[Any, ...], Any, Any]:
         """For work tiles by number: columns of `WorkTile`, partitions, and whether each is the last of its request.

@@ -128,35 +128,45 @@ class Threads:
         """Waits for all threads of the CTA."""
         self._mgpu.utils.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True)
 
-    def search(self, table, count: int, bound, slope, *, equal: bool):
+    def search(self, table, count: int, bounds, slopes, *, equal: bool) -> list[Any]:
         """How many of the first `count` elements of a table in shared memory, plus `slope` each by number, are passed.
 
-        They are sorted; those less than `bound` are passed, with `equal` also equal ones.  This is a loop, because it
-        takes longer to load instructions than to run them.
+        They are sorted; those less than a bound are passed, with `equal` also equal ones.  All bounds are searched for
+        in one loop, so that their loads overlap.  It is not unrolled, because it takes longer to load instructions than
+        to run them.
         """
+        size = len(bounds)
+
+        def each(text: str) -> str:
+            """A line for each search: `n` is its number, `b` and `s` are the operands of its bound and slope."""
+            return " ".join(text.format(n=n, b=f"${size + 1 + n}", s=f"${2 * size + 1 + n}") for n in range(size))
+
         code = f"""{{
-            .reg .pred p; .reg .b32 found, bit, ahead, last, place, value;
-            mov.b32 found, 0;
+            .reg .pred p, again; .reg .b32 bit; {each(".reg .b32 found{n}, ahead{n}, last{n}, value{n};")}
+            {each("mov.b32 found{n}, 0;")}
             mov.b32 bit, {1 << (count.bit_length() - 1)};
-            again: .pragma "nounroll";
-            add.s32 ahead, found, bit;
-            min.s32 last, ahead, {count};
-            add.s32 last, last, -1;
-            mad.lo.s32 place, last, 4, $1;
-            ld.shared.b32 value, [place];
-            mad.lo.s32 value, last, $3, value;
-            setp.{"le" if equal else "lt"}.s32 p, value, $2;
-            setp.le.and.s32 p, ahead, {count}, p;
-            selp.b32 found, ahead, found, p;
+            step: .pragma "nounroll";
+            {each(f"add.s32 ahead{{n}}, found{{n}}, bit; min.s32 last{{n}}, ahead{{n}}, {count};")}
+            {each(f"add.s32 last{{n}}, last{{n}}, -1; mad.lo.s32 value{{n}}, last{{n}}, 4, ${size};")}
+            {each("ld.shared.b32 value{n}, [value{n}];")}
+            {
+            each(f'''
+                mad.lo.s32 value{{n}}, last{{n}}, {{s}}, value{{n}};
+                setp.{"le" if equal else "lt"}.s32 p, value{{n}}, {{b}};
+                setp.le.and.s32 p, ahead{{n}}, {count}, p;
+                selp.b32 found{{n}}, ahead{{n}}, found{{n}}, p;
+            ''')
+        }
             shr.u32 bit, bit, 1;
-            setp.ne.b32 p, bit, 0;
-            @p bra again;
-            mov.b32 $0, found;
+            setp.ne.b32 again, bit, 0;
+            @again bra step;
+            {" ".join(f"mov.b32 ${n}, found{n};" for n in range(size))}
         }}"""
-        return self._mgpu.utils.inline_ptx(
-            " ".join(code.split()), self._address(table, [self.constant(0)])[1], bound, slope,
-            result_types=self.i32, has_side_effects=True,
+        found = self._mgpu.utils.inline_ptx(
+            " ".join(code.split()), self._address(table, [self.constant(0)])[1], *bounds, *slopes,
+            result_types=[self.i32] * size, has_side_effects=True,
         )  # fmt: skip
+        return list(found)
 
     def running_sum(self, value):
         """The sum of the values of this and all lower lanes of the warp."""

@@ -16,6 +16,11 @@ def padded(count: int, threads: int) -> int:
     return count + -count % threads
 
 
+def at_once(count: int, threads: int) -> int:
+    """How many elements of candidates are evaluated at once: two registers, so that loads overlap."""
+    return min(padded(count, threads), 2 * threads)
+
+
 class Registers:
     """`Vectors` in the registers of `warpgroups` warpgroups, and tables in shared memory.
 
@@ -65,7 +70,7 @@ class Registers:
 
     def read(self, table, i):
         """See `Vectors`."""
-        return self._call(lambda threads, table: threads.load(table, threads.constant(i)), table, refs=1, result=0)
+        return self._call(lambda threads, table, i: threads.load(table, i), table, jnp.int32(i), refs=1, result=0)
 
     def store(self, start, *tables):
         """Stores vectors to tables, (table, vector) each, from element `start` on."""
@@ -93,7 +98,7 @@ class Registers:
 
         def search(threads, table, bound, slope=None):
             slopes = slope or [threads.constant(0)] * len(bound)
-            return [threads.search(table, count, *each, equal=equal) for each in zip(bound, slopes, strict=True)]
+            return threads.search(table, count, bound, slopes, equal=equal)
 
         given = () if slope is None else (slope,)
         return self._call(search, table, bound, *given, refs=1, result=bound.shape[0] // LANES)
@@ -139,14 +144,15 @@ class Registers:
         names = "loads", "splits"
         none = jnp.zeros_like(self.iota(self._scratch["loads"].shape[0]))
         loads, splits = self.tables(**dict.fromkeys(names, none)).values()
+        step = at_once(count * width, self.threads)
 
         def some(n, _):
-            element = self.iota(1) + n * self.threads
+            element = self.iota(step) + n * step
             load, split = evaluate(element)
             self.reduce(loads, splits, load, split, lax.div(element, jnp.full_like(element, width)))
             return ()
 
-        lax.fori_loop(0, padded(count * width, self.threads) // self.threads, some, ())
+        lax.fori_loop(0, padded(count * width, step) // step, some, ())
         self.wait()
         return loads, splits
 
