@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, KVConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
 from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
 from support import scenes, suites
 from support.cases import slow
 
-PAIRS = {"step": PAIR, "costs": KVConfig().split_costs}
+PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
 TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, KVConfig, WideConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
 from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
 from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel
 from support import plans
@@ -15,17 +15,16 @@ from support.compare import assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
 BLOCKS = 50
-PAIRS = {"step": PAIR, "costs": KVConfig().split_costs}
+PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
 TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
-WIDE = {"step": TILE, "costs": WideConfig().split_costs}
 OTHER = {"window": 300, "tokens": 3}
 INVARIANT = {"batch_invariant": True}
 CASES = [
     (1, 132, 64, TILES),
     (7, 3, 20, {**PAIRS, **OTHER}),
     (40, 19, 5, {**TILES, **INVARIANT}),
-    (9, 62, 20, WIDE),
-    slow((600, 63, 5, WIDE)),
+    (9, 62, 20, PAIRS),
+    slow((600, 63, 5, TILES)),
     slow((128, 132, 64, TILES)),
     slow((128, 66, 64, PAIRS)),
     slow((300, 44, 16, {**PAIRS, **OTHER})),

@@ -49,8 +49,6 @@ class SplitCosts:
 _PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)
 _TILE_COSTS = SplitCosts(least=2, overhead=0, combining=128, split=2)
 _QUANTISED_TILE_COSTS = replace(_TILE_COSTS, least=4)
-_WIDE_COSTS = SplitCosts(least=2, overhead=3, combining=384, split=4)
-_SPARSE_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=2)
 _THRESHOLDS = (0, 4, 8, 12)
 _PRODUCER_REGISTERS = (24, 40)
 
@@ -63,7 +61,7 @@ class WideConfig:
         "prefetch": (True, False),
         "rescale_threshold": _THRESHOLDS,
         "producer_registers": _PRODUCER_REGISTERS,
-        "split_costs": tuple(replace(_WIDE_COSTS, overhead=overhead) for overhead in (2, 3, 4)),
+        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
     }
 
     producer_registers: int = 24
@@ -74,8 +72,8 @@ class WideConfig:
     prefetch: bool = True
     """Whether a cluster prefetches its next pair of tiles to the L2 cache, where a page is contiguous.  CTAs without a
     cluster never do: bound by reading, they lose 10 % to the additional requests."""
-    split_costs: SplitCosts = _WIDE_COSTS
-    """In steps of one tile.  For each request, a CTA loads 64 KiB of queries and stores as much of results."""
+    split_costs: SplitCosts = _PAIR_COSTS
+    """In steps of two tiles.  For each request, a CTA loads 64 KiB of queries and stores as much of results."""
 
     def __post_init__(self):
         _check_registers(self, 24, 40, 56)
@@ -90,7 +88,7 @@ class QuantisedWideConfig:
         "prefetch": (True, False),
         "producer_registers": (56, 72, 88),
         "rescale_threshold": _THRESHOLDS,
-        "split_costs": tuple(replace(_WIDE_COSTS, overhead=overhead) for overhead in (2, 3, 4)),
+        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
     }
 
     producer_registers: int = 72
@@ -99,8 +97,8 @@ class QuantisedWideConfig:
     """As in WideConfig."""
     rescale_threshold: int = 8
     """As in WideConfig."""
-    split_costs: SplitCosts = _WIDE_COSTS
-    """In steps of one tile, as in WideConfig."""
+    split_costs: SplitCosts = _PAIR_COSTS
+    """In steps of two tiles, as in WideConfig."""
 
     def __post_init__(self):
         _check_registers(self, 56, 72, 88)
@@ -197,7 +195,7 @@ class KVConfig:
     rescale_threshold: int = 8
     """As in WideConfig."""
     split_costs: SplitCosts = _PAIR_COSTS
-    """In steps of two tiles."""
+    """In steps of two tiles, as in WideConfig."""
 
     def __post_init__(self):
         require(self.stages >= 1, self, "stages", "1 or more")
@@ -211,47 +209,42 @@ class SparseConfig:
     """`decode_mla_sparse`."""
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "producer_registers": (88, 104, 120),
-        "share": (True, False),
-        "units_ahead": (1, 2, 4, 8),
+        "producer_registers": (40, 56, 72, 88, 104),
+        "units_ahead": (1, 2, 4),
         "prefetch": (True, False),
         "rescale_threshold": _THRESHOLDS,
-        "split_costs": tuple(replace(_SPARSE_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
     }
 
-    producer_registers: int = 104
-    """Registers per lane of the producer warpgroup, which holds the units that are on their way and the slots of two
-    tiles.  The consumers get the rest, 200 each."""
-    share: bool = True
-    """Whether two CTAs of a cluster, where the tiles of heads are an even number, each load half of the keys and send
-    them to the other.  For 4,096 query tokens with 128 heads and bf16 entries, 5.6 ms instead of 8.2."""
-    units_ahead: int = 4
-    """Units of latents, 16 registers per lane each (8 where CTAs share), that are loaded before the first of them is
-    stored.  A divisor of the units of a tile, 4 in quantised formats and 8 in others, so that each unit always has the
-    same registers."""
-    prefetch: bool = True
-    """Whether the rows of the tile after next are prefetched to the L2 cache: loads are bound by latency."""
+    producer_registers: int = 56
+    """Registers per lane of the producer warpgroup, which holds addresses of rows, the slots of two tiles and, of
+    quantised entries, the units that are on their way.  The consumers get the rest, 224 each."""
+    units_ahead: int = 2
+    """Units of quantised latents, 16 registers per lane each, that are loaded before the first of them is stored.  A
+    divisor of the 4 units of a tile, so that each unit always has the same registers."""
+    prefetch: bool = False
+    """Whether the rows of the tile after next are prefetched to the L2 cache.  It pays for `fp8_ds_mla` entries only:
+    128 requests with 128 heads take 0.134 ms with bf16 entries, with it 0.160; with `fp8` entries 0.183 and 0.186."""
     rescale_threshold: int = 8
     """As in WideConfig."""
-    split_costs: SplitCosts = _SPARSE_COSTS
-    """In steps of one tile, which takes a CTA 3 us to gather; combining takes less, even of many splits."""
+    split_costs: SplitCosts = _PAIR_COSTS
+    """In steps of two tiles, as in WideConfig."""
 
     def __post_init__(self):
-        _check_registers(self, 88, 104, 120)
-        require(self.units_ahead in (1, 2, 4, 8), self, "units_ahead", "1, 2, 4 or 8, divisors of the units of a tile")
+        _check_registers(self, 40, 56, 72, 88, 104)
+        require(self.units_ahead in (1, 2, 4), self, "units_ahead", "1, 2 or 4, divisors of the units of a tile")
         _check_threshold(self)
 
 
 def sparse_config(format: str) -> SparseConfig:
     """The default configuration of a `decode_mla_sparse` call for entries of a format.
 
-    Quantised entries are not shared: sending a converted tile to the other CTA takes as long as converting it.  Shared,
-    128 requests with 128 heads and `fp8_ds_mla` entries took 0.216 ms instead of 0.187.  Those of `fp8` are not
-    prefetched, which would take longer: 0.186 ms instead of 0.183.
+    Those of `fp8` are not prefetched: with it, 64 requests with 64 heads took 0.061 ms instead of 0.058, and 8 with 128
+    heads 0.0279 instead of 0.0248.
     """
     if format not in ("fp8", "fp8_ds_mla"):
         return SparseConfig()
-    return SparseConfig(producer_registers=88, share=False, units_ahead=2, prefetch=format != "fp8")
+    return SparseConfig(producer_registers=88, prefetch=format != "fp8")
 
 
 def consumer_registers(producer_registers: int) -> int:

@@ -71,9 +71,7 @@ def _decode(
     q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (q_latent, q_pe))
     if sinks is not None:
         sinks = jnp.pad(sinks, (0, -heads % TILE))
-    # The interpreter does not run what sends keys to another CTA.
-    shared = config.share and -(-heads // TILE) % 2 == 0 and not interpret
-    rows = (InterpretedRows if interpret else GatheredRows)(pages, entry, buffer.dtype.itemsize, shared)
+    rows = (InterpretedRows if interpret else GatheredRows)(pages, entry, buffer.dtype.itemsize)
     out, lse, split_out, split_lse, split_scale = attend_slots(
         q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan,
         rows=rows, logit_cap=logit_cap, config=config, interpret=interpret,

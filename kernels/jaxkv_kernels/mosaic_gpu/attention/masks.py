@@ -17,12 +17,11 @@ MASKED = -math.inf
 
 def apply_mask(
     scores, table: PageTable, request, first_token, first_row, length, *, tokens, heads, keys: int,
-    window: int | None = None, end=None,
+    window: int | None = None,
 ):  # fmt: skip
     """`scores` with MASKED where a row does not see the key.
 
-    A row sees keys in valid blocks, up to its own token (causal) and within `length` and the window, but none from
-    `end` on.
+    A row sees keys in valid blocks, up to its own token (causal) and within `length` and the window.
 
     Keys lie along axis `keys`, rows along the other one.  The `tokens` query tokens are the last tokens of the request,
     which has `length` tokens.  Each query token has `heads` consecutive rows.
@@ -30,8 +29,6 @@ def apply_mask(
     token = plgpu.broadcasted_iota(jnp.int32, scores.shape, keys, layout=WGMMA) + first_token
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1 - keys, layout=WGMMA) + first_row
     own = length - tokens + row // heads
-    if end is not None:
-        own = jnp.minimum(own, end - 1)
     scores = jnp.where(token <= own, scores, MASKED)
     if window is not None:
         scores = jnp.where(token > own - window, scores, MASKED)

@@ -1,6 +1,6 @@
 """Split-KV: which CTA (or cluster) attends to which tokens, computed on the device from the lengths.
 
-The tokens of a request are counted in steps: 64-token tiles, or pairs of them for `decode_kv` of bf16 and f16.  By
+The tokens of a request are counted in steps: pairs of 64-token tiles, or single tiles for MLA calls with few rows.  By
 default, the steps of all requests are laid end to end, and the line is divided into equal partitions: as many as fill
 the GPU, with a CTA for each partition, tile of rows and KV head.  Several divisions are compared: with and without gaps
 between requests, for the cost of beginning and ending one, and into as many partitions as fill the GPU or somewhat
@@ -81,7 +81,7 @@ def plan_decode(
     config = configuration(default_config(entry, tokens * heads // pages.num_heads))
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
     partitions = 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)
-    step = PAIR if isinstance(config, KVConfig) else TILE
+    step = PAIR if isinstance(config, WideConfig | QuantisedWideConfig | KVConfig) else TILE
     return make_plan(
         seq_lens, block_tables, partitions=partitions, tokens=tokens, block_size=pages.block_size,
         num_blocks=pages.num_blocks, window=window, batch_invariant=batch_invariant,

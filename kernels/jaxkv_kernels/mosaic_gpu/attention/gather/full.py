@@ -1,8 +1,7 @@
-"""How consumers learn that half a tile of keys is stored: from the lanes of one CTA, or of two that share tiles.
+"""How consumers learn that half a tile of keys is in shared memory: stored by the producer's lanes, or copied.
 
-Two CTAs of a cluster, which attend to the same keys, each store half of the rows of a tile to both.  An arrival does
-not order the stores to the other CTA (`st.async`): a barrier there counts their bytes as they land, beside the arrivals
-of its own lanes.  Pallas's barriers cannot count bytes of such stores, so these barriers are words of `stats`.
+A copy of a lane (`cp.async`) lands after the lane has gone on, and then arrives at a barrier by itself.  Pallas has no
+such arrivals, so the barriers of copied tiles are words of `stats`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
@@ -19,46 +17,50 @@ HALVES = 4
 
 
 @dataclass(frozen=True)
-class OwnFull:
-    """For tiles that a CTA loads for itself."""
+class StoredFull:
+    """For tiles that lanes store."""
 
     barriers: Any
+    parts = 1
+    """Parts of a half, ranges of equally many columns, that arrive one by one."""
 
     def start(self) -> None:
         """Does nothing, because Pallas initializes its barriers itself."""
 
-    def arrive(self, n: int) -> None:
+    def arrive(self, n: int, part: int) -> None:
         """Signals that the calling lane of the producer has stored its chunks of a half."""
+        del part
         plgpu.barrier_arrive(self.barriers[n])
 
-    def wait(self, n: int, turn) -> None:
+    def wait(self, n: int, part: int, turn) -> None:
         """Waits for a half; `turn` counts the pairs."""
-        del turn
+        del part, turn
         plgpu.barrier_wait(self.barriers[n])
 
 
 @dataclass(frozen=True)
-class SharedFull:
-    """For tiles that two CTAs share."""
+class CopiedFull:
+    """For tiles that are copied.  A lane arrives twice: for what it has stored (factors), and for its copies."""
 
     stats: Any
-    itemsize: int
-    """Bytes per value of the latents in shared memory."""
+    parts = 2
+    """As above: products with a part proceed while the rest of its half is on its way."""
 
     def start(self) -> None:
-        """Initializes the barriers; all lanes of both CTAs call this."""
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, HALVES))(self.stats)
+        """Initializes the barriers; all lanes of the CTA call this."""
+        count = HALVES * self.parts
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, count))(self.stats)
 
-    def arrive(self, n: int) -> None:
-        """Signals the same, and that the barrier is to count as many bytes from the other CTA."""
-        nbytes = TILE // 2 * HALF * self.itemsize // lanes.THREADS
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.arrive(ref, n, nbytes))(self.stats)
+    def arrive(self, n: int, part: int) -> None:
+        """Signals that the calling lane of the producer has started the last of its copies of a part."""
+        n = n * self.parts + part
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.arrive(ref, n))(self.stats)
 
-    def wait(self, n: int, turn) -> None:
-        """Waits for a half, with the bytes of both CTAs; `turn` counts the pairs."""
+    def wait(self, n: int, part: int, turn) -> None:
+        """Waits for a part of a half; `turn` counts the pairs."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
         def wait(_, ref, turn):
-            lanes.wait(ref, n, turn.registers.item())
+            lanes.wait(ref, n * self.parts + part, turn.registers.item())
 
         wait(self.stats, turn)

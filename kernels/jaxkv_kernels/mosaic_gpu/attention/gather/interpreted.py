@@ -35,6 +35,15 @@ class InterpretedRows(GatheredRows):
 
     spread_rope = spread
 
+    def copy(self, kv_ref, slots, layer, limit, stage, columns, k_ref, r_ref=None):
+        """Copies them at once."""
+        first, count = columns
+        half, column = divmod(first, HALF)
+        raw = self._bytes(kv_ref, slots, layer, limit, self.part("latent") + 2 * first, 2 * count)
+        k_ref[stage, half, :, pl.ds(column, count)] = _elements(raw, self.latent_dtype)
+        if r_ref is not None:
+            self.fetch_rope(kv_ref, None, slots, layer, limit, stage, r_ref)
+
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
         """A unit of the rows, bytes [64, 128]."""
         return self._bytes(kv_ref, slots, layer, limit, unit.offset, LINE)
@@ -80,19 +89,12 @@ class InterpretedRows(GatheredRows):
         stats_ref[flag[0], pl.ds(flag[1], 4)] = jnp.full(4, (factor != 1).any(), jnp.float32)
         return None if raw is None else (scales, factor)
 
-    def store(self, unit, stage, k_ref, raw, scales, stats_ref):
+    def store(self, unit, stage, k_ref, raw, scales):
         """Stores a unit, `raw` [64, bytes]."""
-        if self.quantised:
-            values = _from_e4m3(raw)
-            values = values if scales is None else values * scales[0][:, unit.number, None]
-        else:
-            values = _elements(raw, self.latent_dtype)
-        half, column = divmod(unit.number * values.shape[1], HALF)
-        k_ref[stage, half, :, pl.ds(column, values.shape[1])] = values
-
-    def clear(self, stage, half, k_ref):
-        """Stores zeros to half a tile."""
-        k_ref[stage, half] = jnp.zeros((TILE, HALF), self.latent_dtype)
+        values = _from_e4m3(raw)
+        values = values if scales is None else values * scales[0][:, unit.number, None]
+        half, column = divmod(unit.number * LINE, HALF)
+        k_ref[stage, half, :, pl.ds(column, LINE)] = values
 
     def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
         """Bytes of each slot's entry; zeros of masked ones."""

@@ -16,7 +16,6 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     MOST_FACTOR,
     SMALLEST,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array as array
 from jaxkv_kernels.mosaic_gpu.runtime.elements import words
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, c64, i32, i64, ptx
 
@@ -28,12 +27,13 @@ LINE = 128
 WARP_ROWS = 16
 """Rows of a tile that a warp loads."""
 BARRIERS = 7, 32
-"""Where in `stats` the barriers of two CTAs that share tiles are: a row and a column."""
+"""Where in `stats` the barriers of copied tiles are: a row and a column."""
 ROPE_TILE = 8 * COLUMN_TILE
 """Bytes of the rotary keys of a tile."""
+COPY = "cp.async.cg.shared.global.L2::256B [$0 + {into}], [$1 + {offset}], 16, $2;"
+"""Copies 16 bytes to shared memory; zeros if the size, the last operand, is 0 instead of 16: then it reads nothing."""
 # Not `.nc`: such loads ptxas moves past the synchronisation after them, down to their first use.
 LOAD = "ld.global.L1::evict_last.L2::256B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}}, [$5];"
 STORE = "st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
 CONVERT = (
     "{ .reg .b16 low, high; .reg .b32 even, odd; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 even, low; "
@@ -60,10 +60,16 @@ class Lane:
         thread = arith.remui(mgpu.utils.thread_idx(), c32(THREADS))
         self.lane = arith.andi(thread, c32(31))
         self.warp = arith.shrui(thread, c32(5))
-        self.row = arith.addi(arith.shli(self.warp, c32(2)), arith.andi(self.lane, c32(3)))
-        """The row, of every 16 rows, whose chunks the lane loads."""
+        self.in_warp = self._in_warp
+        """The row, of the warp's 4 of every 16 rows, whose chunks the lane loads."""
+        self.row = arith.addi(arith.shli(self.warp, c32(2)), self.in_warp)
+        """The same row, of every 16 rows."""
         self.second = arith.andi(arith.shrui(self.lane, c32(2)), c32(1))
         self.quarter = arith.shrui(self.lane, c32(3))
+
+    @property
+    def _in_warp(self) -> Any:
+        return arith.andi(self.lane, c32(3))
 
     @property
     def own(self) -> Any:
@@ -76,27 +82,20 @@ class Lane:
         in_group = arith.addi(arith.shli(self.warp, c32(2)), arith.andi(self.lane, c32(3)))
         return arith.addi(arith.shli(arith.shrui(self.own, c32(2)), c32(4)), in_group)
 
-    def owners(self, rows: int) -> list[Any]:
-        """The lanes whose own rows are those of which this lane loads chunks: `rows` of them."""
-        first = arith.addi(arith.andi(self.lane, c32(3)), self.share(rows, 4))
-        return [arith.addi(first, c32(4 * n)) for n in range(rows)]
+    @property
+    def owners(self) -> list[Any]:
+        """The lanes whose own rows are those of which this lane loads chunks."""
+        return [arith.addi(self.in_warp, c32(4 * n)) for n in range(ROWS_PER_LANE)]
 
     @property
     def rope_owners(self) -> list[Any]:
         """The same for e4m3 rotary keys: of its four rows, a lane loads chunks of the first two or of the last two."""
-        first = arith.addi(arith.andi(self.lane, c32(3)), arith.shli(self.second, c32(3)))
+        first = arith.addi(self.in_warp, arith.shli(self.second, c32(3)))
         return [first, arith.addi(first, c32(4))]
-
-    def share(self, rows: int, size: int) -> Any:
-        """The offset of the first group of 16 rows that this CTA loads, if groups are `size` apart.
-
-        It is not 0 only in the second of two CTAs that share a tile: they load fewer than the four groups each.
-        """
-        return c32(0) if rows == ROWS_PER_LANE else arith.muli(cta_in_cluster(), c32(rows * size))
 
     @property
     def chunk(self) -> Any:
-        """The lane's chunk of the 8 in a row's unit, for values that are stored as they are."""
+        """The lane's chunk of the 8 in a line of a row, for values that are stored as they are."""
         return arith.addi(arith.shli(self.second, c32(2)), self.quarter)
 
     @property
@@ -116,6 +115,19 @@ class Lane:
         row_tile = arith.muli(arith.shrui(self.row, c32(3)), c32(column_tiles * COLUMN_TILE))
         swizzled = arith.shli(arith.xori(chunk, in_tile), c32(4))
         return arith.addi(arith.addi(row_tile, arith.shli(in_tile, c32(7))), swizzled)
+
+
+class CopyLane(Lane):
+    """The same for copies that bypass registers: eight consecutive lanes copy a line, 128 bytes, of one row."""
+
+    @property
+    def _in_warp(self) -> Any:
+        return arith.shrui(self.lane, c32(3))
+
+    @property
+    def chunk(self) -> Any:
+        """The lane's chunk of a line."""
+        return arith.andi(self.lane, c32(7))
 
 
 def load_slots(ref, request, tile, length) -> Any:
@@ -163,20 +175,41 @@ class _Narrow:
         return _Narrow(arith.remui(self.value, c32(other)))
 
 
+def address(cache, kv, slot, layer) -> Any:
+    """The address at which the row of a slot begins."""
+    found = cache.offset(_Narrow(slot), _Narrow(layer), lambda n: _Wide(c64(n)), lambda x: _Wide(_wide(x.value)))
+    return at(mgpu.utils.memref_ptr(kv), found.value)
+
+
 def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
     """The addresses at which the rows of slots begin; for masked keys that of `zero`."""
-    base, nothing = mgpu.utils.memref_ptr(kv), mgpu.utils.memref_ptr(zero)
-    layer = _Narrow(layer)
+    nothing = mgpu.utils.memref_ptr(zero)
+    return [arith.select(valid(slot, limit), address(cache, kv, slot, layer), nothing) for slot in slots]
+
+
+def copy_rows(cache, kv, slot, layer, limit, parts) -> None:
+    """Starts to copy lines of a tile's rows, and zeros for masked keys.  `slot` is that of the lane's own row.
+
+    `parts`: for each, its first byte in an entry, the number of its lines, where they go (shared memory, and the byte
+    of it at which the first line of the tile's first row is), and how many column tiles lie between groups of 8 rows.
+    """
+    lane = CopyLane()
     found = []
-    for slot in slots:
-        offset = cache.offset(_Narrow(slot), layer, lambda n: _Wide(c64(n)), lambda x: _Wide(_wide(x.value)))
-        found.append(arith.select(valid(slot, limit), at(base, offset.value), nothing))
-    return found
+    for row in spread(slot, lane.owners):
+        known = valid(row, limit)
+        start = address(cache, kv, arith.select(known, row, c32(0)), layer)
+        found += [(*_chunks([start], lane.chunk), arith.select(known, c32(16), c32(0)))]
+    for offset, lines, ref, first, column_tiles in parts:
+        place = at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, column_tiles))
+        for n, (start, size) in enumerate(found):
+            for line in range(lines):
+                into = first + (n * 2 * column_tiles + line) * COLUMN_TILE
+                ptx(COPY.format(into=into, offset=offset + line * LINE), place, start, size)
 
 
-def load_unit(addresses, unit, *, e4m3: bool) -> list[Any]:
+def load_unit(addresses, unit) -> list[Any]:
     """The lane's chunks of a unit of latents."""
-    return _load_chunks(addresses, Lane().e4m3_chunk if e4m3 else Lane().chunk, unit.offset)
+    return _load_chunks(addresses, Lane().e4m3_chunk, unit.offset)
 
 
 def load_rope(addresses, offset: int) -> list[Any]:
@@ -272,30 +305,12 @@ def inverse_pair(factor) -> Any:
     return arith.ori(inverse, arith.shli(inverse, c32(16)))
 
 
-def store_words(ref, raw, stage: int, tile: int, full) -> None:
-    """Stores a unit as it is: column tile `tile` of a latent."""
-    lane, column_tiles = Lane(), HALF // 64
-    half, column = divmod(tile, column_tiles)
-    first = ((stage * 2 + half) * 8 * column_tiles + column) * COLUMN_TILE
-    start = _first_row(ref, lane.place(lane.chunk, column_tiles), column_tiles, len(raw.registers))
-    write = _writer(full, 2 * stage + half)
-    for n, register in enumerate(raw.registers.flat):
-        write(start, first + n * 2 * column_tiles * COLUMN_TILE, words(register))
-
-
-def clear(ref, offset: int, nbytes: int) -> None:
-    """Stores zeros to `nbytes` of shared memory from `offset` on; the lanes of the warpgroup have 16 each in turn."""
-    start = at(mgpu.utils.memref_ptr(ref), arith.shli(arith.remui(mgpu.utils.thread_idx(), c32(THREADS)), c32(4)))
-    for n in range(0, nbytes, 16 * THREADS):
-        ptx(STORE.format(offset=offset + n), start, *[c32(0)] * 4)
-
-
 def divide_rope(ref, stage: int, special, inverse) -> None:
     """Where `special` is not 0, multiplies rotary keys, bf16, that this lane has copied by the inverses of rows."""
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, special, c32(0))):
         lane = Lane()
         start = at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, 1))
-        for n, owner in enumerate(lane.owners(ROWS_PER_LANE)):
+        for n, owner in enumerate(lane.owners):
             offset = stage * ROPE_TILE + n * 2 * COLUMN_TILE
             by = shuffle(inverse, owner)
             found = ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True)
@@ -303,7 +318,7 @@ def divide_rope(ref, stage: int, special, inverse) -> None:
             ptx(STORE.format(offset=offset), start, *divided)
 
 
-def store_e4m3(ref, raw, pairs, stage: int, group: int, full) -> None:
+def store_e4m3(ref, raw, pairs, stage: int, group: int) -> None:
     """Stores a unit of e4m3 values, scale group `group` of a latent, as float16 times their scales.
 
     `pairs` has the scales of the lane's own row; it is None where entries have no scales of their own.
@@ -314,16 +329,15 @@ def store_e4m3(ref, raw, pairs, stage: int, group: int, full) -> None:
     first = ((stage * 2 + half) * 8 * column_tiles + 2 * in_half) * COLUMN_TILE
     chunk = arith.andi(arith.shli(lane.e4m3_chunk, c32(1)), c32(7))
     second_tile = arith.muli(arith.shrui(lane.quarter, c32(1)), c32(COLUMN_TILE))
-    place, rows = arith.addi(lane.place(chunk, column_tiles), second_tile), len(raw.registers)
-    starts = [_first_row(ref, x, column_tiles, rows) for x in (place, arith.xori(place, c32(16)))]
-    write = _writer(full, 2 * stage + half)
+    place = arith.addi(lane.place(chunk, column_tiles), second_tile)
+    starts = [at(mgpu.utils.memref_ptr(ref), x) for x in (place, arith.xori(place, c32(16)))]
     splat = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {%s, %s}; }"
     splat %= ("low", "low") if group % 2 == 0 else ("high", "high")
-    for n, (register, owner) in enumerate(zip(raw.registers.flat, lane.owners(len(raw.registers)), strict=True)):
+    for n, (register, owner) in enumerate(zip(raw.registers.flat, lane.owners, strict=True)):
         scale = [] if pairs is None else [ptx(splat, shuffle(pairs[group // 2], owner), result_types=i32())]
         values = _converted(register, *scale)
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
-            write(start, first + n * 2 * column_tiles * COLUMN_TILE, four)
+            ptx(STORE.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *four)
 
 
 def store_e4m3_rope(ref, raw, stage: int) -> None:
@@ -344,37 +358,6 @@ def _converted(register, *scale) -> list[Any]:
     return [value for word in words(register) for value in ptx(convert, word, *scale, result_types=[i32()] * 2)]
 
 
-def _first_row(ref, place, column_tiles: int, rows: int) -> Any:
-    """Where a lane stores a chunk of its first row."""
-    share = Lane().share(rows, 2 * column_tiles * COLUMN_TILE)
-    return at(mgpu.utils.memref_ptr(ref), arith.addi(place, share))
-
-
-def _writer(full, half: int) -> Any:
-    """Stores four words to a place and an offset: with `full`, also to the other CTA of the cluster.
-
-    There they count as bytes that the barrier `half` of `full` expects.
-    """
-
-    def write(start, offset: int, four) -> None:
-        ptx(STORE.format(offset=offset), start, *four)
-        if full is not None:
-            ptx(SEND.format(offset=offset), in_other_cta(start), *four, in_other_cta(barrier(full, half)))
-
-    return write
-
-
-def cta_in_cluster() -> Any:
-    """0 or 1."""
-    return ptx("mov.b32 $0, %cluster_ctarank;", result_types=i32())
-
-
-def in_other_cta(pointer) -> Any:
-    """The same place in the shared memory of the other CTA of a cluster of two."""
-    other = arith.xori(cta_in_cluster(), c32(1))
-    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", pointer, other, result_types=i32())
-
-
 def barrier(ref, n: int) -> Any:
     """The address of the n-th of the 64-bit barriers in `stats`."""
     row, column = BARRIERS
@@ -383,18 +366,17 @@ def barrier(ref, n: int) -> Any:
 
 
 def start_barriers(ref, count: int) -> None:
-    """Initializes barriers for the arrivals of 128 lanes, and waits until both CTAs of the cluster have done so."""
+    """Initializes barriers for two arrivals of each of 128 lanes, and waits until that is visible to the CTA."""
     first = arith.cmpi(arith.CmpIPredicate.eq, mgpu.utils.thread_idx(), c32(0))
     for n in range(count):
-        ptx(f"mbarrier.init.shared::cta.b64 [$0], {THREADS};", barrier(ref, n), predicate=first)
-    ptx("fence.mbarrier_init.release.cluster;", predicate=first)
-    ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
-    ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
+        ptx(f"mbarrier.init.shared::cta.b64 [$0], {2 * THREADS};", barrier(ref, n), predicate=first)
+    ptx("bar.sync 0;", convergent=True)
 
 
-def arrive(ref, n: int, nbytes: int) -> None:
-    """Arrives for this lane, and makes the barrier wait for `nbytes` more from the other CTA."""
-    ptx(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};", barrier(ref, n))
+def arrive(ref, n: int) -> None:
+    """Arrives for this lane: now, and once its copies have landed."""
+    ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", barrier(ref, n))
+    ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier(ref, n))
 
 
 def wait(ref, n: int, turn) -> None:

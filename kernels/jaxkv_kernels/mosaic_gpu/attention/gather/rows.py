@@ -1,24 +1,22 @@
 """The loader of entries at chosen slots: how they reach the shared memory that wgmma reads.
 
-TMA has no gather on Hopper, so a warpgroup gathers by plain 128-bit loads: each lane loads 16-byte chunks of four rows
-of a tile, keeps them in registers while they are on their way, and stores them to swizzled shared memory.  The latents
-of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB that lie in 128 bytes of each entry.
+TMA has no gather on Hopper, so a warpgroup gathers, 16 bytes per lane and instruction.
 
-    lane       row 4 warp + lane % 4 of every 16 rows; chunk: by the quarter lane // 8 and by lane // 4 % 2
-    bf16, f16       a unit is a column tile of 64 values, latent tiles 0 to 7
-    fp8, fp8_ds_mla a unit is 128 values, of fp8_ds_mla a scale group, 0 to 3
+Entries of bf16 and f16 are copied to swizzled shared memory without registers (`cp.async`): a lane copies one chunk of
+each line, 128 bytes, of the rows 4 warp + lane // 8 of every 16 rows.  The four addresses at which its rows begin serve
+all lines.
 
-Eight lanes, which share a phase of a shared-memory access, have four rows and two chunks that the 128-byte swizzle
-spreads over all banks.
+Quantised entries pass through registers: e4m3 values are converted to float16 between load and store, with the scales
+of `fp8_ds_mla` entries (`scaling.py`); the one scale of all `fp8` entries is left to scores and results.  The latents
+of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB, which are 128 values of each entry, in
+`fp8_ds_mla` a scale group.  A lane has row 4 warp + lane % 4 of every 16 rows, and a chunk by the quarter lane // 8 and
+by lane // 4 % 2: eight lanes, which share a phase of a shared-memory access, have four rows and two chunks that the
+128-byte swizzle spreads over all banks.  Rotary keys that need no conversion are copied.  Of those of `fp8` entries, 64
+bytes, each lane loads chunks of two rows, as long before it stores them as the copies take.
 
 A row has one slot and one set of scales.  A lane loads those of a single row, its own row: one of the 16 rows of its
-warp.  Shuffles pass them to the lanes that need them.  Rotary keys that need no conversion are copied to shared memory
-without registers.  Of those of `fp8` entries, 64 bytes, each lane loads chunks of two rows, as long before it stores
-them as the copies take.
-
-e4m3 values are converted to float16 between load and store, with the scales of `fp8_ds_mla` entries (`scaling.py`); the
-one scale of all `fp8` entries is left to scores and results.  A masked key (slot below 0 or past the cache, or position
-past the count) is a row of zeros with factor -1.
+warp.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or past the cache, or position past
+the count) is a row of zeros with factor -1.
 """
 
 from dataclasses import dataclass
@@ -31,8 +29,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
+from jaxkv_kernels.mosaic_gpu.attention.config import HALF
 from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
@@ -58,12 +57,12 @@ ROPE_ROWS = 2
 
 @dataclass(frozen=True)
 class Unit:
-    """What a lane loads of the latents of its rows at once."""
+    """What a lane loads at once of the latents of its rows, to be converted."""
 
     offset: int
     """Its first byte in an entry."""
     number: int
-    """The number of the column tile, or of the 128 values."""
+    """Its number among those of an entry."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,6 @@ class GatheredRows:
     pages: Pages
     entry: MLAEntry
     itemsize: int
-    shared: bool = False
-    """Whether two CTAs of a cluster share tiles: each loads half of the rows of latents, and stores them to both."""
-
-    @property
-    def loaded(self) -> int:
-        """The rows of a tile whose latents a lane loads chunks of."""
-        return lanes.ROWS_PER_LANE // (2 if self.shared else 1)
 
     @property
     def quantised(self) -> bool:
@@ -108,8 +100,8 @@ class GatheredRows:
 
     @property
     def units(self) -> int:
-        """The units of a tile."""
-        return (LATENT if self.quantised else 2 * LATENT) // LINE
+        """The units of a tile of quantised entries."""
+        return LATENT // LINE
 
     def half(self, which: int) -> tuple[Unit, ...]:
         """The units of half a latent."""
@@ -152,37 +144,52 @@ class GatheredRows:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=_array(1))
         def load(_, ref, *place):
-            return lanes.array([[lanes.load_slots(ref, *(x.registers.item() for x in place))]], OWN)
+            return array([[lanes.load_slots(ref, *(x.registers.item() for x in place))]], OWN)
 
         return load(slot_ref, request, tile, length)
 
     def spread(self, slots):
         """The slots of the rows that each lane loads chunks of latents of."""
-        return self._spread(slots, self.loaded, lambda lane: lane.owners(self.loaded))
+        return self._spread(slots, lanes.ROWS_PER_LANE, lambda lane: lane.owners)
 
     def spread_rope(self, slots):
-        """The same for rotary keys, which a CTA loads of all rows."""
-        if self.converts_rope:
-            return self._spread(slots, ROPE_ROWS, lambda lane: lane.rope_owners)
-        return self._spread(slots, lanes.ROWS_PER_LANE, lambda lane: lane.owners(lanes.ROWS_PER_LANE))
+        """The same for rotary keys."""
+        if not self.converts_rope:
+            return self.spread(slots)
+        return self._spread(slots, ROPE_ROWS, lambda lane: lane.rope_owners)
 
     def _spread(self, slots, count, owners):
         @plgpu.inline_mgpu(arg_types=(OWN,), return_type=_array(count))
         def spread(_, slots):
-            return lanes.array([lanes.spread(_word(slots), owners(lanes.Lane()))], _registers(count))
+            return array([lanes.spread(_word(slots), owners(lanes.Lane()))], _registers(count))
 
         return spread(slots)
+
+    def copy(self, kv_ref, slots, layer, limit, stage: int, columns: tuple[int, int], k_ref, r_ref=None) -> None:
+        """Starts to copy columns of a tile to `k_ref` [2, 2, 64, 256], and its rotary keys to `r_ref` [2, 64, 64].
+
+        Entries are not quantised.  `slots` are those of lanes' own rows; slots of valid keys are below `limit`.
+        `columns`: the first one, and the number of columns; both multiples of 64.
+        """
+        tiles = HALF // 64
+        (half, column), count = divmod(columns[0] // 64, tiles), columns[1] // 64
+        types = [_ref_type(self.latent_dtype)] * (1 if r_ref is None else 2)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, SCALAR, *types))
+        def copy(_, kv, slots, layer, limit, k, *r):
+            latent, rope = self.part("latent") + 2 * columns[0], self.part("rope")
+            first = (stage * 2 + half) * tiles * lanes.ROPE_TILE + column * lanes.COLUMN_TILE
+            parts = [(latent, count, k, first, tiles), *((rope, 1, ref, stage * lanes.ROPE_TILE, 1) for ref in r)]
+            lanes.copy_rows(self, kv, _word(slots), layer.registers.item(), limit.registers.item(), parts)
+
+        copy(kv_ref, slots, layer, limit, k_ref, *([] if r_ref is None else [r_ref]))
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit: Unit):
         """Starts to load a unit of a tile's rows, whose slots are `spread`.  Slots of valid keys are below `limit`."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(self.loaded), SCALAR, SCALAR),
-            return_type=_array(4 * self.loaded),
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=_array(16))
         def load(_, kv, zero, slots, layer, limit):
-            found = lanes.load_unit(self._rows(kv, zero, slots, layer, limit), unit, e4m3=self.quantised)
-            return lanes.array(found, _registers(4 * self.loaded))
+            return array(lanes.load_unit(self._rows(kv, zero, slots, layer, limit), unit), _registers(16))
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
@@ -194,7 +201,7 @@ class GatheredRows:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=_array(4))
         def load(_, kv, zero, slots, layer, limit):
             (row,) = self._rows(kv, zero, slots, layer, limit)
-            return lanes.array([lanes.load_scales(row, self.part("scales"))], FOUR)
+            return array([lanes.load_scales(row, self.part("scales"))], FOUR)
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
@@ -211,7 +218,7 @@ class GatheredRows:
             )
             def load(_, kv, zero, slots, layer, limit):
                 found = lanes.load_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"))
-                return lanes.array(found, _registers(4 * ROPE_ROWS))
+                return array(found, _registers(4 * ROPE_ROWS))
 
             return load(kv_ref, zero_ref, slots, layer, limit)
 
@@ -237,19 +244,18 @@ class GatheredRows:
 
             return store(r_ref, loaded)
 
-        @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), *([FOUR] if self.scaled else [])))
-        def finish(_, ref, *scales):
+        @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), FOUR))
+        def finish(_, ref, scales):
             lanes.wait_for_copies()
-            for held in scales:
-                *_, special, inverse = _words(held)
-                lanes.divide_rope(ref, stage, special, inverse)
+            *_, special, inverse = _words(scales)
+            lanes.divide_rope(ref, stage, special, inverse)
 
-        return finish(r_ref, *([scales] if self.scaled else []))
+        return finish(r_ref, scales)
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
         """Prefetches the rows of a tile, whose slots are `spread`, to the L2 cache."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(self.loaded), SCALAR, SCALAR))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR))
         def prefetch(_, kv, zero, slots, layer, limit):
             lanes.prefetch(self._rows(kv, zero, slots, layer, limit), self.entry.nbytes)
 
@@ -259,7 +265,7 @@ class GatheredRows:
         """Stores the factors of a tile's keys to row `row` of `stats_ref`, and whether any is not 1 to `flag`.
 
         `flag` is a row and a column: each warp has a value, 1 where a factor of its keys is not 1.  `raw` is what
-        `load_scales` returned.  Returns what `store` and `finish_rope` need of the scales.
+        `load_scales` returned, or None for entries without scales.  Returns what `store` and `finish_rope` need of it.
         """
         if raw is None:
 
@@ -274,36 +280,19 @@ class GatheredRows:
             factor, pairs = lanes.scales(_words(raw))
             known = lanes.valid(_word(slots), limit.registers.item())
             factor, special = lanes.store_factors(stats, row, flag, known, factor)
-            return lanes.array([[*pairs, special, lanes.inverse_pair(factor)]], FOUR)
+            return array([[*pairs, special, lanes.inverse_pair(factor)]], FOUR)
 
         return scale(stats_ref, slots, limit, raw)
 
-    def store(self, unit: Unit, stage: int, k_ref, raw, scales, stats_ref) -> None:
-        """Stores a unit of latents to `k_ref` [2, 2, 64, 256]; `stats_ref` has the barriers of shared tiles."""
+    def store(self, unit: Unit, stage: int, k_ref, raw, scales) -> None:
+        """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]."""
         scaled = [FOUR] if self.scaled else []
 
-        @plgpu.inline_mgpu(
-            arg_types=(_ref_type(self.latent_dtype), _registers(4 * self.loaded), plgpu.RefType(), *scaled)
-        )
-        def store(_, ref, raw, stats, *scales):
-            full = stats if self.shared else None
-            if self.quantised:
-                pairs = _words(*scales)[:2] if scales else None
-                lanes.store_e4m3(ref, raw, pairs, stage, unit.number, full)
-            else:
-                lanes.store_words(ref, raw, stage, unit.number, full)
+        @plgpu.inline_mgpu(arg_types=(_ref_type(self.latent_dtype), _registers(16), *scaled))
+        def store(_, ref, raw, *scales):
+            lanes.store_e4m3(ref, raw, _words(*scales)[:2] if scales else None, stage, unit.number)
 
-        store(k_ref, raw, stats_ref, *([scales] if self.scaled else []))
-
-    def clear(self, stage: int, half: int, k_ref) -> None:
-        """Stores zeros to half a tile of `k_ref`."""
-
-        @plgpu.inline_mgpu(arg_types=(_ref_type(self.latent_dtype),))
-        def clear(_, ref):
-            nbytes = TILE * HALF * self.latent_dtype.itemsize
-            lanes.clear(ref, (2 * stage + half) * nbytes, nbytes)
-
-        clear(k_ref)
+        store(k_ref, raw, *([scales] if self.scaled else []))
 
     def _rows(self, kv, zero, slots, layer, limit):
         """Where the rows of the slots that a lane holds begin."""

@@ -1,16 +1,13 @@
 """The producer of sparse attention: gathers tiles of keys, pair by pair, for the consumers of `slots.py`.
 
-The latents of a tile are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is converted and
+Two tiles before a tile is fetched, its slots are loaded and its rows are prefetched to the L2 cache.  Tiles of bf16 and
+f16 are copied half by half, as the halves of the tiles before them come free; no lane waits for a copy.  Tiles of
+quantised entries are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is converted and
 stored, the next ones are on their way, also across the ends of tiles and work tiles.  Scales are loaded a tile ahead.
-Rotary keys are copied, or loaded, while the latents of their tile are stored.  Two tiles before a tile is stored,
-its slots are loaded and its rows are prefetched to the L2 cache.
-
-A work tile of an odd number of tiles ends with half a pair.  Its second tile is masked, and where CTAs do not share
-tiles it is filled with zeros, which takes a tenth of the time.
+Rotary keys are copied, or loaded, while the latents of their tile are stored.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,9 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE, SparseConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import HALF, SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
-from jaxkv_kernels.mosaic_gpu.attention.work import pairs_of
 
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the factors of either tile; whether any is not 1, four values per tile.  The number of all rows."""
@@ -39,7 +35,7 @@ class GatherTiles:
     r: Any
     stats: Any
     k_full: Any
-    """`OwnFull` or `SharedFull`; barrier 2 * tile + half: the half is stored, with the far one also the rotary keys."""
+    """`StoredFull` or `CopiedFull`; barrier 2 * tile + half: the half is there, with the far one also rotary keys."""
     k_free: Any
     interpret: bool
 
@@ -53,40 +49,36 @@ class GatherTiles:
         in_cache = (layer >= 0) & (layer < pages.num_layers)
         limit = jnp.where(in_cache, pages.num_slots, 0)
         layer = jnp.where(in_cache, layer, 0)
-        fetch_tile = partial(self._fetch_tile, layer, limit)
-        find = partial(self.rows.slots, self.slot_ref)
 
         def load_work(n):
-            """Request, first tile, end of the tiles, and the end of their slots: none past the last work tile."""
+            """Request, first pair, end of the pairs, and slots to attend to: none past the last work tile."""
             tile = load_work_tile(n)
-            return tile.request, tile.begin, tile.end, jnp.where(n < end, jnp.minimum(tile.keys, tile.end * TILE), 0)
+            return tile.request, tile.begin, tile.end, jnp.where(n < end, tile.keys, 0)
 
         def work_tile(n, carry):
             request, begin, stop, keys = load_work(n)
 
             def pair(i, carry):
                 used, state = carry
-                here = begin + 2 * i
 
                 def of_next_work_tile():  # loaded when it is needed: registers are scarce
                     request, begin, _, keys = load_work(n + 1)
                     return request, begin, keys
 
-                following, next_tile, next_keys = lax.cond(
-                    here + 2 < stop, lambda: (request, here + 2, keys), of_next_work_tile
+                following, next_pair, next_keys = lax.cond(
+                    i + 1 < stop, lambda: (request, i + 1, keys), of_next_work_tile
                 )
-                beyond = [(following, next_tile + tile, next_keys) for tile in range(2)]
-                state = fetch_tile(0, used, state, beyond[0])
+                beyond = [(following, 2 * next_pair + tile, next_keys) for tile in range(2)]
 
-                @pl.when((i == 0) & (n > first))
-                def _():
-                    plgpu.barrier_wait(q_free)
-                    fetch_queries(request)
+                def after_tile_0():
+                    @pl.when((i == begin) & (n > first))
+                    def _():
+                        plgpu.barrier_wait(q_free)
+                        fetch_queries(request)
 
-                state = fetch_tile(1, used, state, beyond[1], here + 1 == stop)
-                return used + 1, state
+                return used + 1, self._fetch_pair(layer, limit, used, state, beyond, after_tile_0)
 
-            return lax.fori_loop(0, pairs_of(begin, stop), pair, carry)
+            return lax.fori_loop(begin, stop, pair, carry)
 
         request, begin, _, keys = load_work(first)
 
@@ -94,17 +86,85 @@ class GatherTiles:
         def _():
             fetch_queries(request)
 
-        here, ahead = (find(request, begin + tile, keys) for tile in range(2))
-        raw = self._load_scales(here, layer, limit)
-        spread = self.rows.spread(here)
-        ring = tuple(self._load(spread, layer, limit, unit) for unit in self._units(0)[: self._ring])
-        lax.fori_loop(first, end, work_tile, (jnp.int32(0), (ring, raw, here, ahead)))
+        slots = tuple(self._find(request, 2 * begin + tile, keys) for tile in range(2))
+        lax.fori_loop(first, end, work_tile, (jnp.int32(0), self._start(layer, limit, slots)))
 
         @pl.when(end > first)
         def _():  # every completion of a barrier must be waited for
             plgpu.barrier_wait(q_free)
             for half in range(4):
                 plgpu.barrier_wait(self.k_free[half])
+
+    def _start(self, layer, limit, slots) -> Any:
+        """The state before the first pair, whose slots are `slots`, tile by tile."""
+        raise NotImplementedError
+
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0) -> Any:
+        """Fetches the two tiles of a pair, and returns the state before the next pair.
+
+        `used`: the number of pairs before.  `beyond`: request, tile and number of keys of the tiles of the next pair.
+        `after_tile_0` is called once tile 0 is on its way.
+        """
+        raise NotImplementedError
+
+    def _find(self, request, tile, keys):
+        return self.rows.slots(self.slot_ref, request, tile, keys)
+
+    def _wait_free(self, tile, half, used):
+        @pl.when(used > 0)
+        def _():
+            plgpu.barrier_wait(self.k_free[2 * tile + half])
+
+    def _stored(self, half, part=0):
+        """Signals that a half is stored, or on its way: each lane arrives for itself.
+
+        The consumers make it visible to wgmma.  A fence here might wait for the loads that are on their way.
+        """
+        if self.interpret:
+            plgpu.commit_smem()
+        self.k_full.arrive(half, part)
+
+
+class CopiedTiles(GatherTiles):
+    """Of entries that are copied as they are.  The state is the slots of a pair."""
+
+    def _start(self, layer, limit, slots):
+        return slots
+
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
+        coming = tuple(self._find(*tile) for tile in beyond)
+        for tile, slots in enumerate(state):
+            for half in (tile, 1 - tile):
+                self._wait_free(tile, half, used)
+                if half == tile:
+                    self.rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), slots, limit, None)
+                parts = self.k_full.parts
+                for part in range(parts):
+                    columns = half * HALF + part * (HALF // parts), HALF // parts
+                    rope = [self.r] if half != tile and part == parts - 1 else []
+                    self.rows.copy(self.kv_ref, slots, layer, limit, tile, columns, self.k, *rope)
+                    self._stored(2 * tile + half, part)
+            if self.config.prefetch:
+                self.rows.prefetch(self.kv_ref, self.zero_ref, self.rows.spread(coming[tile]), layer, limit)
+            if tile == 0:
+                after_tile_0()
+        return coming
+
+
+class ConvertedTiles(GatherTiles):
+    """Of quantised entries.  The state is the units and scales that are being loaded, and the slots of a pair."""
+
+    def _start(self, layer, limit, slots):
+        here, ahead = slots
+        raw = self._load_scales(here, layer, limit)
+        spread = self.rows.spread(here)
+        ring = tuple(self._load(spread, layer, limit, unit) for unit in self._units(0)[: self._ring])
+        return ring, raw, here, ahead
+
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
+        state = self._fetch_tile(layer, limit, 0, used, state, beyond[0])
+        after_tile_0()
+        return self._fetch_tile(layer, limit, 1, used, state, beyond[1])
 
     @property
     def _ring(self) -> int:
@@ -121,61 +181,32 @@ class GatherTiles:
     def _load_scales(self, slots, layer, limit):
         return self.rows.load_scales(self.kv_ref, self.zero_ref, slots, layer, limit)
 
-    def _fetch_tile(self, layer, limit, tile, used, state, beyond, missing=None):
+    def _fetch_tile(self, layer, limit, tile, used, state, beyond):
         """Stores a tile, whose first units are in `ring`; loads those of the next one.
 
         `state`: the units and scales that are being loaded; the slots of this tile and of the next one.  `beyond`: the
-        request, tile and end of the slots of the one after, whose slots are loaded here.  `missing`: whether all keys
-        of the tile are masked because it is past the end of the work tile.
+        request, tile and number of keys of the one after, whose slots are loaded here.
         """
         rows, (ring, raw, here, ahead) = self.rows, state
-        units = self._units(tile)
+        units, ring = self._units(tile), list(ring)
         coming = units + self._units(1 - tile)
         from_cache = self.kv_ref, self.zero_ref
         self._wait_free(tile, tile, used)
         rope = rows.fetch_rope(*from_cache, rows.spread_rope(here), layer, limit, tile, self.r)
         ahead_spread = rows.spread(ahead)
         here_spread = rows.spread(here) if self._ring < len(units) else None
-        after = rows.slots(self.slot_ref, *beyond)
+        after = self._find(*beyond)
         scales = rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), here, limit, raw)
         raw = self._load_scales(ahead, layer, limit)
-
-        def gathered(*ring):
-            ring = list(ring)
-            for n, unit in enumerate(units):
-                if n == len(units) // 2:
-                    self._stored(2 * tile + tile)
-                    self._wait_free(tile, 1 - tile, used)
-                rows.store(unit, tile, self.k, ring[n % self._ring], scales, self.stats)
-                slots = here_spread if n + self._ring < len(units) else ahead_spread
-                ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
-            return tuple(ring)
-
-        def cleared(*_):
-            rows.clear(tile, tile, self.k)
-            self._stored(2 * tile + tile)
-            ring = tuple(self._load(ahead_spread, layer, limit, unit) for unit in coming[len(units) :][: self._ring])
-            self._wait_free(tile, 1 - tile, used)
-            rows.clear(tile, 1 - tile, self.k)
-            return ring
-
-        ring = gathered(*ring) if missing is None or rows.shared else lax.cond(missing, cleared, gathered, *ring)
+        for n, unit in enumerate(units):
+            if n == len(units) // 2:
+                self._stored(2 * tile + tile)
+                self._wait_free(tile, 1 - tile, used)
+            rows.store(unit, tile, self.k, ring[n % self._ring], scales)
+            slots = here_spread if n + self._ring < len(units) else ahead_spread
+            ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
         if self.config.prefetch:
             rows.prefetch(*from_cache, rows.spread(after), layer, limit)
         rows.finish_rope(tile, self.r, scales, rope)
         self._stored(2 * tile + 1 - tile)
-        return ring, raw, ahead, after
-
-    def _wait_free(self, tile, half, used):
-        @pl.when(used > 0)
-        def _():
-            plgpu.barrier_wait(self.k_free[2 * tile + half])
-
-    def _stored(self, half):
-        """Signals that a half is stored: each lane arrives for itself.  The consumers make it visible to wgmma.
-
-        A fence here might wait for the loads that are on their way.
-        """
-        if self.interpret:
-            plgpu.commit_smem()
-        self.k_full.arrive(half)
+        return tuple(ring), raw, ahead, after

@@ -1,32 +1,29 @@
 """Sparse MLA decode in tiles of 64 rows: each query token attends to slots of its own.
 
 Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
-the plan: work tiles, each a range of key tiles of a query token, which it takes in pairs.  The second tile of a work
-tile's last pair may be missing: the producer then stores zeros, which are masked.  If the tiles of heads are an even
-number (65 to 128 heads, say), and the configuration has `share`, two CTAs form a cluster and share the gathering: each
-loads half of the rows of a tile, and stores them to both (`gather/full.py`).
+the plan: work tiles, each a range of pairs of key tiles of a query token.
 
 Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
 64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.
 
     producer (all lanes gather)          consumer 0                       consumer 1
                       -> k_free[0]       S0 = Q K0'  -> k_full[0], [1]
-    copies K0's rotary keys [1]            arrives s_issued
-    slots of the tile after next         softmax, P0: arrives p_ready[0]  S1 = Q K1'  -> s_issued, k_full[3], [2]
-    factors of K0, loads those of K1     O0 += P0 K0 left                 O1 += P0 K0 right  -> p_ready[0]
-    stores K0 left                         arrives k_free[0]                beside it softmax of S1
-    stores K0 right   -> k_free[1]                                          arrives k_free[1]
-    tile after next to the L2 cache                                       O1 += P1 K1 right, arrives k_free[3]
-    in the first pair, the queries                                          beside it P1: arrives p_ready[1]
-                      -> q_free          O0 += P1 K1 left  -> p_ready[1]
-    K1 likewise, right half first          arrives k_free[2]
-                      -> k_free[3], [2]
+    factors of K0                          arrives s_issued
+    copies K0 left                       softmax, P0: arrives p_ready[0]  S1 = Q K1'  -> s_issued, k_full[3], [2]
+                      -> k_free[1]       O0 += P0 K0 left                 O1 += P0 K0 right  -> p_ready[0]
+    copies K0 right, rotary keys           arrives k_free[0]                beside it softmax of S1
+    in the first pair, the queries                                          arrives k_free[1]
+                      -> q_free                                           O1 += P1 K1 right, arrives k_free[3]
+    K1 likewise, right half first                                           beside it P1: arrives p_ready[1]
+                      -> k_free[3], [2]  O0 += P1 K1 left  -> p_ready[1]
+                                           arrives k_free[2]
 
-[1] Of `fp8` entries, they are loaded here, and converted and stored after K0 right.
-
-This is the order of `wide.py`.  The producer's loads are ahead of its stores, across the ends of tiles and work tiles
-(`gather/tiles.py`): when a tile comes free, what goes there is in registers.  P0 and P1 share one place in shared
-memory: the rotary queries keep theirs, because the registers that hold them in `wide.py` belong to the producer here.
+This is the order of `wide.py`.  Copies arrive at k_full when they land, while the producer goes on to the next half.
+Tiles of quantised entries pass through its registers instead, converted on the way: loads are ahead of stores, across
+the ends of tiles and work tiles (`gather/tiles.py`), so that what goes to a half is there when the half comes free.
+Their rotary keys are copied before K0 left or, of `fp8` entries, loaded there, and converted and stored after K0 right.
+P0 and P1 share one place in shared memory: the rotary queries keep theirs, because the registers that hold them in
+`wide.py` belong to the producer here.
 
 Numbers.  A key has a factor: what its values, as they lie in shared memory, are to be multiplied by
 (`gather/scaling.py`).  Tiles in which all factors are 1, nearly all tiles, skip what deals with them.  Otherwise scores
@@ -39,10 +36,10 @@ scale, and multiplies the result.
 Barriers.
     q_full           the queries have landed
     q_free           both consumers have multiplied with the queries for the last time
-    k_full[2t + h]   half h of key tile t is stored; with the half that is stored last, also the rotary keys.  Factors
-                     are stored with the first.  Where two CTAs share tiles, these are not Pallas's barriers.
-    k_free[2t + h]   the consumer that multiplies this half last, in every CTA of the cluster, is done with it.  K1's
-                     halves stage the result of a work tile, and are free once it has been stored.
+    k_full[2t + h]   half h of key tile t is there; with the half that comes last, also the rotary keys.  Factors are
+                     stored with the first.  For copies, these are not Pallas's barriers (`gather/full.py`).
+    k_free[2t + h]   the consumer that multiplies this half last is done with it.  K1's halves stage the result of a
+                     work tile, and are free once it has been stored.
     s_issued         S0's products have been issued
     p_ready[t]       P of tile t is in p, and the running max after tile t is in stats[0]
     both             named barrier of the two consumers: largest queries, scaled queries, or row sums of both are there
@@ -51,9 +48,10 @@ next P0 once consumer 0 has.  Factors and rotary keys of a tile are read by one 
 was stored first.  Automatic barriers are off, as in `wide.py`.
 
 Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
-200 per lane for consumers, 104 for the producer; 208 and 88 for quantised entries.
+224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -65,13 +63,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig, consumer_registers
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
-from jaxkv_kernels.mosaic_gpu.attention.gather.full import OwnFull, SharedFull
+from jaxkv_kernels.mosaic_gpu.attention.gather.full import CopiedFull, StoredFull
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
-from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import FACTOR, FLAG, STATS, GatherTiles
+from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import FACTOR, FLAG, STATS, ConvertedTiles, CopiedTiles
 from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile, pairs_of
+from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
@@ -103,8 +101,7 @@ def attend_slots(
     """
     batch, heads, _ = q_latent.shape
     tiles = -(-heads // TILE)
-    cluster = 2 if rows.shared else 1
-    groups = tiles // cluster
+    copied = not (rows.quantised or interpret)  # the interpreter's loader stores
     stored = min(heads, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
     kv_scales = [] if kv_scale is None else [jnp.reshape(kv_scale, (1,))]
@@ -129,12 +126,9 @@ def attend_slots(
             for name, own in (("q", k_dtype), ("k", k_dtype), ("qr", rows.rope_dtype))
         )
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
-        partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
-        first_row = (group * cluster + cta) * TILE
-        if rows.shared:
-            k_full: Any = SharedFull(stats, jnp.dtype(k_dtype).itemsize)
-        else:
-            k_full = OwnFull([one.at[3 + n] for n in range(4)])
+        partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
+        first_row = group * TILE
+        k_full: Any = CopiedFull(stats) if copied else StoredFull([one.at[3 + n] for n in range(4)])
         k_full.start()
 
         def fetch_queries(request):
@@ -146,7 +140,8 @@ def attend_slots(
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             first, end, _ = load_work_range(partitions_ref, partition)
-            gather = GatherTiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
+            gather_tiles = ConvertedTiles if rows.quantised else CopiedTiles
+            gather = gather_tiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
             gather.run(layer_ref[0], first, end, partial(load_work_tile, work_tiles_ref), q_free, fetch_queries)
 
         def consumer(side):
@@ -183,10 +178,11 @@ def attend_slots(
                 def product(acc):
                     if side == 1:
                         plgpu.barrier_wait(s_issued)
-                    for half in (near, far):
-                        k_full.wait(2 * side + half, turn)
+                    for half, part in itertools.product((near, far), range(k_full.parts)):
+                        columns = pl.ds(part * (HALF // k_full.parts), HALF // k_full.parts)
+                        k_full.wait(2 * side + half, part, turn)
                         async_fence(interpret=interpret)
-                        plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
+                        plgpu.wgmma(acc, q.at[z + half, :, columns], k.at[tile, half, :, columns].transpose((1, 0)))
                     plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
@@ -297,19 +293,20 @@ def attend_slots(
                 request, begin, end, _, _, split, _ = tile
                 plgpu.barrier_wait(q_full)
                 row_scale = scale_queries()
-                pairs = pairs_of(begin, end)
-                last = pairs - 1
+                last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
-                acc, running_max, row_sum = lax.fori_loop(0, pairs, partial(step, row_scale, last, turns), carry)
+                acc, running_max, row_sum = lax.fori_loop(
+                    begin, end, partial(step, row_scale, last, turns - begin), carry
+                )
 
                 stage = stages.at[opaque_zero(last) + 1, side]
                 own_sinks = [partial(load_sinks, ref) for ref in sink_refs]
                 epilogue.store(side, acc, row_sum, running_max, request, split, stage, *own_sinks)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free[2 + side])
-                return ahead, turns + pairs
+                return ahead, turns + (end - begin)
 
             lax.fori_loop(first, end, run, (first_tile, jnp.int32(0)))
 
@@ -325,9 +322,6 @@ def attend_slots(
         # The interpreter takes any two accesses to a union through different views for a race.
         return views if interpret else plgpu.RefUnion(*views)
 
-    free: Any = plgpu.Barrier(num_barriers=4)
-    if rows.shared:
-        free = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4)
     return kernel(
         body,
         interpret=interpret,
@@ -336,10 +330,8 @@ def attend_slots(
             (batch,), plan.max_splits, dtype,
             rows=heads, width=LATENT, lse=(tiles - 1) * TILE + stored, split_lse=tiles * TILE, scales=2,
         ),
-        grid=(groups, plan.num_partitions),
+        grid=(tiles, plan.num_partitions),
         grid_names=("group", "partition"),
-        cluster=(cluster,),
-        cluster_names=("cta",),
         num_threads=3,
         thread_name="wg",
         kernel_name="decode_mla_sparse",
@@ -351,8 +343,8 @@ def attend_slots(
             "p": swizzled(TILE, TILE, dtype=k_dtype),
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=3),
-            "one_arrives": plgpu.Barrier(num_barriers=3 if rows.shared else 7),
-            "k_free": free,
+            "one_arrives": plgpu.Barrier(num_barriers=3 if copied else 7),
+            "k_free": plgpu.Barrier(num_barriers=4),
             "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             # The interpreter wants register operands of wgmma in shared memory.
             **({"operands": swizzled(2, TILE, TILE, dtype=k_dtype)} if interpret else {}),

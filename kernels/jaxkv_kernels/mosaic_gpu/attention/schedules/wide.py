@@ -1,10 +1,9 @@
 """MLA decode in tiles of 64 rows: two consumer warpgroups share each pair of key tiles.
 
 Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its partition of
-the plan: work tiles, each a range of key tiles of a request, which it takes in pairs.  The second tile of a work tile's
-last pair may be missing: it is not loaded, and is masked.  If the rows of a request are an even number of tiles (65 to
-128 rows, say), two CTAs form a cluster, and TMA multicast brings each key tile to both.  With an odd number (up to 64
-rows, or 129 to 192) there is no cluster.
+the plan: work tiles, each a range of pairs of key tiles of a request.  If the rows of a request are an even number of
+tiles (65 to 128 rows, say), two CTAs form a cluster, and TMA multicast brings each key tile to both.  With an odd
+number (up to 64 rows, or 129 to 192) there is no cluster.
 
 Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
 64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.
@@ -80,7 +79,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, QuantisedWideConfig, WideConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.config import (
+    HALF,
+    PAIR,
+    TILE,
+    QuantisedWideConfig,
+    WideConfig,
+    consumer_registers,
+)
 from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
@@ -91,11 +97,18 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide_memory import barriers, plain_types, quantised_types
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile, pairs_of
+from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.runtime.registers import LANE_COLUMNS, ROW, WGMMA, fold_columns, over_columns, zeros
+from jaxkv_kernels.mosaic_gpu.runtime.registers import (
+    LANE_COLUMNS,
+    ROW,
+    WGMMA,
+    fold_columns,
+    over_columns,
+    zeros,
+)
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 
@@ -157,10 +170,10 @@ def attend_wide(
             paged = PagedKeys(kv_ref, view, table, layer)
             place = (0,) if quantised else ()
 
-            def look_up(request, tile):
-                return tuple(paged.look_up(request, (tile + t) * TILE) for t in range(2))
+            def look_up(request, pair):
+                return tuple(paged.look_up(request, pair * PAIR + t * TILE) for t in range(2))
 
-            def fetch(found, tile, t, half, with_rope, used, missing=None):
+            def fetch(found, pair, t, half, with_rope, used):
                 @pl.when(used > 0)
                 def _():
                     plgpu.barrier_wait(k_free[2 * t + half])
@@ -168,18 +181,10 @@ def attend_wide(
                 parts = [Columns(half * HALF, HALF, raw_k.at[t, half, *place], k_landed[2 * t + half])]
                 if with_rope:
                     parts.append(Columns(LATENT, ROPE, raw_r.at[t, *place], r_landed[t]))
-
-                def copy():
-                    paged.fetch(found[t], (tile + t) * TILE, *parts, **multicast)
-
-                def arrive():
-                    for part in parts * copies_per_tile(pages):
-                        plgpu.barrier_arrive(part.full)
-
-                copy() if missing is None else lax.cond(missing, arrive, copy)
+                paged.fetch(found[t], (2 * pair + t) * TILE, *parts, **multicast)
 
             def convert(t):
-                """Converts a tile as it lands, or what is in its place: half t and the rotary keys, then the other."""
+                """Converts a tile as it lands: half t and the rotary keys, then the other half."""
                 for half in (t, 1 - t):
                     plgpu.barrier_wait(k_landed[2 * t + half])
                     if half == t:
@@ -187,10 +192,10 @@ def attend_wide(
                     E4M3Tiles(k, r, raw_k, raw_r, interpret).convert(t, half, rope=half == t)
                     plgpu.barrier_arrive(k_full[2 * t + half])
 
-            def prefetch(found, tile):
+            def prefetch(found, pair):
                 """This CTA's tile of a pair: one of the two that the cluster will fetch."""
                 own = tuple(jnp.where(cta == 0, *each) for each in zip(*found, strict=True))
-                paged.prefetch(own, (tile + cta) * TILE, interpret=interpret)
+                paged.prefetch(own, (2 * pair + cta) * TILE, interpret=interpret)
 
             def fetch_queries(request, again):
                 """Fetches the queries of a request; if `again`, waits until the previous ones are no longer needed."""
@@ -208,31 +213,32 @@ def attend_wide(
 
                 def pair(i, carry):
                     used, found, next_tile = carry
-                    tile = begin + 2 * i
-                    ahead = look_up(request, tile + 2)  # the loads proceed while this pair's memory comes free
-                    fetch(found, tile, 0, 0, True, used)
-                    fetch(found, tile, 0, 1, False, used)
+                    ahead = look_up(request, i + 1)  # the loads proceed while this pair's memory comes free
+                    fetch(found, i, 0, 0, True, used)
+                    fetch(found, i, 0, 1, False, used)
 
-                    @pl.when((i == 0) & (n > first))
+                    @pl.when((i == begin) & (n > first))
                     def _():
                         fetch_queries(request, again=True)
 
                     if quantised:
                         convert(0)
-                    fetch(found, tile, 1, 1, True, used, tile + 1 == end)
-                    fetch(found, tile, 1, 0, False, used, tile + 1 == end)
+                    fetch(found, i, 1, 1, True, used)
+                    fetch(found, i, 1, 0, False, used)
                     if prefetching:
                         for half in range(0 if quantised else 2):
                             plgpu.barrier_wait(k_full[half])  # all CTAs begin at once: their first keys come first
-                        pl.when(tile + 2 < end)(partial(prefetch, ahead, tile + 2))
+                        pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
                     if quantised:
                         convert(1)
                     # After the copies are issued: if these values are spilled to local memory, that waits for the load.
-                    next_tile = lax.cond(i == 0, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile)
+                    next_tile = lax.cond(
+                        i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
+                    )
                     return used + 1, ahead, next_tile
 
                 start = used, look_up(request, begin), (request, begin, end)
-                used, _, next_tile = lax.fori_loop(0, pairs_of(begin, end), pair, start)
+                used, _, next_tile = lax.fori_loop(begin, end, pair, start)
                 return used, next_tile
 
             pl.when(end > first)(partial(fetch_queries, first_tile.request, again=False))  # before all keys
@@ -275,7 +281,7 @@ def attend_wide(
                 plgpu.barrier_wait(q_full)
                 return q_rope, scale
 
-            def scores(queries, i, work: WorkTile, masked, last):
+            def scores(queries, i, request, length, masked, last):
                 z, (q_rope, row_scale) = opaque_zero(i), queries
                 stage = z + side
                 near, far = (0, 1) if side == 0 else (1, 0)
@@ -304,20 +310,19 @@ def attend_wide(
                     s = cap_scores(s, logit_cap)
 
                 mask = partial(
-                    apply_mask, table=table, request=work.request, first_token=(work.begin + 2 * i + side) * TILE,
-                    first_row=first_row, length=work.keys, end=work.end * TILE, tokens=tokens, heads=heads, keys=1,
+                    apply_mask, table=table, request=request, first_token=(2 * i + side) * TILE, first_row=first_row,
+                    length=length, tokens=tokens, heads=heads, keys=1,
                 )  # fmt: skip
                 return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
-            def clear(i, t, work: WorkTile):
-                first_token, end = (work.begin + 2 * i + t) * TILE, jnp.minimum(work.keys, work.end * TILE)
-                clear_values(k.at[opaque_zero(i) + t, side], 0, HALF, table, work.request, first_token, end)
+            def clear(i, t, request, length):
+                clear_values(k.at[opaque_zero(i) + t, side], 0, HALF, table, request, (2 * i + t) * TILE, length)
 
-            def add_values(weights, i, t, work: WorkTile, masked, acc, meanwhile=None):
+            def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
                 z = opaque_zero(i)
                 if masked is not False:
-                    pl.when(masked)(partial(clear, i, t, work))
+                    pl.when(masked)(partial(clear, i, t, request, length))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
 
             def share_max(running_max):
@@ -336,20 +341,20 @@ def attend_wide(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready[t])
 
-            def pair0(queries, work: WorkTile, masked_from, last, i, carry):
+            def pair0(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = masked_from if quantised else i >= masked_from
-                s = scores(queries, i, work, masked, last)
+                masked = unmasked_end if quantised else i >= unmasked_end
+                s = scores(queries, i, request, length, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
-                acc, _ = add_values(w16, i, 0, work, masked, acc)
+                acc, _ = add_values(w16, i, 0, request, length, masked, acc)
                 plgpu.barrier_arrive(k_free[0])
                 plgpu.barrier_wait(p_ready[1])
                 max1 = plgpu.load(stats.at[0], layout=ROW)
                 z = opaque_zero(i)
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
-                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, work, masked, acc)
+                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, length, masked, acc)
 
                 @pl.when(i != last)
                 def _():
@@ -357,10 +362,10 @@ def attend_wide(
 
                 return acc, max1, row_sum
 
-            def pair1(queries, work: WorkTile, masked_from, last, i, carry):
+            def pair1(queries, request, length, unmasked_end, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = masked_from if quantised else i >= masked_from
-                s = scores(queries, i, work, masked, last)
+                masked = unmasked_end if quantised else i >= unmasked_end
+                s = scores(queries, i, request, length, masked, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -370,14 +375,16 @@ def attend_wide(
                     return max1, *share_weights(s, max1, 1)
 
                 z = opaque_zero(i)
-                acc, (max1, w16, added) = add_values(p.at[z], i, 0, work, masked, acc, meanwhile=softmax_of_tile_1)
+                acc, (max1, w16, added) = add_values(
+                    p.at[z], i, 0, request, length, masked, acc, meanwhile=softmax_of_tile_1
+                )
                 plgpu.barrier_arrive(k_free[1])
 
                 if not quantised:
                     pl.when(i == last)(lambda: plgpu.barrier_arrive(p_free))
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
                 late = partial(share, w16, 1) if quantised else None
-                acc, _ = add_values(w16, i, 1, work, masked, acc, meanwhile=late)
+                acc, _ = add_values(w16, i, 1, request, length, masked, acc, meanwhile=late)
 
                 @pl.when(i != last)
                 def _():
@@ -389,25 +396,24 @@ def attend_wide(
 
             def run(n, tile: WorkTile):
                 ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
-                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (tile.keys, tile.unmasked_end))
-                work = tile._replace(keys=length)
+                request, begin, end, length, unmasked_end, split, _ = tile
+                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
                 queries = load_queries()
-                pairs = pairs_of(tile.begin, tile.end)
-                # A pair whose second tile is missing needs a mask.
-                unmasked = jnp.maximum(jnp.minimum(unmasked_end, tile.end) - tile.begin, 0)
-                first_masked, last = lax.div(unmasked, jnp.int32(2)), pairs - 1
+                last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
                 if quantised:  # in loops of their own, the pairs without a mask take fewer registers
-                    for low, high, masked in ((0, first_masked, False), (first_masked, pairs, True)):
-                        carry = lax.fori_loop(low, high, partial(step, queries, work, masked, last), carry)
+                    first_masked = jnp.clip(unmasked_end, begin, end)
+                    for low, high, masked in ((begin, first_masked, False), (first_masked, end, True)):
+                        carry = lax.fori_loop(low, high, partial(step, queries, request, length, masked, last), carry)
                 else:
-                    carry = lax.fori_loop(0, pairs, partial(step, queries, work, first_masked, last), carry)
+                    pair = partial(step, queries, request, length, unmasked_end, last)
+                    carry = lax.fori_loop(begin, end, pair, carry)
                 acc, running_max, row_sum = carry
 
                 stage = stages.at[opaque_zero(last) + 1, side]
-                epilogue.store(side, acc, row_sum, running_max, tile.request, tile.split, stage)
+                epilogue.store(side, acc, row_sum, running_max, request, split, stage)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free[2 + side])
                 return ahead
