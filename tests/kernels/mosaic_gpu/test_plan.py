@@ -23,6 +23,8 @@ CASES = [
     (1, 132, 64, TILES),
     (7, 3, 20, {**PAIRS, **OTHER}),
     (40, 19, 5, {**TILES, **INVARIANT}),
+    (9, 62, 20, PAIRS),
+    slow((600, 63, 5, TILES)),
     slow((128, 132, 64, TILES)),
     slow((128, 66, 64, PAIRS)),
     slow((300, 44, 16, {**PAIRS, **OTHER})),

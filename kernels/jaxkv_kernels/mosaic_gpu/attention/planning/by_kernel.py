@@ -1,24 +1,26 @@
 """Computes the division by two small kernels.
 
     check       a CTA per request: whether the request needs a block that is not in the cache (an unknown block)
-    divide      one CTA of a warpgroup: the division of all requests, in registers and shared memory
+    divide      one CTA of four warpgroups: the division of all requests, in registers and shared memory
 
 Timeline of `divide`.  It starts while `check` runs (programmatic dependent launch).
 
     load the lengths; sizes, running sums
-    per chunk of candidate divisions: a search per boundary between partitions; loads and splits, reduced per candidate
+    per boundary between partitions of a candidate division, 1,024 at once: a search for the request that it lies in,
+      the load and the splits of the partition; reduced per candidate
     the candidate of least cost; begins, counts and first partitions of requests
     wait for `check`: steps that need no mask; all of these as tables
-    per chunk of work tiles: search for the request of each, store columns; their partitions as a table
+    per work tile, 512 at once: search for its request, store columns; its partition and request as tables
     per partition: search for its first work tile, store its columns; requests that are split
 
-A batch-invariant plan has no candidates.
+A batch-invariant plan has no candidates.  Most vectors have one register per thread, searches are loops, and so is the
+evaluation of candidates: each instruction runs a few times at most, and it takes longer to load than to run.
 
-Barriers.  A table is written by all threads, which then wait for each other; every table has shared memory of its own.
-Where a table is reused (`following`, and `warps` for running sums), all threads also wait after they have read it.
-Budget.  Shared memory: 13 tables of requests and one of work tiles, 4 bytes per element, and 8 KiB for candidates: for
-1,024 requests 66 KiB, or 92 KiB if the plan is batch-invariant.
-Registers: `registers.CHUNK` / 128 per vector of candidates, requests / 128 per vector of requests.
+Barriers.  A table is written by all threads, which then wait for each other; every table, and every running sum, has
+shared memory of its own.
+Budget.  Shared memory: 12 tables of requests and two of work tiles, 4 bytes per element: for 1,024 requests 58 KiB, or
+112 KiB if the plan is batch-invariant.
+Registers: requests / 512 per vector of requests, and at most 128 per thread.
 """
 
 from functools import partial
@@ -32,17 +34,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.addressing.slots import table_tokens
 from jaxkv_kernels.mosaic_gpu.attention.planning.division import Division, Problem
 from jaxkv_kernels.mosaic_gpu.attention.planning.interpreted import InterpretedRegisters
-from jaxkv_kernels.mosaic_gpu.attention.planning.lanes import LANES, WARP, WARPS
-from jaxkv_kernels.mosaic_gpu.attention.planning.registers import Registers, chunk, padded
+from jaxkv_kernels.mosaic_gpu.attention.planning.lanes import LANES, WARPS
+from jaxkv_kernels.mosaic_gpu.attention.planning.registers import SUMS, Registers, at_once, padded
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 
 MOST_REQUESTS, MOST_TILES = 1024, 8192
 """What `divide` has registers and shared memory for."""
 AT_ONCE = 512
 """The most work tiles, and columns of a block table, that are processed at once."""
+WARPGROUPS = 4
+"""Of `divide`."""
 OF_REQUESTS = (
-    "sums", "with_gaps", "without_gaps", "before", "counts", "sizes", "begins", "first", "keys", "unmasked_end",
-    "first_split", "origin", "after",
+    "sums", "without_gaps", "before", "counts", "sizes", "begins", "first", "keys", "unmasked_end", "first_split",
+    "origin", "after",
 )  # fmt: skip
 """Names of tables."""
 
@@ -60,15 +64,18 @@ def divide(
     if num_blocks is not None:
         check = partial(_check, block_size=block_size, num_blocks=num_blocks, interpret=interpret)
         checked.append(check(seq_lens, block_tables, problem))
-    requests, width = padded(problem.batch), problem.partitions + 1 + -(problem.partitions + 1) % WARP
-    candidates = problem.partitions // 8 + 1 + chunk(width) // width
-    at_once = min(padded(problem.tiles), AT_ONCE)
-    chunks = -(-problem.tiles // at_once)
+    warpgroups = 1 if interpret else WARPGROUPS  # the interpreter's vectors are arrays of one thread
+    threads = warpgroups * LANES
+    requests = padded(problem.batch, threads)
+    boundaries = problem.candidates * problem.boundaries
+    candidates = -(-padded(boundaries, at_once(boundaries, threads)) // problem.boundaries)
+    step = min(padded(problem.tiles, threads), AT_ONCE)
+    chunks = -(-problem.tiles // step)
     most = table_tokens(block_tables, block_size)
 
     def body(lengths_ref, *refs, **scratch):
         *unknown_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs
-        vectors = (InterpretedRegisters if interpret else Registers)(scratch)
+        vectors = (InterpretedRegisters if interpret else Registers)(scratch, warpgroups)
         lengths = jnp.clip(vectors.load(lengths_ref, problem.batch), 0, most)
 
         def unknown():
@@ -78,22 +85,21 @@ def divide(
             return vectors.load(unknown_refs[0], problem.batch)
 
         division = Division(vectors, problem, lengths, unknown)
-        ordered = scratch["ordered"]
 
         def tiles(n, _):
-            start = n * at_once
-            columns, partition, _ = division.work_tiles(vectors.iota(at_once) + start)
+            start = n * step
+            columns, partition, _ = division.work_tiles(vectors.iota(step) + start)
             vectors.store_rows(work_tiles_ref, columns, start)
-            vectors.store(ordered, partition, start)
+            vectors.store(start, (scratch["ordered"], partition), (scratch["requests"], columns[0]))
             return ()
 
         lax.fori_loop(0, chunks, tiles, ())
-        partitions, first_tiles = division.partitions(ordered)
+        partitions, last = division.partitions(scratch["ordered"], scratch["requests"])
         vectors.store_rows(partitions_ref, partitions, jnp.int32(0))
-        vectors.store_rows(split_requests_ref, division.split_requests(first_tiles), jnp.int32(0))
+        vectors.store_rows(split_requests_ref, division.split_requests(partitions[1], last), jnp.int32(0))
 
     def table(count):
-        return plgpu.SMEM((padded(count),), jnp.int32)
+        return plgpu.SMEM((padded(count, threads),), jnp.int32)
 
     def rows(*shape) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -102,19 +108,17 @@ def divide(
         body,
         interpret=interpret,
         waits=bool(checked),
-        reduction_bytes=4 * LANES,
         kernel_name="plan_divide",
         grid=(1,),
         grid_names=("cta",),
-        num_threads=1,
+        num_threads=warpgroups,
         thread_name="wg",
         out_type=[rows(problem.partitions + 1, 8), rows(problem.tiles, 7), rows(problem.combined, 3)],
         scratch_types={
             **{name: table(requests) for name in OF_REQUESTS},
-            "ordered": table(chunks * at_once),
-            **{f"{what}_{kind}": table(candidates) for what in ("loads", "splits") for kind in OF_REQUESTS[1:3]},
-            "following": table(chunk(width)),
-            "warps": table(requests // LANES * WARPS),
+            **{name: table(chunks * step) for name in ("ordered", "requests")},
+            **{name: table(candidates) for name in ("lengths", "loads", "splits")},
+            "warps": table(SUMS * requests // threads * WARPS * warpgroups),
         },
     )(seq_lens, *checked)
 

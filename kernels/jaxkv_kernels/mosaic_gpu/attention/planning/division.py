@@ -8,7 +8,6 @@ per partition, and no comparison of all partitions with all requests.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import SPLIT_COST_UNIT, TILE, Spl
 INVARIANT_SPLITS, INVARIANT_TOKENS = 8, 1024
 """Of a batch-invariant plan: the most splits of a request, and the fewest tokens of a split."""
 HUGE = 2**31 - 1
+WARP = 32
 
 
 class Vectors(Protocol):
@@ -30,29 +30,33 @@ class Vectors(Protocol):
     def tables(self, **named) -> dict[str, Any]:
         """Vectors as tables for `take`, `read` and `search`."""
 
-    def read(self, table, i: int) -> Any:
+    def read(self, table, i) -> Any:
         """table[i], a scalar."""
 
     def take(self, table, i) -> Any:
         """table[i]; i is in range."""
 
-    def search(self, table, count: int, bound, *, equal: bool = False) -> Any:
-        """How many of the first `count` elements, which are sorted, are less than `bound` (with `equal`, or equal)."""
+    def search(self, table, count: int, bound, *, equal: bool = False, slope=None) -> Any:
+        """How many of the first `count` elements, which are sorted, are less than `bound` (with `equal`, or equal).
 
-    def cumsum(self, x) -> Any:
-        """Inclusive running sums."""
+        `slope`, a vector like `bound`: compares element i + `slope` * i instead.
+        """
 
-    def candidates(
-        self, kind: str, count: int, width: int, evaluate: Callable[[Any], tuple[Any, Any]]
-    ) -> tuple[Any, Any]:
+    def cumsum(self, *xs) -> Any:
+        """Inclusive running sums of a vector, or of several."""
+
+    def candidates(self, count: int, width: int, evaluate: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
         """Tables [count]: the maximum of the first and the sum of the second of `evaluate`, over `width` elements each.
 
-        `kind` names the tables.  `evaluate` maps a vector of element numbers (candidate * width + i) to two vectors of
-        non-negative numbers, and may call `following`.
+        `width` is a multiple of WARP.  `evaluate` maps a vector of element numbers (candidate * width + i) to two
+        vectors of non-negative numbers, and may call `following`.
         """
 
     def following(self, x) -> Any:
-        """Within `evaluate`: the value of the next element of the same candidate."""
+        """Within `evaluate`: the value of the next of each WARP elements; any for the last."""
+
+    def first_least(self, count: int, cost: Callable[[Any], Any]) -> Any:
+        """The candidate of least cost, a scalar, the first of equal ones; `cost` maps a vector of candidates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,24 @@ class Problem:
     def combined(self) -> int:
         """Rows of `split_requests`: one per request, or one per partition, for the split request that ends in it."""
         return self.batch if self.batch <= self.partitions or self.batch_invariant else self.partitions
+
+    @property
+    def fewest(self) -> int:
+        """The fewest partitions of a candidate division; the others stay empty."""
+        return self.partitions - self.partitions // 8
+
+    @property
+    def candidates(self) -> int:
+        """Candidate divisions: with so many partitions and more; first those with gaps, then those without."""
+        return (self.partitions + 1 - self.fewest) * (1 if self.costs.overhead == 0 else 2)
+
+    @property
+    def boundaries(self) -> int:
+        """Boundaries between partitions of a candidate.
+
+        The last of each WARP boundaries is also the first of the next ones, since a load needs two boundaries.
+        """
+        return WARP * -(-self.partitions // (WARP - 1))
 
     def origin(self, lengths):
         """The token at which the steps of a request begin."""
@@ -116,7 +138,7 @@ class Division:
             gap = jnp.int32(problem.costs.overhead)
             self._length = _ceil_div(self._total + problem.batch * gap, problem.partitions)
         else:
-            gap, self._length = self._least_cost(request, sizes, sums)
+            gap, self._length = self._least_cost(sizes, sums)
         begins = sums - sizes + gap * request
         if problem.batch_invariant:
             counts = jnp.clip(_div(sizes, INVARIANT_TOKENS // problem.step), 1, INVARIANT_SPLITS)
@@ -125,9 +147,9 @@ class Division:
             first = _div(begins, self._length)
             counts = _div(jnp.maximum(begins + sizes - 1, 0), self._length) - first + 1
         counts = jnp.where(valid, counts, 0)
-        after = vectors.cumsum(counts)
         is_split = counts > 1
-        first_split = vectors.cumsum(jnp.where(is_split, counts, 0)) - counts
+        after, first_split = vectors.cumsum(counts, jnp.where(is_split, counts, 0))
+        first_split -= counts
         unmasked_end = _div(jnp.maximum(keys - (problem.tokens - 1), 0), problem.step)
         unmasked_end = jnp.where(unknown() != 0, 0, unmasked_end)
         self._of |= vectors.tables(
@@ -137,52 +159,52 @@ class Division:
         self._tiles = vectors.read(self._of["after"], problem.batch - 1)
         self._own = request, is_split, first_split, counts
 
-    def _least_cost(self, request, sizes, sums):
+    def _least_cost(self, sizes, sums):
         """The gap between requests and the length of a partition, both in steps."""
         problem, v, costs = self._problem, self._v, self._problem.costs
         partitions, batch, overhead = problem.partitions, problem.batch, costs.overhead
-        fewest = partitions - partitions // 8  # the others stay empty
-        lengths = partitions + 1 - fewest
-        width = partitions + 1 + -(partitions + 1) % 32
-        kinds = {"with_gaps": overhead} if overhead == 0 else {"with_gaps": overhead, "without_gaps": 0}
-        begins = v.tables(**{kind: sums - sizes + gap * request for kind, gap in kinds.items()})
+        count, width, with_gaps = problem.candidates, problem.boundaries, partitions + 1 - problem.fewest
 
-        def length_of(candidate, gap):
-            return jnp.maximum(_ceil_div(self._total + batch * gap, fewest + candidate), costs.least)
+        def gap_of(candidate):
+            return jnp.where(candidate < with_gaps, overhead, 0)  # without gaps, equal requests are split alike
 
-        def evaluate(kind, element):
-            gap, candidate = kinds[kind], _div(element, width)
-            boundary = element - candidate * width
-            place = boundary * length_of(jnp.minimum(candidate, lengths - 1), gap)
-            found = v.search(begins[kind], batch, place)
+        candidate = v.iota(count)
+        used = problem.fewest + candidate - jnp.where(candidate < with_gaps, 0, with_gaps)
+        length = jnp.maximum(_ceil_div(self._total + batch * gap_of(candidate), used), costs.least)
+        tables = v.tables(lengths=length, without_gaps=sums - sizes)
+
+        def evaluate(element):
+            candidate = _div(element, width)
+            within = element - candidate * width
+            boundary = within - _div(within, WARP)
+            gap = gap_of(candidate)
+            place = boundary * v.take(tables["lengths"], jnp.minimum(candidate, count - 1))
+            found = v.search(tables["without_gaps"], batch, place, slope=gap)
             last = jnp.maximum(found - 1, 0)
-            end, within = v.take(self._of["sums"], last), place - gap * last
-            inside = jnp.where((found > 0) & (within < end), 1, 0)
-            passed = jnp.where(found > 0, jnp.minimum(end, within), 0) + overhead * found
+            end, reached = v.take(self._of["sums"], last), place - gap * last
+            inside = jnp.where((found > 0) & (reached < end), 1, 0)
+            passed = jnp.where(found > 0, jnp.minimum(end, reached), 0) + overhead * found
             load = v.following(passed) - passed + overhead * inside
-            real = boundary < partitions
+            real = (boundary < partitions) & (within - WARP * _div(within, WARP) < WARP - 1)
             return jnp.where(real, load, 0), jnp.where(real, inside, 0)
 
-        def cost(kind):
-            loads, splits = v.candidates(kind, lengths, width, partial(evaluate, kind))
-            split, load = (v.take(table, jnp.minimum(candidate, lengths - 1)) for table in (splits, loads))
-            found = SPLIT_COST_UNIT * load + jnp.where(split > 0, costs.combining, 0) + costs.split * split
-            return jnp.where(candidate < lengths, found, HUGE)
+        loads, splits = v.candidates(count, width, evaluate)
 
-        candidate = v.iota(lengths)
-        found = [cost(kind) for kind in kinds]
-        least = jnp.min(reduce(jnp.minimum, found))
-        best = jnp.full_like(candidate, HUGE)
-        for n, of_kind in reversed([*enumerate(found)]):  # the first, if several are equal
-            best = jnp.where(of_kind == least, candidate + n * lengths, best)
-        best = jnp.min(best)
-        gap = jnp.where(best < lengths, overhead, 0)  # without gaps, equal requests are split alike
-        return gap, length_of(lax.rem(best, jnp.int32(lengths)), gap)
+        def cost(candidate):
+            split, load = v.take(splits, candidate), v.take(loads, candidate)
+            return SPLIT_COST_UNIT * load + jnp.where(split > 0, costs.combining, 0) + costs.split * split
 
-    def work_tiles(self, tile) -> tuple[tuple[Any, ...], Any, Any]:
-        """For work tiles by number: columns of `WorkTile`, partitions, and whether each is the last of its request."""
+        best = v.first_least(count, cost)
+        return gap_of(best), v.read(tables["lengths"], best)
+
+    def work_tiles(self, tile, request=None) -> tuple[tuple[Any, ...], Any, Any]:
+        """For work tiles by number: columns of `WorkTile`, partitions, and whether each is the last of its request.
+
+        `request`: their requests, if known.
+        """
         problem, v, of = self._problem, self._v, self._of
-        request = jnp.minimum(v.search(of["after"], problem.batch, tile, equal=True), problem.batch - 1)
+        if request is None:
+            request = jnp.minimum(v.search(of["after"], problem.batch, tile, equal=True), problem.batch - 1)
 
         def look_up(name):
             return v.take(of[name], request)
@@ -201,20 +223,26 @@ class Division:
         live = tile < self._tiles
         return columns, jnp.where(live, partition, problem.partitions), live & (nth == count - 1)
 
-    def partitions(self, ordered) -> tuple[Sequence[Any], Any]:
-        """Columns of `Plan.partitions`, and the first of them; `ordered` is a table of the work tiles' partitions."""
-        problem = self._problem
-        first = self._v.search(ordered, problem.tiles, self._v.iota(problem.partitions + 1))
-        columns, _, _ = self.work_tiles(jnp.minimum(first, problem.tiles - 1))
-        return (first, *columns), first
+    def partitions(self, ordered, requests) -> tuple[Sequence[Any], Any]:
+        """Columns of `Plan.partitions`, and whether the first work tile of each is the last of its request.
 
-    def split_requests(self, first_tiles) -> Sequence[Any]:
-        """Columns of `Plan.split_requests`."""
+        `ordered` and `requests` are tables of the work tiles' partitions and requests.
+        """
+        problem, v = self._problem, self._v
+        first = v.search(ordered, problem.tiles, v.iota(problem.partitions + 1))
+        tile = jnp.minimum(first, problem.tiles - 1)
+        columns, _, last = self.work_tiles(tile, v.take(requests, tile))
+        return (first, *columns), last
+
+    def split_requests(self, request, last) -> Sequence[Any]:
+        """Columns of `Plan.split_requests`.
+
+        `request`: those of the first work tiles of partitions; `last`: whether these are the last of their requests.
+        """
         problem = self._problem
         if problem.combined == problem.batch:
             request, is_split, first_split, counts = self._own
             return jnp.where(is_split, request, -1), first_split, counts
         # The last split of a request is the first work tile of a partition.
-        (request, *_), _, last = self.work_tiles(jnp.minimum(first_tiles, problem.tiles - 1))
         first_split, counts = (self._v.take(self._of[name], request) for name in ("first_split", "counts"))
         return jnp.where(last & (counts > 1), request, -1), first_split, counts

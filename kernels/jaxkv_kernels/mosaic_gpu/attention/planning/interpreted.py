@@ -11,7 +11,7 @@ class InterpretedRegisters(Registers):
 
     def iota(self, count):
         """See `Vectors`."""
-        return jnp.arange(padded(count), dtype=jnp.int32)
+        return jnp.arange(padded(count, self.threads), dtype=jnp.int32)
 
     def tables(self, **named):
         """See `Vectors`."""
@@ -19,31 +19,48 @@ class InterpretedRegisters(Registers):
             self._scratch[name][...] = x
         return {name: self._scratch[name] for name in named}
 
-    def store(self, ref, x, start):
-        """Stores a vector to a table."""
-        ref[pl.ds(start, x.shape[0])] = x
+    def read(self, table, i):
+        """See `Vectors`."""
+        return table[i]
+
+    def store(self, start, *tables):
+        """Stores vectors to tables."""
+        for ref, x in tables:
+            ref[pl.ds(start, x.shape[0])] = x
 
     def take(self, table, i):
         """See `Vectors`."""
         return table[...][i]
 
-    def search(self, table, count, bound, *, equal=False):
+    def search(self, table, count, bound, *, equal=False, slope=None):
         """See `Vectors`."""
         side = "right" if equal else "left"
-        return jnp.searchsorted(table[...][:count], bound, side=side, method="compare_all").astype(jnp.int32)
+        if slope is None:
+            return jnp.searchsorted(table[...][:count], bound, side=side, method="compare_all").astype(jnp.int32)
+        values = table[...][:count] + slope[:, None] * jnp.arange(count, dtype=jnp.int32)
+        passed = values <= bound[:, None] if equal else values < bound[:, None]
+        return passed.sum(axis=1, dtype=jnp.int32)
 
-    def cumsum(self, x):
+    def cumsum(self, *xs):
         """See `Vectors`."""
-        return jnp.cumsum(x)
+        found = tuple(map(jnp.cumsum, xs))
+        return found if len(xs) > 1 else found[0]
 
     def reduce(self, loads, splits, load, split, candidate):
         """Maxima and sums, by candidate."""
         loads[...] = loads[...].at[candidate].max(load)
         splits[...] = splits[...].at[candidate].add(split)
 
+    def wait(self):
+        """Does nothing, because a single thread runs."""
+
     def following(self, x):
         """See `Vectors`."""
         return jnp.concatenate([x[1:], x[-1:]])
+
+    def first_least(self, count, cost):
+        """See `Vectors`."""
+        return jnp.argmin(cost(jnp.arange(count, dtype=jnp.int32))).astype(jnp.int32)
 
     def load(self, ref, count, *row, start=0):
         """Elements of a row; 0 beyond its end."""

@@ -1,6 +1,6 @@
-"""Vectors of int32 that the registers of a warpgroup hold, and tables in its shared memory: what each thread does.
+"""Vectors of int32 that the registers of a CTA hold, and tables in its shared memory: what each thread does.
 
-Element 128 r + t of a vector is in register r of thread t.
+Element r * threads + t of a vector is in register r of thread t.  To Pallas, each warpgroup has an array of its own.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements, splat
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 LANES, WARPS, WARP = 128, 4, 32
@@ -16,26 +16,33 @@ REF = plgpu.RefType()
 
 
 def layout(count: int) -> Any:
-    """The layout of vectors of `count` elements, a multiple of LANES."""
+    """The layout of a warpgroup's `count` elements, a multiple of LANES."""
     return plgpu.Layout.WG_STRIDED((count,), 1)
 
 
-def call(function, *arguments, refs: int, result: int = 0):
+def call(function, *arguments, refs: int, results: tuple[int, ...] = (), warpgroups: int) -> Any:
     """Calls `function(Threads, *references, *vectors)`: the first `refs` arguments are references.
 
     The function receives a vector as the list of the calling thread's int32 values, one per register, and a scalar as
-    an int32 value.  If `result` is not 0, it returns a vector of that many elements, as such a list.
+    an int32 value.  It returns as many of these as `results`, a list of them: vectors with so many registers, or
+    scalars where that is 0.
     """
     types: list[Any] = [
         REF if n < refs else layout(x.shape[0]) if jnp.ndim(x) else SCALAR for n, x in enumerate(arguments)
     ]
-    returned: Any = plgpu.ShapeDtypeStruct((result,), jnp.int32, layout=layout(result)) if result else None
+    returned: Any = [
+        plgpu.ShapeDtypeStruct((n * LANES,) if n else (), jnp.int32, layout=layout(n * LANES) if n else SCALAR)
+        for n in results
+    ]
 
-    @plgpu.inline_mgpu(arg_types=tuple(types), return_type=returned)
+    @plgpu.inline_mgpu(arg_types=tuple(types), return_type=returned or None)
     def run(_, *given):
         vectors = [elements(x) if x.shape else x.registers.item() for x in given[refs:]]
-        values = function(Threads(), *given[:refs], *vectors)
-        return array([[value] for value in values], layout(result)) if result else None
+        found = function(Threads(warpgroups), *given[:refs], *vectors)
+        return [
+            array([[value] for value in x], layout(n * LANES)) if n else splat(x)
+            for n, x in zip(results, found or (), strict=True)
+        ] or None
 
     # Pallas holds a vector of equal elements as a single value; the cast gives it a register per LANES elements.
     return run(
@@ -47,16 +54,17 @@ def call(function, *arguments, refs: int, result: int = 0):
 
 
 class Threads:
-    """Operations of the calling thread on int32 values, and on references."""
+    """Operations of the calling thread of a CTA on int32 values, and on references."""
 
-    def __init__(self):
+    def __init__(self, warpgroups: int):
         from jax.experimental.mosaic import gpu as mgpu
         from jax.extend.mlir import ir
         from jax.extend.mlir.dialects import arith
 
         self._mgpu, self._arith, self._type = mgpu, arith, ir.MemRefType
         self.i32 = ir.IntegerType.get_signless(32)
-        self.thread = arith.remui(mgpu.utils.thread_idx(), self.constant(LANES))
+        self.warpgroups, self.count = warpgroups, warpgroups * LANES
+        self.thread = mgpu.utils.thread_idx()
         self.lane = arith.remui(self.thread, self.constant(WARP))
         self.warp = arith.divui(self.thread, self.constant(WARP))
 
@@ -66,7 +74,7 @@ class Threads:
 
     def number(self, register: int, start=None):
         """The index of the thread's element in a register of a vector whose first element has index `start`."""
-        own = self.add(self.thread, self.constant(register * LANES))
+        own = self.add(self.thread, self.constant(register * self.count))
         return own if start is None else self.add(own, start)
 
     def add(self, a, b):
@@ -117,8 +125,48 @@ class Threads:
         return self._mgpu.utils.when(condition)
 
     def barrier(self) -> None:
-        """Waits for all threads of the warpgroup."""
-        self._mgpu.utils.warpgroup_barrier()
+        """Waits for all threads of the CTA."""
+        self._mgpu.utils.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True)
+
+    def search(self, table, count: int, bounds, slopes, *, equal: bool) -> list[Any]:
+        """How many of the first `count` elements of a table in shared memory, plus `slope` each by number, are passed.
+
+        They are sorted; those less than a bound are passed, with `equal` also equal ones.  All bounds are searched for
+        in one loop, so that their loads overlap.  It is not unrolled, because it takes longer to load instructions than
+        to run them.
+        """
+        size = len(bounds)
+
+        def each(text: str) -> str:
+            """A line for each search: `n` is its number, `b` and `s` are the operands of its bound and slope."""
+            return " ".join(text.format(n=n, b=f"${size + 1 + n}", s=f"${2 * size + 1 + n}") for n in range(size))
+
+        code = f"""{{
+            .reg .pred p, again; .reg .b32 bit; {each(".reg .b32 found{n}, ahead{n}, last{n}, value{n};")}
+            {each("mov.b32 found{n}, 0;")}
+            mov.b32 bit, {1 << (count.bit_length() - 1)};
+            step: .pragma "nounroll";
+            {each(f"add.s32 ahead{{n}}, found{{n}}, bit; min.s32 last{{n}}, ahead{{n}}, {count};")}
+            {each(f"add.s32 last{{n}}, last{{n}}, -1; mad.lo.s32 value{{n}}, last{{n}}, 4, ${size};")}
+            {each("ld.shared.b32 value{n}, [value{n}];")}
+            {
+            each(f'''
+                mad.lo.s32 value{{n}}, last{{n}}, {{s}}, value{{n}};
+                setp.{"le" if equal else "lt"}.s32 p, value{{n}}, {{b}};
+                setp.le.and.s32 p, ahead{{n}}, {count}, p;
+                selp.b32 found{{n}}, ahead{{n}}, found{{n}}, p;
+            ''')
+        }
+            shr.u32 bit, bit, 1;
+            setp.ne.b32 again, bit, 0;
+            @again bra step;
+            {" ".join(f"mov.b32 ${n}, found{n};" for n in range(size))}
+        }}"""
+        found = self._mgpu.utils.inline_ptx(
+            " ".join(code.split()), self._address(table, [self.constant(0)])[1], *bounds, *slopes,
+            result_types=[self.i32] * size, has_side_effects=True,
+        )  # fmt: skip
+        return list(found)
 
     def running_sum(self, value):
         """The sum of the values of this and all lower lanes of the warp."""
@@ -132,7 +180,12 @@ class Threads:
             )
         return value
 
+    def next_lane(self, value):
+        """The value of the next lane of the warp."""
+        ptx = "shfl.sync.down.b32 $0, $1, 1, 31, -1;"
+        return self._mgpu.utils.inline_ptx(ptx, value, result_types=self.i32, has_side_effects=True, convergent=True)
+
     def over_warp(self, kind: str, value):
-        """The maximum ("max") or sum ("add") of the values of the warp's lanes."""
+        """The minimum ("min"), maximum ("max") or sum ("add") of the values of the warp's lanes."""
         ptx = f"redux.sync.{kind}.s32 $0, $1, -1;"
         return self._mgpu.utils.inline_ptx(ptx, value, result_types=self.i32, has_side_effects=True, convergent=True)

@@ -1,42 +1,58 @@
-"""`Vectors` in the registers of a warpgroup, and their tables in its shared memory."""
-
-from math import gcd
+"""`Vectors` in the registers of a CTA, and their tables in its shared memory."""
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.planning import lanes
+from jaxkv_kernels.mosaic_gpu.attention.planning.division import HUGE
 from jaxkv_kernels.mosaic_gpu.attention.planning.lanes import LANES, WARP, WARPS
 
-CHUNK = 1280
-"""The most elements of candidates that are evaluated at once: ten registers per vector."""
+SUMS = 3
+"""Running sums of a division."""
 
 
-def padded(count: int) -> int:
-    """`count`, rounded up to whole registers of the warpgroup."""
-    return count + -count % LANES
+def padded(count: int, threads: int) -> int:
+    """`count`, rounded up to whole registers of so many threads."""
+    return count + -count % threads
 
 
-def chunk(width: int) -> int:
-    """How many elements to evaluate at once: whole candidates of `width` (a multiple of 32) that fill whole registers.
-
-    At most CHUNK, unless even the smallest such number is larger.
-    """
-    together = LANES * width // gcd(LANES, width)
-    return max(CHUNK // together, 1) * together
+def at_once(count: int, threads: int) -> int:
+    """How many elements of candidates are evaluated at once: two registers, so that loads overlap."""
+    return min(padded(count, threads), 2 * threads)
 
 
 class Registers:
-    """`Vectors` in the registers of a warpgroup, and tables in shared memory."""
+    """`Vectors` in the registers of `warpgroups` warpgroups, and tables in shared memory.
 
-    def __init__(self, scratch):
-        self._scratch = scratch
+    A vector has few registers, most often one, and loops are loops: the kernel runs once, so that it takes longer to
+    load its instructions than to run them.
+    """
+
+    def __init__(self, scratch, warpgroups: int = 1):
+        self._scratch, self._warpgroups = scratch, warpgroups
+        self._sums = 0
+        """Running sums so far: each has its own place in the table `warps`."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of the CTA."""
+        return self._warpgroups * LANES
+
+    def _call(self, function, *arguments, refs, result: int | None = None):
+        """`lanes.call` of a function that returns nothing, a vector of `result` registers, or with 0 a scalar."""
+        if result is None:
+            return lanes.call(function, *arguments, refs=refs, warpgroups=self._warpgroups)
+
+        def one(*given):
+            return [function(*given)]
+
+        (found,) = lanes.call(one, *arguments, refs=refs, results=(result,), warpgroups=self._warpgroups)
+        return found
 
     def iota(self, count):
         """See `Vectors`."""
-        count = padded(count)
-        return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=lanes.layout(count))
+        registers = padded(count, self.threads) // self.threads
+        return self._call(lambda threads: [threads.number(n) for n in range(registers)], refs=0, result=registers)
 
     def tables(self, **named):
         """See `Vectors`."""
@@ -49,22 +65,25 @@ class Registers:
                     threads.store(ref, value, threads.number(n))
             threads.barrier()
 
-        lanes.call(store, *refs.values(), *named.values(), refs=len(refs))
+        self._call(store, *refs.values(), *named.values(), refs=len(refs))
         return refs
 
     def read(self, table, i):
         """See `Vectors`."""
-        return table[i]
+        return self._call(lambda threads, table, i: threads.load(table, i), table, jnp.int32(i), refs=1, result=0)
 
-    def store(self, ref, x, start):
-        """Stores a vector to a table, from element `start` on."""
+    def store(self, start, *tables):
+        """Stores vectors to tables, (table, vector) each, from element `start` on."""
+        refs, vectors = zip(*tables, strict=True)
 
-        def store(threads, ref, x, start):
-            for n, value in enumerate(x):
-                threads.store(ref, value, threads.number(n, start))
+        def store(threads, *given):
+            *given, start = given
+            for ref, x in zip(given[: len(refs)], given[len(refs) :], strict=True):
+                for n, value in enumerate(x):
+                    threads.store(ref, value, threads.number(n, start))
             threads.barrier()
 
-        lanes.call(store, ref, x, start, refs=1)
+        self._call(store, *refs, *vectors, start, refs=len(refs))
 
     def take(self, table, i):
         """See `Vectors`."""
@@ -72,54 +91,60 @@ class Registers:
         def take(threads, table, i):
             return [threads.load(table, n) for n in i]
 
-        return lanes.call(take, table, i, refs=1, result=i.shape[0])
+        return self._call(take, table, i, refs=1, result=i.shape[0] // LANES)
 
-    def search(self, table, count, bound, *, equal=False):
+    def search(self, table, count, bound, *, equal=False, slope=None):
         """See `Vectors`."""
 
-        def search(threads, table, bound):
-            found = [threads.constant(0)] * len(bound)
-            for bit in reversed(range(count.bit_length())):
-                for n, b in enumerate(bound):
-                    ahead = threads.add(found[n], threads.constant(1 << bit))
-                    last = threads.add(threads.least(ahead, threads.constant(count)), threads.constant(-1))
-                    passed = threads.compare("sle" if equal else "slt", threads.load(table, last), b)
-                    inside = threads.compare("sle", ahead, threads.constant(count))
-                    found[n] = threads.select(threads.both(inside, passed), ahead, found[n])
+        def search(threads, table, bound, slope=None):
+            slopes = slope or [threads.constant(0)] * len(bound)
+            return threads.search(table, count, bound, slopes, equal=equal)
+
+        given = () if slope is None else (slope,)
+        return self._call(search, table, bound, *given, refs=1, result=bound.shape[0] // LANES)
+
+    def cumsum(self, *xs):
+        """See `Vectors`."""
+        first, warps = self._sums, WARPS * self._warpgroups
+        self._sums += len(xs)
+
+        def cumsum(threads, sums, *xs):
+            def place(sum_, n, warp):
+                return threads.add(warp, threads.constant(((first + sum_) * len(xs[0]) + n) * warps))
+
+            within = [[threads.running_sum(value) for value in x] for x in xs]
+            with threads.when(threads.compare("eq", threads.lane, threads.constant(WARP - 1))):
+                for sum_, x in enumerate(within):
+                    for n, value in enumerate(x):
+                        threads.store(sums, value, place(sum_, n, threads.warp))
+            threads.barrier()
+            zero, found = threads.constant(0), []
+            warp = threads.least(threads.lane, threads.constant(warps - 1))
+            for sum_, x in enumerate(within):
+                before, own = zero, []  # `before`: the sum of all registers before this one
+                for n, value in enumerate(x):
+                    total = threads.load(sums, place(sum_, n, warp))
+                    is_lower = threads.compare("slt", threads.lane, threads.warp)
+                    lower = threads.over_warp("add", threads.select(is_lower, total, zero))
+                    own.append(threads.add(threads.add(value, lower), before))
+                    if n + 1 < len(x):
+                        is_one = threads.compare("slt", threads.lane, threads.constant(warps))
+                        before = threads.add(before, threads.over_warp("add", threads.select(is_one, total, zero)))
+                found.append(own)
             return found
 
-        return lanes.call(search, table, bound, refs=1, result=bound.shape[0])
+        results = (xs[0].shape[0] // LANES,) * len(xs)
+        found = lanes.call(
+            cumsum, self._scratch["warps"], *xs, refs=1, results=results, warpgroups=self._warpgroups
+        )  # fmt: skip
+        return tuple(found) if len(xs) > 1 else found[0]
 
-    def cumsum(self, x):
+    def candidates(self, count, width, evaluate):
         """See `Vectors`."""
-
-        def cumsum(threads, sums, x):
-            within = [threads.running_sum(value) for value in x]
-            with threads.when(threads.compare("eq", threads.lane, threads.constant(WARP - 1))):
-                for n, value in enumerate(within):
-                    place = threads.add(threads.warp, threads.constant(n * WARPS))
-                    threads.store(sums, value, place)
-            threads.barrier()
-            before, result = threads.constant(0), []
-            for n, value in enumerate(within):
-                own = threads.add(value, before)
-                for warp in range(WARPS):
-                    total = threads.load(sums, threads.constant(n * WARPS + warp))
-                    is_lower = threads.compare("sgt", threads.warp, threads.constant(warp))
-                    own = threads.add(own, threads.select(is_lower, total, threads.constant(0)))
-                    before = threads.add(before, total)
-                result.append(own)
-            threads.barrier()
-            return result
-
-        return lanes.call(cumsum, self._scratch["warps"], x, refs=1, result=x.shape[0])
-
-    def candidates(self, kind, count, width, evaluate):
-        """See `Vectors`."""
-        step = chunk(width)
-        names = f"loads_{kind}", f"splits_{kind}"
-        none = jnp.zeros_like(self.iota(self._scratch[names[0]].shape[0]))
+        names = "loads", "splits"
+        none = jnp.zeros_like(self.iota(self._scratch["loads"].shape[0]))
         loads, splits = self.tables(**dict.fromkeys(names, none)).values()
+        step = at_once(count * width, self.threads)
 
         def some(n, _):
             element = self.iota(step) + n * step
@@ -127,7 +152,8 @@ class Registers:
             self.reduce(loads, splits, load, split, lax.div(element, jnp.full_like(element, width)))
             return ()
 
-        lax.fori_loop(0, -(-count * width // step), some, ())
+        lax.fori_loop(0, padded(count * width, step) // step, some, ())
+        self.wait()
         return loads, splits
 
     def reduce(self, loads, splits, load, split, candidate):
@@ -142,32 +168,45 @@ class Registers:
                 for most, total, place in values:
                     threads.combine("max", loads, most, place)
                     threads.combine("add", splits, total, place)
-            threads.barrier()
 
-        lanes.call(reduce, loads, splits, load, split, candidate, refs=2)
+        self._call(reduce, loads, splits, load, split, candidate, refs=2)
+
+    def wait(self):
+        """Waits for all threads."""
+        self._call(lambda threads: threads.barrier(), refs=0)
 
     def following(self, x):
         """See `Vectors`."""
+        return self._call(
+            lambda threads, x: [threads.next_lane(value) for value in x], x, refs=0, result=x.shape[0] // LANES
+        )
 
-        def following(threads, ref, x):
-            for n, value in enumerate(x):
-                threads.store(ref, value, threads.number(n))
-            threads.barrier()
-            last = threads.constant(len(x) * LANES - 1)
-            one = threads.constant(1)
-            found = [threads.load(ref, threads.least(threads.add(threads.number(n), one), last)) for n in range(len(x))]
-            threads.barrier()
-            return found
+    def first_least(self, count, cost):
+        """See `Vectors`."""
+        registers = padded(count, WARP) // WARP
 
-        return lanes.call(following, self._scratch["following"], x, refs=1, result=x.shape[0])
+        def by_lane(threads):  # each warp has all candidates
+            return [threads.add(threads.lane, threads.constant(n * WARP)) for n in range(registers)]
+
+        def least(threads, x):
+            found = x[0]
+            for value in x[1:]:
+                found = threads.least(found, value)
+            return threads.over_warp("min", found)
+
+        candidate = self._call(by_lane, refs=0, result=registers)
+        found = jnp.where(candidate < count, cost(jnp.minimum(candidate, count - 1)), HUGE)
+        lowest = self._call(least, found, refs=0, result=0)
+        return self._call(least, jnp.where(found == lowest, candidate, HUGE), refs=0, result=0)
 
     def load(self, ref, count, *row, start=0):
         """A vector of at least `count` elements of a row in device memory, from `start` on; 0 beyond the row's end."""
         width = ref.shape[-1]
+        registers = padded(count, self.threads) // self.threads
 
         def load(threads, ref, start, *row):
             found = []
-            for n in range(padded(count) // LANES):
+            for n in range(registers):
                 place = threads.number(n, start)
                 value = threads.load(ref, *row, threads.least(place, threads.constant(width - 1)))
                 found.append(
@@ -175,7 +214,7 @@ class Registers:
                 )
             return found
 
-        return lanes.call(load, ref, jnp.int32(start), *row, refs=1, result=padded(count))
+        return self._call(load, ref, jnp.int32(start), *row, refs=1, result=registers)
 
     def store_rows(self, ref, columns, start):
         """Stores columns to rows of device memory, from row `start` on; rows beyond its end are dropped."""
@@ -188,4 +227,4 @@ class Registers:
                         threads.store(ref, column[n], row, threads.constant(c))
 
         ref_rows = ref.shape[0]
-        lanes.call(store, ref, start, *columns, refs=1)
+        self._call(store, ref, start, *columns, refs=1)
