@@ -51,7 +51,6 @@ Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + st
 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -178,11 +177,10 @@ def attend_slots(
                 def product(acc):
                     if side == 1:
                         plgpu.barrier_wait(s_issued)
-                    for half, part in itertools.product((near, far), range(k_full.parts)):
-                        columns = pl.ds(part * (HALF // k_full.parts), HALF // k_full.parts)
-                        k_full.wait(2 * side + half, part, turn)
+                    for half in (near, far):
+                        k_full.wait(2 * side + half, turn)
                         async_fence(interpret=interpret)
-                        plgpu.wgmma(acc, q.at[z + half, :, columns], k.at[tile, half, :, columns].transpose((1, 0)))
+                        plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
                     plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
