@@ -142,7 +142,7 @@ def select_slots(
     """
     call = _bind_logits(q, weights, cache, block_tables, seq_lens, layer, max_len)
     arrays, max_len = call.arrays, call.options["max_len"]
-    k, most_bytes = positive_int("k", k), positive_int("logits_bytes", logits_bytes)
+    k, most_bytes = positive_int("k", k), positive_int("logits_bytes", logits_bytes, below=None)
     tables, block_size = arrays["block_tables"], cache.layout.block_size
 
     def select(q, weights, lengths):

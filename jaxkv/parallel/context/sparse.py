@@ -130,6 +130,7 @@ def select_slots(
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     block_size, divided = cache.layout.block_size, {"axis": axis, "interleave": interleave}
+    most_bytes = positive_int("logits_bytes", logits_bytes, below=None)
     positive_int("max_len", max_len)
 
     def select(q, weights, lengths):
@@ -140,7 +141,7 @@ def select_slots(
 
     return in_query_chunks(
         select, q, weights, whole_lengths(block_tables, int32(seq_lens), block_size=block_size, **divided),
-        token_bytes=logits_bytes_of_a_token(weights, max_len), most_bytes=positive_int("logits_bytes", logits_bytes),
+        token_bytes=logits_bytes_of_a_token(weights, max_len), most_bytes=most_bytes,
     )  # fmt: skip
 
 

@@ -237,7 +237,11 @@ class SparseConfig:
 
 
 def sparse_config(format: str) -> SparseConfig:
-    """The default configuration of a `decode_mla_sparse` call for entries of a format."""
+    """The default configuration of a `decode_mla_sparse` call for entries of a format.
+
+    Those of `fp8` are not prefetched: with it, 64 requests with 64 heads took 0.061 ms instead of 0.058, and 8 with 128
+    heads 0.0279 instead of 0.0248.
+    """
     if format not in ("fp8", "fp8_ds_mla"):
         return SparseConfig()
     return SparseConfig(producer_registers=88, prefetch=format != "fp8")

@@ -20,11 +20,12 @@ in registers, exactly.
 
 Barriers:
     k_full, k_free    per stage of keys: the tile has landed; its consumer has read it
-    q_full, q_free    per stage of queries: a request's queries have landed; all consumers are done with them
+    q_full, q_free    per stage of queries: a request's queries (and weights) have landed; all consumers have read them
 
-Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys, 9 of them by default; 8 KiB (e4m3) or 16 KiB per
-stage of queries of 64 rows.  Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries, up to
-128 rows at a time; with e4m3 keys and bf16 or f16 queries also the keys, 16 of bytes and 32 of float16.
+Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys, 8 or 9 of them by default; 8 KiB (e4m3) or 16 KiB
+per stage of queries of 64 rows, and with more than 128 rows of queries for e4m3 keys 1 KiB of weights.  Registers of a
+consumer: 32 of products and 16 of weights per 64 rows of queries, up to 128 rows at a time; with e4m3 keys and bf16 or
+f16 queries also the keys, 16 of bytes and 32 of float16.
 """
 
 from functools import partial
@@ -38,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.mosaic_gpu.indexer.blocks import WINDOW, BlockWindows
-from jaxkv_kernels.mosaic_gpu.indexer.config import TILE, IndexerConfig
+from jaxkv_kernels.mosaic_gpu.indexer.config import TILE, IndexerConfig, default_config
 from jaxkv_kernels.mosaic_gpu.indexer.groups import Groups
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import COLUMNS, rows_per_token
 from jaxkv_kernels.mosaic_gpu.indexer.keys import DIM, KeyTiles, key_tiles
@@ -49,7 +50,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA
-from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 from jaxkv_kernels.tuning import configuration
 
 RESERVED = 3072
@@ -60,11 +61,21 @@ LARGEST = 2.0**15
 
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
     """q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len]."""
+    _, q_len, heads, _ = q.shape
+    rows = rows_per_token(heads)
+    _, widest = products(Groups.of(q_len, rows).tokens, rows)[0]
+    converted = entry.quantised and q.dtype != FP8
+    default = default_config(quantised=entry.quantised, converted=converted, columns=widest)
     return _logits(
         q, weights, buffer, block_tables, seq_lens, layer,
-        pages=pages, entry=entry, max_len=max_len, config=configuration(IndexerConfig()),
-        interpret=bool(interpreting.value),
+        pages=pages, entry=entry, max_len=max_len, config=configuration(default), interpret=bool(interpreting.value),
     )  # fmt: skip
+
+
+def products(tokens: int, rows: int) -> list[tuple[int, int]]:
+    """The columns (first, count) of each product of a tile of keys, for so many query tokens of `rows` columns each."""
+    width = rows * (COLUMNS // rows) if rows <= COLUMNS else COLUMNS
+    return [(first, min(width, tokens * rows - first)) for first in range(0, tokens * rows, width)]
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len", "config", "interpret"))
@@ -108,8 +119,7 @@ def _run(
     requests, q_rows, _ = q.shape
     tokens, max_len = groups.tokens, tiles.max_len
     rows = q_rows // tokens
-    width = rows * (COLUMNS // rows) if rows <= COLUMNS else COLUMNS
-    columns = [(first, min(width, q_rows - first)) for first in range(0, q_rows, width)]
+    columns = products(tokens, rows)
     consumers, block_size = config.consumers, pages.block_size
     stages = _stages(config, keys.stage_bytes, q_rows * DIM * q.dtype.itemsize)
     part = min(block_size, TILE)
@@ -117,12 +127,16 @@ def _run(
     tiles_per_window = WINDOW * block_size // TILE
     ctas = 2 if interpret else MULTIPROCESSORS
     converted = q.dtype != keys.dtype
+    # Weights of one product stay in registers.  Those of several are loaded for each tile: from shared memory, unless
+    # products of 16-bit keys need all of its bandwidth.
+    weights_shared = len(columns) > 1 and keys.dtype == FP8
     key_operands, key_scratch = keys.operands(buffer), keys.shared(stages)
 
     def body(q_ref, weight_ref, *refs):
         key_refs, refs = refs[: len(key_operands)], refs[len(key_operands) :]
         table_ref, length_ref, layer_ref, out_ref, *refs = refs
         k_s, (q_s, k_full, k_free, q_full, q_free, *scratch) = refs[: len(key_scratch)], refs[len(key_scratch) :]
+        w_s: Any = scratch.pop(0) if weights_shared else None
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         layer = layer_ref[0]
         in_cache = (layer >= 0) & (layer < pages.num_layers)
@@ -201,6 +215,10 @@ def _run(
                     plgpu.barrier_wait(q_free.at[stage])
 
                 plgpu.copy_gmem_to_smem(q_ref.at[request], q_s.at[stage], q_full.at[stage])
+                if weights_shared:
+                    plgpu.copy_gmem_to_smem(
+                        weight_ref.at[request], w_s.at[stage], q_full.at[stage], oob_mode=IN_BOUNDS
+                    )  # fmt: skip
 
                 def window(blocks, first, low, high):
                     lax.fori_loop(low, high, partial(fetch, blocks, first, n - begin), None)
@@ -222,28 +240,31 @@ def _run(
             plgpu.set_max_registers(config.consumer_registers, action="increase")
             fill_share()
 
-            def products(stage, q_stage, first, width):
+            def operand(stage):
+                """A tile of keys [64, D], in registers if it is converted."""
+                tile = keys.tile(k_s, stage)
+                if not converted:
+                    return tile
+                if interpret:
+                    scratch[0].at[wg][...] = tile[...].astype(q.dtype)
+                    plgpu.commit_smem()
+                    return scratch[0].at[wg]
+                upcast = plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+                return plgpu.layout_cast(upcast.astype(q.dtype), WGMMA)
+
+            def multiply(tile_keys, q_stage, first, width):
                 """Scores of a tile of keys, float32 [64, width]."""
                 queries = q_s.at[q_stage, pl.ds(first, width)].transpose((1, 0))
-                tile = keys.tile(k_s, stage)
-                if converted:
-                    upcast = plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X) if not interpret else tile[...]
-                    tile = upcast.astype(q.dtype)
-                    if interpret:
-                        scratch[0].at[wg][...] = tile
-                        plgpu.commit_smem()
-                        tile = scratch[0].at[wg]
-                    else:
-                        tile = plgpu.layout_cast(tile, WGMMA)
 
                 def product(acc):
-                    plgpu.wgmma(acc, tile, queries)
+                    plgpu.wgmma(acc, tile_keys, queries)
                     return acc[...]
 
                 return pl.run_scoped(product, plgpu.ACC((TILE, width), jnp.float32))
 
-            def load_weights(request, first, width):
-                return plgpu.load(weight_ref.at[request, pl.ds(first, width)], layout=COLUMN, optimized=False)
+            def load_weights(request, q_stage, first, width):
+                ref, row = (w_s, q_stage) if weights_shared else (weight_ref, request)
+                return plgpu.load(ref.at[row, pl.ds(first, width)], layout=COLUMN, optimized=False)
 
             def tile_logits(n, tile, request, length, q_stage, loaded, block_ids):
                 stage = stage_of(n)
@@ -252,11 +273,12 @@ def _run(
                 in_table = jnp.int32(0)
                 for c, block in enumerate(block_ids):
                     in_table = in_table | jnp.where(known(block), 1 << c, 0)
+                tile_keys = operand(stage)
                 partial: dict[int, Any] = {}
                 for unit, (first, width) in enumerate(columns):
                     # Loaded first, so that the loads take place during the products.
-                    weight = loaded[unit] if loaded else load_weights(request, first, width)
-                    scores = products(stage, q_stage, first, width)
+                    weight = loaded[unit] if loaded else load_weights(request, q_stage, first, width)
+                    scores = multiply(tile_keys, q_stage, first, width)
                     if unit == len(columns) - 1:
                         plgpu.barrier_arrive(k_free.at[stage])
                     each = min(rows, width)
@@ -280,7 +302,7 @@ def _run(
 
             def run(used, n, request, begin, end):
                 q_stage = query_stage_of(used)
-                loaded = [load_weights(request, *columns[0])] if len(columns) == 1 else []
+                loaded = [load_weights(request, q_stage, *columns[0])] if len(columns) == 1 else []
                 length = jnp.clip(length_ref[request], 0, tiles.capacity)
                 plgpu.barrier_wait(q_full.at[q_stage])
 
@@ -297,6 +319,8 @@ def _run(
                     lax.fori_loop(0, count, one, None)
 
                 each_window(request, begin, end, window)
+                if weights_shared:
+                    plgpu.commit_smem()  # orders these loads before the next copy to the same memory
                 plgpu.barrier_arrive(q_free.at[q_stage])
 
             each_request(run)
@@ -336,8 +360,9 @@ def _run(
             swizzled(config.query_stages, q_rows, DIM, dtype=q.dtype),
             plgpu.Barrier(num_arrivals=keys.copies * copies, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_barriers=config.query_stages),
+            plgpu.Barrier(num_arrivals=1 + weights_shared, num_barriers=config.query_stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=config.query_stages),
+            *([plgpu.SMEM((config.query_stages, q_rows), jnp.float32)] if weights_shared else []),
             *([swizzled(consumers, TILE, DIM, dtype=q.dtype)] if interpret and converted else []),
         ],
     )(q, weights, *key_operands, block_tables, lengths, jnp.reshape(layer, (1,)))
