@@ -72,6 +72,15 @@ def _mappings() -> int:
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
+@pytest.fixture(scope="session")
+def quick_lowering():
+    """Mosaic GPU kernels are lowered in less time."""
+    from support import quick_jax
+
+    with quick_jax.lowering():
+        yield
+
+
 @pytest.fixture
 def interpreted():
     """Kernels run in Pallas's GPU interpreter, and none of them races."""

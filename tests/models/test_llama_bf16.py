@@ -124,6 +124,7 @@ def test_on_a_gpu(implementation):
     check(implementation)
 
 
+@pytest.mark.usefixtures("quick_lowering")
 @pytest.mark.parametrize("columns", [1, slow(16)])
 def test_a_step_lowers_to_the_mosaic_gpu_kernels(columns, monkeypatch):
     """With nothing left to XLA: neither the write nor the attention."""

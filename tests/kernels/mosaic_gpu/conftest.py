@@ -1,11 +1,8 @@
-"""Lowering is quicker here."""
+"""All tests of this folder lower kernels quickly."""
 
 import pytest
 
-from support import quick_jax
-
 
 @pytest.fixture(autouse=True, scope="session")
-def _quick_lowering():
-    with quick_jax.lowering():
-        yield
+def _quick_lowering(quick_lowering):
+    pass

@@ -184,8 +184,11 @@ def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)
-    # Planning reads the lengths, and combining the cuts: request, first piece, pieces.
-    assert read_early(traced.jaxpr) == [[], [(4,)], [], 3 * [(4, 3)]]
+    # Planning reads the lengths, and combining the cuts: request, first piece, pieces.  Calls by slot are planned by one
+    # kernel, whose counts XLA computes.
+    by_slots = form == "fp8_ds_mla" and tokens * heads > 16
+    planning = [[]] if by_slots else [[], [(4,)]]
+    assert read_early(traced.jaxpr) == [*planning, [], 3 * [(4, 3)]]
     assert combining[3] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
