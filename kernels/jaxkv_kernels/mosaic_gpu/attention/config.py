@@ -49,7 +49,6 @@ class SplitCosts:
 _PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)
 _TILE_COSTS = SplitCosts(least=2, overhead=0, combining=128, split=2)
 _QUANTISED_TILE_COSTS = replace(_TILE_COSTS, least=4)
-_SPARSE_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=2)
 _THRESHOLDS = (0, 4, 8, 12)
 _PRODUCER_REGISTERS = (24, 40)
 
@@ -214,7 +213,7 @@ class SparseConfig:
         "units_ahead": (1, 2, 4),
         "prefetch": (True, False),
         "rescale_threshold": _THRESHOLDS,
-        "split_costs": tuple(replace(_SPARSE_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
     }
 
     producer_registers: int = 56
@@ -228,8 +227,8 @@ class SparseConfig:
     128 requests with 128 heads take 0.134 ms with bf16 entries, with it 0.160; with `fp8` entries 0.183 and 0.186."""
     rescale_threshold: int = 8
     """As in WideConfig."""
-    split_costs: SplitCosts = _SPARSE_COSTS
-    """In steps of one tile, which takes a CTA 3 us to gather; combining takes less, even of many splits."""
+    split_costs: SplitCosts = _PAIR_COSTS
+    """In steps of two tiles, as in WideConfig."""
 
     def __post_init__(self):
         _check_registers(self, 40, 56, 72, 88, 104)

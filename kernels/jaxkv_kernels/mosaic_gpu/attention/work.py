@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 
 class WorkTile(NamedTuple):
@@ -35,8 +34,3 @@ def load_work_range(partitions, partition) -> tuple[Any, Any, WorkTile]:
     n = jnp.minimum(partition, partitions.shape[0] - 1)
     first, *tile = (partitions[n, column] for column in range(partitions.shape[1]))
     return first, partitions[partition + 1, 0], WorkTile(*tile)
-
-
-def pairs_of(begin, end):
-    """The pairs of the tiles from `begin` to `end`; of the last one, the second tile may be missing."""
-    return lax.div(end - begin + 1, jnp.int32(2))

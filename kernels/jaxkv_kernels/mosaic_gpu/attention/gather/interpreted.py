@@ -96,10 +96,6 @@ class InterpretedRows(GatheredRows):
         half, column = divmod(unit.number * LINE, HALF)
         k_ref[stage, half, :, pl.ds(column, LINE)] = values
 
-    def clear(self, stage, half, k_ref):
-        """Stores zeros to half a tile."""
-        k_ref[stage, half] = jnp.zeros((TILE, HALF), self.latent_dtype)
-
     def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
         """Bytes of each slot's entry; zeros of masked ones."""
         valid = (slots >= 0) & (slots < limit)

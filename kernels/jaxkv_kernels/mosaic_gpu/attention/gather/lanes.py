@@ -305,13 +305,6 @@ def inverse_pair(factor) -> Any:
     return arith.ori(inverse, arith.shli(inverse, c32(16)))
 
 
-def clear(ref, offset: int, nbytes: int) -> None:
-    """Stores zeros to `nbytes` of shared memory from `offset` on; the lanes of the warpgroup have 16 each in turn."""
-    start = at(mgpu.utils.memref_ptr(ref), arith.shli(arith.remui(mgpu.utils.thread_idx(), c32(THREADS)), c32(4)))
-    for n in range(0, nbytes, 16 * THREADS):
-        ptx(STORE.format(offset=offset + n), start, *[c32(0)] * 4)
-
-
 def divide_rope(ref, stage: int, special, inverse) -> None:
     """Where `special` is not 0, multiplies rotary keys, bf16, that this lane has copied by the inverses of rows."""
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, special, c32(0))):

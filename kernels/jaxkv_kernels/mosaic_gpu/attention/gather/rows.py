@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
+from jaxkv_kernels.mosaic_gpu.attention.config import HALF
 from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
 from jaxkv_kernels.mosaic_gpu.runtime.elements import array
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
@@ -293,16 +293,6 @@ class GatheredRows:
             lanes.store_e4m3(ref, raw, _words(*scales)[:2] if scales else None, stage, unit.number)
 
         store(k_ref, raw, *([scales] if self.scaled else []))
-
-    def clear(self, stage: int, half: int, k_ref) -> None:
-        """Stores zeros to half a tile of `k_ref`."""
-
-        @plgpu.inline_mgpu(arg_types=(_ref_type(self.latent_dtype),))
-        def clear(_, ref):
-            nbytes = TILE * HALF * self.latent_dtype.itemsize
-            lanes.clear(ref, (2 * stage + half) * nbytes, nbytes)
-
-        clear(k_ref)
 
     def _rows(self, kv, zero, slots, layer, limit):
         """Where the rows of the slots that a lane holds begin."""

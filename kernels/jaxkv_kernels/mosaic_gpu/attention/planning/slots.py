@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE, SplitCosts
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, SplitCosts
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan, make_plan
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
@@ -16,6 +16,6 @@ def plan_slots(
     # The kernel masks slots, so the plan only sees a table of one valid block per request.
     table = jnp.zeros((counts.size, 1), jnp.int32)
     return make_plan(
-        counts, table, partitions=partitions, tokens=1, block_size=size, num_blocks=None, step=TILE, costs=costs,
+        counts, table, partitions=partitions, tokens=1, block_size=size, num_blocks=None, step=PAIR, costs=costs,
         batch_invariant=batch_invariant, by_kernel=by_kernel,
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """Sparse MLA decode in tiles of 64 rows: each query token attends to slots of its own.
 
 Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
-the plan: work tiles, each a range of key tiles of a query token, which it takes in pairs.  The second tile of a work
-tile's last pair may be missing: the producer then stores zeros, which are masked.
+the plan: work tiles, each a range of pairs of key tiles of a query token.
 
 Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
 64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.
@@ -70,7 +69,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import FACTOR, FLAG, STATS,
 from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile, pairs_of
+from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
@@ -294,19 +293,20 @@ def attend_slots(
                 request, begin, end, _, _, split, _ = tile
                 plgpu.barrier_wait(q_full)
                 row_scale = scale_queries()
-                pairs = pairs_of(begin, end)
-                last = pairs - 1
+                last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
-                acc, running_max, row_sum = lax.fori_loop(0, pairs, partial(step, row_scale, last, turns), carry)
+                acc, running_max, row_sum = lax.fori_loop(
+                    begin, end, partial(step, row_scale, last, turns - begin), carry
+                )
 
                 stage = stages.at[opaque_zero(last) + 1, side]
                 own_sinks = [partial(load_sinks, ref) for ref in sink_refs]
                 epilogue.store(side, acc, row_sum, running_max, request, split, stage, *own_sinks)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free[2 + side])
-                return ahead, turns + pairs
+                return ahead, turns + (end - begin)
 
             lax.fori_loop(first, end, run, (first_tile, jnp.int32(0)))
 
