@@ -22,9 +22,10 @@ Barriers:
     k_full, k_free    per stage of keys: the tile has landed; its consumer has read it
     q_full, q_free    per stage of queries: a request's queries (and weights) have landed; all consumers have read them
 
-Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys, 9 of them by default; 8 KiB (e4m3) or 16 KiB per
-stage of queries of 64 rows.  Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries, up to
-128 rows at a time; with e4m3 keys and bf16 or f16 queries also the keys, 16 of bytes and 32 of float16.
+Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys, 8 or 9 of them by default; 8 KiB (e4m3) or 16 KiB
+per stage of queries of 64 rows, and with more than 128 rows of queries for e4m3 keys 1 KiB of weights.  Registers of a
+consumer: 32 of products and 16 of weights per 64 rows of queries, up to 128 rows at a time; with e4m3 keys and bf16 or
+f16 queries also the keys, 16 of bytes and 32 of float16.
 """
 
 from functools import partial
@@ -38,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.mosaic_gpu.indexer.blocks import WINDOW, BlockWindows
-from jaxkv_kernels.mosaic_gpu.indexer.config import TILE, IndexerConfig
+from jaxkv_kernels.mosaic_gpu.indexer.config import TILE, IndexerConfig, default_config
 from jaxkv_kernels.mosaic_gpu.indexer.groups import Groups
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import COLUMNS, rows_per_token
 from jaxkv_kernels.mosaic_gpu.indexer.keys import DIM, KeyTiles, key_tiles
@@ -60,11 +61,21 @@ LARGEST = 2.0**15
 
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
     """q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len]."""
+    _, q_len, heads, _ = q.shape
+    rows = rows_per_token(heads)
+    _, widest = products(Groups.of(q_len, rows).tokens, rows)[0]
+    converted = entry.quantised and q.dtype != FP8
+    default = default_config(quantised=entry.quantised, converted=converted, columns=widest)
     return _logits(
         q, weights, buffer, block_tables, seq_lens, layer,
-        pages=pages, entry=entry, max_len=max_len, config=configuration(IndexerConfig()),
-        interpret=bool(interpreting.value),
+        pages=pages, entry=entry, max_len=max_len, config=configuration(default), interpret=bool(interpreting.value),
     )  # fmt: skip
+
+
+def products(tokens: int, rows: int) -> list[tuple[int, int]]:
+    """The columns (first, count) of each product of a tile of keys, for so many query tokens of `rows` columns each."""
+    width = rows * (COLUMNS // rows) if rows <= COLUMNS else COLUMNS
+    return [(first, min(width, tokens * rows - first)) for first in range(0, tokens * rows, width)]
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len", "config", "interpret"))
@@ -108,8 +119,7 @@ def _run(
     requests, q_rows, _ = q.shape
     tokens, max_len = groups.tokens, tiles.max_len
     rows = q_rows // tokens
-    width = rows * (COLUMNS // rows) if rows <= COLUMNS else COLUMNS
-    columns = [(first, min(width, q_rows - first)) for first in range(0, q_rows, width)]
+    columns = products(tokens, rows)
     consumers, block_size = config.consumers, pages.block_size
     stages = _stages(config, keys.stage_bytes, q_rows * DIM * q.dtype.itemsize)
     part = min(block_size, TILE)
@@ -242,7 +252,7 @@ def _run(
                 upcast = plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)
                 return plgpu.layout_cast(upcast.astype(q.dtype), WGMMA)
 
-            def products(tile_keys, q_stage, first, width):
+            def multiply(tile_keys, q_stage, first, width):
                 """Scores of a tile of keys, float32 [64, width]."""
                 queries = q_s.at[q_stage, pl.ds(first, width)].transpose((1, 0))
 
@@ -268,7 +278,7 @@ def _run(
                 for unit, (first, width) in enumerate(columns):
                     # Loaded first, so that the loads take place during the products.
                     weight = loaded[unit] if loaded else load_weights(request, q_stage, first, width)
-                    scores = products(tile_keys, q_stage, first, width)
+                    scores = multiply(tile_keys, q_stage, first, width)
                     if unit == len(columns) - 1:
                         plgpu.barrier_arrive(k_free.at[stage])
                     each = min(rows, width)

@@ -21,20 +21,17 @@ class StoredFull:
     """For tiles that lanes store."""
 
     barriers: Any
-    parts = 1
-    """Parts of a half, ranges of equally many columns, that arrive one by one."""
 
     def start(self) -> None:
         """Does nothing, because Pallas initializes its barriers itself."""
 
-    def arrive(self, n: int, part: int) -> None:
+    def arrive(self, n: int) -> None:
         """Signals that the calling lane of the producer has stored its chunks of a half."""
-        del part
         plgpu.barrier_arrive(self.barriers[n])
 
-    def wait(self, n: int, part: int, turn) -> None:
+    def wait(self, n: int, turn) -> None:
         """Waits for a half; `turn` counts the pairs."""
-        del part, turn
+        del turn
         plgpu.barrier_wait(self.barriers[n])
 
 
@@ -43,24 +40,20 @@ class CopiedFull:
     """For tiles that are copied.  A lane arrives twice: for what it has stored (factors), and for its copies."""
 
     stats: Any
-    parts = 2
-    """As above: products with a part proceed while the rest of its half is on its way."""
 
     def start(self) -> None:
         """Initializes the barriers; all lanes of the CTA call this."""
-        count = HALVES * self.parts
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, count))(self.stats)
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, HALVES))(self.stats)
 
-    def arrive(self, n: int, part: int) -> None:
-        """Signals that the calling lane of the producer has started the last of its copies of a part."""
-        n = n * self.parts + part
+    def arrive(self, n: int) -> None:
+        """Signals that the calling lane of the producer has started the last of its copies of a half."""
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.arrive(ref, n))(self.stats)
 
-    def wait(self, n: int, part: int, turn) -> None:
-        """Waits for a part of a half; `turn` counts the pairs."""
+    def wait(self, n: int, turn) -> None:
+        """Waits for a half; `turn` counts the pairs."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
         def wait(_, ref, turn):
-            lanes.wait(ref, n * self.parts + part, turn.registers.item())
+            lanes.wait(ref, n, turn.registers.item())
 
         wait(self.stats, turn)

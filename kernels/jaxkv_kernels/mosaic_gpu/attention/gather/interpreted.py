@@ -35,12 +35,10 @@ class InterpretedRows(GatheredRows):
 
     spread_rope = spread
 
-    def copy(self, kv_ref, slots, layer, limit, stage, columns, k_ref, r_ref=None):
+    def copy(self, kv_ref, slots, layer, limit, stage, half, k_ref, r_ref=None):
         """Copies them at once."""
-        first, count = columns
-        half, column = divmod(first, HALF)
-        raw = self._bytes(kv_ref, slots, layer, limit, self.part("latent") + 2 * first, 2 * count)
-        k_ref[stage, half, :, pl.ds(column, count)] = _elements(raw, self.latent_dtype)
+        latent = self.part("latent") + 2 * HALF * half
+        k_ref[stage, half] = _elements(self._bytes(kv_ref, slots, layer, limit, latent, 2 * HALF), self.latent_dtype)
         if r_ref is not None:
             self.fetch_rope(kv_ref, None, slots, layer, limit, stage, r_ref)
 

@@ -165,21 +165,19 @@ class GatheredRows:
 
         return spread(slots)
 
-    def copy(self, kv_ref, slots, layer, limit, stage: int, columns: tuple[int, int], k_ref, r_ref=None) -> None:
-        """Starts to copy columns of a tile to `k_ref` [2, 2, 64, 256], and its rotary keys to `r_ref` [2, 64, 64].
+    def copy(self, kv_ref, slots, layer, limit, stage: int, half: int, k_ref, r_ref=None) -> None:
+        """Starts to copy half of a tile's latents to `k_ref` [2, 2, 64, 256], and rotary keys to `r_ref` [2, 64, 64].
 
         Entries are not quantised.  `slots` are those of lanes' own rows; slots of valid keys are below `limit`.
-        `columns`: the first one, and the number of columns; both multiples of 64.
         """
-        tiles = HALF // 64
-        (half, column), count = divmod(columns[0] // 64, tiles), columns[1] // 64
+        lines = 2 * HALF // LINE
         types = [_ref_type(self.latent_dtype)] * (1 if r_ref is None else 2)
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, SCALAR, *types))
         def copy(_, kv, slots, layer, limit, k, *r):
-            latent, rope = self.part("latent") + 2 * columns[0], self.part("rope")
-            first = (stage * 2 + half) * tiles * lanes.ROPE_TILE + column * lanes.COLUMN_TILE
-            parts = [(latent, count, k, first, tiles), *((rope, 1, ref, stage * lanes.ROPE_TILE, 1) for ref in r)]
+            latent, rope = self.part("latent") + half * lines * LINE, self.part("rope")
+            first = (stage * 2 + half) * lines * lanes.ROPE_TILE
+            parts = [(latent, lines, k, first, lines), *((rope, 1, ref, stage * lanes.ROPE_TILE, 1) for ref in r)]
             lanes.copy_rows(self, kv, _word(slots), layer.registers.item(), limit.registers.item(), parts)
 
         copy(kv_ref, slots, layer, limit, k_ref, *([] if r_ref is None else [r_ref]))

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, SparseConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 
 FACTOR, FLAG, STATS = 5, 7, 8
@@ -115,14 +115,14 @@ class GatherTiles:
         def _():
             plgpu.barrier_wait(self.k_free[2 * tile + half])
 
-    def _stored(self, half, part=0):
+    def _stored(self, half):
         """Signals that a half is stored, or on its way: each lane arrives for itself.
 
         The consumers make it visible to wgmma.  A fence here might wait for the loads that are on their way.
         """
         if self.interpret:
             plgpu.commit_smem()
-        self.k_full.arrive(half, part)
+        self.k_full.arrive(half)
 
 
 class CopiedTiles(GatherTiles):
@@ -138,12 +138,9 @@ class CopiedTiles(GatherTiles):
                 self._wait_free(tile, half, used)
                 if half == tile:
                     self.rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), slots, limit, None)
-                parts = self.k_full.parts
-                for part in range(parts):
-                    columns = half * HALF + part * (HALF // parts), HALF // parts
-                    rope = [self.r] if half != tile and part == parts - 1 else []
-                    self.rows.copy(self.kv_ref, slots, layer, limit, tile, columns, self.k, *rope)
-                    self._stored(2 * tile + half, part)
+                rope = [] if half == tile else [self.r]
+                self.rows.copy(self.kv_ref, slots, layer, limit, tile, half, self.k, *rope)
+                self._stored(2 * tile + half)
             if self.config.prefetch:
                 self.rows.prefetch(self.kv_ref, self.zero_ref, self.rows.spread(coming[tile]), layer, limit)
             if tile == 0:

@@ -29,9 +29,11 @@ Numbers.  A key has a factor: what its values, as they lie in shared memory, are
 (`gather/scaling.py`).  Tiles in which all factors are 1, nearly all tiles, skip what deals with them.  Otherwise scores
 are multiplied by the factors, and the running max is that of score + log2(factor), so that weights,
 exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
-without factors.  Queries of quantised entries become float16 in place, each row divided by a power of two that makes it
-fit; the rotary part stays bf16 for `fp8_ds_mla` entries.  The one scale of all `fp8` entries is part of the softmax
-scale, and multiplies the result.
+without factors.  Only `fp8_ds_mla` entries have other factors than 1 and, for masked keys, -1.
+
+Queries of quantised entries become float16 in place, each row divided by a power of two that makes it fit; the rotary
+part stays bf16 for `fp8_ds_mla` entries.  The one scale of all `fp8` entries is part of the softmax scale, and
+multiplies the result.
 
 Barriers.
     q_full           the queries have landed
@@ -51,7 +53,6 @@ Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + st
 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -178,11 +179,10 @@ def attend_slots(
                 def product(acc):
                     if side == 1:
                         plgpu.barrier_wait(s_issued)
-                    for half, part in itertools.product((near, far), range(k_full.parts)):
-                        columns = pl.ds(part * (HALF // k_full.parts), HALF // k_full.parts)
-                        k_full.wait(2 * side + half, part, turn)
+                    for half in (near, far):
+                        k_full.wait(2 * side + half, turn)
                         async_fence(interpret=interpret)
-                        plgpu.wgmma(acc, q.at[z + half, :, columns], k.at[tile, half, :, columns].transpose((1, 0)))
+                        plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
                     plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
@@ -201,12 +201,13 @@ def attend_slots(
                     return plgpu.load(stats.at[FACTOR + side], layout=COLUMN)
 
                 def multiply_factors(s):
-                    return s * over_rows(jnp.abs(load_factors()), TILE)
+                    return s * over_rows(jnp.abs(load_factors()), TILE) if rows.scaled else s
 
                 def add_logarithms(s):
                     factors = load_factors()
-                    masked = over_rows(factors, TILE) < 0
-                    return jnp.where(masked, MASKED, s + over_rows(jnp.log2(jnp.abs(factors)), TILE))
+                    if rows.scaled:
+                        s += over_rows(jnp.log2(jnp.abs(factors)), TILE)
+                    return jnp.where(over_rows(factors, TILE) < 0, MASKED, s)
 
                 if logit_cap is None:
                     s = lax.cond(special, lambda s: add_logarithms(multiply_factors(s)), lambda s: s, s)
@@ -216,12 +217,10 @@ def attend_slots(
 
                 def row_sums(w):
                     """Sums per lane of weights without their factors."""
-                    return lax.cond(
-                        special,
-                        lambda w: fold_columns(jnp.add, w * over_rows(1 / jnp.abs(load_factors()), TILE)),
-                        partial(fold_columns, jnp.add),
-                        w,
-                    )
+                    fold = partial(fold_columns, jnp.add)
+                    if not rows.scaled:
+                        return fold(w)
+                    return lax.cond(special, lambda w: fold(w * over_rows(1 / jnp.abs(load_factors()), TILE)), fold, w)
 
                 return s, row_sums
 
