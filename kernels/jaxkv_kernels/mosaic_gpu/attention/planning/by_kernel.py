@@ -18,8 +18,8 @@ evaluation of candidates: each instruction runs a few times at most, and it take
 
 Barriers.  A table is written by all threads, which then wait for each other; every table, and every running sum, has
 shared memory of its own.
-Budget.  Shared memory: 12 tables of requests and two of work tiles, 4 bytes per element: for 1,024 requests 58 KiB, or
-112 KiB if the plan is batch-invariant.
+Budget.  Shared memory: 12 tables of requests, two of work tiles, three of candidates and one of sums, 4 bytes per
+element: for 1,024 requests 68 KiB, or 120 KiB if the plan is batch-invariant.
 Registers: requests / 512 per vector of requests, and at most 128 per thread.
 """
 
