@@ -29,11 +29,9 @@ Numbers.  A key has a factor: what its values, as they lie in shared memory, are
 (`gather/scaling.py`).  Tiles in which all factors are 1, nearly all tiles, skip what deals with them.  Otherwise scores
 are multiplied by the factors, and the running max is that of score + log2(factor), so that weights,
 exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
-without factors.  Only `fp8_ds_mla` entries have other factors than 1 and, for masked keys, -1.
-
-Queries of quantised entries become float16 in place, each row divided by a power of two that makes it fit; the rotary
-part stays bf16 for `fp8_ds_mla` entries.  The one scale of all `fp8` entries is part of the softmax scale, and
-multiplies the result.
+without factors.  Queries of quantised entries become float16 in place, each row divided by a power of two that makes it
+fit; the rotary part stays bf16 for `fp8_ds_mla` entries.  The one scale of all `fp8` entries is part of the softmax
+scale, and multiplies the result.
 
 Barriers.
     q_full           the queries have landed
@@ -201,13 +199,12 @@ def attend_slots(
                     return plgpu.load(stats.at[FACTOR + side], layout=COLUMN)
 
                 def multiply_factors(s):
-                    return s * over_rows(jnp.abs(load_factors()), TILE) if rows.scaled else s
+                    return s * over_rows(jnp.abs(load_factors()), TILE)
 
                 def add_logarithms(s):
                     factors = load_factors()
-                    if rows.scaled:
-                        s += over_rows(jnp.log2(jnp.abs(factors)), TILE)
-                    return jnp.where(over_rows(factors, TILE) < 0, MASKED, s)
+                    masked = over_rows(factors, TILE) < 0
+                    return jnp.where(masked, MASKED, s + over_rows(jnp.log2(jnp.abs(factors)), TILE))
 
                 if logit_cap is None:
                     s = lax.cond(special, lambda s: add_logarithms(multiply_factors(s)), lambda s: s, s)
@@ -217,10 +214,12 @@ def attend_slots(
 
                 def row_sums(w):
                     """Sums per lane of weights without their factors."""
-                    fold = partial(fold_columns, jnp.add)
-                    if not rows.scaled:
-                        return fold(w)
-                    return lax.cond(special, lambda w: fold(w * over_rows(1 / jnp.abs(load_factors()), TILE)), fold, w)
+                    return lax.cond(
+                        special,
+                        lambda w: fold_columns(jnp.add, w * over_rows(1 / jnp.abs(load_factors()), TILE)),
+                        partial(fold_columns, jnp.add),
+                        w,
+                    )
 
                 return s, row_sums
 
