@@ -184,8 +184,8 @@ def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)
-    # Planning reads the lengths, and combining the cuts: request, first piece, pieces.  Calls by slot are planned by one
-    # kernel, whose counts XLA computes.
+    # Planning reads the lengths, and combining the cuts: request, first piece, pieces.
+    # Calls by slot are planned by one kernel, whose counts XLA computes.
     by_slots = form == "fp8_ds_mla" and tokens * heads > 16
     planning = [[]] if by_slots else [[], [(4,)]]
     assert read_early(traced.jaxpr) == [*planning, [], 3 * [(4, 3)]]
