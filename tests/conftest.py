@@ -75,9 +75,9 @@ def _mappings() -> int:
 @pytest.fixture(scope="session")
 def quick_lowering():
     """Mosaic GPU kernels are lowered in less time."""
-    from support import quick_jax
+    from support import hopper
 
-    with quick_jax.lowering():
+    with hopper.quick_lowering():
         yield
 
 

@@ -15,11 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import parallel
-from jaxkv.offload import HostPool
 from jaxkv.parallel import context
-from jaxkv.serving import Engine
 from jaxkv_kernels import mosaic_gpu
-from support import scenes, toy_model
+from support import scenes
 from support.available import assume_available
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
@@ -384,15 +382,6 @@ def test_every_device_updates_its_cache_in_place():
     memory, size = compiled.memory_analysis(), cache.layout.nbytes
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 10
-
-
-def test_an_engine_on_several_devices_takes_no_host_pool(monkeypatch):
-    model, mesh = toy_model.ToyModel(toy_model.random_params()), mesh_of(2)
-    layout = model.layout(4, 4)
-    cache = parallel.zeros(layout, mesh, "x")
-    monkeypatch.setattr(toy_model.ToyModel, "cache", lambda *_: cache)
-    with pytest.raises(ValueError, match="`offload` supports a cache on one device: this cache is on NamedSharding"):
-        Engine(model, num_blocks=4, block_size=4, offload=HostPool(layout, 4))
 
 
 def test_gradients_pass_the_merge():

@@ -11,8 +11,10 @@ import pytest
 
 import jaxkv
 from jaxkv import models, parallel, serving
+from jaxkv.offload import HostPool
 from jaxkv.serving.engine import _decode_step
 from jaxkv.serving.step_inputs import Rows
+from support import toy_model
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 
@@ -313,3 +315,12 @@ def test_models_that_cannot_be_divided_are_rejected(call, words):
         call()
     for word in words:
         assert word in str(refusal.value), refusal.value
+
+
+def test_an_engine_on_several_devices_takes_no_host_pool(monkeypatch):
+    model, mesh = toy_model.ToyModel(toy_model.random_params()), mesh_of(2)
+    layout = model.layout(4, 4)
+    cache = parallel.zeros(layout, mesh, "x")
+    monkeypatch.setattr(toy_model.ToyModel, "cache", lambda *_: cache)
+    with pytest.raises(ValueError, match="`offload` supports a cache on one device: this cache is on NamedSharding"):
+        serving.Engine(model, num_blocks=4, block_size=4, offload=HostPool(layout, 4))

@@ -2,12 +2,33 @@
 
 import math
 import re
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 
 from jaxkv_kernels import mosaic_gpu
 
 on_hopper = pytest.mark.gpu(missing=tuple(mosaic_gpu.KERNELS["decode_mla"].unavailable_reasons()))
+
+
+@contextmanager
+def quick_lowering():
+    """Kernels are lowered to the same text in less time.
+
+    Mosaic GPU's inference of layouts sorts variables by name.  For a name, JAX 0.11 and 0.12 verify the operation and
+    print everything inside it.
+    """
+    from jax.experimental.mosaic.gpu import layout_inference
+
+    def name(self):
+        text = self.operation.get_asm(skip_regions=True, assume_verified=True)
+        kind = layout_inference.VariableType
+        letter = {kind.OPERAND: "o", kind.RESULT: "r"}.get(self.type, "a")
+        return f"{layout_inference._op_name_regex.match(text).group(0)}:{letter}-{self.index}"
+
+    with mock.patch.object(layout_inference.ValueSite, "__str__", name):
+        yield
 
 
 def kernel_operands(program: str) -> list[list[str]]:

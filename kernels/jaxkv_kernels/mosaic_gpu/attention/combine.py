@@ -58,7 +58,8 @@ FEW_SPLITS = MANY_SPLITS // 2
 took 3.9 us instead of 2.7.  By rows, where there are fewer splits, a warp has several rows."""
 FEW_WARPGROUPS, MOST_WARPGROUPS, MANY_CTAS_AT_ONCE = 2, 4, 4
 """By splits: warpgroups of a CTA where there are many CTAs, and where there are few; splits that a warp loads at once
-where there are many.  ThunderMLA's case, 512 CTAs for up to 89 splits, takes 6.1 us; with one or four warpgroups, 8.9 or 9.8.
+where there are many.  ThunderMLA's case, 512 CTAs for up to 89 splits, takes 6.1 us; with one or four warpgroups, 8.9
+or 9.8.
 """
 CHUNK = 256
 """The most columns per CTA: 16 bytes of float16 per lane if a warp has a row."""
