@@ -1,10 +1,10 @@
 """The producer of sparse attention: gathers tiles of keys, pair by pair, for the consumers of `slots.py`.
 
-Two tiles before a tile is fetched, its slots are loaded and its rows are prefetched to the L2 cache.  Tiles of bf16 and
-f16 are copied half by half, as the halves of the tiles before them come free; no lane waits for a copy.  Tiles of
-quantised entries are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is converted and
-stored, the next ones are on their way, also across the ends of tiles and work tiles.  Scales are loaded a tile ahead.
-Rotary keys are copied, or loaded, while the latents of their tile are stored.
+Two tiles before a tile is fetched, its slots are loaded and, with `prefetch`, its rows are prefetched to the L2 cache.
+Tiles of bf16 and f16 are copied half by half, as the halves of the tiles before them come free; no lane waits for a
+copy.  Tiles of quantised entries are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is
+converted and stored, the next ones are on their way, also across the ends of tiles and work tiles.  Scales are loaded a
+tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 """
 
 from dataclasses import dataclass
