@@ -49,11 +49,11 @@ class IndexerConfig:
 def default_config(*, quantised: bool, converted: bool, columns: int) -> IndexerConfig:
     """The configuration for products of so many columns (query tokens x heads) of keys that are `quantised`.
 
-    With four consumers instead of three, e4m3 keys take 0.0799 instead of 0.0807 with two query tokens of e4m3 (128
-    columns), and 0.0882 instead of 0.0946 where they are `converted` for one query token of bf16 (64 columns).  One
-    query token of e4m3 takes 0.0700 instead of 0.0690.  A chunk of 512 query tokens of one request takes 0.250 instead
-    of 0.254 with e4m3, but 0.505 instead of 0.387 with bf16 keys.  Keys that are converted leave too few registers for
-    128 columns.
+    Four consumers with two stages each take 0.0799 instead of 0.0807 for e4m3 keys and two query tokens of e4m3 (128
+    columns), but 0.0700 instead of 0.0690 for one (64 columns).  Where keys are `converted` for one query token of bf16
+    (64 columns), they take 0.0882, with three stages 0.0897 instead of 0.0946; 128 columns of such keys leave too few
+    registers.  A chunk of 512 query tokens of one request takes 0.250 (with three stages) instead of 0.254 with e4m3,
+    but 0.505 instead of 0.387 with bf16 keys.
     """
     if quantised and (columns > TILE) != converted:
         return IndexerConfig(consumers=4, stages_per_consumer=2)
