@@ -54,8 +54,8 @@ Idle CTAs take time, too.
 MANY_SPLITS = 16
 """Splits per request from which CTAs share their work by splits."""
 FEW_SPLITS = MANY_SPLITS // 2
-"""The most splits that a warp loads at once.  With 16, there are fewer warps per multiprocessor: 8 requests x 128 heads
-took 3.9 us instead of 2.7.  By rows, where there are fewer splits, a warp has several rows."""
+"""The most splits that a warp loads at once.  With 16, those of 8 requests x 128 heads took 3.9 us instead of 2.7.  By
+rows, where there are fewer splits, a warp has several rows."""
 FEW_WARPGROUPS, MOST_WARPGROUPS, MANY_CTAS_AT_ONCE = 2, 4, 4
 """By splits: warpgroups of a CTA where there are many CTAs, and where there are few; splits that a warp loads at once
 where there are many.  ThunderMLA's case, 512 CTAs for up to 89 splits, takes 6.1 us; with one or four warpgroups, 8.9

@@ -14,7 +14,8 @@ Timeline of `divide`.  It starts while `check` runs (programmatic dependent laun
     per partition: search for its first work tile, store its columns; requests that are split
 
 A batch-invariant plan has no candidates.  Most vectors have one register per thread, searches are loops, and so is the
-evaluation of candidates: each instruction runs a few times at most, and it takes longer to load than to run.
+evaluation of candidates, to keep the code short.  A plan of 128 requests and 66 partitions takes 4.3 us on an H200; one
+warpgroup with longer, unrolled vectors took 7.0.
 
 Barriers.  A table is written by all threads, which then wait for each other; every table, and every running sum, has
 shared memory of its own.

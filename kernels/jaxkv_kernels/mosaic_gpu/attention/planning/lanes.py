@@ -132,8 +132,7 @@ class Threads:
         """How many of the first `count` elements of a table in shared memory, plus `slope` each by number, are passed.
 
         They are sorted; those less than a bound are passed, with `equal` also equal ones.  All bounds are searched for
-        in one loop, so that their loads overlap.  It is not unrolled, because it takes longer to load instructions than
-        to run them.
+        in one loop, so that their loads overlap.  It is not unrolled, to keep the code short.
         """
         size = len(bounds)
 

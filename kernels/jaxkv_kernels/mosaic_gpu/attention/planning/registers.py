@@ -24,8 +24,7 @@ def at_once(count: int, threads: int) -> int:
 class Registers:
     """`Vectors` in the registers of `warpgroups` warpgroups, and tables in shared memory.
 
-    A vector has few registers, most often one, and loops are loops: the kernel runs once, so that it takes longer to
-    load its instructions than to run them.
+    A vector has few registers, most often one, and loops are not unrolled: the code is short, as it runs only once.
     """
 
     def __init__(self, scratch, warpgroups: int = 1):
