@@ -133,8 +133,9 @@ def _pair(values, digits: int) -> str:
 
 def models() -> str:
     """A Markdown table of whole models and of blocks in host memory."""
-    found = read("models_and_offload.json")
+    found, sparse = read("models_and_offload.json"), read("sparse_step.json")
     step, ttft, offload = found["model_step"], found["ttft"], found["offload"]
+    v32, layer, limits = sparse["step"], sparse["seconds_per_layer"], sparse["limits"]
     ms, large, whole = ttft["ms"], offload["large"], offload["rows"]
 
     def rates(order: str) -> str:
@@ -155,6 +156,12 @@ def models() -> str:
         (
             f"{offload['what']}",
             f"{rates('BLNHC')}; {rates('LBNHC')}; in brackets: as a fraction of the rate of one large array",
+        ),
+        (
+            "DeepSeek-V3.2's attention in all layers of one packed cache, in a scan, in place: "
+            f"`jaxkv bench --sparse-step`; {v32['requests']} requests x {v32['tokens']:,} tokens, {v32['heads']} heads",
+            f"{layer['burst'] * 1e6:.0f} us per layer, sustained {layer['sustained'] * 1e6:.0f} us; "
+            f"its bytes and flops take {sum(limits.values()) * 1e6:.0f} us",
         ),
     ]
     return "\n".join(["| what, and by which command | result |", "|---|---|", *(f"| {a} | {b} |" for a, b in lines)])

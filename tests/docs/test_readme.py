@@ -70,7 +70,10 @@ def test_the_support_matrix_is_that_of_the_code():
     assert shown[1] == support_matrix(), "run `jaxkv matrix` and paste its output between the marks"
 
 
-@pytest.mark.parametrize(("name", "marks"), [("README.md", "speed"), ("notebooks/README.md", "models")])
+TABLES = [("README.md", "speed"), ("notebooks/README.md", "quantised"), ("notebooks/README.md", "models")]
+
+
+@pytest.mark.parametrize(("name", "marks"), TABLES)
 def test_tables_are_those_of_the_recorded_measurements(name, marks, tmp_path):
     text, copy = (ROOT / name).read_text(), tmp_path / "README.md"
     emptied, count = re.subn(rf"(<!-- {marks} -->\n).*?(<!-- /{marks} -->)", r"\1\2", text, flags=re.DOTALL)
@@ -82,10 +85,11 @@ def test_tables_are_those_of_the_recorded_measurements(name, marks, tmp_path):
 
 
 def test_measurements_name_their_date_device_versions_and_command():
-    for name in ("decode_mla", "flash_mla"):
+    for name in ("decode_mla", "quantised", "sparse_step", "flash_mla", "flash_mla_sparse"):
         found = json.loads((ROOT / "notebooks" / "h200" / f"{name}.json").read_text())
-        assert {"date", "device", "versions", "command", "ceilings", "rows"} <= set(found), name
-    assert found["versions"]["commit"]  # FlashMLA's version does not change from commit to commit
+        assert {"date", "device", "versions", "command", "ceilings"} <= set(found), name
+        if "flash" in name:
+            assert found["versions"]["commit"]  # FlashMLA's version does not change from commit to commit
 
 
 def test_every_command_is_documented(capsys):

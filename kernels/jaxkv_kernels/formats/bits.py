@@ -76,7 +76,7 @@ def corrected_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
     found = jnp.where(exponent > 127, INFINITY, jnp.minimum(found, INFINITY))
     sign = (bits ^ divisor_bits) & ~MAGNITUDE
     ordinary = _ordinary(bits) & _ordinary(divisor_bits)
-    # For the others, only matters which values are 0, infinite or NaN.
+    # For the others, it only matters which quotients are 0, infinite or NaN.
     special = jnp.where(_ordinary(bits), 1.0, jnp.abs(x)) / jnp.where(_ordinary(divisor_bits), 1.0, jnp.abs(divisor))
     found = jnp.where(ordinary, found, lax.bitcast_convert_type(special, jnp.int32))
     return lax.bitcast_convert_type(found | sign, jnp.float32)
