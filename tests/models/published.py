@@ -116,8 +116,9 @@ LLAMA_ROPE = {
     "rope_type": "llama3",
 }
 NO_GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-# The config.json of the families' checkpoints, with the values that the model depends on; V3, V3.2 and Kimi-K2 without
-# their `quantization_config`, as conversions to bf16 have them.
+# Of V3, V3.2 and Kimi-K2 as published; conversions to bf16 have none.
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+# The config.json of the families' checkpoints, with the values that the model depends on but `quantization_config`.
 PUBLISHED = {
     "DeepSeek-V2": PUBLISHED_V2,
     "DeepSeek-V2-Lite": {

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 import jaxkv.models
-from models.published import LLAMA_2, LLAMA_3, LLAMA_ROPE, PUBLISHED, PUBLISHED_V2, YARN
+from models.published import FP8, LLAMA_2, LLAMA_3, LLAMA_ROPE, PUBLISHED, PUBLISHED_V2, YARN
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
@@ -82,7 +82,11 @@ def rejects(folder, *words, **options):
         ({"kv_lora_rank": None}, ["no `kv_lora_rank`"]),
         ({"hidden_act": "gelu"}, ["`hidden_act` is 'gelu'", "'silu'"]),
         ({"attention_bias": True}, ["`attention_bias` is True", "False"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["`quantization_config`", "unquantised"]),
+        ({"quantization_config": "fp8"}, ["`quantization_config` is 'fp8'", "an object"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["`quantization_config.quant_method` is 'awq'", "'fp8'"]),
+        ({"quantization_config": {**FP8, "fmt": "e5m2"}}, ["`quantization_config.fmt` is 'e5m2'", "'e4m3'"]),
+        ({"quantization_config": {**FP8, "weight_block_size": [64, 64]}}, ["weight_block_size` is [64, 64]", "128"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["no `quantization_config.weight_block_size`"]),
         ({"topk_method": "greedy"}, ["`topk_method` is 'greedy'", "'noaux_tc'"]),
         ({"scoring_func": "softmax"}, ["`scoring_func` is 'softmax'", "'sigmoid'"]),
         ({"n_group": 5}, ["`n_group` is 5", "12"]),
@@ -146,7 +150,7 @@ def test_unsupported_configurations_are_rejected(folder, changes, words):
         ({"rope_parameters": {**LLAMA_ROPE, "factor": 0.5}}, ["`rope_parameters.factor` is 0.5", "1 <="]),
         ({"rope_parameters": {"rope_type": "llama3"}}, ["no `rope_parameters.low_freq_factor`"]),
         ({"rope_parameters": {**LLAMA_ROPE, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor` is 0.5"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["`quantization_config`", "unquantised"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["`quantization_config.quant_method` is 'gptq'"]),
     ],
 )
 def test_unsupported_llama_configurations_are_rejected(tmp_path, changes, words):
@@ -199,9 +203,7 @@ def test_published_configurations_are_supported(name):
     assert (config.rope.scaling is not None) == (values.get("rope_scaling") is not None)
     stop = values["eos_token_id"]
     assert config.stop_tokens == (tuple(stop) if isinstance(stop, list) else (stop,))
-    quantised = {**values, "quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(ValueError, match=r"`quantization_config`.*unquantised"):
-        jaxkv.models.ModelConfig.from_json(quantised)
+    assert jaxkv.models.ModelConfig.from_json({**values, "quantization_config": FP8}) == config
 
 
 def test_one_value_written_as_an_integer_or_a_float_is_one_model():

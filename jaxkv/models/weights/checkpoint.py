@@ -10,6 +10,7 @@ import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.weights import fp8
 from jaxkv.models.weights.weight import Weight
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -60,7 +61,7 @@ class Checkpoint:
     def check(self, weights: Sequence[Weight], unused: Iterable[str]) -> None:
         """ValueError unless the files have exactly the weights `weights` and, if present, `unused`.
 
-        Each of `weights` must have its shape and a plain float dtype.
+        Each of `weights` must have its shape, and a plain float dtype or float8 with scales (see `fp8.py`).
         """
         # Stop after the first few missing weights: a wrong configuration may name billions.
         needed = (name for weight in weights for name in weight.all_names())
@@ -69,7 +70,8 @@ class Checkpoint:
             source = self._index if os.path.isfile(self._index) else self._folder / WHOLE
             raise ValueError(f"{source} lacks weights that the model of config.json has: {_listed(missing)}")
         shapes = {name: weight.shape for weight in weights for name in weight.all_names()}
-        unknown = sorted(self.names - set(shapes) - set(unused))
+        scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in shapes and self._is_fp8(name)}
+        unknown = sorted(self.names - set(shapes) - set(unused) - scales)
         if unknown:
             holders = (name for name, held in self._held.items() if unknown[0] in held)
             source = self._folder / next(holders, INDEX)
@@ -79,23 +81,50 @@ class Checkpoint:
 
     def _check_one(self, name: str, shape: tuple[int, ...]) -> None:
         file = self._path(name)
-        if name not in self._held[self._file_of[name]]:
+        if not self._holds(name):
             raise ValueError(f"{file} lacks the weight {name!r}, which {INDEX} expects there")
-        piece = self._files[self._file_of[name]].get_slice(name)
+        piece = self._slice(name)
         if tuple(piece.get_shape()) != shape:
             found = tuple(piece.get_shape())
             raise ValueError(f"{file}: weight {name!r} has shape {found}: expected {shape}, from config.json")
-        if piece.get_dtype() not in DTYPES:
-            raise ValueError(f"{file}: weight {name!r} has dtype {piece.get_dtype()}: expected BF16, F16 or F32")
+        if piece.get_dtype() in DTYPES:
+            return
+        if piece.get_dtype() != fp8.DTYPE or len(shape) != 2:
+            expected = "BF16, F16 or F32, or F8_E4M3 for a matrix"
+            raise ValueError(f"{file}: weight {name!r} has dtype {piece.get_dtype()}: expected {expected}")
+        scales, expected = f"{name}{fp8.SUFFIX}", ("F32", fp8.scale_shape(shape))
+        if not self._holds(scales):
+            raise ValueError(f"{file}: weight {name!r} has dtype {fp8.DTYPE}, but its scales {scales!r} are missing")
+        piece = self._slice(scales)
+        found = piece.get_dtype(), tuple(piece.get_shape())
+        if found != expected:
+            # Other shapes belong to tiles of other sizes.
+            raise ValueError(
+                f"{self._path(scales)}: weight {scales!r} is {found[0]} {found[1]}: expected {expected[0]} "
+                f"{expected[1]}, a scale per tile of {fp8.TILE} x {fp8.TILE} values"
+            )
+
+    def _holds(self, name: str) -> bool:
+        return name in self._held.get(self._file_of.get(name, ""), ())
+
+    def _slice(self, name: str):
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def _is_fp8(self, name: str) -> bool:
+        return self._holds(name) and self._slice(name).get_dtype() == fp8.DTYPE
 
     def check_equal(self, name: str, other: str) -> None:
         """ValueError unless two weights are equal."""
-        if not np.array_equal(self.read(name), self.read(other)):
+        if not np.array_equal(self.read(name, np.float32), self.read(other, np.float32)):
             raise ValueError(f"{self._path(name)}: weight {name!r} differs from {other!r}: config.json ties them")
 
-    def read(self, name: str) -> np.ndarray:
-        """Reads a weight in its stored dtype; ValueError if it holds NaN."""
-        weight = self._files[self._file_of[name]].get_tensor(name)
+    def read(self, name: str, dtype) -> np.ndarray:
+        """Reads a weight in its stored dtype, or a float8 weight as `dtype`; ValueError if it holds NaN."""
+        if self._is_fp8(name):
+            scales = self.read(f"{name}{fp8.SUFFIX}", np.float32)
+            weight = fp8.dequantised(fp8.read(self._path(name), name), scales, dtype)
+        else:
+            weight = self._files[self._file_of[name]].get_tensor(name)
         if np.isnan(weight).any():
             count = np.isnan(weight).sum()
             raise ValueError(f"{self._path(name)}: weight {name!r} holds {count} NaN of {weight.size} values")

@@ -27,9 +27,10 @@ def load(
 ) -> Model:
     """Loads a model from a checkpoint on disk; downloads nothing.
 
-    Each weight is read from the file that the index names for it.  Weights of published checkpoints that the model does
-    not use are skipped: layers of multi-token prediction, saved rotary frequencies, and a head that is tied to the
-    embedding.
+    Each weight is read from the file that the index names for it.  Weights in float8 with a scale per tile of 128 x 128
+    (DeepSeek V3, R1, V3.1, V3.2 as published) are multiplied by their scales in float32 and rounded to `dtype`.
+    Weights of published checkpoints that the model does not use are skipped: layers of multi-token prediction, saved
+    rotary frequencies, and a head that is tied to the embedding.
 
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -65,7 +66,7 @@ def load(
             for shape in [weight.stacked_shape]
         ]
         for i, layer in progress(pieces):
-            piece = _read(weights[i], layer, checkpoint)
+            piece = _read(weights[i], layer, checkpoint, arrays[i].dtype)
             piece = jax.device_put(piece, build.parallel.sharding(paths[i], piece.ndim))
             arrays[i] = _place(arrays[i], weights[i], layer, piece)
     return build.model(jax.tree.unflatten(structure, arrays))
@@ -80,9 +81,9 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight
         checkpoint.check_equal(HEAD, EMBED)
 
 
-def _read(weight: Weight, layer: int, checkpoint: Checkpoint) -> np.ndarray:
+def _read(weight: Weight, layer: int, checkpoint: Checkpoint, dtype) -> np.ndarray:
     """The arrays of a weight in one layer; those of all experts are stacked."""
-    pieces = [checkpoint.read(name) for name in weight.names(layer)]
+    pieces = [checkpoint.read(name, dtype) for name in weight.names(layer)]
     return np.stack(pieces, weight.expert_axis) if weight.experts else pieces[0]
 
 

@@ -8,6 +8,7 @@ import jax
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.families import FAMILIES
+from jaxkv.models.weights import fp8
 from jaxkv.models.weights.weight import Weight
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,4 +57,5 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
 def _mtp_names(config: ModelConfig, layer: int) -> set[str]:
     decoder = jax.tree.leaves(FAMILIES[config.architecture].weights(config, range(layer, layer + 1)))
     names = {name for weight in decoder for name in weight.all_names()}
-    return names | {f"model.layers.{layer}.{name}.weight" for name in MTP}
+    names |= {f"model.layers.{layer}.{name}.weight" for name in MTP}
+    return names | {f"{name}{fp8.SUFFIX}" for name in names}

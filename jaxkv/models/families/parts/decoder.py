@@ -7,6 +7,7 @@ from jaxkv.models.config import GQA, MLA, Experts, ModelConfig, Rope
 from jaxkv.models.families.parts import experts as mixture
 from jaxkv.models.families.parts.feed_forward import feed_forward
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.weights import fp8
 from jaxkv.models.weights.weight import LAYER, Weight
 
 
@@ -28,7 +29,7 @@ def read(
       tied: whether the head is tied to the embedding if `tie_word_embeddings` is absent.
     """
     if fields.value("quantization_config", None) not in (None, {}):
-        raise fields.error("quantization_config", "none: only checkpoints of unquantised weights are supported")
+        _check_quantisation(fields.child("quantization_config"))
     fields.choice("hidden_act", "silu", default="silu")
     fields.choice("attention_bias", False, default=False)
     fields.choice("mlp_bias", False, default=False)
@@ -52,6 +53,13 @@ def read(
         attention=attention,
         experts=experts,
     )
+
+
+def _check_quantisation(fields: JsonObject) -> None:
+    """ValueError unless quantised weights are as in `weights/fp8.py`.  Each weight's dtype shows whether it is one."""
+    fields.choice("quant_method", "fp8")
+    fields.choice("fmt", "e4m3", default="e4m3")
+    fields.choice("weight_block_size", [fp8.TILE, fp8.TILE])
 
 
 def _stop_tokens(fields: JsonObject, vocab_size: int) -> tuple[int, ...]:
