@@ -429,7 +429,7 @@ def test_the_requested_dtype_and_the_progress(folder):
     assert mixture["attention"]["w_uk"].dtype == "bfloat16"
     assert mixture["mixture"]["router"].dtype == "float32"
     assert model.layout(2).entry.format == "bf16"
-    assert len(taken) == 3 + 12 + 2 * 17  # of no layer, of the dense one, of the two with experts
+    assert len(taken) == 3 + 12 + 2 * (14 + 3 * 12)  # of no layer, of the dense one, of the two with 12 experts
 
 
 def test_kv_b_proj_is_split_by_head():

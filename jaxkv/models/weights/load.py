@@ -5,7 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
@@ -41,7 +41,8 @@ def load(
         or a tuple of names in order of preference.
       parallel: how the model is divided over devices: `TensorParallel`, `ContextParallel`, `DataParallel`, or
         `OneDevice`; by default one device, JAX's default.  Each device receives only the weights that it keeps.
-      progress: a function that wraps the list of weights to read, for example to show a progress bar.
+      progress: a function that wraps the list of weights to read, for example to show a progress bar.  The host holds
+        one of them at a time.
 
     Returns:
       The model.
@@ -59,16 +60,16 @@ def load(
     paths, weights = zip(*leaves, strict=True)
     with Checkpoint(path) as checkpoint:
         _check(checkpoint, config, weights)
-        pieces = [(i, layer) for i, weight in enumerate(weights) for layer in weight.layers or [0]]
+        pieces = [(i, *place) for i, weight in enumerate(weights) for place in weight.places()]
         arrays = [
             jnp.zeros(shape, build.dtype_of(weight), device=build.parallel.sharding(path, len(shape)))
             for path, weight in leaves
             for shape in [weight.stacked_shape]
         ]
-        for i, layer in progress(pieces):
-            piece = _read(weights[i], layer, checkpoint, arrays[i].dtype)
+        for i, name, start in progress(pieces):
+            piece = checkpoint.read(name, arrays[i].dtype)
             piece = jax.device_put(piece, build.parallel.sharding(paths[i], piece.ndim))
-            arrays[i] = _place(arrays[i], weights[i], layer, piece)
+            arrays[i] = _set(arrays[i], piece, start) if start else piece.astype(arrays[i].dtype)
     return build.model(jax.tree.unflatten(structure, arrays))
 
 
@@ -81,17 +82,8 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight
         checkpoint.check_equal(HEAD, EMBED)
 
 
-def _read(weight: Weight, layer: int, checkpoint: Checkpoint, dtype) -> np.ndarray:
-    """The arrays of a weight in one layer; those of all experts are stacked."""
-    pieces = [checkpoint.read(name, dtype) for name in weight.names(layer)]
-    return np.stack(pieces, weight.expert_axis) if weight.experts else pieces[0]
-
-
-def _place(array, weight: Weight, layer: int, piece):
-    """`array`, a stack over layers, with `piece` as the part of one layer."""
-    return _set(array, piece, layer - weight.layers.start) if weight.layers else piece.astype(array.dtype)
-
-
 @partial(jax.jit, donate_argnums=0)
-def _set(array, piece, i):
-    return array.at[i].set(piece.astype(array.dtype))
+def _set(array, piece, start: dict[int, int]):
+    """`array` with `piece` at the indices `start` of the axes that the piece does not have."""
+    piece = jnp.expand_dims(piece, tuple(start))
+    return lax.dynamic_update_slice(array, piece.astype(array.dtype), [start.get(i, 0) for i in range(array.ndim)])

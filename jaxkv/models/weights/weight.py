@@ -32,11 +32,18 @@ class Weight:
             shape.insert(self.expert_axis, self.experts)
         return (len(self.layers), *shape) if self.layers else tuple(shape)
 
-    def names(self, layer: int) -> Iterator[str]:
-        """The names of a layer's weights: one, or one per expert."""
-        name = self.name.replace(LAYER, str(layer))
-        return (name.replace(EXPERT, str(expert)) for expert in range(self.experts)) if self.experts else iter([name])
+    def places(self) -> Iterator[tuple[str, dict[int, int]]]:
+        """The names of all weights of the stack, each with its indices on the axes of the stack, by axis."""
+        for layer in self.layers or [None]:
+            for expert in range(self.experts) if self.experts else [None]:
+                name, start = self.name, {}
+                if layer is not None:
+                    name, start[0] = name.replace(LAYER, str(layer)), layer - self.layers.start
+                if expert is not None:
+                    axis = self.expert_axis + (layer is not None)
+                    name, start[axis] = name.replace(EXPERT, str(expert)), expert
+                yield name, start
 
     def all_names(self) -> Iterator[str]:
-        """The names of the weights of all layers."""
-        return (name for layer in self.layers or [0] for name in self.names(layer))
+        """The names of all weights of the stack."""
+        return (name for name, _ in self.places())
