@@ -75,7 +75,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
     @pytest.mark.parametrize("heads", [8, slow(64)])
     def test_keys_of_very_low_scores_count(self, heads):
-        self.check_low_scores("BLNHC", heads, tokens=1, lengths=(0, 1, 600))  # the last is cut
+        self.check_low_scores("BLNHC", heads, tokens=1, lengths=(0, 1, 600))  # the last is split
 
     def test_few_rows_of_more_requests_than_a_cta_has_places_for(self):
         self.case((1, 66, 0, 3, 0) * 4, 2, 3)
