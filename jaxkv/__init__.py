@@ -15,7 +15,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   read them back.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
-  `select_slots`, which calls them for a whole prompt); `merge_states`.
+  `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.

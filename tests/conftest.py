@@ -74,7 +74,7 @@ def _mappings() -> int:
 
 @pytest.fixture(scope="session")
 def quick_lowering():
-    """Mosaic GPU kernels are lowered in less time."""
+    """Lowers Mosaic GPU kernels in less time."""
     from support import hopper
 
     with hopper.quick_lowering():

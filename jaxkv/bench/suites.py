@@ -120,7 +120,7 @@ def _copies() -> Iterator[Workload]:
 
 
 def _models() -> Iterator[Workload]:
-    """The suite `models`: GQA and MHA, the indexer with bf16 keys and in prefills, and the remaining operations."""
+    """The suite `models`: GQA and MHA, the indexer with bf16 keys and for chunks of prompts, and other operations."""
     for layers in (1, MLA_LAYERS):
         model = partial(workload, suite="models", layers=layers, operation="decode_kv")
         yield model(requests=64, heads=64, tokens=4096, kv_heads=8)

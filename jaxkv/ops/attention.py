@@ -66,8 +66,8 @@ def decode_mla(
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       return_lse: also return the log-sum-exp of the scores.
-      plan: what `plan_decode` returned for the same tables, lengths, heads and dtype of queries; if None, the call
-        makes its own plan.
+      plan: what `plan_decode` returned for the same tables and lengths, number of heads and query dtype; if None, the
+        call makes its own plan.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -77,7 +77,7 @@ def decode_mla(
       outside the cache, no query sees a token.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong, or `plan` was made for other calls.
+      ValueError: a shape, dtype, static layer or scale is wrong, or `plan` was made for another shape or dtype.
     """
     call = _bind_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, plan)
     out, lse = run_planned(call, plan, implementation)
@@ -136,8 +136,8 @@ def decode_kv(
       window: static positive int of any size; a query sees only the last `window` tokens, itself included.  A window of
         at least the capacity of the table has no effect.
       return_lse: also return the log-sum-exp of the scores.
-      plan: what `plan_decode` returned for the same tables, lengths, heads and dtype of queries; if None, the call
-        makes its own plan.
+      plan: what `plan_decode` returned for the same tables and lengths, number of heads and query dtype; if None, the
+        call makes its own plan.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -146,7 +146,7 @@ def decode_kv(
       blocks outside the cache are masked.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong, or `plan` was made for other calls.
+      ValueError: a shape, dtype, static layer or scale is wrong, or `plan` was made for another shape or dtype.
     """
     call = _bind_kv(
         q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, plan

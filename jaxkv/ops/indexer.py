@@ -114,10 +114,11 @@ def select_slots(
     q, weights, cache: KVCache, block_tables, seq_lens, k: int, *, layer, max_len: int, logits_bytes=LOGITS_BYTES,
     implementation=None,
 ) -> jax.Array:  # fmt: skip
-    """The slots of the k cached keys with the largest scores, for each query token: for prefills of any length.
+    """Returns the slots of the k cached keys with the largest scores, for each query token.
 
-    `indexer_logits`, `select_topk` and `positions_to_slots` of a chunk of query tokens after the other, so that the
-    logits [B, Q, max_len] of all query tokens never exist at once.  The slots are the same for every size of chunks.
+    Serves prefills of any length: runs `indexer_logits`, `select_topk` and `positions_to_slots` on one chunk of query
+    tokens at a time, so that the logits [B, Q, max_len] of all query tokens never exist at once.  The slots do not
+    depend on the chunk size.
 
     Args:
       q: float or float8_e4m3fn [B, Q, Hi, D].
@@ -128,9 +129,10 @@ def select_slots(
       k: static number of slots.
       layer: int, or traced int32 scalar.
       max_len: static number of cached tokens that are scored, from the first of a request.
-      logits_bytes: static bound, in bytes, of the logits of a chunk, and of the scores of its heads that `xla` computes
-        at a time; by default 256 MiB.  Temporary memory is up to about three times that, since selecting the largest
-        logits takes copies of them.  A chunk has at least one query token of each request.
+      logits_bytes: static bound on the bytes of a chunk's logits, and of the scores per head that `xla` holds at a
+        time; 256 MiB by default.  Temporary memory is up to about three times that, because selecting the largest
+        logits makes copies of them.  A chunk has at least one query token of each request, even if that exceeds the
+        bound.
       implementation: None (the best that supports the calls), a name, or a sequence of names.
 
     Returns:

@@ -17,7 +17,7 @@ from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes and dtype of the calls that a plan is made for.  A call that uses the plan must have the same."""
+    """The sizes and query dtype that a plan is made for.  A call that uses the plan must have the same ones."""
 
     requests: int
     columns: int
@@ -33,7 +33,7 @@ class Shape:
     window: int | None
     entry: Entry
     dtype: str
-    """That of the queries."""
+    """The dtype of the queries."""
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ def plan_decode(
       q_len: query tokens per request of the calls.
       window: the `window` of the calls (`decode_kv` only).
       dtype: dtype of the queries of the calls: bfloat16, float16 or float32.  By default that of the entries, or
-        bfloat16 if entries are quantised.  Implementations support different ones.
+        bfloat16 if the entries are quantised.  Not every implementation supports every dtype.
       batch_invariant: whether the result of a request must have the same bits whatever else is in the batch.  Each
         request is then split by its own length alone, into at most 8 splits, which is slower if requests are few or
         differ in length.

@@ -65,7 +65,7 @@ def test_planned_attention_is_supported_where_the_plan_is(implementation, monkey
         args, keywords = case.attention.arguments(cache, values, draw, draw.layer)
         assert not jaxkv.explain(case.attention.function, *args, **keywords).reasons[name], f"seed {seed}: {case}"
         dtypes.add((case.layout.entry.input_dtype, case.dtype))
-    # Triton supports queries of another dtype, and is asked for some.
+    # Triton also supports queries of another dtype than the entries', and some cases have them.
     assert any(own != dtype for own, dtype in dtypes) == (implementation is triton)
 
 

@@ -17,7 +17,7 @@ from jaxkv_kernels.formats.entries import Entry
 KINDS = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
 
 COMBINATIONS = {"select_slots"}
-"""Public functions that pass `implementation` on to operations."""
+"""Public functions that are not operations, but pass `implementation` on to operations."""
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 

@@ -167,7 +167,7 @@ def test_a_plan_for_other_calls_is_refused():
 
 
 def of_other_queries(dtype):
-    """A plan for an `fp8` cache and queries of `dtype`, and the call of `decode_mla` by queries of another dtype."""
+    """A plan for an `fp8` cache and queries of `dtype`, and a function that decodes queries of any dtype."""
     layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, entry=jaxkv.MLAEntry("fp8"))
     cache, tables, lengths = jaxkv.KVCache.zeros(layout), jnp.zeros((2, 3), jnp.int32), jnp.full(2, 5, jnp.int32)
     plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=8, dtype=dtype)

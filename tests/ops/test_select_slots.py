@@ -1,4 +1,4 @@
-"""`select_slots`: bounded memory, and calls that single operations would reject."""
+"""`select_slots`: temporary memory is bounded, and arguments are checked."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def arguments():
 
 
 def temporary_bytes(**options) -> int:
-    """Of the compiled call."""
+    """Temporary memory of the compiled call."""
     layout, arrays = arguments()
 
     def select(q, weights, buffer, tables, lengths):
@@ -37,7 +37,7 @@ def temporary_bytes(**options) -> int:
 
 @pytest.mark.parametrize("fraction", [4, 16])
 def test_temporary_memory_is_bounded(fraction):
-    """Three times the bound, and the slots of all query tokens, twice."""
+    """By three times `logits_bytes`, and twice the slots of all query tokens."""
     most = LOGITS // fraction
     assert temporary_bytes(logits_bytes=most) <= 3 * most + 2 * 4 * REQUESTS * TOKENS * K
     assert temporary_bytes() == temporary_bytes(logits_bytes=2**40) >= LOGITS  # one chunk, by default

@@ -14,10 +14,10 @@ on_hopper = pytest.mark.gpu(missing=tuple(mosaic_gpu.KERNELS["decode_mla"].unava
 
 @contextmanager
 def quick_lowering():
-    """Kernels are lowered to the same text in less time.
+    """Lowers kernels to the same text in less time.
 
-    Mosaic GPU's inference of layouts sorts variables by name.  For a name, JAX 0.11 and 0.12 verify the operation and
-    print everything inside it.
+    Mosaic GPU's layout inference sorts variables by name.  To make a name, JAX 0.11 and 0.12 verify the operation and
+    print everything inside it; here, they do neither.
     """
     from jax.experimental.mosaic.gpu import layout_inference
 

@@ -1,7 +1,7 @@
-"""Pallas's GPU interpreter: its race detector on every kernel that runs in it, in less time.
+"""Pallas's GPU interpreter: runs it faster, with its race detector on every kernel.
 
-Interpreted kernels would take a fifth of the time of all tests.  `_quick` replaces private functions of JAX 0.11 and
-0.12 by others with the same results; with a later JAX that has others, tests fail.
+Without changes, interpreted kernels would take a fifth of the time of all tests.  `_quick` replaces private functions
+of JAX 0.11 and 0.12 by faster ones with the same results.  Tests fail with a later JAX whose private functions differ.
 """
 
 import functools
@@ -37,9 +37,10 @@ def without_races():
 
 @contextmanager
 def _quick():
-    """The interpreter calls Python in every operation, with arrays that JAX would copy to a device.
+    """Runs the interpreter without copies to devices, and compiles each program once.
 
-    It also runs each thread of each CTA as a program of its own, which JAX would compile anew.
+    The interpreter calls Python in every operation, with arrays that JAX would otherwise copy to a device.  It also
+    runs each thread of each CTA as a program of its own, which JAX would otherwise compile again each time.
     """
     from jax._src import callback
     from jax._src.pallas.mosaic.interpret import thread_map

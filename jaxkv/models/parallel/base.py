@@ -82,7 +82,7 @@ class Parallel(ABC):
         return decode_kv(*args, **options)
 
     def select_slots(self, q, weights, cache: KVCache, block_tables, seq_lens, k: int, **options) -> jax.Array:
-        """`jaxkv.select_slots`: the slots in this device's part that are among the k best of all, or fewer than k."""
+        """`jaxkv.select_slots`: this device's slots of the k best tokens of all devices, in min(k, max_len) columns."""
         return select_slots(q, weights, cache, block_tables, seq_lens, min(k, options["max_len"]), **options)
 
     def decode_mla_sparse(self, *args, **options) -> jax.Array:

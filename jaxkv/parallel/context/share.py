@@ -65,9 +65,9 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
 
 
 def whole_lengths(block_tables, seq_lens, *, block_size: int, axis, interleave: int) -> jax.Array:
-    """`seq_lens` int32 [B] of all shards together, clamped to the capacity of the tables of all shards.
+    """Returns `seq_lens` int32 [B], the lengths on all shards together, clamped to what the tables of all shards hold.
 
-    In checked mode, lengths outside of it are errors.
+    In checked mode, lengths outside that range are errors.
     """
     # Shard 0 has the largest share, so its table is full first.
     count = here(axis)["num_shards"]

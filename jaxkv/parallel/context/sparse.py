@@ -101,7 +101,7 @@ def select_slots(
 ) -> jax.Array:  # fmt: skip
     """`jaxkv.select_slots` for the device's own share of the tokens.  Call it inside `shard_map`.
 
-    `indexer_logits`, `select_topk` and `jaxkv.positions_to_slots` of a chunk of query tokens after the other.
+    Runs `indexer_logits`, `select_topk` and `jaxkv.positions_to_slots` on one chunk of query tokens at a time.
 
     Args:
       q: [B, Q, Hi, D], the same on all devices along `axis`.
@@ -113,7 +113,7 @@ def select_slots(
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, consecutive tokens that one shard owns.
       max_len: static number of cached tokens of the share that are scored.
-      logits_bytes: as in `jaxkv.select_slots`, for the share.
+      logits_bytes: as in `jaxkv.select_slots`, for the logits of the share.
       implementation: as in `jaxkv.select_slots`.
       **options: `layer`.
 

@@ -42,21 +42,21 @@ def power_of_two_scale(amax: jax.Array, smallest_exponent: int) -> tuple[jax.Arr
 
 
 MAGNITUDE, INFINITY, FRACTION = 0x7FFFFFFF, 0x7F800000, 0x7FFFFF
-"""Bits of float32 values: a mask of all bits but the sign, infinity, a mask of the fraction."""
+"""Bits of float32 values: a mask of all bits but the sign, the bits of infinity, and a mask of the fraction."""
 CORRECTIONS = 4
-"""By how many units in the last place a device's quotient may be off in `corrected_quotient`."""
+"""The most units in the last place by which a device's own quotient may be off in `corrected_quotient`."""
 
 
 def corrected_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
     """`x` / `divisor` in float32, rounded once to nearest even, with the same bits on every device.
 
-    Both are float32, and broadcast.  Quotients below the normal range (2**-126) become 0; they are far below e4m3's
-    smallest value.
+    Both are float32, and are broadcast.  Quotients below the normal range (2**-126) become 0, which does not matter:
+    they are far below the smallest value of e4m3.
 
     XLA's own division is off by up to two units in the last place on GPUs, multiplies by the reciprocal where the
-    divisor is broadcast, and treats denormal operands as 0 on CPUs.  So it only estimates the quotient of the operands'
-    significands (24 bits).  The remainder of this estimate corrects it: it is an integer of few bits, and therefore
-    exact in arithmetic modulo 2**32.
+    divisor is broadcast, and treats denormal operands as 0 on CPUs.  It therefore only estimates the quotient of the
+    operands' significands (24 bits each), and the remainder of the estimate corrects it.  The remainder is exact
+    although its terms overflow int32: it is small, and int32 arithmetic is modulo 2**32.
     """
     x, divisor = jnp.broadcast_arrays(x, divisor)
     bits, divisor_bits = (lax.bitcast_convert_type(value, jnp.int32) for value in (x, divisor))
@@ -69,14 +69,14 @@ def corrected_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
     for _ in range(CORRECTIONS):
         step = (remainder >= d).astype(jnp.int32) - (remainder < 0).astype(jnp.int32)
         quotient, remainder = quotient + step, remainder - step * d
-    # There are no ties: n * 2**24 = (2 q + 1) * d would need a d that is a multiple of 2**24.
+    # There are no ties: for n * 2**24 = (2 * quotient + 1) * d, d would have to be a multiple of 2**24.
     quotient += (2 * remainder > d).astype(jnp.int32)
-    # Rounded up to 2**24, the quotient carries into the exponent.
+    # A quotient that was rounded up to 2**24 carries into the exponent.
     found = jnp.where(exponent < -126, 0, ((exponent + 126) << 23) + quotient)
     found = jnp.where(exponent > 127, INFINITY, jnp.minimum(found, INFINITY))
     sign = (bits ^ divisor_bits) & ~MAGNITUDE
     ordinary = _ordinary(bits) & _ordinary(divisor_bits)
-    # For the others, it only matters which quotients are 0, infinite or NaN.
+    # Where an operand is 0, infinite or NaN, the quotient is one of these too, and an ordinary operand counts as 1.
     special = jnp.where(_ordinary(bits), 1.0, jnp.abs(x)) / jnp.where(_ordinary(divisor_bits), 1.0, jnp.abs(divisor))
     found = jnp.where(ordinary, found, lax.bitcast_convert_type(special, jnp.int32))
     return lax.bitcast_convert_type(found | sign, jnp.float32)
@@ -85,7 +85,7 @@ def corrected_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
 def _significand(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The magnitude of float32 `bits` as m * 2**(e - 23) with an integer m in [2**23, 2**24): m and e, both int32."""
     biased, fraction = (bits & MAGNITUDE) >> 23, bits & FRACTION
-    # The leading bit of a denormal number's fraction is moved to bit 23.
+    # The leading bit of a denormal number's fraction is shifted to bit 23.
     shift = lax.clz(jnp.maximum(fraction, 1)) - 8
     denormal = biased == 0
     return (

@@ -135,7 +135,7 @@ def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
 
 
 def _query_dtype(entry, dtype, name: str) -> Iterator[str]:
-    """A reason against queries of other than the entries' input dtype, which a message calls `name`."""
+    """A reason against queries that do not have the entries' input dtype; the message calls the queries `name`."""
     if dtype != entry.input_dtype:
         yield f"{name} of {dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
 

@@ -1,4 +1,4 @@
-"""All tests of this folder lower kernels quickly."""
+"""All tests in this folder lower kernels in less time."""
 
 import pytest
 

@@ -75,7 +75,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
     @pytest.mark.parametrize("heads", [8, slow(64)])
     def test_keys_of_very_low_scores_count(self, heads):
-        self.check_low_scores("BLNHC", heads, tokens=1, lengths=(0, 1, 600))  # the last is cut
+        self.check_low_scores("BLNHC", heads, tokens=1, lengths=(0, 1, 600))  # the last is split
 
     def test_few_rows_of_more_requests_than_a_cta_has_places_for(self):
         self.case((1, 66, 0, 3, 0) * 4, 2, 3)
@@ -184,12 +184,12 @@ def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)
-    # Planning reads the lengths, and combining the cuts: request, first piece, pieces.
-    # Calls by slot are planned by one kernel, whose counts XLA computes.
+    # Planning reads the lengths early, and combining reads the split requests: request, first split, number of splits.
+    # Calls by slot are planned by one kernel, which reads nothing early: XLA computes its counts.
     by_slots = form == "fp8_ds_mla" and tokens * heads > 16
     planning = [[]] if by_slots else [[], [(4,)]]
     assert read_early(traced.jaxpr) == [*planning, [], 3 * [(4, 3)]]
-    assert combining[3] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
+    assert combining[3] == attention[-1]  # the plan's, so combine may read them early
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
 

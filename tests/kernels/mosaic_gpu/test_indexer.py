@@ -91,7 +91,7 @@ class TestInterpreted(Mosaic, suites.IndexerChecks):
 
     @pytest.mark.parametrize(("keys", "dtype"), [slow("bf16", "bfloat16"), ("indexer_fp8", "float8_e4m3fn")])
     def test_groups_of_query_tokens(self, keys, dtype):
-        """Three groups of two tokens; the first has padding."""
+        """Three groups of two query tokens; the first has one token of padding."""
         self.case((70, 3, 0), keys=keys, dtype=dtype, tokens=5, heads=100, max_len=100)
 
     @pytest.mark.slow

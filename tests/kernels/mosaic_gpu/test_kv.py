@@ -80,7 +80,7 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
         self.case((0, 1, 64, 65, 130), 2, 4)
 
     def test_keys_of_very_low_scores_count(self):
-        self.check_low_scores("BLNHC", 8, lengths=(0, 1, 600))  # the last is cut
+        self.check_low_scores("BLNHC", 8, lengths=(0, 1, 600))  # the last is split
 
     def test_heads_outside_the_block(self):
         self.case((200, 129), 2, 1, layout="LHBNC", form="f16")
@@ -181,9 +181,9 @@ def assert_lowers(form, order, case):
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)
-    # Planning reads the lengths, and combining the cuts: request, first piece, pieces.
+    # Planning reads the lengths early, and combining reads the split requests: request, first split, number of splits.
     assert read_early(traced.jaxpr) == [[], [(4,)], [], 3 * [(4, 3)]]
-    assert combining[3] == attention[-1]  # the cuts, which combine reads before attention has ended: they must be older
+    assert combining[3] == attention[-1]  # the plan's, so combine may read them early
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
         assert f"stablehlo.{operation} %arg1" not in text  # the cache goes in as it is
 

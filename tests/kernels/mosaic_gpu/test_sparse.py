@@ -71,14 +71,14 @@ class Mosaic:
         return scene
 
     def check_queries(self, form, power, heads, lengths, slots):
-        """Queries times a power of two, by which the softmax scale is divided."""
+        """Checks queries times a power of two, by which the softmax scale is divided."""
         q = [x * jnp.bfloat16(2.0**power) for x in suites.queries(self.entry(form), len(lengths), 1, heads)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("support.suites.decode_mla_sparse.SCALE", 0.11 * 2.0**-power)
             self.sparse(form, lengths, heads, slots, q=q)
 
     def check_scale_of_all_entries(self, power, heads, lengths, slots):
-        """`kv_scale` times a power of two, by which the softmax scale is divided: results are multiplied by it."""
+        """Checks `kv_scale` times a power of two, which also multiplies results and divides the softmax scale."""
         entry = self.entry("fp8")
         scene = suites.scenes.scene(entry, lengths=lengths)
         cache, q = scene.cache(suites.layout_of("BLNHC", entry), 1), suites.queries(entry, len(lengths), 1, heads)

@@ -53,7 +53,7 @@ class IndexerChecks(Suite):
         assert_same_bits(found, self.logits(q, weights, scene.twin(layout), scene, 0, max_len))
 
     def check_select_slots(self, entry, dtype, *, tokens, chunk, k=30):
-        """The slots are those of single calls, for chunks of up to so many query tokens."""
+        """The slots are those of single calls of the operations, for chunks of up to `chunk` query tokens."""
         scene = scenes.scene(entry)
         cache = scene.cache(layout_of("BLNHC", entry), 1)
         q, weights = self.arguments(scene, tokens, dtype)

@@ -130,7 +130,7 @@ class Writes(WriteChecks):
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     @pytest.mark.parametrize("scale", [0.04, 1.0, -0.3, 3e30, 3.4e38, 1.2e-38, 3e-39, 1e-45, 0.0, np.inf, np.nan])
     def test_fp8_divides_every_value_with_one_rounding(self, dtype, scale):
-        """All values of 16 bits, and as many of 32, half of them near the ties of e4m3."""
+        """All values of 16 bits, or as many of 32 bits, half of which are near the ties of e4m3."""
         entry, scale = jaxkv.KVEntry("fp8", head_dim=64), np.float32(scale)
         if dtype == "float32":
             values = np.random.default_rng(0).integers(0, 2**32, 2**16, dtype=np.uint32).view(dtype)

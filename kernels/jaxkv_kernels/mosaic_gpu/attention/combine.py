@@ -1,28 +1,30 @@
 """Combines the splits of requests and writes the results to the rows of these requests.
 
-A CTA combines one chunk of columns of one or more rows of a split request.  There are two ways to share this work:
+A CTA combines one chunk of columns of one or more rows of a split request.  There are two ways to divide this work
+among its warps:
 
-    few splits    by rows: each warp of the CTA's only warpgroup has one or more rows, and all splits of these
-    many splits   by splits: the CTA has one row, and one, two or four warpgroups.  Warp w of the CTA's n has the
-                  splits w, w + n, w + 2 n, ...  Their sums are merged in shared memory.
+    by rows       for few splits: each warp of the CTA's only warpgroup has one or more rows, and all splits of these
+    by splits     for many splits, and where four warps cannot divide the rows evenly: the CTA has one row at a time,
+                  and one, two or four warpgroups.  Warp w of n has the splits w, w + n, w + 2 n, ...  Warps merge their
+                  sums in shared memory.
 
-Timeline of a CTA, with the barrier that a line waits for behind `->`.
+Timeline of a CTA.  `->` names the barrier that a line waits for; `stored` and `merged` are barriers 0 and 1.
 
     look up the request and its splits        -> wait_for_previous
-    per group of splits, mostly one:
+    per group of splits, usually only one:
       load log-sum-exps, scales and values of all splits of the group
       add them by an online softmax over log-sum-exps (base 2)
     by splits only:
-      maximum, sum of weights and sums of values to shared memory, arrives `stored`
+      store maximum, sum of weights and sums of values to shared memory, arrive at `stored`
       warpgroup 0 merges those of all warps, in order           -> stored
     store results
-    by splits only, before another row: arrives `merged`        -> merged
+    by splits only, before another row: arrive at `merged`      -> merged
 
 CTAs start as CTAs of the attention kernel finish (programmatic dependent launch), and look up their request while the
 others are still running.  The grid must have room for all requests, but is kept small, because most plans split few
 requests or none.
 
-Budget, by splits.  Shared memory: 1 KiB of sums per warp, and its maximum and sum of weights; 17 KiB for 16 warps.
+Budget, by splits.  Shared memory: per warp, 1 KiB of sums, its maximum and its sum of weights; 17 KiB for 16 warps.
 Registers: 4 per lane and split of a group for values and 2 for weights, up to 48, and 16 for sums.
 """
 
@@ -47,19 +49,19 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import filled, over_columns, sto
 LN2 = math.log(2)
 WARPS, LANES = 4, 32
 MOST_CTAS = 4 * MULTIPROCESSORS
-"""The most CTAs of a warpgroup: as many as run at once.  With more rows of split requests, rows share CTAs.
+"""The most CTAs of one warpgroup each: as many as run at once.  With more rows of split requests, a CTA has several.
 
 Idle CTAs take time, too.
 """
 MANY_SPLITS = 16
-"""Splits per request from which CTAs share their work by splits."""
+"""Splits per request from which the warps of a CTA divide its work by splits."""
 FEW_SPLITS = MANY_SPLITS // 2
-"""The most splits that a warp loads at once.  With 16, those of 8 requests x 128 heads took 3.9 us instead of 2.7.  By
-rows, where there are fewer splits, a warp has several rows."""
+"""The most splits that a warp loads at once.  With 16, combining 8 requests x 128 heads took 3.9 us instead of 2.7.  By
+rows, a warp that loads fewer splits at once has several rows."""
 FEW_WARPGROUPS, MOST_WARPGROUPS, MANY_CTAS_AT_ONCE = 2, 4, 4
-"""By splits: warpgroups of a CTA where there are many CTAs, and where there are few; splits that a warp loads at once
-where there are many.  ThunderMLA's case, 512 CTAs for up to 89 splits, takes 6.1 us; with one or four warpgroups, 8.9
-or 9.8.
+"""By splits: FEW_WARPGROUPS are the warpgroups of a CTA where there are many CTAs, MOST_WARPGROUPS where there are few.
+With many CTAs, a warp loads MANY_CTAS_AT_ONCE splits at once.  ThunderMLA's case, 512 CTAs for up to 89 splits, takes
+6.1 us; with one or four warpgroups, it took 8.9 or 9.8.
 """
 CHUNK = 256
 """The most columns per CTA: 16 bytes of float16 per lane if a warp has a row."""
@@ -94,7 +96,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     else:
         warpgroups, group = 1, min(1 << ((4 * splits // 3).bit_length() - 1), FEW_SPLITS)
         together = held = WARPS * math.gcd(FEW_SPLITS // group, height // WARPS)
-    # `held`: the rows, or splits of one row, that the warps of a warpgroup hold in an array.
+    # `held`: how many rows, or splits of one row, a warpgroup holds in one array.
     tile = plgpu.Layout.TILED(
         plgpu.Tiling(((WARPS, width), (width // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
@@ -112,12 +114,12 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
         wait_for_previous(interpret=interpret)  # the attention kernel
 
         def of_rows(step, n):
-            """The n-th split of some rows: where it is, and what of it counts."""
+            """The n-th split of some rows: where it is, and whether it is one of the request."""
             at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the end: the last rows
             return (first + jnp.minimum(n, count - 1), at_rows), jnp.full(held, n < count), None
 
         def of_splits(step, n):
-            """The n-th splits of one row of this warpgroup's warps: where they are, and which of them count."""
+            """The n-th splits of this warpgroup's warps, of one row: where they are, and which are of the request."""
             number = (n * warpgroups + wg) * WARPS
             last = lax.div(count - 1, jnp.int32(WARPS)) * WARPS
             start = jnp.minimum(first + jnp.minimum(number, last), split_out_ref.shape[0] - WARPS)
@@ -135,7 +137,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
             lse = jnp.where(counts, read(split_lse_ref.at[split, at_rows], layout=per_row), -jnp.inf)
             scale = read(split_scale_ref.at[split, part, at_rows], layout=per_row)
             values = read(split_out_ref.at[split, at_rows, columns], layout=tile)
-            # Other splits may hold anything, also NaN.
+            # Splits that are not of the request may hold anything, even NaN.
             return lse, scale, values, are_known
 
         def add(step, i, carry):
@@ -159,7 +161,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
             return lax.fori_loop(0, groups, partial(add, step), start)
 
         def merged(states, values):
-            """The same of one row, from the states of all warps, which are merged in order."""
+            """The same sums of one row, from those of all warps, which are merged in order."""
             warps = range(WARPS * warpgroups)
             maxima = [states[0, n] for n in warps]
             running_max = reduce(jnp.maximum, maxima)
@@ -241,7 +243,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
 
 
 def _share_splits(most: int, ctas: int) -> tuple[int, int]:
-    """Warpgroups per CTA, and splits that a warp loads at once, for up to `most` splits per row and so many CTAs."""
+    """Warpgroups per CTA, and splits that a warp loads at once, for up to `most` splits per row and `ctas` CTAs."""
     at_once = 1 << max(most.bit_length() - 1, 0)
     if at_once < 2 * WARPS * FEW_WARPGROUPS:
         return 1, max(at_once // WARPS, 1)

@@ -45,14 +45,14 @@ def decode_mla_sparse(
 
 
 def config_of(entry) -> SparseConfig:
-    """The configuration of a call with such entries: the user's, or the default."""
+    """The configuration of a call with entries of this kind: the user's, or the default."""
     return configuration(sparse_config(entry.format))
 
 
 def decode_slots(
     q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, *, pages, entry, logit_cap
 ):  # fmt: skip
-    """The same with a plan of query tokens."""
+    """`decode_mla_sparse` with a plan, in which each query token is a request."""
     return _decode(
         q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan,
         pages=pages, entry=entry, logit_cap=logit_cap, config=config_of(entry),

@@ -1,6 +1,7 @@
 """The numbers of the indexer's kernels that can be tuned, and the reason for each default.
 
-Times in milliseconds are of 64 requests of 32,768 tokens with 64 heads, on an H200 (jax 0.11.2).
+Times are in milliseconds on an H200 (jax 0.11.2), for 64 requests of 32,768 tokens with 64 heads unless another call is
+named.
 """
 
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ class IndexerConfig:
     consumers: int = 3
     """Warpgroups that multiply; each has tiles of its own."""
     stages_per_consumer: int = 3
-    """Tiles of keys in shared memory, per consumer; fewer where queries leave room for fewer.  With 2, 3, 4 and 6, two
-    query tokens of e4m3 take 0.0825, 0.0807, 0.0813 and 0.0830."""
+    """Tiles of keys in shared memory, per consumer; fewer where queries leave less room.  With 2, 3, 4 and 6 stages,
+    calls with two query tokens of e4m3 take 0.0825, 0.0807, 0.0813 and 0.0830 ms."""
     query_stages: int = 2
-    """Requests whose queries are in shared memory."""
+    """How many groups of query tokens (`groups.py`) have their queries in shared memory at once."""
     producer_registers: int = 40
     """Registers per lane of the producer warpgroup."""
 
@@ -47,13 +48,17 @@ class IndexerConfig:
 
 
 def default_config(*, quantised: bool, converted: bool, columns: int) -> IndexerConfig:
-    """The configuration for products of so many columns (query tokens x heads) of keys that are `quantised`.
+    """The default configuration of a call.
 
-    Four consumers with two stages each take 0.0799 instead of 0.0807 for e4m3 keys and two query tokens of e4m3 (128
-    columns), but 0.0700 instead of 0.0690 for one (64 columns).  Where keys are `converted` for one query token of bf16
-    (64 columns), they take 0.0882, with three stages 0.0897 instead of 0.0946; 128 columns of such keys leave too few
-    registers.  A chunk of 512 query tokens of one request takes 0.250 (with three stages) instead of 0.254 with e4m3,
-    but 0.505 instead of 0.387 with bf16 keys.
+    `columns` is the width of its products (query tokens x heads); `quantised` is whether keys are e4m3, and `converted`
+    whether they are converted to the dtype of the queries.
+
+    Four consumers with two stages each are compared with the three consumers with three stages of `IndexerConfig`.  For
+    e4m3 keys and two query tokens of e4m3 (128 columns), four take 0.0799 instead of 0.0807, but for one query token
+    (64 columns) 0.0700 instead of 0.0690.  For converted keys and one query token of bf16 (64 columns), they take
+    0.0882 (0.0897 with three stages) instead of 0.0946; with 128 columns, converted keys leave too few registers for
+    four consumers.  For a chunk of 512 query tokens of one request, four consumers with three stages take 0.250 instead
+    of 0.254 with e4m3 keys; with bf16 keys, four consumers take 0.505 instead of 0.387.
     """
     if quantised and (columns > TILE) != converted:
         return IndexerConfig(consumers=4, stages_per_consumer=2)

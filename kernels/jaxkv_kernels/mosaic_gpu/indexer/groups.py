@@ -1,4 +1,4 @@
-"""Groups of query tokens: each is scored like a request of its own, so that its queries fit in shared memory."""
+"""Groups of query tokens.  Each group is scored like a request of its own, so that its queries fit in shared memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ class Groups:
 
     @classmethod
     def of(cls, q_len: int, rows: int) -> "Groups":
-        """As few groups as possible of up to QUERY_ROWS rows, with `rows` per token."""
+        """As few groups as possible, of up to QUERY_ROWS rows each, for query tokens of `rows` rows."""
         count = -(-q_len // max(QUERY_ROWS // rows, 1))
         return cls(q_len, -(-q_len // count))
 
@@ -44,7 +44,7 @@ class Groups:
         return (jnp.clip(seq_lens, 0, capacity)[:, None] - later).reshape(-1)
 
     def rows(self, groups: int) -> int:
-        """Query tokens of all requests, which have so many groups together."""
+        """The query tokens of all requests, which together have `groups` groups."""
         return groups // self.count * self.q_len
 
     def request(self, group) -> Any:
@@ -56,7 +56,7 @@ class Groups:
         return group * self.tokens + token - self.padding * (self.request(group) + 1)
 
     def skipped(self, group, token: int) -> Any:
-        """Device-side: how many of a group's tokens from `token` on are padding; None if that is none in all groups."""
+        """Device-side: how many of a group's tokens from `token` on are padding; None if none are in any group."""
         if token >= self.padding:
             return None
         return jnp.where(lax.rem(group, jnp.int32(self.count)) > 0, 0, self.padding - token)

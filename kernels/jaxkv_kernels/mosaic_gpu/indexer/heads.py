@@ -1,4 +1,4 @@
-"""What one lane does with scores of heads (`stores.py`): MLIR and inline PTX.
+"""What one lane does with the scores of heads (`stores.py`): MLIR and inline PTX.
 
 A quad of lanes holds rows r and r + 8 of a WGMMA tile: lane l has two of every eight columns, 2 l and 2 l + 1.
 """
@@ -23,7 +23,7 @@ OWN = 4
 
 
 def weigh(scores, weights, partial=None) -> Any:
-    """What `stores.weigh` does, by one lane.  Compilers do not contract products and sums by themselves."""
+    """What one lane does of `stores.weigh`.  Multiply-adds are explicit, because no compiler fuses them here."""
     sums = [mgpu.c(0.0, f32())] * OWN if partial is None else elements(partial)
     weight = elements(weights)
     for n, score in enumerate(elements(scores)):  # by eight columns, then by row, then by column
@@ -38,11 +38,12 @@ def weigh(scores, weights, partial=None) -> Any:
 
 
 def store(ref, scalars, partial, scales, *, length: int, part: int) -> None:
-    """What `stores.store_logits` does, by one lane: it stores the logit of one row and one query token.
+    """What one lane does of `stores.store_logits`: it stores the logit of one row and one query token.
 
-    `scalars` are the row of the result, the first position, the end, what is known, and what is skipped if anything is.
-    A quad of lanes has four logits of two query tokens.  Each lane passes on what it holds of two of them, then of one
-    of two; with one query token, two lanes store.
+    `scalars` are `row`, `first`, `end` and `known` of `store_logits`, and `skipped` unless that is None.  A quad of
+    lanes holds partial sums of four logits: two rows of two query tokens.  Each lane first exchanges its sums of one
+    query token for those of the other, then the sum of one row for that of the other, so that it has a single logit.
+    With one query token, only two lanes of a quad store.
     """
     operands = [mgpu.utils.memref_ptr(ref), *scalars]
     skipped = f"${len(operands) - 1}" if len(scalars) > 4 else None

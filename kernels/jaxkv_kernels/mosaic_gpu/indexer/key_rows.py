@@ -15,7 +15,7 @@ SCALES_PER_ROW = ROW_BYTES // SCALE_BYTES
 COLUMNS = 128
 """The most columns of a product."""
 QUERY_ROWS = 256
-"""The most rows (query tokens x heads) of a group of query tokens, whose queries are in shared memory."""
+"""The most rows (query tokens x heads) of a group of query tokens: all of them must fit in shared memory."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class KeyTiles(Protocol):
     """What `logits.py` needs of the keys.  `refs` are the kernel's references to `operands`."""
 
     copies: int
-    """Copies per block that a tile lies in."""
+    """How many copies `fetch` starts per block: a tile lies in one block or several."""
     stage_bytes: int
     """Bytes of shared memory per tile."""
 
@@ -41,13 +41,13 @@ class KeyTiles(Protocol):
         """The dtype of the tiles."""
 
     def operands(self, buffer: jax.Array) -> list[jax.Array]:
-        """The buffer as operands of the kernel."""
+        """The operands of the kernel through which keys are read."""
 
     def shared(self, stages: int) -> list[Any]:
-        """Shared memory for so many tiles."""
+        """Shared memory for `stages` tiles."""
 
     def install(self, refs) -> None:
-        """Called by the producer before its first copy."""
+        """Prepares copies; the producer calls this before its first copy."""
 
     def fetch(self, refs, shared, stage, first_row: int, rows: int, page, tile_in_block, full) -> None:
         """Starts the copies of `rows` keys of `page` (layer, block) to a stage, from row `first_row` of the tile on."""
@@ -74,12 +74,12 @@ class E4m3Keys:
     stage_bytes = TILE * (DIM + SCALE_BYTES)
 
     def operands(self, buffer):
-        """The rows of the buffer; in the interpreter, which does not view memory as another dtype, one of each."""
+        """The rows of the buffer; in the interpreter, which does not view memory as another dtype, once per dtype."""
         rows = self.view.of(buffer)
         return [view_as(rows, FP8), view_as(rows, jnp.float32)] if self.interpret else [rows]
 
     def shared(self, stages):
-        """Values, then scales."""
+        """Shared memory for values, and for scales."""
         if self.interpret:
             rows = TILE // SCALES_PER_ROW
             return [
@@ -97,10 +97,10 @@ class E4m3Keys:
         ]
 
     def install(self, refs):
-        """Nothing."""
+        """Does nothing."""
 
     def fetch(self, refs, shared, stage, first_row, rows, page, tile_in_block, full):
-        """One copy of values and one of scales."""
+        """Starts one copy of values and one of scales."""
         (key_ref, scale_ref), (k, s) = (refs, shared) if self.interpret else (refs * 2, [both[0] for both in shared])
         first = self.view.page(*page)
         values = key_ref.at[pl.ds(first + tile_in_block * TILE, rows)]
@@ -110,11 +110,11 @@ class E4m3Keys:
         plgpu.copy_gmem_to_smem(scale_ref.at[pl.ds(row, count)], to, full, oob_mode=IN_BOUNDS)
 
     def tile(self, shared, stage):
-        """Keys of e4m3."""
+        """The e4m3 keys of a stage."""
         return (shared[0] if self.interpret else shared[0][1]).at[stage]
 
     def scales(self, shared, stage):
-        """Powers of two."""
+        """The scales of a stage, which are powers of two."""
         if self.interpret:
             return shared[1][stage].reshape(TILE)
         return plgpu.load(shared[1][1].at[stage], layout=ROW)
@@ -135,7 +135,7 @@ class FloatKeys:
         return [self.view.of(view_as(buffer, self.dtype))]
 
     def shared(self, stages):
-        """Values."""
+        """Shared memory for values."""
         return [swizzled(stages, TILE, DIM, dtype=self.dtype)]
 
     def install(self, refs):
@@ -143,23 +143,23 @@ class FloatKeys:
         self.view.install(refs[0])
 
     def fetch(self, refs, shared, stage, first_row, rows, page, tile_in_block, full):
-        """One copy."""
+        """Starts one copy."""
         layer, block = page
         origin, row = self.view.index(layer, block, tile_in_block * TILE)
         source = refs[0].at[origin, pl.ds(row, rows), self.view.columns(0, DIM, origin)]
         plgpu.copy_gmem_to_smem(source, shared[0].at[stage, pl.ds(first_row, rows)], full)
 
     def tile(self, shared, stage):
-        """Keys of the entries' dtype."""
+        """The keys of a stage, in the dtype of the entries."""
         return shared[0].at[stage]
 
     def scales(self, shared, stage):
-        """None."""
+        """Returns None, because these keys have no scales."""
         return None
 
 
 def key_tiles(entry, pages: Pages, buffer: jax.Array, *, interpret: bool) -> KeyTiles:
-    """The tiles of a cache of such entries."""
+    """How tiles of keys of a cache of `entry` reach shared memory."""
     if entry.quantised:
         view = key_rows(pages, buffer.dtype.itemsize)
         return E4m3Keys(view, pages.block_size, buffer.dtype, interpret)

@@ -2,30 +2,32 @@
 
 logit[j] = sum over heads h of relu(q_h . k_j) * w_h, times the scale of key j.
 
-The query tokens of a request are divided into groups of up to 256 rows (query tokens x heads); here, "request" means
-such a group.  A persistent CTA per multiprocessor has an even share of all tiles of 64 keys (`work.py`).  One
-warpgroup, the producer, copies keys and scales by TMA; each of the others, the consumers, multiplies tiles of its own:
-keys are the left operand of wgmma (64 rows), the queries of all heads the right one.  Timeline of a CTA:
+The query tokens of a request are divided into groups of up to 256 rows (query tokens x heads).  Below, and in the
+kernel, "request" means such a group.  A persistent CTA per multiprocessor has an even share of all tiles of 64 keys
+(`work.py`).  One warpgroup, the producer, copies keys and scales by TMA; each of the others, the consumers, multiplies
+tiles of its own: keys are the left operand of wgmma (64 rows), the queries of all heads the right one.  Timeline of a
+CTA:
 
     producer     queries of the 1st request | tiles 0, 1, 2, ... as fast as stages are free | queries of the 2nd ...
     consumers    -inf past the requests' ends | tile w, w + consumers, w + 2 * consumers, ...
-    per tile     q k^T | relu, times the weights, sum over heads, times the scale, mask, store, for 128 rows at a time
+    per tile, for up to 128 rows at a time:
+                 q k^T | relu, times the weights, sum over heads, times the scale, mask, store
 
-Keys of bf16 and f16 are multiplied with queries of the same dtype, from shared memory.  Queries of e4m3 are converted
-to it.
+Keys of bf16 and f16 are multiplied from shared memory, with queries of the same dtype; queries of e4m3 are converted to
+that dtype before.
 
 Keys of e4m3 are multiplied with queries of e4m3 as they are.  Hopper adds up such products with about 13 bits after the
-leading one.  Queries of bf16 and f16 are multiplied with them as float16.  A consumer then converts its keys to float16
-in registers, exactly.
+leading one.  With queries of bf16 and f16, they are multiplied as float16: a consumer converts its keys to float16 in
+registers, exactly.
 
 Barriers:
     k_full, k_free    per stage of keys: the tile has landed; its consumer has read it
     q_full, q_free    per stage of queries: a request's queries (and weights) have landed; all consumers have read them
 
-Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys, 8 or 9 of them by default; 8 KiB (e4m3) or 16 KiB
-per stage of queries of 64 rows, and with more than 128 rows of queries for e4m3 keys 1 KiB of weights.  Registers of a
-consumer: 32 of products and 16 of weights per 64 rows of queries, up to 128 rows at a time; with e4m3 keys and bf16 or
-f16 queries also the keys, 16 of bytes and 32 of float16.
+Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys, by default 8 or 9 stages or as many as fit; per
+stage of queries, 8 KiB (e4m3) or 16 KiB per 64 rows, and up to 1 KiB of weights if keys are e4m3 and take several
+products.  Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries, up to 128 rows at a time;
+with e4m3 keys and bf16 or f16 queries also the keys, 16 of bytes and 32 of float16.
 """
 
 from functools import partial
@@ -54,7 +56,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 from jaxkv_kernels.tuning import configuration
 
 RESERVED = 3072
-"""Bytes of shared memory for barriers and alignment."""
+"""Bytes of shared memory for barriers, alignment and weights."""
 LARGEST = 2.0**15
 """The largest magnitude of bf16 queries that are scaled to become float16."""
 
@@ -73,7 +75,7 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
 
 
 def products(tokens: int, rows: int) -> list[tuple[int, int]]:
-    """The columns (first, count) of each product of a tile of keys, for so many query tokens of `rows` columns each."""
+    """The columns (first, count) of each product of a tile of keys, for `tokens` query tokens of `rows` columns."""
     width = rows * (COLUMNS // rows) if rows <= COLUMNS else COLUMNS
     return [(first, min(width, tokens * rows - first)) for first in range(0, tokens * rows, width)]
 
@@ -127,8 +129,8 @@ def _run(
     tiles_per_window = WINDOW * block_size // TILE
     ctas = 2 if interpret else MULTIPROCESSORS
     converted = q.dtype != keys.dtype
-    # Weights of one product stay in registers.  Those of several are loaded for each tile: from shared memory, unless
-    # products of 16-bit keys need all of its bandwidth.
+    # With a single product, weights stay in registers.  With several, they are loaded for each tile: from shared
+    # memory, unless keys have 16 bits, whose products need all of its bandwidth.
     weights_shared = len(columns) > 1 and keys.dtype == FP8
     key_operands, key_scratch = keys.operands(buffer), keys.shared(stages)
 
@@ -241,7 +243,7 @@ def _run(
             fill_share()
 
             def operand(stage):
-                """A tile of keys [64, D], in registers if it is converted."""
+                """A tile of keys [64, D]; it is in registers if it is converted."""
                 tile = keys.tile(k_s, stage)
                 if not converted:
                     return tile

@@ -1,4 +1,4 @@
-"""Device-side: sums over heads, and stores of the logits that they become, whose rows may end anywhere."""
+"""Device-side: sums scores over heads, and stores the logits, whose rows may end anywhere."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ def store_logits(out_ref, row, first, end, known, part: int, partial, scale, *, 
     It stores -inf from position `end` on (`end + 1` for the second token), and for tokens of unknown blocks: bit i of
     `known` is whether the i-th `part` tokens of the tile are in the cache.
 
-    `partial` has an array of `weigh` per query token, `scale` is a ROW array or None.  Of the query tokens, the first
-    `skipped` (an int32 scalar) are not stored.
+    `partial` has one result of `weigh` per query token; `scale` is a ROW array or None.  The first `skipped` (an int32
+    scalar or None) of the query tokens are not stored.
     """
     if interpret:
         token = jnp.arange(TILE, dtype=jnp.int32)
@@ -55,7 +55,7 @@ def store_logits(out_ref, row, first, end, known, part: int, partial, scale, *, 
 
 
 def weigh(partial, scores, weights, *, interpret: bool):
-    """The sum over heads of relu(score) * weight, still divided among a quad of lanes: a WGMMA tile [64, 8].
+    """The sum over heads of relu(score) * weight, of which each lane of a quad holds a part: a WGMMA tile [64, 8].
 
     `scores` [64, heads] is a WGMMA tile, `weights` [heads] a COLUMN array.  `partial` is a sum over other heads to add
     to, or None.

@@ -34,10 +34,10 @@ def load_scales(first, second, head, STEPS: tl.constexpr):
 
 @triton.jit
 def quotient(x, divisor):
-    """Float32 `x` / `divisor`, which broadcast, rounded once.
+    """Float32 `x` / `divisor`, which are broadcast, rounded once.
 
-    The PTX instruction is spelled out: what Triton makes of a division differs between its versions, which may
-    approximate it, or treat denormal operands as 0.  The interpreter divides as NumPy does.
+    This is inline PTX, because Triton compiles a division differently from version to version: it may approximate the
+    quotient, or treat denormal operands as 0.  The interpreter divides as NumPy does.
     """
     if INTERPRETED:
         return tl.div_rn(x, divisor)

@@ -1,7 +1,7 @@
 """Products and conversions that are correct on the GPU and in Triton's interpreter.
 
 The interpreter's own operations multiply the bits of bf16 values as integers, truncate float32 to bf16, and convert
-denormal bf16 values to wrong ones.
+denormal bf16 values incorrectly.
 """
 
 import triton

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 _THREAD = ThreadPoolExecutor(max_workers=1)
-"""Runs the kernels.  XLA's own threads, which run callbacks, treat denormal numbers as 0, unlike GPUs."""
-_THREAD.submit(int).result()  # starts the thread here: started from one of XLA's, it would inherit their mode
+"""The thread that runs the kernels.  XLA's threads, which run callbacks, treat denormal numbers as 0, unlike GPUs."""
+_THREAD.submit(int).result()  # started here, because a thread that one of XLA's starts inherits this mode
 
 
 def interpret(kernel, operands, results, updated, grid, constants) -> tuple[jax.Array, ...]:

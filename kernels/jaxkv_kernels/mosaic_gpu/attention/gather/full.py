@@ -1,7 +1,8 @@
-"""How consumers learn that half a tile of keys is in shared memory: stored by the producer's lanes, or copied.
+"""How consumers wait for half a tile of keys, which the producer's lanes store or copy to shared memory.
 
-A copy of a lane (`cp.async`) lands after the lane has gone on, and then arrives at a barrier by itself.  Pallas has no
-such arrivals, so the barriers of copied tiles are words of `stats`.
+A copy (`cp.async`) lands after the lane that started it has gone on.  The lane therefore requests an arrival at the
+barrier for when its copies have landed.  Pallas has no such arrivals, so the barriers of copied tiles are words of
+`stats`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ HALVES = 4
 
 @dataclass(frozen=True)
 class StoredFull:
-    """For tiles that lanes store."""
+    """Barriers of tiles that lanes store."""
 
     barriers: Any
 
@@ -37,7 +38,7 @@ class StoredFull:
 
 @dataclass(frozen=True)
 class CopiedFull:
-    """For tiles that are copied.  A lane arrives twice: for what it has stored (factors), and for its copies."""
+    """Barriers of tiles that are copied.  A lane arrives twice: for the factors that it stored, and for its copies."""
 
     stats: Any
 

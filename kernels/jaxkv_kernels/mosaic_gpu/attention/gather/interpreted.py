@@ -36,7 +36,7 @@ class InterpretedRows(GatheredRows):
     spread_rope = spread
 
     def copy(self, kv_ref, slots, layer, limit, stage, half, k_ref, r_ref=None):
-        """Copies them at once."""
+        """Copies half of the rows' latents, and rotary keys if `r_ref` is given; the copies are complete on return."""
         latent = self.part("latent") + 2 * HALF * half
         k_ref[stage, half] = _elements(self._bytes(kv_ref, slots, layer, limit, latent, 2 * HALF), self.latent_dtype)
         if r_ref is not None:
@@ -51,7 +51,7 @@ class InterpretedRows(GatheredRows):
         return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.scaled else None
 
     def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
-        """Copies them, without a wait in `finish_rope`, or loads them."""
+        """Copies rotary keys, for which `finish_rope` need not wait, or loads them."""
         rope = next(part for part in self.entry.parts() if part.name == "rope")
         raw = self._bytes(kv_ref, slots, layer, limit, rope.offset, rope.nbytes)
         if self.converts_rope:
@@ -103,7 +103,7 @@ class InterpretedRows(GatheredRows):
 
 
 def _from_e4m3(raw):
-    """Bytes of e4m3 values as float16."""
+    """Bytes, which are e4m3 values, as float16."""
     return lax.bitcast_convert_type(raw, jnp.float8_e4m3fn).astype(jnp.float16)
 
 

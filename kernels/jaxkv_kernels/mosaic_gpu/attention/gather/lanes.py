@@ -31,7 +31,8 @@ BARRIERS = 7, 32
 ROPE_TILE = 8 * COLUMN_TILE
 """Bytes of the rotary keys of a tile."""
 COPY = "cp.async.cg.shared.global.L2::256B [$0 + {into}], [$1 + {offset}], 16, $2;"
-"""Copies 16 bytes to shared memory; zeros if the size, the last operand, is 0 instead of 16: then it reads nothing."""
+"""Copies 16 bytes to shared memory.  If the size, the last operand, is 0 instead of 16, stores zeros and reads
+nothing."""
 # Not `.nc`: such loads ptxas moves past the synchronisation after them, down to their first use.
 LOAD = "ld.global.L1::evict_last.L2::256B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
 STORE = "st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
@@ -61,9 +62,9 @@ class Lane:
         self.lane = arith.andi(thread, c32(31))
         self.warp = arith.shrui(thread, c32(5))
         self.in_warp = self._in_warp
-        """The row, of the warp's 4 of every 16 rows, whose chunks the lane loads."""
+        """Which of its warp's 4 rows, of every 16 rows, the lane loads chunks of."""
         self.row = arith.addi(arith.shli(self.warp, c32(2)), self.in_warp)
-        """The same row, of every 16 rows."""
+        """The number of that row among the 16."""
         self.second = arith.andi(arith.shrui(self.lane, c32(2)), c32(1))
         self.quarter = arith.shrui(self.lane, c32(3))
 
@@ -84,18 +85,18 @@ class Lane:
 
     @property
     def owners(self) -> list[Any]:
-        """The lanes whose own rows are those of which this lane loads chunks."""
+        """The lanes whose own rows are those that this lane loads chunks of."""
         return [arith.addi(self.in_warp, c32(4 * n)) for n in range(ROWS_PER_LANE)]
 
     @property
     def rope_owners(self) -> list[Any]:
-        """The same for e4m3 rotary keys: of its four rows, a lane loads chunks of the first two or of the last two."""
+        """The same for e4m3 rotary keys, of which a lane loads chunks of two rows: its first two or its last two."""
         first = arith.addi(self.in_warp, arith.shli(self.second, c32(3)))
         return [first, arith.addi(first, c32(4))]
 
     @property
     def chunk(self) -> Any:
-        """The lane's chunk of the 8 in a line of a row, for values that are stored as they are."""
+        """Which of the 8 chunks of a line of a row the lane has, for values that are stored as they are."""
         return arith.addi(arith.shli(self.second, c32(2)), self.quarter)
 
     @property
@@ -106,7 +107,7 @@ class Lane:
 
     @property
     def rope_chunk(self) -> Any:
-        """The same for e4m3 rotary keys, of four chunks: for the last two rows others, which lie in other banks."""
+        """The same for e4m3 rotary keys (4 chunks).  The last two rows have another order, to use other banks."""
         return arith.xori(self.quarter, arith.shli(self.second, c32(1)))
 
     def place(self, chunk, column_tiles: int) -> Any:
@@ -118,7 +119,7 @@ class Lane:
 
 
 class CopyLane(Lane):
-    """The same for copies that bypass registers: eight consecutive lanes copy a line, 128 bytes, of one row."""
+    """A lane that copies without registers: eight consecutive lanes copy a line (128 bytes) of one row."""
 
     @property
     def _in_warp(self) -> Any:
@@ -126,7 +127,7 @@ class CopyLane(Lane):
 
     @property
     def chunk(self) -> Any:
-        """The lane's chunk of a line."""
+        """Which chunk of a line the lane has."""
         return arith.andi(self.lane, c32(7))
 
 
@@ -140,7 +141,7 @@ def load_slots(ref, request, tile, length) -> Any:
 
 
 def spread(slot, owners: list[Any]) -> list[Any]:
-    """The slots of the rows of which a lane loads chunks, from those of lanes' own rows, `owners`."""
+    """The slots of the rows that a lane loads chunks of: those of the own rows of the lanes `owners`."""
     return [shuffle(slot, owner) for owner in owners]
 
 
@@ -190,8 +191,9 @@ def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
 def copy_rows(cache, kv, slot, layer, limit, parts) -> None:
     """Starts to copy lines of a tile's rows, and zeros for masked keys.  `slot` is that of the lane's own row.
 
-    `parts`: for each, its first byte in an entry, the number of its lines, where they go (shared memory, and the byte
-    of it at which the first line of the tile's first row is), and how many column tiles lie between groups of 8 rows.
+    `parts` lists what to copy.  Each part is a tuple: its first byte in an entry, its number of lines, the shared
+    memory that it goes to, the byte there at which the first line of the tile's first row begins, and the number of
+    column tiles per group of 8 rows.
     """
     lane = CopyLane()
     found = []
@@ -321,7 +323,7 @@ def divide_rope(ref, stage: int, special, inverse) -> None:
 def store_e4m3(ref, raw, pairs, stage: int, group: int) -> None:
     """Stores a unit of e4m3 values, scale group `group` of a latent, as float16 times their scales.
 
-    `pairs` has the scales of the lane's own row; it is None where entries have no scales of their own.
+    `pairs` has the scales of the lane's own row, or is None if entries have no scales of their own.
     """
     lane = Lane()
     column_tiles = HALF // 64
@@ -353,7 +355,7 @@ def store_e4m3_rope(ref, raw, stage: int) -> None:
 
 
 def _converted(register, *scale) -> list[Any]:
-    """Words of float16 values: a chunk of e4m3 values, times a pair of equal scales if there is one."""
+    """A chunk of e4m3 values as words of float16 values, multiplied by a pair of equal scales if there is one."""
     convert = CONVERT if scale else E4M3_TO_F16
     return [value for word in words(register) for value in ptx(convert, word, *scale, result_types=[i32()] * 2)]
 
@@ -366,7 +368,7 @@ def barrier(ref, n: int) -> Any:
 
 
 def start_barriers(ref, count: int) -> None:
-    """Initializes barriers for two arrivals of each of 128 lanes, and waits until that is visible to the CTA."""
+    """Initializes barriers for two arrivals by each of 128 lanes, and waits until all lanes of the CTA see them."""
     first = arith.cmpi(arith.CmpIPredicate.eq, mgpu.utils.thread_idx(), c32(0))
     for n in range(count):
         ptx(f"mbarrier.init.shared::cta.b64 [$0], {2 * THREADS};", barrier(ref, n), predicate=first)
@@ -374,7 +376,7 @@ def start_barriers(ref, count: int) -> None:
 
 
 def arrive(ref, n: int) -> None:
-    """Arrives for this lane: now, and once its copies have landed."""
+    """Arrives twice for this lane: now, and once its copies have landed."""
     ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", barrier(ref, n))
     ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier(ref, n))
 

@@ -1,22 +1,23 @@
 """The loader of entries at chosen slots: how they reach the shared memory that wgmma reads.
 
-TMA has no gather on Hopper, so a warpgroup gathers, 16 bytes per lane and instruction.
+TMA has no gather on Hopper, so a warpgroup gathers, 16 bytes (a chunk) per lane and instruction.
 
-Entries of bf16 and f16 are copied to swizzled shared memory without registers (`cp.async`): a lane copies one chunk of
-each line, 128 bytes, of the rows 4 warp + lane // 8 of every 16 rows.  The four addresses at which its rows begin serve
-all lines.
+Entries of bf16 and f16 are copied to swizzled shared memory without passing through registers (`cp.async`).  A lane has
+row 4 * warp + lane // 8 of every 16 rows, and copies one chunk of each line (128 bytes) of these rows.  It computes the
+addresses of its four rows once, for all lines.
 
-Quantised entries pass through registers: e4m3 values are converted to float16 between load and store, with the scales
-of `fp8_ds_mla` entries (`scaling.py`); the one scale of all `fp8` entries is left to scores and results.  The latents
-of a tile of 64 rows move in units of one chunk of four rows per lane: 8 KiB, which are 128 values of each entry, in
-`fp8_ds_mla` a scale group.  A lane has row 4 warp + lane % 4 of every 16 rows, and a chunk by the quarter lane // 8 and
-by lane // 4 % 2: eight lanes, which share a phase of a shared-memory access, have four rows and two chunks that the
-128-byte swizzle spreads over all banks.  Rotary keys that need no conversion are copied.  Of those of `fp8` entries, 64
-bytes, each lane loads chunks of two rows, as long before it stores them as the copies take.
+Quantised entries pass through registers, where e4m3 values are converted to float16 between load and store.  Values of
+`fp8_ds_mla` entries are multiplied by their scales there (`scaling.py`).  The single scale of all `fp8` entries is
+applied to scores and results instead.  The latents of a tile of 64 rows move in units of 8 KiB, one chunk of four rows
+per lane: 128 values of each entry, which in `fp8_ds_mla` are a scale group.  A lane has row 4 * warp + lane % 4 of
+every 16 rows, and a chunk that depends on the quarter lane // 8 and on lane // 4 % 2.  So the eight lanes that share a
+phase of a shared-memory access have four rows and two chunks, which the 128-byte swizzle spreads over all banks.
+Rotary keys of `fp8_ds_mla` entries need no conversion, and are copied.  Rotary keys of `fp8` entries are 64 bytes: each
+lane loads chunks of two rows before the latents of the tile are stored, and stores them after these.
 
-A row has one slot and one set of scales.  A lane loads those of a single row, its own row: one of the 16 rows of its
-warp.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or past the cache, or position past
-the count) is a row of zeros with factor -1.
+A row has one slot and one set of scales.  A lane loads those of a single row, called its own row: one of the 16 rows of
+its warp.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or past the cache, or position
+past the count) is a row of zeros with factor -1.
 """
 
 from dataclasses import dataclass
@@ -52,17 +53,17 @@ LINE = lanes.LINE
 OWN, FOUR = _registers(1), _registers(4)
 """The slot of a lane's own row; the slots of four rows, or four words of its own row."""
 ROPE_ROWS = 2
-"""The rows of which a lane loads e4m3 rotary keys: each has four chunks, for eight lanes."""
+"""How many of its four rows a lane loads e4m3 rotary keys of.  A row has only four chunks, for eight lanes."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a lane loads at once of the latents of its rows, to be converted."""
+    """The part of its rows' latents that a lane loads at once, to be converted."""
 
     offset: int
     """Its first byte in an entry."""
     number: int
-    """Its number among those of an entry."""
+    """Its number among the units of an entry."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class GatheredRows:
 
     @property
     def scaled(self) -> bool:
-        """Whether each entry has scales, and bf16 rotary keys; other quantised entries have one scale for all."""
+        """Whether each entry has scales of its own, and bf16 rotary keys.  Other quantised entries share one scale."""
         return self.entry.format == "fp8_ds_mla"
 
     @property
@@ -149,11 +150,11 @@ class GatheredRows:
         return load(slot_ref, request, tile, length)
 
     def spread(self, slots):
-        """The slots of the rows that each lane loads chunks of latents of."""
+        """The slots of the rows whose latents each lane loads chunks of."""
         return self._spread(slots, lanes.ROWS_PER_LANE, lambda lane: lane.owners)
 
     def spread_rope(self, slots):
-        """The same for rotary keys."""
+        """The slots of the rows whose rotary keys each lane loads chunks of."""
         if not self.converts_rope:
             return self.spread(slots)
         return self._spread(slots, ROPE_ROWS, lambda lane: lane.rope_owners)
@@ -206,7 +207,7 @@ class GatheredRows:
     def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> Any:
         """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64], or to load them; `slots` are `spread_rope`.
 
-        Returns what was loaded, or None.
+        Returns the loaded chunks, or None where keys are copied.
         """
         if self.converts_rope:
 
@@ -230,9 +231,9 @@ class GatheredRows:
         return None
 
     def finish_rope(self, stage: int, r_ref, scales, loaded) -> None:
-        """Completes what `fetch_rope` started, which returned `loaded`.
+        """Completes what `fetch_rope` started; `loaded` is what it returned.
 
-        Loaded keys are converted and stored.  Copied ones are waited for, and divided by the factors of their rows.
+        Converts and stores loaded keys.  Waits for copied keys, and divides them by the factors of their rows.
         """
         if self.converts_rope:
 

@@ -1,4 +1,4 @@
-"""How the scales of `fp8_ds_mla` entries, and queries of quantised entries, are made to fit float16.
+"""How the scales of `fp8_ds_mla` entries, and the queries of calls on quantised entries, are made to fit float16.
 
 The latent becomes float16, which represents every e4m3 value exactly.  A token's scales are multiplied into it where
 that is safe: where all four are at least 2**-14 and below 2**7, products neither overflow nor lose bits of a scale.

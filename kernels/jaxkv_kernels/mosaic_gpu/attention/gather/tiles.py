@@ -1,9 +1,12 @@
 """The producer of sparse attention: gathers tiles of keys, pair by pair, for the consumers of `slots.py`.
 
 Two tiles before a tile is fetched, its slots are loaded and, with `prefetch`, its rows are prefetched to the L2 cache.
-Tiles of bf16 and f16 are copied half by half, as the halves of the tiles before them come free; no lane waits for a
-copy.  Tiles of quantised entries are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is
-converted and stored, the next ones are on their way, also across the ends of tiles and work tiles.  Scales are loaded a
+
+Tiles of bf16 and f16 are copied half by half, as soon as consumers free the halves that hold the previous pair.  No
+lane of the producer waits for a copy.
+
+Tiles of quantised entries are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is
+converted and stored, the next ones are being loaded, also across the ends of tiles and work tiles.  Scales are loaded a
 tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 """
 
@@ -35,7 +38,7 @@ class GatherTiles:
     r: Any
     stats: Any
     k_full: Any
-    """`StoredFull` or `CopiedFull`; barrier 2 * tile + half: the half is there, with the far one also rotary keys."""
+    """`StoredFull` or `CopiedFull`.  Barrier 2 * tile + half: the half is there; for the far half, also rotary keys."""
     k_free: Any
     interpret: bool
 
@@ -102,8 +105,8 @@ class GatherTiles:
     def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0) -> Any:
         """Fetches the two tiles of a pair, and returns the state before the next pair.
 
-        `used`: the number of pairs before.  `beyond`: request, tile and number of keys of the tiles of the next pair.
-        `after_tile_0` is called once tile 0 is on its way.
+        `used` is the number of pairs before this one.  `beyond` has the request, tile and number of keys of each tile
+        of the next pair.  `after_tile_0` is called after tile 0 has been fetched.
         """
         raise NotImplementedError
 
@@ -116,9 +119,9 @@ class GatherTiles:
             plgpu.barrier_wait(self.k_free[2 * tile + half])
 
     def _stored(self, half):
-        """Signals that a half is stored, or on its way: each lane arrives for itself.
+        """Signals that a half is stored, or that its copies have been started: each lane arrives for itself.
 
-        The consumers make it visible to wgmma.  A fence here might wait for the loads that are on their way.
+        The consumers make the half visible to wgmma.  A fence here might wait for loads that have not finished.
         """
         if self.interpret:
             plgpu.commit_smem()
@@ -126,7 +129,7 @@ class GatherTiles:
 
 
 class CopiedTiles(GatherTiles):
-    """Of entries that are copied as they are.  The state is the slots of a pair."""
+    """For entries that are copied as they are.  The state is the slots of the next pair."""
 
     def _start(self, layer, limit, slots):
         return slots
@@ -149,7 +152,7 @@ class CopiedTiles(GatherTiles):
 
 
 class ConvertedTiles(GatherTiles):
-    """Of quantised entries.  The state is the units and scales that are being loaded, and the slots of a pair."""
+    """For quantised entries.  The state: units and scales that are being loaded, and slots of the next two tiles."""
 
     def _start(self, layer, limit, slots):
         here, ahead = slots

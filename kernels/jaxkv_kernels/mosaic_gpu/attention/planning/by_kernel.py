@@ -6,16 +6,16 @@
 Timeline of `divide`.  It starts while `check` runs (programmatic dependent launch).
 
     load the lengths; sizes, running sums
-    per boundary between partitions of a candidate division, 1,024 at once: a search for the request that it lies in,
-      the load and the splits of the partition; reduced per candidate
-    the candidate of least cost; begins, counts and first partitions of requests
-    wait for `check`: steps that need no mask; all of these as tables
-    per work tile, 512 at once: search for its request, store columns; its partition and request as tables
+    per boundary between partitions of a candidate division, 1,024 at once: search for the request that it lies in,
+      compute the load and the splits of the partition, reduce them per candidate
+    find the candidate of least cost; begins, counts and first partitions of requests
+    wait for `check`; steps that need no mask; store all of these as tables
+    per work tile, 512 at once: search for its request, store its columns; store its partition and request as tables
     per partition: search for its first work tile, store its columns; requests that are split
 
-A batch-invariant plan has no candidates.  Most vectors have one register per thread, searches are loops, and so is the
-evaluation of candidates, to keep the code short.  A plan of 128 requests and 66 partitions takes 4.3 us on an H200; one
-warpgroup with longer, unrolled vectors took 7.0.
+A batch-invariant plan has no candidates.  To keep the code short, most vectors have one register per thread, and both
+searches and the evaluation of candidates are loops.  A plan of 128 requests and 66 partitions takes 4.3 us on an H200;
+a single warpgroup with longer vectors and unrolled loops took 7.0.
 
 Barriers.  A table is written by all threads, which then wait for each other; every table, and every running sum, has
 shared memory of its own.
@@ -44,12 +44,12 @@ MOST_REQUESTS, MOST_TILES = 1024, 8192
 AT_ONCE = 512
 """The most work tiles, and columns of a block table, that are processed at once."""
 WARPGROUPS = 4
-"""Of `divide`."""
+"""Warpgroups of `divide`."""
 OF_REQUESTS = (
     "sums", "without_gaps", "before", "counts", "sizes", "begins", "first", "keys", "unmasked_end", "first_split",
     "origin", "after",
 )  # fmt: skip
-"""Names of tables."""
+"""Names of the tables of requests."""
 
 
 def fits(problem: Problem) -> bool:

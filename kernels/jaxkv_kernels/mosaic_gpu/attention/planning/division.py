@@ -37,13 +37,13 @@ class Vectors(Protocol):
         """table[i]; i is in range."""
 
     def search(self, table, count: int, bound, *, equal: bool = False, slope=None) -> Any:
-        """How many of the first `count` elements, which are sorted, are less than `bound` (with `equal`, or equal).
+        """How many of the first `count` elements, which are sorted, are below `bound`; with `equal`, at most `bound`.
 
-        `slope`, a vector like `bound`: compares element i + `slope` * i instead.
+        With `slope`, a vector like `bound`, compares table[i] + slope * i, which is sorted too, instead of table[i].
         """
 
     def cumsum(self, *xs) -> Any:
-        """Inclusive running sums of a vector, or of several."""
+        """Inclusive running sums: a vector for a single argument, otherwise a tuple of vectors."""
 
     def candidates(self, count: int, width: int, evaluate: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
         """Tables [count]: the maximum of the first and the sum of the second of `evaluate`, over `width` elements each.
@@ -53,10 +53,10 @@ class Vectors(Protocol):
         """
 
     def following(self, x) -> Any:
-        """Within `evaluate`: the value of the next of each WARP elements; any for the last."""
+        """Within `evaluate`: the value of the next element.  The last of every WARP elements may get any value."""
 
     def first_least(self, count: int, cost: Callable[[Any], Any]) -> Any:
-        """The candidate of least cost, a scalar, the first of equal ones; `cost` maps a vector of candidates."""
+        """The number of the (first) candidate of least cost, a scalar; `cost` maps a vector of numbers to costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +93,14 @@ class Problem:
 
     @property
     def candidates(self) -> int:
-        """Candidate divisions: with so many partitions and more; first those with gaps, then those without."""
+        """How many divisions are compared: with `fewest` to `partitions` partitions, first with gaps, then without."""
         return (self.partitions + 1 - self.fewest) * (1 if self.costs.overhead == 0 else 2)
 
     @property
     def boundaries(self) -> int:
-        """Boundaries between partitions of a candidate.
+        """Elements that a candidate has for the boundaries between its partitions, a multiple of WARP.
 
-        The last of each WARP boundaries is also the first of the next ones, since a load needs two boundaries.
+        The last of each WARP boundaries is also the first of the next ones, because a load needs two boundaries.
         """
         return WARP * -(-self.partitions // (WARP - 1))
 
@@ -200,7 +200,7 @@ class Division:
     def work_tiles(self, tile, request=None) -> tuple[tuple[Any, ...], Any, Any]:
         """For work tiles by number: columns of `WorkTile`, partitions, and whether each is the last of its request.
 
-        `request`: their requests, if known.
+        `request` has the requests of these tiles if they are known already.
         """
         problem, v, of = self._problem, self._v, self._of
         if request is None:
@@ -237,7 +237,8 @@ class Division:
     def split_requests(self, request, last) -> Sequence[Any]:
         """Columns of `Plan.split_requests`.
 
-        `request`: those of the first work tiles of partitions; `last`: whether these are the last of their requests.
+        `request` has the requests of the first work tiles of partitions, and `last` whether these tiles are the last of
+        their requests.
         """
         problem = self._problem
         if problem.combined == problem.batch:

@@ -1,6 +1,6 @@
-"""Vectors of int32 that the registers of a CTA hold, and tables in its shared memory: what each thread does.
+"""Vectors of int32 in the registers of a CTA, and tables in its shared memory: what each thread does.
 
-Element r * threads + t of a vector is in register r of thread t.  To Pallas, each warpgroup has an array of its own.
+Element r * threads + t of a vector is in register r of thread t.  For Pallas, each warpgroup has an array of its own.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ def call(function, *arguments, refs: int, results: tuple[int, ...] = (), warpgro
     """Calls `function(Threads, *references, *vectors)`: the first `refs` arguments are references.
 
     The function receives a vector as the list of the calling thread's int32 values, one per register, and a scalar as
-    an int32 value.  It returns as many of these as `results`, a list of them: vectors with so many registers, or
-    scalars where that is 0.
+    an int32 value.  It returns a list with an item for each of `results`: a vector of that many registers, or a scalar
+    where that is 0.
     """
     types: list[Any] = [
         REF if n < refs else layout(x.shape[0]) if jnp.ndim(x) else SCALAR for n, x in enumerate(arguments)
@@ -129,15 +129,15 @@ class Threads:
         self._mgpu.utils.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True)
 
     def search(self, table, count: int, bounds, slopes, *, equal: bool) -> list[Any]:
-        """How many of the first `count` elements of a table in shared memory, plus `slope` each by number, are passed.
+        """For each bound: for how many i of the first `count`, table[i] + slope * i is less than the bound.
 
-        They are sorted; those less than a bound are passed, with `equal` also equal ones.  All bounds are searched for
-        in one loop, so that their loads overlap.  It is not unrolled, to keep the code short.
+        These values are sorted.  With `equal`, also counts values that equal the bound.  The table is in shared memory.
+        One loop searches for all bounds, so that their loads overlap.  It is not unrolled, to keep the code short.
         """
         size = len(bounds)
 
         def each(text: str) -> str:
-            """A line for each search: `n` is its number, `b` and `s` are the operands of its bound and slope."""
+            """`text` once per search: `n` is its number, `b` and `s` are the operands of its bound and slope."""
             return " ".join(text.format(n=n, b=f"${size + 1 + n}", s=f"${2 * size + 1 + n}") for n in range(size))
 
         code = f"""{{

@@ -8,29 +8,30 @@ from jaxkv_kernels.mosaic_gpu.attention.planning.division import HUGE
 from jaxkv_kernels.mosaic_gpu.attention.planning.lanes import LANES, WARP, WARPS
 
 SUMS = 3
-"""Running sums of a division."""
+"""How many running sums a division computes."""
 
 
 def padded(count: int, threads: int) -> int:
-    """`count`, rounded up to whole registers of so many threads."""
+    """`count`, rounded up to a multiple of `threads`."""
     return count + -count % threads
 
 
 def at_once(count: int, threads: int) -> int:
-    """How many elements of candidates are evaluated at once: two registers, so that loads overlap."""
+    """How many elements of candidates are evaluated at once: up to two per thread, so that loads overlap."""
     return min(padded(count, threads), 2 * threads)
 
 
 class Registers:
     """`Vectors` in the registers of `warpgroups` warpgroups, and tables in shared memory.
 
-    A vector has few registers, most often one, and loops are not unrolled: the code is short, as it runs only once.
+    A vector has few registers per thread, usually one, and loops are not unrolled.  This keeps the code short,
+    which matters because it runs only once.
     """
 
     def __init__(self, scratch, warpgroups: int = 1):
         self._scratch, self._warpgroups = scratch, warpgroups
         self._sums = 0
-        """Running sums so far: each has its own place in the table `warps`."""
+        """How many running sums there have been; each has its own place in the table `warps`."""
 
     @property
     def threads(self) -> int:
@@ -38,7 +39,7 @@ class Registers:
         return self._warpgroups * LANES
 
     def _call(self, function, *arguments, refs, result: int | None = None):
-        """`lanes.call` of a function that returns nothing, a vector of `result` registers, or with 0 a scalar."""
+        """`lanes.call` of a function that returns `result` registers, a scalar if that is 0, nothing if None."""
         if result is None:
             return lanes.call(function, *arguments, refs=refs, warpgroups=self._warpgroups)
 
@@ -72,7 +73,7 @@ class Registers:
         return self._call(lambda threads, table, i: threads.load(table, i), table, jnp.int32(i), refs=1, result=0)
 
     def store(self, start, *tables):
-        """Stores vectors to tables, (table, vector) each, from element `start` on."""
+        """Stores vectors to tables, given as pairs (table, vector), from element `start` on."""
         refs, vectors = zip(*tables, strict=True)
 
         def store(threads, *given):
@@ -171,7 +172,7 @@ class Registers:
         self._call(reduce, loads, splits, load, split, candidate, refs=2)
 
     def wait(self):
-        """Waits for all threads."""
+        """Waits for all threads of the CTA."""
         self._call(lambda threads: threads.barrier(), refs=0)
 
     def following(self, x):

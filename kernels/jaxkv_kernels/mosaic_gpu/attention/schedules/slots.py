@@ -19,25 +19,29 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
                                            arrives k_free[2]
 
 This is the order of `wide.py`.  Copies arrive at k_full when they land, while the producer goes on to the next half.
-Tiles of quantised entries pass through its registers instead, converted on the way: loads are ahead of stores, across
-the ends of tiles and work tiles (`gather/tiles.py`), so that what goes to a half is there when the half comes free.
-Their rotary keys are copied before K0 left or, of `fp8` entries, loaded there, and converted and stored after K0 right.
-P0 and P1 share one place in shared memory: the rotary queries keep theirs, because the registers that hold them in
-`wide.py` belong to the producer here.
 
-Numbers.  A key has a factor: what its values, as they lie in shared memory, are to be multiplied by
-(`gather/scaling.py`).  Tiles in which all factors are 1, nearly all tiles, skip what deals with them.  Otherwise scores
-are multiplied by the factors, and the running max is that of score + log2(factor), so that weights,
-exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
-without factors.  Queries of quantised entries become float16 in place, each row divided by a power of two that makes it
-fit; the rotary part stays bf16 for `fp8_ds_mla` entries.  The one scale of all `fp8` entries is part of the softmax
-scale, and multiplies the result.
+Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  Its loads
+are ahead of its stores, across the ends of tiles and work tiles (`gather/tiles.py`), so that the values for a half are
+in registers when the half comes free.  Rotary keys of `fp8_ds_mla` entries are copied, from before K0 left is stored.
+Those of `fp8` entries are loaded before K0 left is stored, and converted and stored after K0 right.
+
+P0 and P1 share one place in shared memory.  The rotary queries have a place of their own, because the registers that
+hold them in `wide.py` belong to the producer here.
+
+Numbers.  A key has a factor, by which its values in shared memory are to be multiplied (`gather/scaling.py`).  Nearly
+all tiles have only factors of 1, and skip everything that deals with factors.  In the others, scores are multiplied by
+the factors, and the running max is that of score + log2(factor), so that weights, exp2(score - running max) * factor,
+are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights without factors.  For quantised
+entries, queries become float16 in place, each row divided by a power of two that makes it fit; for `fp8_ds_mla`
+entries, their rotary part stays bf16.  The single scale of all `fp8` entries is part of the softmax scale, and also
+multiplies the result.
 
 Barriers.
     q_full           the queries have landed
     q_free           both consumers have multiplied with the queries for the last time
-    k_full[2t + h]   half h of key tile t is there; with the half that comes last, also the rotary keys.  Factors are
-                     stored with the first.  For copies, these are not Pallas's barriers (`gather/full.py`).
+    k_full[2t + h]   half h of key tile t is there; with the half that comes last, also the rotary keys; with the half
+                     that comes first, also the factors.  For copies, these are not Pallas's barriers
+                     (`gather/full.py`).
     k_free[2t + h]   the consumer that multiplies this half last is done with it.  K1's halves stage the result of a
                      work tile, and are free once it has been stored.
     s_issued         S0's products have been issued
@@ -100,7 +104,7 @@ def attend_slots(
     """
     batch, heads, _ = q_latent.shape
     tiles = -(-heads // TILE)
-    copied = not (rows.quantised or interpret)  # the interpreter's loader stores
+    copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
     stored = min(heads, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
     kv_scales = [] if kv_scale is None else [jnp.reshape(kv_scale, (1,))]
@@ -312,7 +316,7 @@ def attend_slots(
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     def viewed(*shape, own_dtype=k_dtype):
-        """Shared memory of the dtype that is multiplied, and of that of queries and results."""
+        """Shared memory with two views: in the dtype that is multiplied, and in the dtype of queries and results."""
         own = swizzled(*shape, dtype=own_dtype)
         if dtype == own_dtype:
             return own
