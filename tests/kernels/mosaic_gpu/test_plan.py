@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
+from jaxkv_kernels.mosaic_gpu.attention import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
 from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
 from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel
@@ -81,6 +82,14 @@ def lowered(batch, columns):
     options = {"tokens": 1, "block_size": 64, "num_blocks": BLOCKS, "partitions": 132, "by_kernel": True, **TILES}
     traced = make_plan.trace(shape((batch,), jnp.int32), shape((batch, columns), jnp.int32), **options)
     return traced, traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("batch", "partitions"), [(1, 1), (1, 2), (2, 1), (7, 3)])
+def test_results_have_room_for_the_splits_that_combine_loads_at_once(batch, partitions):
+    tables, lengths = jnp.zeros((batch, 4), jnp.int32), jnp.ones(batch, jnp.int32)
+    sizes = {"tokens": 1, "block_size": 64, "partitions": partitions, "by_kernel": False}
+    plan = make_plan(lengths, tables, num_blocks=BLOCKS, **TILES, **sizes)
+    assert plan.max_splits == max(min(batch + partitions, 2 * partitions), combine.WARPS)
 
 
 def test_two_kernels_compute_it():

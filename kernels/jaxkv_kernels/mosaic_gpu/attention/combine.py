@@ -85,11 +85,6 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     requests = plan.split_requests.shape[0]
     by_splits = splits >= MANY_SPLITS or height % WARPS != 0
     if by_splits:
-        missing = max(WARPS - split_out.shape[0], 0)
-        split_out, split_lse, split_scale = (
-            jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
-            for x in (split_out, split_lse, split_scale)
-        )
         most = plan.max_splits - batch if splits >= MANY_SPLITS else splits  # of one request, if others have one each
         warpgroups, group = _share_splits(most, requests * chunks * rows if splits >= MANY_SPLITS else MOST_CTAS)
         together, held = 1, WARPS
@@ -122,6 +117,8 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
             """The n-th splits of this warpgroup's warps, of one row: where they are, and which are of the request."""
             number = (n * warpgroups + wg) * WARPS
             last = lax.div(count - 1, jnp.int32(WARPS)) * WARPS
+            # At the end of the array, splits move to other warps, and are merged in another order.  This never happens
+            # to batch-invariant plans: they have room for INVARIANT_SPLITS, a multiple of WARPS, per request.
             start = jnp.minimum(first + jnp.minimum(number, last), split_out_ref.shape[0] - WARPS)
 
             def counts(layout, *shape):

@@ -41,9 +41,11 @@ class IndexerConfig:
         return (launched - self.producer_registers) // self.consumers // 8 * 8
 
     def __post_init__(self):
-        require(1 <= self.consumers <= 4, self, "consumers", "1 to 4")
+        require(
+            2 <= self.consumers <= 4, self, "consumers", "2 to 4, as a warpgroup has at most 256 registers per lane"
+        )
         require(self.stages_per_consumer >= 1, self, "stages_per_consumer", "1 or more")
-        require(1 <= self.query_stages <= 4, self, "query_stages", "1 to 4")
+        require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which always fit in shared memory")
         require(self.producer_registers in (24, 40, 56), self, "producer_registers", "24, 40 or 56")
 
 

@@ -15,6 +15,8 @@ from jax import lax
 
 from jaxkv_kernels.mosaic_gpu.attention.config import SPLIT_COST_UNIT, TILE, SplitCosts
 
+LOADED_AT_ONCE = 4
+"""Splits that the warps of a warpgroup load at once in `combine`."""
 INVARIANT_SPLITS, INVARIANT_TOKENS = 8, 1024
 """Of a batch-invariant plan: the most splits of a request, and the fewest tokens of a split."""
 HUGE = 2**31 - 1
@@ -78,8 +80,9 @@ class Problem:
 
     @property
     def max_splits(self) -> int:
-        """The most splits."""
-        return self.tiles if self.batch_invariant else min(self.tiles, 2 * self.partitions)
+        """The most splits, for which the results have room: at least as many as `combine` loads at once."""
+        most = self.tiles if self.batch_invariant else min(self.tiles, 2 * self.partitions)
+        return max(most, LOADED_AT_ONCE)
 
     @property
     def combined(self) -> int:
