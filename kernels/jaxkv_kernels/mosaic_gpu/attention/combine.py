@@ -194,7 +194,8 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
                 return finish(at_rows, *sums(step))
             states, values = scratch["states"], scratch["values"]
             own = pl.ds(wg * WARPS, WARPS)
-            states[0, own], states[1, own], values[own] = sums(step)
+            for ref, x in zip((states.at[0, own], states.at[1, own], values.at[own]), sums(step), strict=True):
+                store(ref, x)
             plgpu.commit_smem()
             meet(0)
 
