@@ -25,9 +25,11 @@ Timeline of a work tile, downwards; `->` names the barrier that a line waits for
     the queries, scaled and reordered, to       P = exp2(S' - running max) to shared memory
       shared memory, arrives q_full[stage]      O' += V' P', arrives k_free[stage] once the last values are in registers
       -> q_free[stage], two work tiles ago    after the last tile: arrives q_free[stage];
-    the other tiles -> k_free[stage]            1: running max, row sums and O' to shared memory, all of O' at once or,
-                                                   where there is no room, a quarter at a time -> taken; arrives given
-                                                0: -> given; adds them to its own, arrives taken; stores the result
+    the other tiles -> k_free[stage]            consumer 1: stores running max, row sums and O' to shared memory,
+                                                  all of O' at once or, if it does not fit, a quarter at a time
+                                                  -> taken; arrives given
+                                                consumer 0: -> given; adds them to its own, arrives taken; stores the
+                                                  result
 
 Before a batch of products is started, the warpgroup waits for the previous batch, which ran while the operands of this
 one were converted.  (If the wait left some products running, the compiler would serialize all of them.)

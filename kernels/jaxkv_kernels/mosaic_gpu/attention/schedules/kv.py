@@ -24,9 +24,9 @@ Timeline, downwards; `->` names the barrier that a line waits for.
                                                      taken; stores the result in place of the queries, arrives
                                                      done[stage]
 
-The consumers exchange nothing until the end of a work tile: each has its own running max, row sums and output.  A result stays
-in shared memory until the queries of a later work tile need its stage, or until the end of the kernel.  Then the
-producer stores it.
+The consumers exchange nothing until the end of a work tile: each has its own running max, row sums and output.  A
+result stays in shared memory until the queries of a later work tile need its stage, or until the end of the kernel.
+Then the producer stores it.
 
 Barriers, and how many arrivals complete them: TMA copies for `full`, consumers for the others.
     q_full[stage]    the queries have landed (1 per 64 columns)
@@ -42,7 +42,8 @@ commit_smem.
 
 Budget, for heads of 128 + 128 values.  Shared memory: K and V 128 KiB (2 x 2 stages) + Q 32 KiB (2 stages) + `other`
 32 KiB + stats and barriers 2 KiB = 194 KiB of 227.  `_stages` fits the number of stages to the heads: for 256 + 256
-values, there is one per consumer and one of queries.  Registers: O 64 + S 32 + P 16 of 232 per lane for consumers, 40 for the producer.
+values, there is one per consumer and one of queries.  Registers: O 64 + S 32 + P 16 of 232 per lane for consumers, 40
+for the producer.
 """
 
 from functools import partial
@@ -88,7 +89,7 @@ def chunks_of(columns: int):
 
 
 def _stages(config: KVConfig, head_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
-    """Stages of keys and values per consumer, and of queries: as many as shared memory holds, at most those of `config`."""
+    """Stages of keys and values per consumer, and of queries: those of `config`, or as many as shared memory holds."""
     room = SHARED_MEMORY - TILE * value_dim * 4 - STATS_AND_BARRIERS  # beside `other`
     queries, tiles = TILE * max(head_dim, value_dim) * itemsize, 2 * TILE * (head_dim + value_dim) * itemsize
     stages = min((room - queries) // tiles, config.stages)
@@ -262,7 +263,7 @@ def attend_kv(
                     if logit_cap is not None:
                         s = cap_scores(s, logit_cap)
                     # The branch also keeps the compiler from fusing the scaling of scores with the subtraction of their
-                    # maximum: the largest score minus itself would not be 0, and would be far from 0 if scores are huge.
+                    # maximum: the largest score minus itself would not be 0, but far from it if scores are huge.
                     return lax.cond(masked, partial(mask, i), lambda s: s, s)
 
                 def step(i, carry):

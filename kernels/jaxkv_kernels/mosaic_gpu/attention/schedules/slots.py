@@ -30,8 +30,8 @@ P0 and P1 use the same shared memory.  The rotary queries stay in shared memory:
 
 Numerics.  Each key has a factor, by which its values in shared memory are to be multiplied (`gather/scaling.py`).  In
 nearly all tiles, all factors are 1, and everything that deals with factors is skipped.  In other tiles, scores are
-multiplied by the factors, and the running max is that of score + log2(factor), so that weights, exp2(score - running max) * factor,
-are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights without factors.  For quantised
+multiplied by the factors, and the running max is that of score + log2(factor).  So weights, exp2(score - running max) *
+factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights without factors.  For quantised
 entries, queries become float16 in place, each row divided by a power of two that makes it fit; for `fp8_ds_mla`
 entries, their rotary part stays bf16.  The single scale of all `fp8` entries is part of the softmax scale, and also
 multiplies the result.
@@ -39,8 +39,8 @@ multiplies the result.
 Barriers.
     q_full           the queries have landed
     q_free           both consumers have multiplied with the queries for the last time
-    k_full[2t + h]   half h of key tile t is in shared memory.  The half that is stored last also covers the rotary keys,
-                     and the half that is stored first the factors.  For copies, these are not Pallas's barriers
+    k_full[2t + h]   half h of key tile t is in shared memory.  The half that is stored first also covers the factors,
+                     and the half that is stored last the rotary keys.  For copies, these are not Pallas's barriers
                      (`gather/full.py`).
     k_free[2t + h]   the consumer that is the last to multiply this half is done with it.  K1's halves stage the result
                      of a work tile, and are freed once TMA has read it.
@@ -49,8 +49,8 @@ Barriers.
     both             both consumers arrive, and both wait: the largest queries, the scaled queries or the row sums of
                      both are in shared memory
 These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has multiplied it.  The next P0
-overwrites P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one consumer, before it frees the half that
-was stored first.  Automatic barriers are off, as in `wide.py`.
+overwrites P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
+consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.
 
 Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
@@ -174,7 +174,7 @@ def attend_slots(
                 return fit_queries(side, (q_in, q), (qr_in, qr), stats, Q_MAX, wait_for_both) * scale
 
             def scores(row_scale, i, turn, last):
-                """Scores of this side's tile plus the logarithms of factors, and a function that sums the tile's weights."""
+                """Scores of this side's tile plus logarithms of factors, and a function that sums the tile's weights."""
                 z = opaque_zero(i)
                 tile = z + side
                 near, far = side, 1 - side

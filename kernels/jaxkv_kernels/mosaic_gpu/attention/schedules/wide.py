@@ -54,8 +54,8 @@ Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `fu
                        last time (1).  So the queries of the next work tile arrive while this one ends.
     k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
     k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
-                       cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the result
-                       of a work tile, and are freed once TMA has read it.
+                       cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage
+                       the result of a work tile, and are freed once TMA has read it.
     s_issued           S0's products have been issued (1)
     p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
     both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
@@ -233,7 +233,7 @@ def attend_wide(
                         pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
                     if quantised:
                         convert(1)
-                    # After the copies are issued, since a spill of these values to local memory would wait for the load.
+                    # After the copies are issued, since spilling these values to local memory would wait for the load.
                     next_tile = lax.cond(
                         i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
                     )
