@@ -3,7 +3,7 @@
 A CTA combines one chunk of columns of one or more rows of a split request.  There are two ways to divide this work
 among its warps:
 
-    by rows       for few splits: each warp of the CTA's only warpgroup has one or more rows, and all splits of these rows
+    by rows       for few splits: each warp of the CTA's only warpgroup has one or more rows, and all of their splits
     by splits     for many splits, and if four warps cannot divide the rows evenly: the CTA has one row at a time,
                   and one, two or four warpgroups.  Warp w of n has the splits w, w + n, w + 2 n, ...  Warps merge their
                   sums in shared memory.
@@ -21,8 +21,8 @@ Timeline of a CTA.  `->` names the barrier that a line waits for; `stored` and `
     by splits only, before another row: arrive at `merged`      -> merged
 
 CTAs start as CTAs of the attention kernel finish (programmatic dependent launch), and look up their request while other
-CTAs of the attention kernel are still running.  The grid must have room for all requests, but is kept small, because most plans split few
-requests or none.
+CTAs of the attention kernel are still running.  The grid must have room for all requests, but is kept small, because
+most plans split few requests or none.
 
 Budget, by splits.  Shared memory: per warp, 1 KiB of sums, its maximum and its sum of weights; 17 KiB for 16 warps.
 Registers: 4 per lane and split of a group for values and 2 for weights, up to 48, and 16 for sums.
@@ -114,7 +114,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
             return (first + jnp.minimum(n, count - 1), at_rows), jnp.full(held, n < count), None
 
         def of_splits(step, n):
-            """The indices of the n-th splits of this warpgroup's warps, for one row, and which belong to the request."""
+            """The indices of the n-th splits of this warpgroup's warps, of one row, and which are of the request."""
             number = (n * warpgroups + wg) * WARPS
             last = lax.div(count - 1, jnp.int32(WARPS)) * WARPS
             # At the end of the array, splits move to other warps, and are merged in another order.  This never happens

@@ -145,8 +145,8 @@ class FewRowsQuantisedConfig:
     query_stages: int = 2
     """Work tiles whose queries are in shared memory, 18 KiB each."""
     keys_at_once: int = 2
-    """Groups of 64 columns of keys that are converted at once, while the products of the previous groups run.  A converted
-    group takes 16 registers per lane."""
+    """Groups of 64 columns of keys that are converted at once, while the products of the previous groups run.  Each
+    converted group takes 16 registers per lane."""
     producer_registers: int = 88
     """As in WideConfig.  The producer holds the queries of a work tile while it scales them."""
     rescale_threshold: int = 4

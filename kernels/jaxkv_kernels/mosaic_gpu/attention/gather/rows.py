@@ -53,7 +53,7 @@ LINE = lanes.LINE
 OWN, FOUR = _registers(1), _registers(4)
 """The slot of a lane's own row; the slots of four rows, or four words of its own row."""
 ROPE_ROWS = 2
-"""The number of a lane's four rows whose e4m3 rotary keys it loads.  A row has only four chunks, for eight lanes."""
+"""Rows, of its four, whose e4m3 rotary keys a lane loads.  A row has only four chunks, for eight lanes."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class GatheredRows:
         return buffer
 
     def offset(self, slot, layer, constant, wide):
-        """The byte at which the entry of a slot begins.  `wide` converts int32 to the type of offsets, `constant` an int."""
+        """The byte at which the entry of a slot begins.  `constant` and `wide` make offsets of ints and of int32 values."""
         pages = self.pages
         first = constant(pages.offset * self.itemsize) + wide(layer) * constant(pages.layer_stride * self.itemsize)
         token = pages.token_stride if pages.block_size > 1 else pages.block_stride
@@ -184,7 +184,7 @@ class GatheredRows:
         copy(kv_ref, slots, layer, limit, k_ref, *([] if r_ref is None else [r_ref]))
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit: Unit):
-        """Starts to load a unit of a tile's rows.  `slots` come from `spread`; slots of valid keys are below `limit`."""
+        """Starts to load a unit of a tile's rows.  `slots` come from `spread`; those of valid keys are below `limit`."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=_array(16))
         def load(_, kv, zero, slots, layer, limit):
@@ -263,8 +263,8 @@ class GatheredRows:
     def factors(self, stats_ref, row: int, flag: tuple[int, int], slots, limit, raw):
         """Stores the factors of a tile's keys to row `row` of `stats_ref`, and whether any is not 1 to `flag`.
 
-        `flag` is the row and the column of warp 0's value, which is 1 if a factor of its keys is not 1; those of other warps
-        follow.  `raw` is what `load_scales` returned, or None for entries without scales.  Returns what `store` and
+        `flag` is the row and the column of warp 0's value, which is 1 if a factor of its keys is not 1.  The values of other
+        warps follow.  `raw` is what `load_scales` returned, or None for entries without scales.  Returns what `store` and
         `finish_rope` need.
         """
         if raw is None:

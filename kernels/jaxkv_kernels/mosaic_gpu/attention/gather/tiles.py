@@ -6,8 +6,8 @@ Tiles of bf16 and f16 are copied half by half, as soon as consumers free the hal
 lane of the producer waits for a copy.
 
 Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores by a ring of units: while a unit
-is converted and stored, the next ones are being loaded, also from one tile or work tile to the next.  Scales are loaded a
-tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
+is converted and stored, the next ones are being loaded, also from one tile or work tile to the next.  Scales are loaded
+a tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class GatherTiles:
     r: Any
     stats: Any
     k_full: Any
-    """`StoredFull` or `CopiedFull`.  Barrier 2 * tile + half: the half has arrived; for the far half, also rotary keys."""
+    """`StoredFull` or `CopiedFull`.  Barrier 2 * tile + half: that half is full; for the far half, also rotary keys."""
     k_free: Any
     interpret: bool
 

@@ -25,7 +25,7 @@ Timeline, downwards; `->` names the barrier that a line waits for.
                                                   queries, arrives done[stage]
 
 Keys are copied in whole rows, since reads of whole pages have the highest bandwidth.  O' stays in registers.  Each
-warp holds keys of every row, and all warps must use the same running max, so the warpgroup votes once per tile.  Each lane
+warp holds keys of every row, and all warps must use the same running max, so the warpgroup votes once per tile.  A lane
 keeps row sums of its own keys until the work tile ends.  A result stays in shared memory until the queries of a
 later work tile need its stage, or until the end of the kernel.  Most CTAs have no more work tiles than stages, and so
 store nothing while they read.  This matters: 4 MB of writes of splits between 853 MB of reads cost 3 % of the time.
@@ -197,7 +197,7 @@ def attend_few_rows(
                 return used + 1, acc, running_max, row_sum + w
 
             def stage_result(query_stage, values, *per_row):
-                """Writes a result to where the producer stores it from: values in place of the queries, the rest to `stats`."""
+                """Stages a result for the producer: values in place of the queries, and `per_row` in `stats`."""
                 q.at[query_stage].transpose((1, 0))[...] = values
                 for i, x in enumerate(per_row):
                     stats[query_stage, i] = x

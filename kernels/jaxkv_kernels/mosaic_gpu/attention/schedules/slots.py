@@ -30,8 +30,8 @@ P0 and P1 use the same shared memory.  The rotary queries stay in shared memory:
 
 Numerics.  Each key has a factor, by which its values in shared memory are to be multiplied (`gather/scaling.py`).  In
 nearly all tiles, all factors are 1, and everything that deals with factors is skipped.  In other tiles, scores are
-multiplied by the factors, and the running max is that of score + log2(factor).  So weights, exp2(score - running max) *
-factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights without factors.  For quantised
+multiplied by the factors, and the running max is that of score + log2(factor).  So weights,
+exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights without factors.  For quantised
 entries, queries become float16 in place, each row divided by a power of two that makes it fit; for `fp8_ds_mla`
 entries, their rotary part stays bf16.  The single scale of all `fp8` entries is part of the softmax scale, and also
 multiplies the result.
@@ -174,7 +174,7 @@ def attend_slots(
                 return fit_queries(side, (q_in, q), (qr_in, qr), stats, Q_MAX, wait_for_both) * scale
 
             def scores(row_scale, i, turn, last):
-                """Scores of this side's tile plus logarithms of factors, and a function that sums the tile's weights."""
+                """Scores of this side's tile plus logarithms of factors, and a function that sums its weights."""
                 z = opaque_zero(i)
                 tile = z + side
                 near, far = side, 1 - side
