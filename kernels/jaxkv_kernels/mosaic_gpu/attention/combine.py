@@ -85,7 +85,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     requests = plan.split_requests.shape[0]
     by_splits = splits >= MANY_SPLITS or height % WARPS != 0
     if by_splits:
-        most = plan.max_splits - batch if splits >= MANY_SPLITS else splits  # splits of one request, if others have one each
+        most = plan.max_splits - batch if splits >= MANY_SPLITS else splits  # of a request, if others have one each
         warpgroups, group = _share_splits(most, requests * chunks * rows if splits >= MANY_SPLITS else MOST_CTAS)
         together, held = 1, WARPS
     else:
@@ -110,7 +110,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
 
         def of_rows(step, n):
             """The index of the n-th split of some rows, and whether it belongs to the request."""
-            at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # rows past the end: the last ones instead
+            at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the end: the last rows
             return (first + jnp.minimum(n, count - 1), at_rows), jnp.full(held, n < count), None
 
         def of_splits(step, n):

@@ -150,8 +150,8 @@ class FewRowsQuantisedConfig:
     producer_registers: int = 88
     """As in WideConfig.  The producer holds the queries of a work tile while it scales them."""
     rescale_threshold: int = 4
-    """As in WideConfig.  Weights are float16, multiplied by the largest power of two that the threshold leaves room for.
-    So a lower threshold keeps all bits of smaller weights: with 4, of those down to 2**-24."""
+    """As in WideConfig.  Weights are float16, multiplied by a power of two for which the threshold leaves room.  So a
+    lower threshold keeps all bits of smaller weights: with 4, of those down to 2**-24."""
     split_costs: SplitCosts = _QUANTISED_TILE_COSTS
     """In steps of one tile, which has half the bytes of a bf16 tile."""
 

@@ -64,7 +64,7 @@ class Plan:
 def plan_decode(
     buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant, dtype=None
 ) -> Plan:
-    """The schedule for `heads` query heads and `tokens` query tokens per request, with as many partitions as fill the GPU."""
+    """The schedule for `heads` query heads and `tokens` query tokens per request, in partitions that fill the GPU."""
     del buffer, dtype
     if by_slots(entry, tokens * heads):
         from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import plan_by_slots

@@ -27,7 +27,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 )
 
 EMPTY = float(jnp.finfo(jnp.float32).min)
-"""The running max of a row that has seen no key: finite, so that differences are finite, and at most any finite score."""
+"""The running max of a row that has seen no key: finite, so that differences are finite; no finite score is lower."""
 
 
 @dataclass(frozen=True)

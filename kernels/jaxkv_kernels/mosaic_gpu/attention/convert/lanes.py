@@ -2,9 +2,9 @@
 
 A lane loads chunks of 16 bytes of e4m3 values and stores each as two chunks of float16.  Eight lanes share a phase of a
 shared-memory access.  They take four consecutive chunks of an even row, and four of the next row: of the neighbouring
-column tile, or the four below if a row has only four.  As bytes, which are not swizzled, the eight lie in different banks.  As
-float16, the 128-byte swizzle spreads the even (or odd) chunks of an even row over one half of the banks, and those of
-an odd row over the other half.
+column tile, or the four below if a row has only four.  As bytes, which are not swizzled, the eight lie in different
+banks.  As float16, the 128-byte swizzle spreads the even (or odd) chunks of an even row over one half of the banks, and
+those of an odd row over the other half.
 """
 
 from typing import Any

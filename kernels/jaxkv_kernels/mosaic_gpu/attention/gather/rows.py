@@ -116,7 +116,7 @@ class GatheredRows:
     def zeros(self) -> jax.Array:
         """The row of zeros from which masked keys are loaded.
 
-        One byte at its end is not zero.  XLA would fill an array of zeros in each call, but keeps this array as a constant.
+        One byte at its end is not zero.  XLA would fill an array of zeros in each call, but keeps this as a constant.
         """
         row = np.zeros(self.entry.nbytes + 16, np.uint8)
         row[-1] = 1
@@ -127,7 +127,7 @@ class GatheredRows:
         return buffer
 
     def offset(self, slot, layer, constant, wide):
-        """The byte at which the entry of a slot begins.  `constant` and `wide` make offsets of ints and of int32 values."""
+        """The byte at which the entry of a slot begins.  `constant` makes offsets of ints, `wide` of int32."""
         pages = self.pages
         first = constant(pages.offset * self.itemsize) + wide(layer) * constant(pages.layer_stride * self.itemsize)
         token = pages.token_stride if pages.block_size > 1 else pages.block_stride
@@ -184,7 +184,7 @@ class GatheredRows:
         copy(kv_ref, slots, layer, limit, k_ref, *([] if r_ref is None else [r_ref]))
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit: Unit):
-        """Starts to load a unit of a tile's rows.  `slots` come from `spread`; those of valid keys are below `limit`."""
+        """Starts to load a unit of a tile's rows.  `slots` come from `spread`; valid ones are below `limit`."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=_array(16))
         def load(_, kv, zero, slots, layer, limit):
@@ -263,9 +263,9 @@ class GatheredRows:
     def factors(self, stats_ref, row: int, flag: tuple[int, int], slots, limit, raw):
         """Stores the factors of a tile's keys to row `row` of `stats_ref`, and whether any is not 1 to `flag`.
 
-        `flag` is the row and the column of warp 0's value, which is 1 if a factor of its keys is not 1.  The values of other
-        warps follow.  `raw` is what `load_scales` returned, or None for entries without scales.  Returns what `store` and
-        `finish_rope` need.
+        `flag` is the row and the column of warp 0's value, which is 1 if a factor of its keys is not 1.  The values of
+        other warps follow.  `raw` is what `load_scales` returned, or None for entries without scales.  Returns what
+        `store` and `finish_rope` need.
         """
         if raw is None:
 

@@ -41,7 +41,8 @@ class Vectors(Protocol):
     def search(self, table, count: int, bound, *, equal: bool = False, slope=None) -> Any:
         """How many of the first `count` elements, which are sorted, are below `bound`; with `equal`, at most `bound`.
 
-        With `slope`, a vector like `bound`, compares table[i] + slope * i, which must be sorted as well, instead of table[i].
+        With `slope`, a vector like `bound`, compares table[i] + slope * i, which is sorted as well, instead of
+        table[i].
         """
 
     def cumsum(self, *xs) -> Any:
@@ -125,7 +126,7 @@ def _ceil_div(a, b):
 
 
 class Division:
-    """The division of requests of `lengths`, which are clipped to their tables; `unknown()` is 1 for those with unknown blocks."""
+    """The division of requests of `lengths`, which fit their tables; `unknown()` is 1 for those with unknown blocks."""
 
     def __init__(self, vectors: Vectors, problem: Problem, lengths, unknown: Callable[[], Any]):
         self._v, self._problem = vectors, problem

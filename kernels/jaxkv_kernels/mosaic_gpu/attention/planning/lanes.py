@@ -1,6 +1,7 @@
 """Vectors of int32 in the registers of a CTA, and tables in its shared memory: what each thread does.
 
-Element r * threads + t of a vector is in register r of thread t.  To Pallas, each warpgroup has its own array of its elements.
+Element r * threads + t of a vector is in register r of thread t.  To Pallas, each warpgroup has its own array of its
+elements.
 """
 
 from typing import Any

@@ -257,8 +257,8 @@ def largest(raw, layout) -> Any:
 def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: int) -> None:
     """Stores queries times their row's factor to arrays [stages, 16, 64 * `groups`] of 16-bit floats.
 
-    Columns are in the same order as those of keys after `convert_keys`.  `inverse` is stored to row `first_row` + `stage`
-    of `stats`.
+    Columns are in the same order as those of keys after `convert_keys`.  `inverse` is stored to row `first_row` +
+    `stage` of `stats`.
     """
     row, chunk = _row_and_chunk()
     in_tile = arith.andi(row, c32(7))

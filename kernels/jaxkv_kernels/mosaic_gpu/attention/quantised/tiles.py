@@ -1,8 +1,8 @@
 """Tiles of 64 quantised entries as they are stored in the cache, and how products read them.
 
 Entries are copied to shared memory as they are.  They are converted as they are loaded from there to the registers
-that are the first operand of wgmma, so that no converted copy is stored: K for S' = K Q', and V transposed for O' += V' P'.
-e4m3 becomes float16, which represents every e4m3 value exactly.
+that are the first operand of wgmma, so that no converted copy is stored: K for S' = K Q', and V'
+for O' += V' P'.  e4m3 becomes float16, which represents every e4m3 value exactly.
 
 A lane reads 16 bytes of a row, or 4 bytes of each of four tokens.  These are not the values that the register layout of
 wgmma assigns to it, so the columns of K and of V are permuted in the products:

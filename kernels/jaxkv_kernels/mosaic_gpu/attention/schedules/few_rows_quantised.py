@@ -136,7 +136,7 @@ def attend_few_rows_quantised(
                 stage = stage_of(used)
                 ahead = paged.look_up(
                     request, origin + (step + 1) * TILE
-                )  # the loads proceed while the producer waits
+                )  # the loads proceed while the producer waits for k_free
 
                 @pl.when(used >= stages)
                 def _():

@@ -31,10 +31,10 @@ P0 and P1 use the same shared memory.  The rotary queries stay in shared memory:
 Numerics.  Each key has a factor, by which its values in shared memory are to be multiplied (`gather/scaling.py`).  In
 nearly all tiles, all factors are 1, and everything that deals with factors is skipped.  In other tiles, scores are
 multiplied by the factors, and the running max is that of score + log2(factor).  So weights,
-exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights without factors.  For quantised
-entries, queries become float16 in place, each row divided by a power of two that makes it fit; for `fp8_ds_mla`
-entries, their rotary part stays bf16.  The single scale of all `fp8` entries is part of the softmax scale, and also
-multiplies the result.
+exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
+without factors.  For quantised entries, queries become float16 in place, each row divided by a power of two that makes
+it fit; for `fp8_ds_mla` entries, their rotary part stays bf16.  The single scale of all `fp8` entries is part of the
+softmax scale, and also multiplies the result.
 
 Barriers.
     q_full           the queries have landed
