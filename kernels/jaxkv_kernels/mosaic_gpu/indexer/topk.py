@@ -1,8 +1,8 @@
 """The positions of the k largest logits of each row.
 
 A CTA of one warpgroup has up to CHUNK logits of a row in registers.  It searches for the k-th largest, and keeps the k
-largest in any order.  Further launches select from what the chunks of a row have kept, until that fits in a
-single chunk.  The last launch sorts its k largest.  Timeline of a CTA:
+largest in any order.  Further launches select from what the chunks of a row have kept, until that fits in a single
+chunk.  The last launch sorts its k largest.  Timeline of a CTA:
 
     load | count the logits at or above a guess, until there are k | collect | sort, or store what is kept
 
@@ -102,7 +102,7 @@ def _keep(values, places, *, size, count, k, end, interpret):
 
 
 def _search(counters, keys, places, k: int, end: int, interpret: bool):
-    """Returns a key and a place, and the smallest and largest of the k largest keys.
+    """Returns a key and a place, and a lower bound and the maximum of the k largest keys.
 
     The k largest logits are those above the key, and those equal to it before the place.
 

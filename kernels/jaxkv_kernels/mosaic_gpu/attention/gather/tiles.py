@@ -5,9 +5,9 @@ Two tiles before a tile is fetched, its slots are loaded and, with `prefetch`, i
 Tiles of bf16 and f16 are copied half by half, as soon as consumers free the halves that hold the previous pair.  No
 lane of the producer waits for a copy.
 
-Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores by a ring of units: while a unit
-is converted and stored, the next ones are being loaded, also from one tile or work tile to the next.  Scales are loaded
-a tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
+Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores by a ring of units, also from one tile
+or work tile to the next: while a unit is converted and stored, the next ones are being loaded.  Scales are loaded a
+tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
-per tile.  The number of rows."""
+per tile.  The last is the number of rows."""
 
 
 @dataclass(frozen=True)

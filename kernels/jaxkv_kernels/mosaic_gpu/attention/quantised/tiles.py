@@ -1,8 +1,8 @@
 """Tiles of 64 quantised entries as they are stored in the cache, and how products read them.
 
-Entries are copied to shared memory as they are.  They are converted as they are loaded from there to the registers
-that are the first operand of wgmma, so that no converted copy is stored: K for S' = K Q', and V'
-for O' += V' P'.  e4m3 becomes float16, which represents every e4m3 value exactly.
+Entries are copied to shared memory as they are.  They are converted as they are loaded from there to the registers that
+are the first operand of wgmma, so that no converted copy is stored: K for S' = K Q', and V transposed for O' += V' P'.
+e4m3 becomes float16, which represents every e4m3 value exactly.
 
 A lane reads 16 bytes of a row, or 4 bytes of each of four tokens.  These are not the values that the register layout of
 wgmma assigns to it, so the columns of K and of V are permuted in the products:
@@ -39,7 +39,7 @@ STEPS = TILE // N
 """Products of 16 keys in a tile."""
 INVERSES, SCRATCH, STATS = 2, 4, 12
 """Rows of `stats`, float32 [12, 16]: two that the schedule uses; the inverse factors of two stages of queries; scratch
-memory of `over_warps`, four rows for each consumer.  The number of rows."""
+memory of `over_warps`, four rows for each consumer.  The last is the number of rows."""
 PER_LANE = plgpu.Layout.WG_STRIDED((lanes.LANES,), 1)
 PLAIN = plgpu.RefType()
 Array = plgpu.ShapeDtypeStruct

@@ -36,6 +36,7 @@ one were converted.  (If the wait left some products running, the compiler would
 
 Numerics.  Queries become float16, each row divided by a power of two that makes it fit.  The scores of the row are
 multiplied by that power.
+
 `fp8` entries have a scale of keys and one of values, which multiply scores and results.  Tokens of `fp8_ds_mla` have
 four scales.  S' is then the sum of four products, each times its scale, and of the product of the rotary parts, which
 stay bf16.  Each group of 128 latents has weights of its own: P times the group's scale.  For these to fit float16

@@ -1,11 +1,11 @@
 """Grouped-query and multi-head decode: two consumer warpgroups take alternate key tiles.
 
-Work.  A tile is 64 rows by 64 keys with their values.  The rows of one KV head of a request are its query tokens x
-query heads.  A CTA owns one KV head and 64 rows, and walks its partition of the plan: work tiles, each a range of pairs
-of key tiles of a request.  With fewer rows the tile is partly empty, which costs nothing: reading keys and values takes
-three times as long as multiplying full tiles.  CTAs of neighbouring heads are neighbours in the grid, so that they read
-neighbouring memory if the heads of a token are contiguous.  With a window, the tiles of a request begin at the one
-with the first key that some row sees.
+Work.  A tile is 64 rows by 64 keys with their values.  The rows of one KV head of a request are query tokens x query
+heads of the KV head.  A CTA owns one KV head and 64 rows, and walks its partition of the plan: work tiles, each a range
+of pairs of key tiles of a request.  With fewer rows the tile is partly empty, which costs nothing: reading keys and
+values takes three times as long as multiplying full tiles.  CTAs of neighbouring heads are neighbours in the grid, so
+that they read neighbouring memory if the heads of a token are contiguous.  With a window, the tiles of a request begin
+at the one with the first key that some row sees.
 
 Timeline, downwards; `->` names the barrier that a line waits for.
 
@@ -15,7 +15,7 @@ Timeline, downwards; `->` names the barrier that a line waits for.
       -> kv_free[stage]                          mask; vote: does any score exceed the running max by more than the
     queries of the next work tile,                 threshold?  If so: rescale O and the row sums
       while this one is computed                 P = exp2(S - running max), in registers
-      -> done[stage], two work tiles ago         in a masked tile: zeros to the values of unseen tokens
+      -> done[stage], two work tiles ago         in a masked tile: zeroes the values of unseen tokens
     stores that work tile's result first         O += P V, arrives kv_free[stage]
                                                  after the last tile
                                                    consumer 1: stores its O, running max and row sums to shared

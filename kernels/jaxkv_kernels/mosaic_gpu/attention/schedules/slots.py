@@ -48,8 +48,8 @@ Barriers.
     p_ready[t]       P of tile t is in p, and the running max after tile t is in stats[0]
     both             both consumers arrive, and both wait: the largest queries, the scaled queries or the row sums of
                      both are in shared memory
-These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has multiplied it.  The next P0
-overwrites P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
+These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has multiplied it.  The next P0 overwrites
+P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.
 
 Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227.  Registers:

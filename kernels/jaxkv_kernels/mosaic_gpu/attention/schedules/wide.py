@@ -38,8 +38,8 @@ half of the shared memory of those values, and the producer converts them to flo
 k_landed and arrives k_full, in the order in which the consumers use the halves.  The timeline of the consumers is the
 same, with these differences, which leave enough registers for the producer:
 
-- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, so there
-  is no p_free, and q_full also covers it.
+- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, so there is
+  no p_free, and q_full also covers it.
 - P0 and P1 use the same shared memory: consumer 1 stores P1 once it has multiplied P0.
 - Pairs that need a mask have a loop of their own, so that the loop over the others keeps no operands of masks live.
 - The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
@@ -54,8 +54,8 @@ Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `fu
                        last time (1).  So the queries of the next work tile arrive while this one ends.
     k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
     k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
-                       cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage
-                       the result of a work tile, and are freed once TMA has read it.
+                       cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the
+                       result of a work tile, and are freed once TMA has read it.
     s_issued           S0's products have been issued (1)
     p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
     both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
