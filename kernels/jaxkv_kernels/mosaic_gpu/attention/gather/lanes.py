@@ -62,7 +62,7 @@ class Lane:
         self.lane = arith.andi(thread, c32(31))
         self.warp = arith.shrui(thread, c32(5))
         self.in_warp = self._in_warp
-        """The row that the lane loads chunks of, among the 4 that its warp has of every 16 rows."""
+        """The index of the lane's row among the 4 that its warp loads of every 16 rows."""
         self.row = arith.addi(arith.shli(self.warp, c32(2)), self.in_warp)
         """The number of that row among the 16."""
         self.second = arith.andi(arith.shrui(self.lane, c32(2)), c32(1))

@@ -316,7 +316,7 @@ def _ref_type(dtype) -> Any:
 
 
 def async_fence(*, interpret: bool) -> None:
-    """Makes values in shared memory that the caller has waited for visible to wgmma."""
+    """Makes visible to wgmma the values in shared memory for which the caller has waited."""
     if interpret:
         return
     plgpu.inline_mgpu()(lambda _: ptx("fence.proxy.async.shared::cta;"))()

@@ -15,7 +15,7 @@ class Interpreted(Tiles):
     """The part of the interpreted tiles that does not depend on the kind of entry."""
 
     def _keys(self, raw, stage):
-        """The entries' keys of a stage, [64, bytes]."""
+        """The bytes of a stage that begin with its keys, [64, bytes]."""
         raise NotImplementedError
 
     def _value_bytes(self, raw, stage):
