@@ -3,8 +3,8 @@
 A CTA combines one chunk of columns of one or more rows of a split request.  There are two ways to divide this work
 among its warps:
 
-    by rows       for few splits: each warp of the CTA's only warpgroup has one or more rows, and all splits of these
-    by splits     for many splits, and where four warps cannot divide the rows evenly: the CTA has one row at a time,
+    by rows       for few splits: each warp of the CTA's only warpgroup has one or more rows, and all of their splits
+    by splits     for many splits, and if four warps cannot divide the rows evenly: the CTA has one row at a time,
                   and one, two or four warpgroups.  Warp w of n has the splits w, w + n, w + 2 n, ...  Warps merge their
                   sums in shared memory.
 
@@ -20,9 +20,9 @@ Timeline of a CTA.  `->` names the barrier that a line waits for; `stored` and `
     store results
     by splits only, before another row: arrive at `merged`      -> merged
 
-CTAs start as CTAs of the attention kernel finish (programmatic dependent launch), and look up their request while the
-others are still running.  The grid must have room for all requests, but is kept small, because most plans split few
-requests or none.
+CTAs start as CTAs of the attention kernel finish (programmatic dependent launch), and look up their request while other
+CTAs of the attention kernel are still running.  The grid must have room for all requests, but is kept small, because
+most plans split few requests or none.
 
 Budget, by splits.  Shared memory: per warp, 1 KiB of sums, its maximum and its sum of weights; 17 KiB for 16 warps.
 Registers: 4 per lane and split of a group for values and 2 for weights, up to 48, and 16 for sums.
@@ -51,7 +51,7 @@ WARPS, LANES = 4, 32
 MOST_CTAS = 4 * MULTIPROCESSORS
 """The most CTAs of one warpgroup each: as many as run at once.  With more rows of split requests, a CTA has several.
 
-Idle CTAs take time, too.
+Idle CTAs take time as well.
 """
 MANY_SPLITS = 16
 """Splits per request from which the warps of a CTA divide its work by splits."""
@@ -59,7 +59,7 @@ FEW_SPLITS = MANY_SPLITS // 2
 """The most splits that a warp loads at once.  With 16, combining 8 requests x 128 heads took 3.9 us instead of 2.7.  By
 rows, a warp that loads fewer splits at once has several rows."""
 FEW_WARPGROUPS, MOST_WARPGROUPS, MANY_CTAS_AT_ONCE = 2, 4, 4
-"""By splits: FEW_WARPGROUPS are the warpgroups of a CTA where there are many CTAs, MOST_WARPGROUPS where there are few.
+"""By splits: a CTA has FEW_WARPGROUPS warpgroups if there are many CTAs, and MOST_WARPGROUPS if there are few.
 With many CTAs, a warp loads MANY_CTAS_AT_ONCE splits at once.  ThunderMLA's case, 512 CTAs for up to 89 splits, takes
 6.1 us; with one or four warpgroups, it took 8.9 or 9.8.
 """
@@ -85,7 +85,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     requests = plan.split_requests.shape[0]
     by_splits = splits >= MANY_SPLITS or height % WARPS != 0
     if by_splits:
-        most = plan.max_splits - batch if splits >= MANY_SPLITS else splits  # of one request, if others have one each
+        most = plan.max_splits - batch if splits >= MANY_SPLITS else splits  # of a request, if others have one each
         warpgroups, group = _share_splits(most, requests * chunks * rows if splits >= MANY_SPLITS else MOST_CTAS)
         together, held = 1, WARPS
     else:
@@ -109,16 +109,16 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
         wait_for_previous(interpret=interpret)  # the attention kernel
 
         def of_rows(step, n):
-            """The n-th split of some rows: where it is, and whether it is one of the request."""
+            """The index of the n-th split of some rows, and whether it belongs to the request."""
             at_rows = pl.ds(jnp.minimum(step * together, height - together), together)  # past the end: the last rows
             return (first + jnp.minimum(n, count - 1), at_rows), jnp.full(held, n < count), None
 
         def of_splits(step, n):
-            """The n-th splits of this warpgroup's warps, of one row: where they are, and which are of the request."""
+            """The indices of the n-th splits of this warpgroup's warps, of one row, and which are of the request."""
             number = (n * warpgroups + wg) * WARPS
             last = lax.div(count - 1, jnp.int32(WARPS)) * WARPS
             # At the end of the array, splits move to other warps, and are merged in another order.  This never happens
-            # to batch-invariant plans: they have room for INVARIANT_SPLITS, a multiple of WARPS, per request.
+            # with batch-invariant plans: they have room for INVARIANT_SPLITS, a multiple of WARPS, per request.
             start = jnp.minimum(first + jnp.minimum(number, last), split_out_ref.shape[0] - WARPS)
 
             def counts(layout, *shape):
@@ -134,7 +134,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
             lse = jnp.where(counts, read(split_lse_ref.at[split, at_rows], layout=per_row), -jnp.inf)
             scale = read(split_scale_ref.at[split, part, at_rows], layout=per_row)
             values = read(split_out_ref.at[split, at_rows, columns], layout=tile)
-            # Splits that are not of the request may hold anything, even NaN.
+            # Splits of other requests may hold any value, even NaN.
             return lse, scale, values, are_known
 
         def add(step, i, carry):

@@ -18,7 +18,7 @@ HALF = 256
 FEW_ROWS = 16
 """Rows (query tokens x heads of a request) up to which `decode_mla` runs the schedule with swapped operands.
 
-At 16 rows it is bound by reading.  32 rows would fit, with half of the query stages, but took 6 % longer than the wide
+At 16 rows it is memory-bound.  32 rows would fit, with half of the query stages, but took 6 % longer than the wide
 schedule.
 """
 SPLIT_COST_UNIT = 256
@@ -32,7 +32,7 @@ class SplitCosts:
     """The costs, besides walking over keys, that a plan weighs when it divides requests."""
 
     least: int
-    """The fewest steps of a partition: more splits than that take longer to combine than they save."""
+    """The fewest steps of a partition.  Combining shorter splits takes more time than they save."""
     overhead: int
     """The cost of beginning and ending a request, in steps."""
     combining: int
@@ -71,9 +71,9 @@ class WideConfig:
     never rescaled after the first tiles, and weights of at most 256 lose no precision in bf16 or float16."""
     prefetch: bool = True
     """Whether a cluster prefetches its next pair of tiles to the L2 cache, where a page is contiguous.  CTAs without a
-    cluster never do: bound by reading, they lose 10 % to the additional requests."""
+    cluster never prefetch: they are memory-bound, and lose 10 % to the additional requests."""
     split_costs: SplitCosts = _PAIR_COSTS
-    """In steps of two tiles.  For each request, a CTA loads 64 KiB of queries and stores as much of results."""
+    """In steps of two tiles.  For each request, a CTA loads 64 KiB of queries and stores 64 KiB of results."""
 
     def __post_init__(self):
         _check_registers(self, 24, 40, 56)
@@ -82,7 +82,7 @@ class WideConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedWideConfig:
-    """`decode_mla` with more than FEW_ROWS rows per request, of quantised entries."""
+    """`decode_mla` with more than FEW_ROWS rows per request, and quantised entries."""
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
         "prefetch": (True, False),
@@ -141,19 +141,19 @@ class FewRowsQuantisedConfig:
     }
 
     stages: int = 4
-    """Tiles of entries in shared memory, 36 or 41 KiB each.  Even, so that a consumer always has the same ones."""
+    """Tiles of entries in shared memory, 36 or 41 KiB each.  Even, so that a consumer always uses the same stages."""
     query_stages: int = 2
     """Work tiles whose queries are in shared memory, 18 KiB each."""
     keys_at_once: int = 2
-    """Groups of 64 columns of keys that are converted while the products of as many are on their way: each takes 16
-    registers then."""
+    """Groups of 64 columns of keys that are converted at once, while the products of the previous groups run.  Each
+    converted group takes 16 registers per lane."""
     producer_registers: int = 88
     """As in WideConfig.  The producer holds the queries of a work tile while it scales them."""
     rescale_threshold: int = 4
-    """As in WideConfig.  Weights are float16, lifted by what the threshold leaves of its range, so a smaller one keeps
-    smaller weights: with 4, those of 2**-24 have all their bits."""
+    """As in WideConfig.  Weights are float16, multiplied by a power of two for which the threshold leaves room.  So a
+    lower threshold keeps all bits of smaller weights: with 4, of those down to 2**-24."""
     split_costs: SplitCosts = _QUANTISED_TILE_COSTS
-    """In steps of one tile, each half of the bytes of a bf16 tile."""
+    """In steps of one tile, which has half the bytes of a bf16 tile."""
 
     def __post_init__(self):
         most = 8 if isinstance(self, KVQuantisedConfig) else 4

@@ -20,7 +20,7 @@ from jaxkv_kernels.tuning import configuration
 def decode_kv(
     q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
 ):
-    """Q [B, Q, Hq, D] to out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
+    """Maps q [B, Q, Hq, D] to out [B, Q, Hq, Dv], float32 lse [B, Q, Hq]; query head i reads KV head i // (Hq / H)."""
     _, tokens, heads, _ = q.shape
     config = configuration(default_config(entry, tokens * heads // pages.num_heads))
     scales = () if k_scale is None else tuple(jnp.reshape(scale, (-1,)) for scale in (k_scale, v_scale))
@@ -39,7 +39,7 @@ def _decode(q, buffer, block_tables, layer, scale, scales, plan, *, pages, entry
     batch, tokens, query_heads, _ = q.shape
     heads, group = pages.num_heads, query_heads // pages.num_heads
     rows = tokens * group
-    # TMA copies tiles of 8 rows, and clips them where an axis is shorter than one.
+    # TMA copies tiles of 8 rows, and clips them if an axis is shorter than a tile.
     quantised = isinstance(config, KVQuantisedConfig)
     padded = rows if rows <= 8 and not quantised else rows + -rows % (8 if rows <= TILE else TILE)
     q = q.reshape(batch, tokens, heads, group, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)

@@ -1,6 +1,6 @@
 """Dense MLA decode for latents of 512 and rotary parts of 64 values, on sm_90.
 
-One of three schedules, by the rows of a request (query tokens x heads) and the format of entries, and the kernel that
+Runs the schedule for the rows of a request (query tokens x heads) and the format of entries, and then the kernel that
 combines splits.
 """
 
@@ -28,7 +28,7 @@ from jaxkv_kernels.tuning import configuration
 def decode_mla(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
 ):
-    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    """Maps q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     _, tokens, heads, _ = q_latent.shape
     if by_slots(entry, tokens * heads):
         return decode_by_slots(
@@ -50,7 +50,7 @@ def _decode(
 ):  # fmt: skip
     batch, tokens, heads, _ = q_latent.shape
     rows = tokens * heads
-    # TMA tiles are of 8 rows; whole tiles past the last row it fills with zeros and clips by itself.
+    # TMA copies tiles of 8 rows.  It fills tiles past the last row with zeros, and does not store them.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
     if isinstance(config, FewRowsQuantisedConfig):

@@ -1,6 +1,7 @@
 """Dense MLA decode of `fp8_ds_mla` entries with many rows, as sparse attention to all slots of a request.
 
-The schedule of sparse attention loads entries by slot.  Here the block table gives the slots, 4 bytes per token of 656.
+The schedule of sparse attention loads entries by slot.  Here, slots are computed from the block table, and add
+4 bytes to the 656 of each token.
 """
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 def decode_by_slots(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, plan: Plan | None, *, pages, entry, logit_cap
 ):
-    """q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    """Maps q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     batch, tokens, heads, _ = q_latent.shape
     size = table_tokens(block_tables, pages.block_size)
     positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))

@@ -22,7 +22,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, store
 
 SPLIT_DTYPE = jnp.float16
 FINITE = 1e37
-"""Rows with a larger magnitude, infinity or NaN are not divided, so that these stay as they are."""
+"""Rows with a larger magnitude, infinity or NaN are not divided, so that infinity and NaN are preserved."""
 
 
 def result_types(
@@ -53,7 +53,7 @@ def split_scale(magnitude):
 
 @dataclass(frozen=True)
 class HalvesEpilogue:
-    """Stores the results of 64 rows from two consumer warpgroups, which have half of the columns each.
+    """Stores the results of 64 rows from two consumer warpgroups, which each have half of the columns.
 
     A consumer's row sums are over half of the keys, so results of whole requests need those of both.  Values of a split
     can be stored before these are known, because each consumer divides its half of a row by that half's largest
@@ -70,7 +70,7 @@ class HalvesEpilogue:
     stored: int
     """Rows per tile to store in the log-sum-exps of whole requests: TMA does not clip 1-D copies at the array's end."""
     value_scale: Any = None
-    """What results are multiplied by, if anything."""
+    """A factor of the results, if any."""
 
     def store(
         self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None

@@ -2,9 +2,10 @@
 
 The tokens of a request are counted in steps: pairs of 64-token tiles, or single tiles for MLA calls with few rows.  By
 default, the steps of all requests are laid end to end, and the line is divided into equal partitions: as many as fill
-the GPU, with a CTA for each partition, tile of rows and KV head.  Several divisions are compared: with and without gaps
-between requests, for the cost of beginning and ending one, and into as many partitions as fill the GPU or somewhat
-fewer.  The division with the least estimated time is used: that of its longest partition, and of combining its splits.
+the GPU, with a CTA for each partition, tile of rows and KV head.  Several divisions are compared: into as many
+partitions as fill the GPU or somewhat fewer, and with and without gaps between requests, which stand for the cost of
+beginning and ending a request.  The division with the least estimated time is used: the time of its longest partition
+and of combining its splits.
 A batch-invariant plan splits a request by its own length alone.
 
 A work tile is the part of a request that lies in one partition.  The work tiles of a request that was divided store
@@ -63,7 +64,7 @@ class Plan:
 def plan_decode(
     buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant, dtype=None
 ) -> Plan:
-    """The schedule for `heads` query heads and `tokens` query tokens per request, with a partition per CTA."""
+    """The schedule for `heads` query heads and `tokens` query tokens per request, in partitions that fill the GPU."""
     del buffer, dtype
     if by_slots(entry, tokens * heads):
         from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import plan_by_slots
@@ -91,12 +92,12 @@ def plan_decode(
 
 
 def by_slots(entry, rows: int) -> bool:
-    """Whether calls with so many rows per request run as sparse attention to all slots of a request."""
+    """Whether calls with `rows` rows per request run as sparse attention to all slots of the request."""
     return entry.format == "fp8_ds_mla" and rows > FEW_ROWS
 
 
 def default_config(entry, rows: int) -> Any:
-    """The default configuration of a `decode_mla` or `decode_kv` call: its class stands for the schedule.
+    """The default configuration of a `decode_mla` or `decode_kv` call: its class determines the schedule.
 
     `rows`: query tokens x query heads of a KV head.
     """

@@ -4,7 +4,7 @@ Weights are exp2(score - running max), and the sums over keys (of weights, and o
 same running max.  Ordinary online softmax would raise the running max in most tiles, and rescale all sums each time.
 Here, the running max is raised only when a score exceeds it by more than a threshold.  Until then, weights may exceed
 1, up to 2**threshold, which costs no precision.  To detect such scores, each lane checks its own values, and the lanes
-vote.  Most tiles therefore need neither a maximum over rows nor a rescale.
+vote.  Most tiles therefore need neither row maxima nor a rescale.
 """
 
 import math
@@ -27,7 +27,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 )
 
 EMPTY = float(jnp.finfo(jnp.float32).min)
-"""The running max of a row that has seen no key: finite, so that differences are, but no finite score is lower."""
+"""The running max of a row that has seen no key: finite, so that differences are finite; no finite score is lower."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class OnlineSoftmax:
     threshold: float
     interpret: bool
     max_over_keys: Callable[[jax.Array], jax.Array] | None = None
-    """Pallas's own maximum over axis 0 has scratch memory that only one warpgroup may use at a time."""
+    """Replaces Pallas's maximum over axis 0, whose scratch memory only one warpgroup may use at a time."""
 
     def empty_max(self, rows: int):
         """The initial running max of `rows` rows."""

@@ -1,6 +1,7 @@
 """Reads the entries of ragged runs of tokens, decoded: every format, to values of any float dtype.
 
-Work.  A team of lanes (`teams.py`) decodes an entry (one head of one row of the result), or two if there are many.
+Work.  A team of lanes (`teams.py`) decodes an entry (one head of one row of the result), or two entries if there are
+many.
 
 Timeline of a team:
 
@@ -8,9 +9,9 @@ Timeline of a team:
     load the stored chunks, of 8 values per lane and round, and their scales
     convert; store chunks
 
-Rows without a token are zeros, for which nothing is loaded.
+For rows without a token, zeros are stored and nothing is loaded.
 
-What bounds it: memory bandwidth, and the latency of the loads that depend on each other: sums, table, entry.
+What bounds it: memory bandwidth, and the latency of dependent loads: sums, table, entry.
 
 Barriers.  None.
 Budget.  No shared memory.  Registers: the stored chunks of a team's entries, 2 per chunk of e4m3.

@@ -1,6 +1,6 @@
 """Encodes new entries and stores them at slots of a layer, in place: every format, from values of any float dtype.
 
-Work.  A team of lanes (`teams.py`) encodes an entry (one head of one token), or two if there are many.
+Work.  A team of lanes (`teams.py`) encodes an entry (one head of one token), or two entries if there are many.
 
 Timeline of a team:
 

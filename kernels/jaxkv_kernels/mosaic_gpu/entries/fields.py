@@ -30,7 +30,7 @@ class PartAddress:
 
     @property
     def alignment(self) -> int:
-        """What all addresses are multiples of, at most `WIDEST`."""
+        """The alignment of all addresses in bytes, at most `WIDEST`."""
         return gcd(WIDEST, self.first, *(stride for _, stride in self.strides))
 
     def terms(self, index: dict[str, Any]) -> Iterator[tuple[Any, int]]:

@@ -7,21 +7,21 @@ from jaxkv_kernels.mosaic_gpu.unsupported import copied
 
 
 def gather_mla(buffer, block_tables, cu_seq_lens, seq_starts, layer, kv_scale, *, pages, entry, total, dtype):
-    """kv_c [total, R], k_pe [total, P] of `dtype`; rows without a token are 0."""
+    """Returns kv_c [total, R] and k_pe [total, P] of `dtype`; rows without a token are 0."""
     scales = (kv_scale,) if entry.codec.scaled else ()
     runs = block_tables, cu_seq_lens, seq_starts
     return _gather(buffer, runs, layer, scales, pages=pages, entry=entry, total=total, dtype=dtype)
 
 
 def gather_kv(buffer, block_tables, cu_seq_lens, seq_starts, layer, k_scale, v_scale, *, pages, entry, total, dtype):
-    """k [total, H, D], v [total, H, Dv] of `dtype`; rows without a token are 0."""
+    """Returns k [total, H, D] and v [total, H, Dv] of `dtype`; rows without a token are 0."""
     scales = (k_scale, v_scale) if entry.codec.scaled else ()
     runs = block_tables, cu_seq_lens, seq_starts
     return _gather(buffer, runs, layer, scales, pages=pages, entry=entry, total=total, dtype=dtype)
 
 
 def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype):
-    """k [total, head_dim] of `dtype`; rows without a token are 0."""
+    """Returns k [total, head_dim] of `dtype`; rows without a token are 0."""
     runs = block_tables, cu_seq_lens, seq_starts
     return _gather(buffer, runs, layer, (), pages=pages, entry=entry, total=total, dtype=dtype)[0]
 

@@ -1,6 +1,6 @@
 """The counterpart of `lanes.py` for Pallas's interpreter, which runs no inline PTX: arrays instead of lanes.
 
-The formats' own conversions stand in for those of the lanes.  Which entry goes where is computed by the kernels' code.
+The formats' own conversions replace those of the lanes.  The kernels' code computes which entry goes where.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class InterpretedLanes:
     teams: Teams
 
     def buffer(self, buffer):
-        """The operand that holds the cache: its bytes, a copy where its dtype is wider."""
+        """The operand that holds the cache: its bytes, a copy if its dtype is wider."""
         return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
 
     def load_values(self, field: Field, ref, i):

@@ -1,7 +1,7 @@
 """What a lane does to move its chunks of an entry (`teams.py` has the mapping of lanes): loads, conversions, stores.
 
-Each of the lanes of a team moves chunk `lane + round * lanes` of a field.  All loads of an entry are started before the
-first is waited for.  Widths are those that the alignment of the addresses allows.
+Each of the lanes of a team moves chunk `lane + round * lanes` of a field.  All loads of an entry are issued before the
+first is waited for.  Loads and stores are as wide as the alignment of the addresses allows.
 """
 
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class Lanes:
         store(cache_ref, raw, keep.astype(jnp.int32), tuple(index[axis] for axis in AXES), scales)
 
     def _quantised(self, field, chunks, dtype, ref, keep, index):
-        """Chunks of e4m3, whose scales this stores."""
+        """Converts chunks to e4m3, and stores their scales."""
         values = [words.widen(chunk, dtype) for chunk in chunks]
         sizes = [words.largest(each) for each in values]
         for n in range(len(sizes)):
@@ -157,7 +157,7 @@ class Lanes:
         store(ref, raw, own, scales, i, inside.astype(jnp.int32))
 
     def zeros(self, field: Field):
-        """A float32 array of zeros, as `add_weighted` sums chunks in."""
+        """A float32 array of zeros, in which `add_weighted` sums chunks."""
 
         @plgpu.inline_mgpu(arg_types=(), return_type=self._floats(field))
         def zeros(_):
@@ -236,20 +236,20 @@ class Lanes:
         return arith.andi(mgpu.utils.thread_idx(), c32(self.teams.lanes - 1))
 
     def _active(self, field: Field, n: int) -> Any:
-        """Whether the lane has a chunk in round n; None where all have."""
+        """Whether the lane has a chunk in round n; None if all have."""
         left = field.chunks - n * self.teams.lanes
         return None if left >= self.teams.lanes else arith.cmpi(arith.CmpIPredicate.ult, self._lane(), c32(left))
 
     def _words(self, field: Field, dtype: str) -> Any:
-        """int32 arrays of chunks of `dtype`."""
+        """The type of int32 arrays of chunks of `dtype`."""
         return self._array_type(field, _words_of(dtype), jnp.int32)
 
     def _scales(self, field: Field) -> Any:
-        """int32 arrays of a scale per chunk."""
+        """The type of int32 arrays with a scale per chunk."""
         return self._array_type(field, 1, jnp.int32)
 
     def _floats(self, field: Field) -> Any:
-        """float32 arrays of chunks."""
+        """The type of float32 arrays of chunks."""
         return self._array_type(field, CHUNK, jnp.float32)
 
     def _array_type(self, field: Field, per_chunk: int, dtype) -> Any:
@@ -263,7 +263,7 @@ def _words_of(dtype: str) -> int:
 
 
 def _row_alignment(field: Field, dtype: str) -> int:
-    """What the rows of an array [entries, count] are aligned to."""
+    """The alignment in bytes of the rows of an array [entries, count], at most `WIDEST`."""
     return gcd(WIDEST, field.count * ITEMSIZES[dtype])
 
 

@@ -13,7 +13,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, c64, i32, i64, ptx
 
 
 def strided(per_lane: int, together: int) -> Any:
-    """Layout of int32 arrays [128 * per_lane] of which a lane holds vectors of `together`."""
+    """The layout of int32 arrays [128 * per_lane] in which a lane holds vectors of `together` words."""
     return plgpu.Layout.WG_STRIDED((WARPGROUP * per_lane,), together)
 
 

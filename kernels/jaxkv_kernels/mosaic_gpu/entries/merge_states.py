@@ -8,7 +8,7 @@ Timeline of a team, with up to `TOGETHER` partial results:
 
     load all rows and LSEs; maximum of the LSEs; weights; weighted sum; store
 
-With more of them, it loops over them twice: for the maximum of the LSEs, and for the weighted sum.
+With more partial results, it loops over them twice: for the maximum of the LSEs, and for the weighted sum.
 
 What bounds it: memory bandwidth.
 
@@ -32,7 +32,7 @@ TOGETHER = 8
 
 
 def merge_states(outs, lses):
-    """Merges outs [N, ..., D] and lses [N, ...] to out [..., D] and float32 lse [...]."""
+    """Merges outs [N, ..., D] and lses [N, ...] into out [..., D] and float32 lse [...]."""
     return _merge(outs, lses, interpret=bool(interpreting.value))
 
 
@@ -52,7 +52,7 @@ def _merge(outs, lses, *, interpret):
 
     def lse_of(part, i, lse_refs):
         found = lse_refs[part * count + i]
-        return jnp.where(found < jnp.inf, found, -jnp.inf)  # some kernels return +inf or NaN without keys
+        return jnp.where(found < jnp.inf, found, -jnp.inf)  # some kernels return +inf or NaN for no keys
 
     def load(i, inside, out_refs, lse_refs, out_ref, lse_ref):
         few = range(parts if parts <= TOGETHER else 0)

@@ -1,4 +1,4 @@
-"""Who moves entries: lanes on the GPU, arrays in the interpreter."""
+"""Selects what moves entries: lanes on the GPU, arrays in the interpreter."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def mover(teams: Teams) -> Any:
 
 
 def step_of(scale_ref) -> int:
-    """The step from one head's scale to the next: 1 in scales [H], 0 in scales [1], which serve all heads."""
+    """The step from one head's scale to the next: 1 in scales [H], 0 in scales [1], which all heads share."""
     return int(scale_ref.shape[0] > 1)
 
 

@@ -61,7 +61,7 @@ class Teams:
         """Runs a kernel in which `store(load(i, inside, *refs), *refs)` moves entry i.
 
         A team with several entries loads all of them before it stores the first.  Teams past the last entry load that
-        one again, with `inside` False, and `store` must then store nothing.
+        one again, with `inside` False, in which case `store` must store nothing.
         """
 
         def body(*refs):

@@ -1,6 +1,6 @@
 """What a lane does with the 32-bit words of a chunk: MLIR and inline PTX.
 
-A chunk is `CHUNK` values, one after the other in words of 4 bytes.  Values are converted by way of float32, which holds
+A chunk is `CHUNK` values, packed in order into words of 4 bytes.  Values are converted by way of float32, which holds
 every value of the stored dtypes exactly.
 """
 
@@ -38,7 +38,7 @@ RECIPROCAL = (
     "{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, $1; fma.rn.f32 e, e, y, 0f3F800000; "
     "fma.rn.f32 $0, y, e, y; }"
 )
-"""1 / $1, rounded, of a number whose exponent is not extreme: the steps that ptxas takes for `rcp.rn`."""
+"""1 / $1, correctly rounded if the exponent of $1 is not extreme, in the steps that ptxas takes for `rcp.rn`."""
 DIVIDE = (
     "{ .reg .f32 q, r; .reg .b32 s, t; mul.rn.f32 q, $1, $3; mov.b32 s, q; "
     "neg.f32 r, q; fma.rn.f32 r, r, $2, $1; fma.rn.f32 q, r, $3, q; min.xorsign.abs.f32 q, q, 0f44000000; "
@@ -87,7 +87,7 @@ class Divisor:
     correction of a zero loses it.
 
     This needs a divisor that is far from the ends of float32's range.  So values and divisor are first multiplied by a
-    power of two that brings the divisor near 1; where that overflows or underflows, so does the quotient in e4m3.
+    power of two that brings the divisor near 1; if that overflows or underflows, so does the quotient in e4m3.
     Instead of dividing by 0, inf or NaN, values are multiplied by the reciprocal.
     """
 
@@ -132,7 +132,7 @@ def largest(values: list[Any]) -> Any:
 
 
 def largest_of_lanes(bits, lanes: int) -> Any:
-    """The largest of `lanes` consecutive lanes."""
+    """The largest `bits` among `lanes` consecutive lanes."""
     distance = lanes // 2
     while distance:
         other = ptx(

@@ -7,19 +7,19 @@ from jaxkv_kernels.mosaic_gpu.unsupported import copied
 
 
 def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry):
-    """kv_c [T, R], k_pe [T, P] into slots [T] of a layer; the new buffer."""
+    """Stores kv_c [T, R] and k_pe [T, P] at slots [T] of a layer; returns the new buffer."""
     scales = (kv_scale,) if entry.codec.scaled else ()
     return _write(buffer, (kv_c, k_pe), slot_mapping, layer, scales, pages=pages, entry=entry)
 
 
 def write_kv(buffer, k, v, slot_mapping, layer, k_scale, v_scale, *, pages, entry):
-    """k [T, H, D], v [T, H, Dv] into slots [T] of a layer; the new buffer."""
+    """Stores k [T, H, D] and v [T, H, Dv] at slots [T] of a layer; returns the new buffer."""
     scales = (k_scale, v_scale) if entry.codec.scaled else ()
     return _write(buffer, (k, v), slot_mapping, layer, scales, pages=pages, entry=entry)
 
 
 def write_indexer_k(buffer, k, slot_mapping, layer, *, pages, entry):
-    """k [T, head_dim] into slots [T] of a layer; the new buffer."""
+    """Stores k [T, head_dim] at slots [T] of a layer; returns the new buffer."""
     return _write(buffer, (k,), slot_mapping, layer, (), pages=pages, entry=entry)
 
 

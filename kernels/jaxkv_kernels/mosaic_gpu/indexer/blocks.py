@@ -1,6 +1,6 @@
 """Device-side: the blocks of a request, 32 at a time, one per lane.
 
-A window of the block table is loaded while the one before it is used, so that nothing waits for these loads.
+A window of the block table is loaded while the one before it is used, so that no tile waits for these loads.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class BlockWindows:
         return load(self.ref, request, window)
 
     def block(self, loaded, i):
-        """Block number `i` of a window that was loaded."""
+        """Block number `i` of the window that `load` returned."""
         if self.interpret:
             request, window = loaded
             column = window * WINDOW + i

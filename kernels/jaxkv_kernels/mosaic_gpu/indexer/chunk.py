@@ -1,7 +1,7 @@
 """Device-side: a chunk of a row of logits in the registers of a warpgroup, and the operations of the search in it.
 
-Logits are int32 keys in the order of float32, with -0 as 0 and every NaN above all; EMPTY is -inf, and also what lies
-past the end of a row.  Register 4 v + c of thread t has element 512 v + 4 t + c of the chunk.
+Logits are int32 keys in the order of float32, with -0 as 0 and every NaN above all others.  EMPTY stands for -inf, and
+for elements past the end of a row.  Register 4 v + c of thread t has element 512 v + 4 t + c of the chunk.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 THREADS, VECTOR = 128, 4
 UNIT = THREADS * VECTOR
-"""Elements that a chunk is a multiple of."""
+"""The number of elements of a chunk is a multiple of this."""
 EMPTY, NAN = -0x7F800001, 0x7FC00000
 COUNTERS = 16
 """int32 words of shared memory that the threads count with."""
@@ -55,7 +55,7 @@ def _ordered(bits):
 
 
 def between(low, high, share, *, interpret: bool):
-    """The key of the value that has a share of the way from one key's value to another's; EMPTY if that is infinite."""
+    """The key of the value at fraction `share` between the values of `low` and `high`; EMPTY if that is not finite."""
     if interpret:
         start, end = (lax.bitcast_convert_type(_ordered(key), jnp.float32) for key in (low, high))
         found = start + (end - start) * share + 0.0
@@ -88,7 +88,7 @@ def places(first, size: int, *, interpret: bool):
 
 
 def count(counters, step, keys, least, *, interpret: bool):
-    """How many keys are `least` or more.  `step` must be even and odd in turn: it selects the counters."""
+    """How many keys are `least` or more.  `step` selects the counters, and must alternate between even and odd."""
     if interpret:
         return (keys >= least).sum(dtype=jnp.int32)
 
@@ -124,7 +124,7 @@ def count_before(counters, step, keys, places, key, end, *, interpret: bool):
 
 
 def extremes(counters, keys, *, interpret: bool):
-    """The smallest key but EMPTY, and the largest; there must be one."""
+    """The smallest key other than EMPTY, and the largest key.  If all are EMPTY, the former is arbitrary."""
     if interpret:
         return jnp.where(keys == EMPTY, jnp.iinfo(jnp.int32).max, keys).min(), keys.max()
 
@@ -143,8 +143,8 @@ def extremes(counters, keys, *, interpret: bool):
 def collect(counters, keys, places, least, end, refs, index, slots: int, *, interpret: bool) -> None:
     """Stores the keys above `least`, and those equal to it at places before `end`, with their places, in any order.
 
-    They are at most `slots`, and go to `refs` (keys, places): to part `index[1]` of row `index[0]`, or without `index`
-    to shared memory.  EMPTY goes to the slots that remain.
+    There are at most `slots` of them.  They go to `refs` (keys, places): to part `index[1]` of row `index[0]`, or
+    without `index` to shared memory.  The remaining slots become EMPTY.
     """
     if interpret:
         chosen = (keys > least) | ((keys == least) & (places < end))

@@ -26,7 +26,7 @@ class IndexerConfig:
     consumers: int = 3
     """Warpgroups that multiply; each has tiles of its own."""
     stages_per_consumer: int = 3
-    """Tiles of keys in shared memory, per consumer; fewer where queries leave less room.  With 2, 3, 4 and 6 stages,
+    """Tiles of keys in shared memory, per consumer; fewer if queries leave less room.  With 2, 3, 4 and 6 stages,
     calls with two query tokens of e4m3 take 0.0825, 0.0807, 0.0813 and 0.0830 ms."""
     query_stages: int = 2
     """How many groups of query tokens (`groups.py`) have their queries in shared memory at once."""
@@ -35,7 +35,7 @@ class IndexerConfig:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers per lane of each consumer: what the kernel is launched with, less the producer's."""
+        """Registers per lane of each consumer: an equal share of those at launch, less the producer's."""
         warpgroups = self.consumers + 1
         launched = 512 // warpgroups // 8 * 8 * warpgroups
         return (launched - self.producer_registers) // self.consumers // 8 * 8

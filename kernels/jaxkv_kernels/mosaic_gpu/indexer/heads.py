@@ -1,6 +1,6 @@
 """What one lane does with the scores of heads (`stores.py`): MLIR and inline PTX.
 
-A quad of lanes holds rows r and r + 8 of a WGMMA tile: lane l has two of every eight columns, 2 l and 2 l + 1.
+A quad of lanes holds rows r and r + 8 of a WGMMA tile: lane l of the quad has columns 2 l and 2 l + 1 of every eight.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ OWN = 4
 
 
 def weigh(scores, weights, partial=None) -> Any:
-    """What one lane does of `stores.weigh`.  Multiply-adds are explicit, because no compiler fuses them here."""
+    """What one lane does in `stores.weigh`.  Multiply-adds are explicit, because no compiler fuses them here."""
     sums = [mgpu.c(0.0, f32())] * OWN if partial is None else elements(partial)
     weight = elements(weights)
     for n, score in enumerate(elements(scores)):  # by eight columns, then by row, then by column
@@ -38,9 +38,9 @@ def weigh(scores, weights, partial=None) -> Any:
 
 
 def store(ref, scalars, partial, scales, *, length: int, part: int) -> None:
-    """What one lane does of `stores.store_logits`: it stores the logit of one row and one query token.
+    """What one lane does in `stores.store_logits`: it stores the logit of one row and one query token.
 
-    `scalars` are `row`, `first`, `end` and `known` of `store_logits`, and `skipped` unless that is None.  A quad of
+    `scalars` are `row`, `first`, `end` and `known` of `store_logits`, and `skipped` unless it is None.  A quad of
     lanes holds partial sums of four logits: two rows of two query tokens.  Each lane first exchanges its sums of one
     query token for those of the other, then the sum of one row for that of the other, so that it has a single logit.
     With one query token, only two lanes of a quad store.

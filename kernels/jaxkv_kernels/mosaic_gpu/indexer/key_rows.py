@@ -1,6 +1,6 @@
 """The flat buffer as rows of 128 bytes: an `indexer_fp8` page is a row per key, followed by rows of scales.
 
-A TMA copy of up to 64 of these rows, from any row on, is a tile of keys as wgmma reads it.
+A TMA copy of up to 64 consecutive rows is a tile of keys in the layout that wgmma reads.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class KeyRows:
     first: int
     layer: int
     block: int
-    """`layer` and `block` are rows from one layer, or one block, to the next."""
+    """`layer` and `block`: the number of rows from one layer, or one block, to the next."""
 
     def page(self, layer, block):
         """The first row of a page."""
@@ -38,7 +38,7 @@ class KeyRows:
 
 
 def key_rows(pages: Pages, itemsize: int) -> KeyRows:
-    """The view; ValueError with the reason where pages do not begin at rows of 128 bytes."""
+    """The view of a cache; raises ValueError with the reason if pages do not begin at rows of 128 bytes."""
     numbers = {"offset": pages.offset}
     numbers |= {"layer stride": pages.layer_stride} if pages.num_layers > 1 else {}
     numbers |= {"block stride": pages.block_stride} if pages.num_blocks > 1 else {}

@@ -1,7 +1,7 @@
 """Device-side: how tiles of 64 keys of 128 values reach shared memory, by the format of the entries.
 
 `E4m3Keys` copies `indexer_fp8` pages as rows of 128 bytes (`key_rows.py`); `FloatKeys` copies bf16 and f16 entries from
-pages of any strides.  Both leave a tile as wgmma reads it, in swizzled shared memory.
+pages of any strides.  Both store a tile to swizzled shared memory, in the layout that wgmma reads.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ DIM = 128
 
 
 class KeyTiles(Protocol):
-    """What `logits.py` needs of the keys.  `refs` are the kernel's references to `operands`."""
+    """The operations on keys that `logits.py` needs.  `refs` are the kernel's references to `operands`."""
 
     copies: int
     """How many copies `fetch` starts per block: a tile lies in one block or several."""
@@ -131,7 +131,7 @@ class FloatKeys:
     stage_bytes = TILE * DIM * 2
 
     def operands(self, buffer):
-        """The buffer in the entries' dtype, which may not be its own."""
+        """The buffer, viewed in the entries' dtype."""
         return [self.view.of(view_as(buffer, self.dtype))]
 
     def shared(self, stages):
@@ -159,7 +159,7 @@ class FloatKeys:
 
 
 def key_tiles(entry, pages: Pages, buffer: jax.Array, *, interpret: bool) -> KeyTiles:
-    """How tiles of keys of a cache of `entry` reach shared memory."""
+    """The `KeyTiles` of a cache of `entry`."""
     if entry.quantised:
         view = key_rows(pages, buffer.dtype.itemsize)
         return E4m3Keys(view, pages.block_size, buffer.dtype, interpret)

@@ -21,7 +21,7 @@ KEY = (
     "{{ .reg .pred p; .reg .b32 s; .reg .f32 x; add.f32 x, $1, 0f00000000; setp.nan.f32 p, x, x; mov.b32 s, x; "
     "shr.s32 s, s, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 s, s, x; selp.b32 $0, {nan}, s, p; }}"
 )
-"""Adding 0 makes 0 of -0."""
+"""The key of a float32 value.  Adding 0 turns -0 into 0."""
 
 
 def thread() -> Any:
@@ -46,7 +46,7 @@ def element(ref, index, width: int) -> Any:
 
 
 def load(ref, row, first, length: int, size: int, *, logits: bool) -> Any:
-    """What `chunk.load` does, by one thread."""
+    """What one thread does in `chunk.load`."""
     rest = "0xFF800000" if logits else f"{EMPTY & 0xFFFFFFFF:#010x}"
     found: list[Any] = []
     for n in range(size // UNIT):
@@ -67,7 +67,7 @@ def load(ref, row, first, length: int, size: int, *, logits: bool) -> Any:
 
 
 def places(first, size: int) -> Any:
-    """What `chunk.places` does, by one thread."""
+    """What one thread does in `chunk.places`."""
     found = [arith.addi(place_of(n // VECTOR, first), c32(n % VECTOR)) for n in range(size // THREADS)]
     return array([*batched(found, VECTOR)], layout(size))
 
@@ -103,9 +103,9 @@ def added(flags: list[Any]) -> Any:
 
 
 def count(counters, step, keys, least) -> Any:
-    """What `chunk.count` does, by one thread."""
+    """What one thread does in `chunk.count`."""
     keys = elements(keys)
-    # Counts in float32, which is exact here: its additions do not share a pipe with the comparisons.
+    # Counts in float32, which is exact here: float32 additions do not share a pipe with the comparisons.
     code = "{ .reg .pred p; .reg .f32 n<4>; " + "".join(f"mov.f32 n{i}, 0f00000000; " for i in range(4))
     for i in range(len(keys)):
         code += f"setp.ge.s32 p, ${i + 2}, $1; @p add.f32 n{i % 4}, n{i % 4}, 0f3F800000; "
@@ -115,7 +115,7 @@ def count(counters, step, keys, least) -> Any:
 
 
 def count_before(counters, step, keys, places, key, end) -> Any:
-    """What `chunk.count_before` does, by one thread."""
+    """What one thread does in `chunk.count_before`."""
     flags = [
         arith.andi(arith.cmpi(arith.CmpIPredicate.eq, own, key), arith.cmpi(arith.CmpIPredicate.slt, place, end))
         for own, place in zip(elements(keys), elements(places), strict=True)
@@ -124,7 +124,7 @@ def count_before(counters, step, keys, places, key, end) -> Any:
 
 
 def extremes(counters, keys) -> list[Any]:
-    """What `chunk.extremes` does, by one thread."""
+    """What one thread does in `chunk.extremes`."""
     least = c32(EMPTY + 1)
     low, high = c32(-1), c32(EMPTY)
     for key in elements(keys):
@@ -149,7 +149,7 @@ def extremes(counters, keys) -> list[Any]:
 
 
 def between(low, high, share) -> Any:
-    """What `chunk.between` does, by one thread."""
+    """What one thread does in `chunk.between`."""
     code = "{ .reg .pred p; .reg .b32 s; .reg .f32 x, y, z; "
     for to, key in (("x", "$1"), ("y", "$2")):
         code += f"shr.s32 s, {key}, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 s, s, {key}; mov.b32 {to}, s; "
@@ -162,7 +162,7 @@ def between(low, high, share) -> Any:
 
 
 def collect(counters, keys, places, least, end, refs, index, slots: int) -> None:
-    """What `chunk.collect` does, by one thread."""
+    """What one thread does in `chunk.collect`."""
     keys, places = elements(keys), elements(places)
     chosen = []
     for key, place in zip(keys, places, strict=True):
@@ -178,7 +178,7 @@ def collect(counters, keys, places, least, end, refs, index, slots: int) -> None
         "mov.u32 w, %tid.x; bfe.u32 w, w, 5, 2; mad.lo.s32 a, w, 4, $1; mov.u32 w, %laneid; setp.eq.b32 p, w, 31; "
         "@p st.shared.b32 [a], n; sub.s32 $0, n, $2; }"
     )
-    mgpu.utils.warpgroup_barrier()  # what `extremes` left has been read
+    mgpu.utils.warpgroup_barrier()  # all threads have read what `extremes` stored
     before = ptx(scan, base, own, result_types=i32(), has_side_effects=True, convergent=True)
     mgpu.utils.warpgroup_barrier()
     code = (

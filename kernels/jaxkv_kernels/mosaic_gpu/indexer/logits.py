@@ -13,15 +13,15 @@ CTA:
     per tile, for up to 128 rows at a time:
                  q k^T | relu, times the weights, sum over heads, times the scale, mask, store
 
-Keys of bf16 and f16 are multiplied from shared memory, with queries of the same dtype; queries of e4m3 are converted to
-that dtype before.
+Keys of bf16 and f16 are multiplied from shared memory, with queries of the same dtype; queries of e4m3 are first
+converted to that dtype.
 
-Keys of e4m3 are multiplied with queries of e4m3 as they are.  Hopper adds up such products with about 13 bits after the
-leading one.  With queries of bf16 and f16, they are multiplied as float16: a consumer converts its keys to float16 in
-registers, exactly.
+Keys of e4m3 are multiplied with queries of e4m3 as they are.  Hopper accumulates such products with about 13 bits after
+the leading one.  With queries of bf16 and f16, keys of e4m3 are multiplied as float16: a consumer converts its keys to
+float16 in registers, exactly.
 
 Barriers:
-    k_full, k_free    per stage of keys: the tile has landed; its consumer has read it
+    k_full, k_free    per stage of keys: the tile has landed; its consumer has multiplied it
     q_full, q_free    per stage of queries: a request's queries (and weights) have landed; all consumers have read them
 
 Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys, by default 8 or 9 stages or as many as fit; per
@@ -58,11 +58,11 @@ from jaxkv_kernels.tuning import configuration
 RESERVED = 3072
 """Bytes of shared memory for barriers, alignment and weights."""
 LARGEST = 2.0**15
-"""The largest magnitude of bf16 queries that are scaled to become float16."""
+"""An upper bound of the magnitudes of bf16 queries after they are scaled to fit float16."""
 
 
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
-    """q [B, Q, Hi, D], weights [B, Q, Hi] to float32 [B, Q, max_len]."""
+    """Maps q [B, Q, Hi, D] and weights [B, Q, Hi] to float32 logits [B, Q, max_len]."""
     _, q_len, heads, _ = q.shape
     rows = rows_per_token(heads)
     _, widest = products(Groups.of(q_len, rows).tokens, rows)[0]
@@ -100,7 +100,7 @@ def _logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, 
 
 
 def _operands(q, weights, entry):
-    """Queries that are multiplied as they are, and float32 weights."""
+    """The queries in the dtype in which they are multiplied, and the weights in float32."""
     weights = weights.astype(jnp.float32)
     if not entry.quantised:
         return q.astype(entry.dtype), weights
@@ -117,7 +117,7 @@ def _run(
     q, weights, buffer, block_tables, lengths, layer, *, groups: Groups, keys: KeyTiles, tiles: Tiles, pages, config,
     interpret,
 ):  # fmt: skip
-    """float32 [B * Q, max_len] of q [requests, tokens x rows, D]; a request is a group of query tokens."""
+    """Logits, float32 [B * Q, max_len], for q [requests, tokens x rows, D]; a request is a group of query tokens."""
     requests, q_rows, _ = q.shape
     tokens, max_len = groups.tokens, tiles.max_len
     rows = q_rows // tokens
@@ -130,7 +130,7 @@ def _run(
     ctas = 2 if interpret else MULTIPROCESSORS
     converted = q.dtype != keys.dtype
     # With a single product, weights stay in registers.  With several, they are loaded for each tile: from shared
-    # memory, unless keys have 16 bits, whose products need all of its bandwidth.
+    # memory, unless keys have 16 bits: their products need all the bandwidth of shared memory.
     weights_shared = len(columns) > 1 and keys.dtype == FP8
     key_operands, key_scratch = keys.operands(buffer), keys.shared(stages)
 
@@ -278,7 +278,7 @@ def _run(
                 tile_keys = operand(stage)
                 partial: dict[int, Any] = {}
                 for unit, (first, width) in enumerate(columns):
-                    # Loaded first, so that the loads take place during the products.
+                    # Loaded first, so that the loads overlap the products.
                     weight = loaded[unit] if loaded else load_weights(request, q_stage, first, width)
                     scores = multiply(tile_keys, q_stage, first, width)
                     if unit == len(columns) - 1:
@@ -371,6 +371,6 @@ def _run(
 
 
 def _stages(config: IndexerConfig, stage_bytes: int, query_bytes: int) -> int:
-    """Stages of keys: what is configured, or what fits beside the queries."""
+    """Stages of keys: as many as are configured, or as fit beside the queries."""
     room = SHARED_MEMORY - RESERVED - config.query_stages * query_bytes
     return config.consumers * max(min(config.stages_per_consumer, room // stage_bytes // config.consumers), 1)

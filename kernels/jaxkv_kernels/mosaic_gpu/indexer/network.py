@@ -44,7 +44,7 @@ GREATER = (
 SHUFFLE = "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;"
 LOAD = "ld.shared.b32 $0, [$1 + {}];"
 BOUNDARY = 32
-"""Byte of the counters at which every warp leaves its first element."""
+"""The byte of the counters at which the first elements of the warps begin."""
 
 
 def load(_, refs) -> Any:
@@ -103,14 +103,14 @@ def _exchange_with_neighbours(pairs) -> None:
 
 
 def _shuffle(way: str, x, rest: int) -> Any:
-    """The next (`down`) or previous (`up`) lane's value; `rest` where there is none."""
+    """The next (`down`) or previous (`up`) lane's value; `rest` if there is none."""
     end = 31 if way == "down" else 0
     code = f"{{ .reg .pred p; .reg .b32 n; shfl.sync.{way}.b32 n|p, $1, 1, {end}, -1; selp.b32 $0, n, {rest}, p; }}"
     return ptx(code, x, result_types=i32(), has_side_effects=True, convergent=True)
 
 
 def count_wrong(arrays, counters) -> Any:
-    """How many neighbours are in the wrong order."""
+    """The number of pairs of neighbours that are in the wrong order."""
     pairs = _elements(arrays)
     base = arith.addi(shared(counters), c32(BOUNDARY))
     code = (
@@ -163,7 +163,7 @@ def between_lanes(arrays, _, stage, distance) -> Any:
 
 
 def between_warps(arrays, refs, stage, distance) -> Any:
-    """Exchanges with the thread whose index differs in bit `distance`, by way of shared memory."""
+    """Exchanges with the thread whose index differs in bit `distance`, through shared memory."""
     smaller = arith.xori(_bit(thread(), stage), _bit(thread(), distance))
     partner = arith.xori(thread(), arith.shli(c32(1), distance))
     elements = _elements(arrays)
@@ -179,7 +179,7 @@ def between_warps(arrays, refs, stage, distance) -> Any:
 
 
 def store(arrays, ref, row, k: int) -> None:
-    """The places of the first k elements."""
+    """Stores the places of the first k elements."""
     pairs = _elements(arrays)
     first = arith.muli(thread(), c32(len(pairs)))
     start = element(ref, (row, first), k)
@@ -193,7 +193,7 @@ def store(arrays, ref, row, k: int) -> None:
 def _registers(elements: list[Any], stage: int, bits: int, direction) -> None:
     """The exchanges of a stage over distances below 2**bits.
 
-    Stages below `bits` alternate the direction; in others, smaller elements come first if `direction`.
+    Stages below `bits` alternate the direction.  In other stages, smaller elements come first if `direction` is not 0.
     """
     for distance in reversed(range(min(stage, bits))):
         for low in range(len(elements)):
@@ -227,7 +227,7 @@ def _bit(x, n) -> Any:
 
 
 def _elements(arrays) -> list[Any]:
-    """Per element its words, one per array."""
+    """The words of each element, one per array."""
     return [*zip(*(elements(x) for x in arrays), strict=True)]
 
 

@@ -1,11 +1,11 @@
-"""Device-side: sorts the chosen keys of a row, largest first, the earlier place where equal.
+"""Device-side: sorts the chosen keys of a row, largest first, equal keys by place.
 
 A bitonic network.  Thread t has elements t * n to t * n + n - 1 in registers: short distances are between registers of
 a thread, longer ones between lanes (shuffles), the longest between warps (shared memory).
 
-It first sorts words of 32 bits: the leading bits of a key's distance from the smallest key, and the slot that the key
-is in.  Then it looks up keys and places, and exchanges neighbours that are in the wrong order.  If more than a few keys
-have equal leading bits, that does not suffice, and it sorts pairs of 64 bits: keys and the complements of places.
+It first sorts words of 32 bits: the leading bits of a key's distance from the smallest key, and the key's slot.  Then
+it looks up keys and places, and exchanges neighbours that are in the wrong order.  If more than a few keys have equal
+leading bits, that does not suffice, and it sorts pairs of 64 bits: keys and the complements of places.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def layout(size: int) -> Any:
 def store_sorted(refs, counters, low, high, out_ref, row, k: int, *, interpret: bool) -> None:
     """Sorts keys and places in shared memory, and stores the places of the first `k` to a row; -1 for EMPTY.
 
-    `refs` are the keys, the places and memory for the words, each of a power of two of elements, at least 128.  Keys
+    `refs` are the keys, the places and memory for the words.  Their size is a power of two, at least 128.  Keys
     that are not EMPTY are from `low` to `high`.
     """
     if interpret:
@@ -52,7 +52,7 @@ def store_sorted(refs, counters, low, high, out_ref, row, k: int, *, interpret: 
 
 
 class Network:
-    """Sorts arrays in registers: one of unsigned numbers, or keys and complemented places."""
+    """Sorts arrays in registers: one of unsigned numbers, or two of keys and complemented places."""
 
     def __init__(self, refs):
         self._refs = refs
@@ -60,7 +60,7 @@ class Network:
         self._own_bits = (self.size // THREADS).bit_length() - 1
 
     def step(self, name: str, results: int, arrays, scalars=(), refs=()) -> tuple[Any, ...]:
-        """Function `name` of `network.py`, which returns so many arrays."""
+        """Calls function `name` of `network.py`, which returns `results` arrays."""
         shape = plgpu.ShapeDtypeStruct((self.size,), jnp.int32, layout=layout(self.size))
 
         @plgpu.inline_mgpu(
@@ -75,7 +75,7 @@ class Network:
         return tuple(run(list(arrays), list(scalars), list(refs)))
 
     def count_wrong(self, pairs, counters):
-        """How many neighbours are in the wrong order."""
+        """The number of pairs of neighbours that are in the wrong order."""
 
         @plgpu.inline_mgpu(
             arg_types=([layout(self.size)] * 2, plgpu.RefType()),

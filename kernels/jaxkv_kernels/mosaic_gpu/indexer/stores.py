@@ -20,10 +20,10 @@ def padded(max_len: int, *, interpret: bool) -> int:
 
 
 def store_logits(out_ref, row, first, end, known, part: int, partial, scale, *, skipped=None, interpret: bool) -> None:
-    """Stores a tile of logits of one or two query tokens to `out_ref[row:, first:]`, as far as the rows go.
+    """Stores a tile of logits of one or two query tokens to `out_ref[row:, first:]`, up to the ends of the rows.
 
     It stores -inf from position `end` on (`end + 1` for the second token), and for tokens of unknown blocks: bit i of
-    `known` is whether the i-th `part` tokens of the tile are in the cache.
+    `known` is 1 if group i of `part` tokens of the tile is in the cache.
 
     `partial` has one result of `weigh` per query token; `scale` is a ROW array or None.  The first `skipped` (an int32
     scalar or None) of the query tokens are not stored.

@@ -1,14 +1,14 @@
 """The positions of the k largest logits of each row.
 
 A CTA of one warpgroup has up to CHUNK logits of a row in registers.  It searches for the k-th largest, and keeps the k
-largest in any order.  The launch is repeated on what the chunks of a row have kept, until that is a single chunk; the
-last launch sorts it.  Timeline of a CTA:
+largest in any order.  Further launches select from what the chunks of a row have kept, until that fits in a single
+chunk.  The last launch sorts its k largest.  Timeline of a CTA:
 
-    load | count the logits at or above a guess, ... until they are k | collect | sort, or store what is kept
+    load | count the logits at or above a guess, until there are k | collect | sort, or store what is kept
 
-The guess interpolates between two values found so far: the largest that at least k logits reach, and the smallest that
-fewer reach.  Every third guess is the middle of their bits, so that the search ends.  If more logits than needed equal
-the k-th largest, the search goes on over their positions.
+The guess interpolates between the largest value so far that at least k logits reach and the smallest that fewer reach.
+Every third guess is the middle of their bits, so that the search ends.  If more logits than needed equal the k-th
+largest, the search goes on over their positions.
 
 What bounds it: the latency of about ten counts (100 instructions per thread each) and, for k = 2048, of the 66 steps of
 the sorting network.
@@ -33,11 +33,11 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependent
 
 CHUNK = 8192
 NOWHERE = -(2**31)
-"""No place is before it, not even those past the end of a row."""
+"""A place that precedes all others, even those of elements past the end of a row."""
 
 
 def select_topk(logits, *, k):
-    """Logits [..., N] to int32 positions [..., k], largest first, the earlier position where equal; -1 for -inf."""
+    """Maps logits [..., N] to int32 positions [..., k], largest first, equal logits by position; -1 for -inf."""
     return _select(logits, k=k, interpret=bool(interpreting.value))
 
 
@@ -67,7 +67,7 @@ def _keep(values, places, *, size, count, k, end, interpret):
         places_ref = refs[0] if places is not None else None
         refs = refs[places is not None :]
         outs, (counters, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
-        # Only the next launch reads what this one keeps.  Started early beside many CTAs, its CTAs would share
+        # Only the next launch reads what this one keeps.  With many CTAs, an early start would make CTAs of both share
         # multiprocessors.
         if not last and rows * count <= MULTIPROCESSORS // 2:
             pdl_launch_dependents(values_ref, interpret=interpret)
@@ -102,7 +102,9 @@ def _keep(values, places, *, size, count, k, end, interpret):
 
 
 def _search(counters, keys, places, k: int, end: int, interpret: bool):
-    """A key and a place: the k largest are above the key, or equal to it and before the place; and their extremes.
+    """Returns a key and a place, and a lower bound and the maximum of the k largest keys.
+
+    The k largest logits are those above the key, and those equal to it before the place.
 
     `end` is the number of places.  With k or fewer logits above EMPTY, the key is EMPTY and the place NOWHERE.
     """

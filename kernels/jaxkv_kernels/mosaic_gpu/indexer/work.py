@@ -20,7 +20,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 LANES = 32
 MOST_UNROLLED = 8
-"""Requests per lane up to which their lengths stay in registers."""
+"""The most requests per lane whose lengths stay in registers."""
 
 
 class Share(NamedTuple):
@@ -29,7 +29,7 @@ class Share(NamedTuple):
     first_request: Any
     first_tile: Any
     last_request: Any
-    """Below `first_request` where the share is empty."""
+    """Below `first_request` if the share is empty."""
     last_end: Any
     """The tile after the last of `last_request`."""
 
@@ -132,7 +132,7 @@ def _search(requests: int, ctas: int, tiles: Tiles, filled: bool) -> str:
         return f"add.s32 sum, sum, {n}; "
 
     def find(n: str) -> str:
-        """Which request, and which of its tiles, are the first and the last of the share."""
+        """Finds the requests of the share's first and last tiles, and the numbers of these tiles."""
         scan = f"mov.b32 i, {n}; "
         for step in (1, 2, 4, 8, 16):
             scan += f"shfl.sync.up.b32 up|q, i, {step}, 0, -1; @q add.s32 i, i, up; "

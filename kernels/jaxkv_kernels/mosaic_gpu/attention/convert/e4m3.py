@@ -1,8 +1,8 @@
-"""How e4m3 keys become what wgmma reads: float16, which represents every e4m3 value exactly.
+"""Converts e4m3 keys to float16 for wgmma.  float16 represents every e4m3 value exactly.
 
-TMA copies half a tile of keys as it is stored, 16 KiB, into the first half of the shared memory that it will take as
-float16.  A warpgroup loads all of it to registers, and then stores it converted.  So keys need no memory besides, and
-the copies of all halves can be on their way at once.
+TMA copies half a tile of keys as it is stored, 16 KiB, into the first half of the shared memory of its float16
+values.  A warpgroup loads all of it to registers, and then stores it converted.  So keys need no additional
+memory, and the copies of all halves can be in flight at once.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import ROPE
 
 DTYPE = jnp.dtype(jnp.float16)
-"""Of converted values."""
+"""The dtype of converted values."""
 
 
 def raw_halves() -> Any:
@@ -32,20 +32,20 @@ def raw_ropes() -> Any:
 
 @dataclass(frozen=True)
 class E4M3Tiles:
-    """Two tiles of keys in shared memory, in their two forms."""
+    """Two tiles of keys in shared memory, as float16 values and as bytes."""
 
     k: Any
-    """[2, 2, 64, 256]."""
+    """float16 [2, 2, 64, 256]: tiles, halves."""
     r: Any
-    """[2, 64, 64]."""
+    """float16 [2, 64, 64]."""
     raw_k: Any
-    """`raw_halves`."""
+    """See `raw_halves`."""
     raw_r: Any
-    """`raw_ropes`."""
+    """See `raw_ropes`."""
     interpret: bool
 
     def convert(self, tile: int, half: int, *, rope: bool) -> None:
-        """Converts half a tile that has landed, and its rotary keys."""
+        """Converts half a tile that has landed, and with `rope` the tile's rotary keys."""
         if self.interpret:
             self.k[tile, half] = _converted(self.raw_k[tile, half, 0])
             if rope:

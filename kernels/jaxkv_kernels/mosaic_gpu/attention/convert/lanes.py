@@ -1,10 +1,10 @@
 """What one lane does in a conversion: MLIR and inline PTX.
 
 A lane loads chunks of 16 bytes of e4m3 values and stores each as two chunks of float16.  Eight lanes share a phase of a
-shared-memory access.  They take four neighbouring chunks of an even row, and four of the next row: those beside them,
-or below them where a row has only four.  As bytes, which are not swizzled, the eight lie in different banks.  As
-float16, the 128-byte swizzle spreads the even (or odd) chunks of an even row over one half of the banks, and those of
-an odd row over the other half.
+shared-memory access.  They take four consecutive chunks of an even row, and four of the next row: of the neighbouring
+column tile, or the four below if a row has only four.  As bytes, which are not swizzled, the eight lie in different
+banks.  As float16, the 128-byte swizzle spreads the even (or odd) chunks of an even row over one half of the banks, and
+those of an odd row over the other half.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ WARP_ROWS = TILE // 4
 
 
 class Lane:
-    """Where the calling lane stands."""
+    """The position of the calling lane."""
 
     def __init__(self):
         thread = arith.remui(mgpu.utils.thread_idx(), c32(THREADS))
@@ -29,18 +29,18 @@ class Lane:
         self.warp = arith.shrui(thread, c32(5))
         self.phase = arith.shrui(self.lane, c32(3))
         self.odd = arith.andi(arith.shrui(self.lane, c32(2)), c32(1))
-        """The row, of two."""
+        """The lane's row, of two."""
         self.chunk = arith.andi(self.lane, c32(3))
-        """Of four chunks."""
+        """The lane's chunk, of four."""
 
     @property
     def column_tile(self) -> Any:
-        """Of a half's four column tiles of 64 values: one for the even row, its neighbour for the odd one."""
+        """The lane's column tile, of the four of 64 values in a half; even and odd rows use neighbouring ones."""
         return arith.xori(self.phase, self.odd)
 
 
 def load_half(raw, offset: int) -> list[Any]:
-    """The lane's chunks of [64, 256] bytes at `offset`: words of one per pair of its warp's rows."""
+    """The lane's chunks of [64, 256] bytes at `offset`: the words of one chunk per pair of its warp's rows."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.odd)
     chunk = arith.addi(arith.shli(lane.column_tile, c32(2)), lane.chunk)
@@ -58,7 +58,7 @@ def store_half(into, offset: int, chunks: list[Any]) -> None:
         _in_row(lane, lane.odd),
     )
     for n, chunk in enumerate(chunks):
-        # Rows 2n and 2n + 1: bits 1 and 2 of the row are also exclusive-ored into the chunk.
+        # Rows 2n and 2n + 1: bits 1 and 2 of the row are XORed into the chunk as well.
         in_tile, pair = divmod(n, 4)
         _store_converted(into, arith.xori(start, c32(pair * 32)), offset + in_tile * row_tile + pair * 256, chunk)
 

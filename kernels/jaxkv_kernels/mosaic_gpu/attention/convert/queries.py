@@ -1,4 +1,4 @@
-"""Queries of quantised entries: made float16 in shared memory, each row as large as float16 allows."""
+"""Converts queries to float16 in shared memory, for quantised entries; each row is scaled to fit."""
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -9,10 +9,10 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, WGMMA, over_columns
 
 
 def fit_queries(side: int, latent, rope, stats, row: int, wait_for_both):
-    """Consumer `side` scales and converts its half of the queries; returns what their scores are multiplied by per row.
+    """Consumer `side` scales and converts its half of the queries; returns the factors of the scores, one per row.
 
-    `latent` [2, 64, 256] and `rope` [64, 64] are pairs of views of the same memory: as queries arrive, and as they are
-    multiplied.  Rows `row` and `row + 1` of `stats` are for largest magnitudes.
+    `latent` [2, 64, 256] and `rope` [64, 64] are pairs of views of the same memory: in the dtype of queries, and in the
+    dtype that is multiplied.  Rows `row` and `row + 1` of `stats` hold largest magnitudes.
     """
     (latent_in, latent_out), (rope_in, rope_out) = latent, rope
     values, rotary = (plgpu.load(ref, layout=WGMMA).astype(jnp.float32) for ref in (latent_in.at[side], rope_in))

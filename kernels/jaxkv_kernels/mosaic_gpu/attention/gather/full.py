@@ -1,8 +1,7 @@
 """How consumers wait for half a tile of keys, which the producer's lanes store or copy to shared memory.
 
-A copy (`cp.async`) lands after the lane that started it has gone on.  The lane therefore requests an arrival at the
-barrier for when its copies have landed.  Pallas has no such arrivals, so the barriers of copied tiles are words of
-`stats`.
+Copies (`cp.async`) are asynchronous.  A lane therefore requests an arrival, which takes effect once its copies have
+landed (`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so the barriers of copied tiles are words of `stats`.
 """
 
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ ROPE_TILE = 8 * COLUMN_TILE
 COPY = "cp.async.cg.shared.global.L2::256B [$0 + {into}], [$1 + {offset}], 16, $2;"
 """Copies 16 bytes to shared memory.  If the size, the last operand, is 0 instead of 16, stores zeros and reads
 nothing."""
-# Not `.nc`: such loads ptxas moves past the synchronisation after them, down to their first use.
+# Not `.nc`: ptxas would move such loads past the synchronisation that follows them, down to their first use.
 LOAD = "ld.global.L1::evict_last.L2::256B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
 STORE = "st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
 CONVERT = (
@@ -44,10 +44,10 @@ CONVERT = (
 
 
 def shuffle(word, lane) -> Any:
-    """The word that another lane of the warp has.
+    """The word of another lane of the warp.
 
-    Loaded words are passed through a shuffle before they are used.  ptxas would move arithmetic on them up to the load,
-    past barriers, where each lane would then wait; it does not move a shuffle.
+    Loaded words are passed through a shuffle before they are used.  ptxas would move arithmetic on them up to
+    the load, past barriers, and lanes would wait there for the load.  It does not move a shuffle.
     """
     return ptx(
         "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", word, lane, result_types=i32(), has_side_effects=True, convergent=True
@@ -55,14 +55,14 @@ def shuffle(word, lane) -> Any:
 
 
 class Lane:
-    """Where the calling lane stands."""
+    """The position of the calling lane."""
 
     def __init__(self):
         thread = arith.remui(mgpu.utils.thread_idx(), c32(THREADS))
         self.lane = arith.andi(thread, c32(31))
         self.warp = arith.shrui(thread, c32(5))
         self.in_warp = self._in_warp
-        """Which of its warp's 4 rows, of every 16 rows, the lane loads chunks of."""
+        """The index of the lane's row among the 4 that its warp loads of every 16 rows."""
         self.row = arith.addi(arith.shli(self.warp, c32(2)), self.in_warp)
         """The number of that row among the 16."""
         self.second = arith.andi(arith.shrui(self.lane, c32(2)), c32(1))
@@ -146,7 +146,7 @@ def spread(slot, owners: list[Any]) -> list[Any]:
 
 
 def valid(slot, limit) -> Any:
-    """Whether a slot is the cache's."""
+    """Whether a slot lies in the cache."""
     return arith.cmpi(arith.CmpIPredicate.ult, slot, limit)
 
 
@@ -183,13 +183,13 @@ def address(cache, kv, slot, layer) -> Any:
 
 
 def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
-    """The addresses at which the rows of slots begin; for masked keys that of `zero`."""
+    """The addresses at which the rows of slots begin; for masked keys, the address of `zero`."""
     nothing = mgpu.utils.memref_ptr(zero)
     return [arith.select(valid(slot, limit), address(cache, kv, slot, layer), nothing) for slot in slots]
 
 
 def copy_rows(cache, kv, slot, layer, limit, parts) -> None:
-    """Starts to copy lines of a tile's rows, and zeros for masked keys.  `slot` is that of the lane's own row.
+    """Starts to copy lines of a tile's rows, and zeros for masked keys.  `slot` is the slot of the lane's own row.
 
     `parts` lists what to copy.  Each part is a tuple: its first byte in an entry, its number of lines, the shared
     memory that it goes to, the byte there at which the first line of the tile's first row begins, and the number of
@@ -242,17 +242,17 @@ def copy_rope(addresses, offset: int, ref, stage: int) -> None:
 
 
 def wait_for_copies() -> None:
-    """Waits until what this lane copies has landed."""
+    """Waits until the copies of this lane have landed."""
     ptx("cp.async.wait_all;")
 
 
 def _chunks(addresses, chunk) -> list[Any]:
-    """Where a lane's chunk of each row is."""
+    """The addresses of the lane's chunk of each row."""
     return [at(address, _wide(arith.shli(chunk, c32(4)))) for address in addresses]
 
 
 def prefetch(rows, nbytes: int) -> None:
-    """Brings whole rows to the L2 cache: the eight lanes of a row have a line each in turn."""
+    """Brings whole rows to the L2 cache: the eight lanes that share a row prefetch a line each at a time."""
     for first in range(0, nbytes, 8 * LINE):
         offset = arith.addi(arith.shli(Lane().chunk, c32(LINE.bit_length() - 1)), c32(first))
         offset = _wide(arith.minui(offset, c32(nbytes - 1)))
@@ -308,7 +308,7 @@ def inverse_pair(factor) -> Any:
 
 
 def divide_rope(ref, stage: int, special, inverse) -> None:
-    """Where `special` is not 0, multiplies rotary keys, bf16, that this lane has copied by the inverses of rows."""
+    """If `special` is not 0, multiplies the bf16 rotary keys that this lane copied by the inverse factors of rows."""
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, special, c32(0))):
         lane = Lane()
         start = at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, 1))

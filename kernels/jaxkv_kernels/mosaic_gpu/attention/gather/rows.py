@@ -49,11 +49,11 @@ def _array(per_lane: int) -> Any:
 
 
 LINE = lanes.LINE
-"""Bytes of an entry that a unit has."""
+"""Bytes of each entry in a unit."""
 OWN, FOUR = _registers(1), _registers(4)
 """The slot of a lane's own row; the slots of four rows, or four words of its own row."""
 ROPE_ROWS = 2
-"""How many of its four rows a lane loads e4m3 rotary keys of.  A row has only four chunks, for eight lanes."""
+"""Rows, of its four, whose e4m3 rotary keys a lane loads.  A row has only four chunks, for eight lanes."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class GatheredRows:
         return next(part.offset for part in self.entry.parts() if part.name == name)
 
     def zeros(self) -> jax.Array:
-        """A row that masked keys are loaded from.
+        """The row of zeros from which masked keys are loaded.
 
         One byte at its end is not zero.  XLA would fill an array of zeros in each call, but keeps this as a constant.
         """
@@ -127,7 +127,7 @@ class GatheredRows:
         return buffer
 
     def offset(self, slot, layer, constant, wide):
-        """The byte at which the entry of a slot begins: `wide` converts int32 to the integers of offsets."""
+        """The byte at which the entry of a slot begins.  `constant` makes offsets of ints, `wide` of int32."""
         pages = self.pages
         first = constant(pages.offset * self.itemsize) + wide(layer) * constant(pages.layer_stride * self.itemsize)
         token = pages.token_stride if pages.block_size > 1 else pages.block_stride
@@ -141,7 +141,7 @@ class GatheredRows:
         )
 
     def slots(self, slot_ref, request, tile, length):
-        """The slots of a tile of keys, each lane its own; -1 at positions from `length` on."""
+        """The slots of a tile of keys, in each lane that of its own row; -1 at positions from `length` on."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=_array(1))
         def load(_, ref, *place):
@@ -150,11 +150,11 @@ class GatheredRows:
         return load(slot_ref, request, tile, length)
 
     def spread(self, slots):
-        """The slots of the rows whose latents each lane loads chunks of."""
+        """The slots of the rows from whose latents each lane loads chunks."""
         return self._spread(slots, lanes.ROWS_PER_LANE, lambda lane: lane.owners)
 
     def spread_rope(self, slots):
-        """The slots of the rows whose rotary keys each lane loads chunks of."""
+        """The slots of the rows from whose rotary keys each lane loads chunks."""
         if not self.converts_rope:
             return self.spread(slots)
         return self._spread(slots, ROPE_ROWS, lambda lane: lane.rope_owners)
@@ -184,7 +184,7 @@ class GatheredRows:
         copy(kv_ref, slots, layer, limit, k_ref, *([] if r_ref is None else [r_ref]))
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit: Unit):
-        """Starts to load a unit of a tile's rows, whose slots are `spread`.  Slots of valid keys are below `limit`."""
+        """Starts to load a unit of a tile's rows.  `slots` come from `spread`; valid ones are below `limit`."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=_array(16))
         def load(_, kv, zero, slots, layer, limit):
@@ -193,7 +193,7 @@ class GatheredRows:
         return load(kv_ref, zero_ref, slots, layer, limit)
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
-        """Starts to load the scales of a tile's rows, each lane those of its own row; None if entries have none."""
+        """Starts to load the scales of a tile's rows, in each lane those of its own row; None if entries have none."""
         if not self.scaled:
             return None
 
@@ -205,9 +205,9 @@ class GatheredRows:
         return load(kv_ref, zero_ref, slots, layer, limit)
 
     def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> Any:
-        """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64], or to load them; `slots` are `spread_rope`.
+        """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64], or to load them; `slots` come from `spread_rope`.
 
-        Returns the loaded chunks, or None where keys are copied.
+        Returns the loaded chunks, or None if keys are copied.
         """
         if self.converts_rope:
 
@@ -252,7 +252,7 @@ class GatheredRows:
         return finish(r_ref, scales)
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
-        """Prefetches the rows of a tile, whose slots are `spread`, to the L2 cache."""
+        """Prefetches the rows of a tile to the L2 cache; `slots` come from `spread`."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR))
         def prefetch(_, kv, zero, slots, layer, limit):
@@ -263,8 +263,9 @@ class GatheredRows:
     def factors(self, stats_ref, row: int, flag: tuple[int, int], slots, limit, raw):
         """Stores the factors of a tile's keys to row `row` of `stats_ref`, and whether any is not 1 to `flag`.
 
-        `flag` is a row and a column: each warp has a value, 1 where a factor of its keys is not 1.  `raw` is what
-        `load_scales` returned, or None for entries without scales.  Returns what `store` and `finish_rope` need of it.
+        `flag` is the row and the column of warp 0's value, which is 1 if a factor of its keys is not 1.  The values of
+        other warps follow.  `raw` is what `load_scales` returned, or None for entries without scales.  Returns what
+        `store` and `finish_rope` need.
         """
         if raw is None:
 
@@ -294,7 +295,7 @@ class GatheredRows:
         store(k_ref, raw, *([scales] if self.scaled else []))
 
     def _rows(self, kv, zero, slots, layer, limit):
-        """Where the rows of the slots that a lane holds begin."""
+        """The addresses at which the rows of a lane's slots begin."""
         return lanes.rows(self, kv, zero, _words(slots), layer.registers.item(), limit.registers.item())
 
 
@@ -315,7 +316,7 @@ def _ref_type(dtype) -> Any:
 
 
 def async_fence(*, interpret: bool) -> None:
-    """Makes what has been stored to shared memory, and waited for, visible to wgmma."""
+    """Makes visible to wgmma the values in shared memory for which the caller has waited."""
     if interpret:
         return
     plgpu.inline_mgpu()(lambda _: ptx("fence.proxy.async.shared::cta;"))()

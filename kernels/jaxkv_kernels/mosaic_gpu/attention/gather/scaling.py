@@ -6,7 +6,7 @@ Otherwise they are first divided by a power of two, the token's factor.  Scores 
 by its factor in float32, and its rotary key is divided by it.  Products with scales that are powers of two are exact,
 except for scales below 2**-15 times the token's largest; other scales are rounded to float16.
 
-The constants are the bits of float32 values, which are compared and computed with as integers.
+The constants are bit patterns of float32 values.  They are compared, added and subtracted as integers.
 """
 
 import jax.numpy as jnp

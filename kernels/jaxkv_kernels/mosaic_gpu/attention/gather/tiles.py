@@ -5,8 +5,8 @@ Two tiles before a tile is fetched, its slots are loaded and, with `prefetch`, i
 Tiles of bf16 and f16 are copied half by half, as soon as consumers free the halves that hold the previous pair.  No
 lane of the producer waits for a copy.
 
-Tiles of quantised entries are stored unit by unit.  Loads are a ring of units ahead of stores: while a unit is
-converted and stored, the next ones are being loaded, also across the ends of tiles and work tiles.  Scales are loaded a
+Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores by a ring of units, also from one tile
+or work tile to the next: while a unit is converted and stored, the next ones are being loaded.  Scales are loaded a
 tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 """
 
@@ -22,12 +22,13 @@ from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 
 FACTOR, FLAG, STATS = 5, 7, 8
-"""Rows of `stats`: the factors of either tile; whether any is not 1, four values per tile.  The number of all rows."""
+"""Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
+per tile.  The last is the number of rows."""
 
 
 @dataclass(frozen=True)
 class GatherTiles:
-    """Where tiles come from and go to."""
+    """The sources and destinations of tiles, and the barriers between producer and consumers."""
 
     config: SparseConfig
     rows: GatheredRows
@@ -38,7 +39,7 @@ class GatherTiles:
     r: Any
     stats: Any
     k_full: Any
-    """`StoredFull` or `CopiedFull`.  Barrier 2 * tile + half: the half is there; for the far half, also rotary keys."""
+    """`StoredFull` or `CopiedFull`.  Barrier 2 * tile + half: that half is full; for the far half, also rotary keys."""
     k_free: Any
     interpret: bool
 
@@ -119,7 +120,7 @@ class GatherTiles:
             plgpu.barrier_wait(self.k_free[2 * tile + half])
 
     def _stored(self, half):
-        """Signals that a half is stored, or that its copies have been started: each lane arrives for itself.
+        """Signals that a half is stored, or that its copies have been started: every lane arrives.
 
         The consumers make the half visible to wgmma.  A fence here might wait for loads that have not finished.
         """
@@ -168,11 +169,11 @@ class ConvertedTiles(GatherTiles):
 
     @property
     def _ring(self) -> int:
-        """How many units are loaded ahead."""
+        """The number of units that are loaded ahead."""
         return min(self.config.units_ahead, self.rows.units)
 
     def _units(self, tile):
-        """The units of a tile in the order in which they are stored: half `tile` is the near one."""
+        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
         return self.rows.half(tile) + self.rows.half(1 - tile)
 
     def _load(self, slots, layer, limit, unit):

@@ -34,7 +34,7 @@ class TokenRows:
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of the axes of `shape`, in elements."""
+        """The strides of the axes of `shape`, in elements."""
         return self.step, self.pages.token_stride, 1
 
     def index(self, layer, block, token, head=0):
@@ -80,7 +80,7 @@ class InterpretedRows(TokenRows):
         return (layer * pages.num_blocks + block) * pages.num_heads + head, token
 
     def of(self, buffer):
-        """The pages."""
+        """The pages of the buffer, copied."""
         pages = self.pages
         page = jnp.arange(pages.num_layers * pages.num_blocks * pages.num_heads)
         head, block = page % pages.num_heads, page // pages.num_heads % pages.num_blocks
@@ -90,7 +90,7 @@ class InterpretedRows(TokenRows):
         return buffer[(origin * self.step)[:, None, None] + (token * pages.token_stride)[:, None] + column]
 
     def install(self, ref):
-        """Nothing."""
+        """Does nothing."""
 
 
 def token_rows(pages: Pages) -> TokenRows:

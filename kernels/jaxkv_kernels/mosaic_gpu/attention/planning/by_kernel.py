@@ -17,8 +17,8 @@ A batch-invariant plan has no candidates.  To keep the code short, most vectors 
 searches and the evaluation of candidates are loops.  A plan of 128 requests and 66 partitions takes 4.3 us on an H200;
 a single warpgroup with longer vectors and unrolled loops took 7.0.
 
-Barriers.  A table is written by all threads, which then wait for each other; every table, and every running sum, has
-shared memory of its own.
+Barriers.  All threads write a table, and then wait for each other.  Every table and every running sum has its own
+shared memory.
 Budget.  Shared memory: 12 tables of requests, two of work tiles, three of candidates and one of sums, 4 bytes per
 element: for 1,024 requests 68 KiB, or 120 KiB if the plan is batch-invariant.
 Registers: requests / 512 per vector of requests, and at most 128 per thread.
@@ -40,7 +40,7 @@ from jaxkv_kernels.mosaic_gpu.attention.planning.registers import SUMS, Register
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 
 MOST_REQUESTS, MOST_TILES = 1024, 8192
-"""What `divide` has registers and shared memory for."""
+"""The most requests and work tiles for which `divide` has registers and shared memory."""
 AT_ONCE = 512
 """The most work tiles, and columns of a block table, that are processed at once."""
 WARPGROUPS = 4

@@ -1,8 +1,8 @@
 """How a step's requests are divided among partitions: one algorithm, on vectors of XLA or of a kernel's registers.
 
 Steps of all requests are laid end to end.  For a boundary between partitions, a search for the request that it lies in
-returns how many steps, and requests, are in front of it.  Differences between neighbouring boundaries are the loads of
-partitions, and boundaries inside of requests are splits.  To estimate the time of a division therefore takes one search
+returns how many steps, and requests, precede it.  Differences between neighbouring boundaries are the loads of
+partitions, and boundaries inside requests are splits.  To estimate the time of a division therefore takes one search
 per partition, and no comparison of all partitions with all requests.
 """
 
@@ -41,7 +41,8 @@ class Vectors(Protocol):
     def search(self, table, count: int, bound, *, equal: bool = False, slope=None) -> Any:
         """How many of the first `count` elements, which are sorted, are below `bound`; with `equal`, at most `bound`.
 
-        With `slope`, a vector like `bound`, compares table[i] + slope * i, which is sorted too, instead of table[i].
+        With `slope`, a vector like `bound`, compares table[i] + slope * i, which is sorted as well, instead of
+        table[i].
         """
 
     def cumsum(self, *xs) -> Any:

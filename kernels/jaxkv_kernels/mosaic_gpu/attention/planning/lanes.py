@@ -1,6 +1,7 @@
 """Vectors of int32 in the registers of a CTA, and tables in its shared memory: what each thread does.
 
-Element r * threads + t of a vector is in register r of thread t.  For Pallas, each warpgroup has an array of its own.
+Element r * threads + t of a vector is in register r of thread t.  To Pallas, each warpgroup has its own array of its
+elements.
 """
 
 from typing import Any
@@ -24,8 +25,8 @@ def call(function, *arguments, refs: int, results: tuple[int, ...] = (), warpgro
     """Calls `function(Threads, *references, *vectors)`: the first `refs` arguments are references.
 
     The function receives a vector as the list of the calling thread's int32 values, one per register, and a scalar as
-    an int32 value.  It returns a list with an item for each of `results`: a vector of that many registers, or a scalar
-    where that is 0.
+    an int32 value.  It returns a list with an element for each of `results`: a vector of that many registers, or
+    a scalar if the number is 0.
     """
     types: list[Any] = [
         REF if n < refs else layout(x.shape[0]) if jnp.ndim(x) else SCALAR for n, x in enumerate(arguments)

@@ -31,7 +31,7 @@ class Registers:
     def __init__(self, scratch, warpgroups: int = 1):
         self._scratch, self._warpgroups = scratch, warpgroups
         self._sums = 0
-        """How many running sums there have been; each has its own place in the table `warps`."""
+        """The number of running sums so far; each has its own place in the table `warps`."""
 
     @property
     def threads(self) -> int:

@@ -1,4 +1,4 @@
-"""Tiles of quantised keys and values of one KV head: swizzled, apart from each other."""
+"""Tiles of quantised keys and values of one KV head: swizzled, and stored separately."""
 
 from dataclasses import dataclass
 
@@ -60,7 +60,7 @@ class HeadTiles(Tiles):
         return token_rows(pages).of(buffer)
 
     def loader(self, ref, table: PageTable, layer, head):
-        """Keys and values are copied apart, as two ranges of an entry's columns."""
+        """Keys and values are copied separately, as two ranges of an entry's columns."""
         return PagedKeys(ref, token_rows(table.pages), table, layer, head)
 
     def parts(self, raw, stage, full):

@@ -15,47 +15,47 @@ class Interpreted(Tiles):
     """The part of the interpreted tiles that does not depend on the kind of entry."""
 
     def _keys(self, raw, stage):
-        """[64, bytes]."""
+        """The bytes of a stage that begin with its keys, [64, bytes]."""
         raise NotImplementedError
 
     def _value_bytes(self, raw, stage):
-        """[64, columns]."""
+        """The values of a stage, [64, columns]."""
         raise NotImplementedError
 
     def load_keys(self, raw, stage, group):
-        """[64, 64]."""
+        """Returns bytes [64, 64]."""
         return self._keys(raw, stage)[:, KEY_GROUP * group : KEY_GROUP * (group + 1)]
 
     def load_values(self, raw, stage, step):
-        """[16, columns]."""
+        """Returns bytes [16, columns]."""
         return self._value_bytes(raw, stage)[N * step : N * (step + 1)]
 
     def convert_keys(self, loaded, group):
-        """[64, 64]."""
+        """Returns [64, 64]."""
         return _ordered(lax.bitcast_convert_type(loaded, jnp.float8_e4m3fn).astype(jnp.float16))
 
     def convert_values(self, loaded, group):
-        """[128, 16]."""
+        """Returns [128, 16]."""
         values = lax.bitcast_convert_type(loaded[:, GROUP * group : GROUP * (group + 1)], jnp.float8_e4m3fn)
         values = values.astype(jnp.float16).reshape(N, 4, 8, 2, 2).transpose(3, 1, 4, 2, 0)
         return values.reshape(GROUP, N)
 
     def over_warps(self, kind, x, stats, side):
-        """[16]."""
+        """Returns [16]."""
         return {"max": jnp.max, "add": jnp.sum}[kind](x, axis=0)
 
     def store_rows(self, ref, place, parts):
-        """In the order of columns."""
+        """Stores rows in the order of columns."""
         rows = ref.shape[1]
         parts = [part.reshape(2, 4, 2, 8, N).transpose(4, 1, 3, 0, 2).reshape(N, GROUP)[:rows] for part in parts]
         ref[place] = jnp.concatenate(parts, axis=1)
 
     def load_queries(self, refs, place):
-        """[16, ...] each."""
+        """Returns an array [16, ...] for each reference."""
         return [jnp.pad(ref[place].astype(jnp.float32), ((0, N - ref.shape[1]), (0, 0))) for ref in refs]
 
     def store_queries(self, refs, stats, stage, loaded):
-        """In the order of keys."""
+        """Stores queries in the order of keys."""
         factor, inverse = scale_to_fit(jnp.abs(jnp.concatenate(loaded, axis=1)).max(axis=1))
         for ref, x in zip(refs, loaded, strict=True):
             ref[stage] = _ordered((x * factor[:, None]).astype(ref.dtype))
@@ -72,19 +72,19 @@ class InterpretedLatents(Interpreted, LatentTiles):
         return self._keys(raw, stage)[:, : GROUP * self.value_groups]
 
     def load_keys(self, raw, stage, group):
-        """[64, 64], or [64, 128] bytes of bf16."""
+        """Returns bytes [64, 64], or [64, 128] of bf16 rotary keys."""
         if self.scaled and group == self.key_groups - 1:
             return self._keys(raw, stage)[:, -2 * KEY_GROUP :]
         return super().load_keys(raw, stage, group)
 
     def convert_keys(self, loaded, group):
-        """[64, 64]."""
+        """Returns [64, 64]."""
         if self.scaled and group == self.key_groups - 1:
             return _ordered(lax.bitcast_convert_type(loaded.reshape(TILE, KEY_GROUP, 2), jnp.bfloat16))
         return super().convert_keys(loaded, group)
 
     def load_scales(self, raw, stage):
-        """[64] each."""
+        """Returns an array [64] for each group of values."""
         if not self.scaled:
             return []
         found = self._keys(raw, stage)[:, self.scales_at : self.scales_at + 4 * self.value_groups]
@@ -110,6 +110,6 @@ class InterpretedHeads(Interpreted, HeadTiles):
 
 
 def _ordered(x):
-    """Columns, 64 by 64, in the order of keys."""
+    """`x` with every 64 columns permuted to the order of keys."""
     rows, columns = x.shape
     return x.reshape(rows, columns // 64, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5).reshape(rows, columns)

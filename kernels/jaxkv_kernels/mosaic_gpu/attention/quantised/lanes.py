@@ -17,7 +17,7 @@ COLUMN_TILE = 1024
 
 
 class Lane:
-    """Where the calling lane stands in a wgmma tile: row 16 `warp` + `row`, and 8 below; columns 2 `quad` + {0, 1}."""
+    """The position of the calling lane in a wgmma tile: rows 16 `warp` + `row` + {0, 8}, columns 2 `quad` + {0, 1}."""
 
     def __init__(self):
         thread = arith.remui(mgpu.utils.thread_idx(), c32(LANES))
@@ -29,7 +29,7 @@ class Lane:
 
 
 def load_latents(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
-    """As keys: 16 bytes (`wide`: 32) of each of the lane's two rows, of columns 64 * `group` or bf16 rotary keys."""
+    """Loads keys: of the lane's two rows, 16 bytes from column 64 * `group` on, or (`wide`) 32 of bf16 rotary keys."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
     per_lane = 32 if wide else 16
@@ -44,7 +44,7 @@ def load_latents(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any
 
 
 def convert_keys(raw, layout, *, wide: bool) -> Any:
-    """A [64, 64] tile of keys as they were loaded: word s of a row has the columns of the s-th product of 16."""
+    """A [64, 64] tile of keys from loaded words: word s of a row has the columns of the s-th product of 16."""
     vectors = [words(register) for register in raw.registers.flat]
     registers = _registers(layout, (64, 64))
     for half in range(2):
@@ -80,7 +80,7 @@ def load_scales(ref, stage, nbytes: int, offset: int, layout) -> list[Any]:
 
 
 def load_latents_of_tokens(ref, stage, nbytes: int, step: int, *, swapped: bool) -> list[list[Any]]:
-    """As values: per 128 latents, a word of each of four tokens: 16 `step` + 2 `quad` + {0, 1, 8, 9}.
+    """Loads values: per 128 latents, a word of each of the tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}.
 
     `swapped`: odd quads load the second token of a pair first, which halves the bank conflicts of 576-byte entries.
     """
@@ -98,7 +98,7 @@ def load_latents_of_tokens(ref, stage, nbytes: int, step: int, *, swapped: bool)
 
 
 def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
-    """A float16 [128, 16] tile of values by tokens, as they were loaded."""
+    """A float16 [128, 16] tile, values by tokens, from loaded words."""
     tokens = words(raw.registers.flat[group])
     low, high = c32(0x5140), c32(0x7362)
     if swapped:
@@ -114,7 +114,7 @@ def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
 
 
 def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
-    """16 bytes of each of the lane's two rows, of columns 64 * `group`, of swizzled keys [stages, 64, `width`]."""
+    """Loads 16 bytes of each of the lane's two rows, from column 64 * `group` on, of swizzled [stages, 64, `width`]."""
     lane = Lane()
     first = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS * width)), arith.shli(lane.row, c32(7)))
     chunk = arith.xori(arith.xori(lane.quad, lane.row), c32(4 * (group % 2)))
@@ -127,7 +127,7 @@ def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
 
 
 def load_head_values(ref, stage, width: int, step: int) -> list[list[Any]]:
-    """Per 128 columns, a word of each of four tokens: as `load_latents_of_tokens`, of swizzled values."""
+    """Loads swizzled values: per 128 columns, a word of each of the tokens of `load_latents_of_tokens`."""
     lane = Lane()
     chunk = arith.addi(arith.shli(lane.warp, c32(1)), arith.shrui(lane.row, c32(2)))
     byte = arith.shli(arith.andi(lane.row, c32(3)), c32(2))
@@ -198,7 +198,7 @@ def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
 
 
 def store_rows(ref, place, parts, rows: int) -> None:
-    """Stores [128, 16] tiles of latents by rows, 16 bits each, as row `place` of `ref` [n, rows, 512]."""
+    """Stores [128, 16] tiles of 16-bit values, transposed, to `ref`[place], where `ref` is [n, rows, 128 * tiles]."""
     lane = Lane()
     width = 128 * len(parts)
     row = arith.shli(lane.quad, c32(1))
@@ -217,7 +217,7 @@ def store_rows(ref, place, parts, rows: int) -> None:
 
 
 def load_queries(refs, place, rows: int) -> Any:
-    """Eight values of each 64 columns of row `thread` // 8 of entry `place` of arrays [n, rows, width]."""
+    """Loads eight of every 64 columns of row `thread` // 8 of entry `place` of arrays [n, rows, width]."""
     row, chunk = _row_and_chunk()
     inside = arith.cmpi(arith.CmpIPredicate.ult, row, c32(rows))
     place = arith.extui(i64(), place)
@@ -257,8 +257,8 @@ def largest(raw, layout) -> Any:
 def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: int) -> None:
     """Stores queries times their row's factor to arrays [stages, 16, 64 * `groups`] of 16-bit floats.
 
-    Columns are in the order in which `convert_keys` has those of keys.  `inverse` goes to `stats`, to row `first_row` +
-    `stage`.
+    Columns are in the same order as those of keys after `convert_keys`.  `inverse` is stored to row `first_row` +
+    `stage` of `stats`.
     """
     row, chunk = _row_and_chunk()
     in_tile = arith.andi(row, c32(7))
@@ -296,7 +296,7 @@ def _permuted(a, b, selector) -> Any:
 
 
 def _clear(start, thread, lanes: int) -> None:
-    """Zeroes 16 bytes at the address of each of the first lanes."""
+    """Zeroes 16 bytes at the address `start` of each of the first `lanes` lanes."""
     inside = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(lanes))
     ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", start, c32(0), predicate=inside)
 

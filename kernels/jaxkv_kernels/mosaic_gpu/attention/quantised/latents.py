@@ -73,7 +73,7 @@ class LatentTiles(Tiles):
         return EntryPages(ref, table, layer)
 
     def parts(self, raw, stage, full):
-        """Whole entries."""
+        """Returns the only part: whole entries."""
         return (Columns(0, self.entry.nbytes, raw[0].at[stage], full),)
 
     def load_keys(self, raw, stage, group):

@@ -1,18 +1,18 @@
-"""Tiles of 64 quantised entries as they lie in the cache, and how products read them.
+"""Tiles of 64 quantised entries as they are stored in the cache, and how products read them.
 
-Entries are copied to shared memory as they are.  They are converted on their way from there to the registers that are
-the first operand of wgmma, so that no converted copy is stored: K for S' = K Q', and V transposed for O' += V' P'.
+Entries are copied to shared memory as they are.  They are converted as they are loaded from there to the registers that
+are the first operand of wgmma, so that no converted copy is stored: K for S' = K Q', and V transposed for O' += V' P'.
 e4m3 becomes float16, which represents every e4m3 value exactly.
 
-A lane reads 16 bytes of a row, or 4 bytes of each of four tokens, and wgmma would have it hold other values.  So the
-products see columns of K, and of V, in an order of their own:
+A lane reads 16 bytes of a row, or 4 bytes of each of four tokens.  These are not the values that the register layout of
+wgmma assigns to it, so the columns of K and of V are permuted in the products:
 
     keys     of every 64 columns, product s of 16 has those with index 16 quad + 4 s + {0..3}: queries are stored in
              this order
     values   of every 128 columns, row 64 a + 16 warp + 8 b + row of V' is column 32 warp + 4 row + 2 a + b: results are
              stored from this order
 
-For values, two tokens are brought together byte by byte before they are converted: wgmma wants pairs of keys.
+For values, the bytes of two tokens are interleaved before they are converted: a register of wgmma holds a pair of keys.
 """
 
 from typing import Any
@@ -38,8 +38,8 @@ GROUP = 128
 STEPS = TILE // N
 """Products of 16 keys in a tile."""
 INVERSES, SCRATCH, STATS = 2, 4, 12
-"""Rows of `stats`, float32 [12, 16]: two of the schedule's own; the inverse factors of two stages of queries; scratch
-memory of `over_warps`, four rows for each consumer.  The number of all rows."""
+"""Rows of `stats`, float32 [12, 16]: two that the schedule uses; the inverse factors of two stages of queries; scratch
+memory of `over_warps`, four rows for each consumer.  The last is the number of rows."""
 PER_LANE = plgpu.Layout.WG_STRIDED((lanes.LANES,), 1)
 PLAIN = plgpu.RefType()
 Array = plgpu.ShapeDtypeStruct
@@ -118,7 +118,7 @@ class Tiles:
         raise NotImplementedError
 
     def parts(self, raw, stage, full) -> tuple[Columns, ...]:
-        """What the loader fetches for a tile: parts of its entries, to this stage of the references `raw`."""
+        """The parts of a tile's entries that the loader fetches to this stage of the references `raw`."""
         raise NotImplementedError
 
     def load_keys(self, raw, stage, group: int) -> Any:

@@ -6,7 +6,7 @@ few queries its columns:
     S' = K Q'     [64 keys, rows]      K as it is stored, Q likewise
     O' += V' P'   [512, rows]          V is K's first 512 columns, transposed; P is stored as [rows, 64 keys]
 
-The schedule is bound by reading memory: the tensor cores are busy for half of the time that a tile takes to arrive.
+The schedule is memory-bound: the tensor cores are busy for half of the time that a tile takes to load.
 
 Work.  A CTA of two warpgroups walks its partition of the plan: work tiles, each a range of key tiles of a request.
 
@@ -19,19 +19,19 @@ Timeline, downwards; `->` names the barrier that a line waits for.
       while this one is computed                mask; vote: does any score exceed the running max by more than the
       -> done[stage], four work tiles ago         threshold?  If so: new maximum over keys, rescale O' and the row sums
     stores that work tile's result first        P = exp2(S' - running max) to shared memory
-                                                in a masked tile: zeros to the values of unseen tokens
+                                                in a masked tile: zeroes the values of unseen tokens
                                                 O' += V' P', arrives k_free[stage]
-                                                after the last tile: the result in place of the queries,
-                                                  arrives done[stage]
+                                                after the last tile: stores the result in place of the
+                                                  queries, arrives done[stage]
 
-Keys are copied in whole rows, since device memory delivers whole pages fastest.  O' stays in registers.  Every warp
-holds keys of every row, and all warps must use the same running max, so the warpgroup votes once per tile.  Each lane
-keeps row sums of its own keys until the work tile ends.  A result stays in shared memory until another work tile's
-queries need its stage, or until the end.  Most CTAs have no more work tiles than stages, and so store nothing while
-they read.  This matters: writing 4 MB of splits in between 853 MB of reads costs 3 % of the time.
+Keys are copied in whole rows, since reads of whole pages have the highest bandwidth.  O' stays in registers.  Each
+warp holds keys of every row, and all warps must use the same running max, so the warpgroup votes once per tile.  A lane
+keeps row sums of its own keys until the work tile ends.  A result stays in shared memory until the queries of a
+later work tile need its stage, or until the end of the kernel.  Most CTAs have no more work tiles than stages, and so
+store nothing while they read.  This matters: 4 MB of writes of splits between 853 MB of reads cost 3 % of the time.
 
 Barriers, and how many arrivals complete them: TMA copies for `full`, the consumer for the others.
-    q_full[stage]    the queries have landed (2: their rotary part is a copy of its own)
+    q_full[stage]    the queries have landed (2: their rotary part is copied separately)
     k_full[stage]    a tile of keys has landed (1 per page)
     k_free[stage]    the tile has been multiplied (1)
     done[stage]      the result is in place of the queries (1)
@@ -103,7 +103,7 @@ def attend_few_rows(
             def fetch(request, step, carry):
                 used, found = carry
                 stage = stage_of(used)
-                ahead = paged.look_up(request, (step + 1) * TILE)  # the loads proceed while the stage comes free
+                ahead = paged.look_up(request, (step + 1) * TILE)  # the loads proceed while the producer waits
 
                 @pl.when(used >= stages)
                 def _():
@@ -197,7 +197,7 @@ def attend_few_rows(
                 return used + 1, acc, running_max, row_sum + w
 
             def stage_result(query_stage, values, *per_row):
-                """Puts a result where the producer stores it from: values in place of the queries, and `per_row`."""
+                """Stages a result for the producer: values in place of the queries, and `per_row` in `stats`."""
                 q.at[query_stage].transpose((1, 0))[...] = values
                 for i, x in enumerate(per_row):
                     stats[query_stage, i] = x
@@ -222,7 +222,7 @@ def attend_few_rows(
                 @pl.when(split >= 0)
                 def _():
                     parts = [acc[at : at + TILE] for at in range(0, LATENT, TILE)]
-                    # Reduced over the parts first, which needs no exchange between lanes.
+                    # Reduces over the parts first, which needs no exchange between lanes.
                     magnitude = split_scale(reduce(jnp.maximum, [jnp.maximum(x, -x) for x in parts]).max(axis=0))
                     values = (acc * over_rows(1 / magnitude, LATENT)).astype(SPLIT_DTYPE)
                     stage_result(query_stage, lax.bitcast_convert_type(values, dtype), lse, magnitude)
@@ -238,7 +238,7 @@ def attend_few_rows(
         body,
         interpret=interpret,
         auto_barriers=False,
-        reduction_bytes=128 * rows,    # of maxima across warps: a place for each lane of each warp
+        reduction_bytes=128 * rows,    # for maxima across warps: a place for each lane of each warp
         out_type=result_types(
             (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=rows, split_lse=rows, scales=1
         ),

@@ -5,9 +5,9 @@ As in `few_rows`, the operands of the products are swapped: keys provide the 64 
     S' = K Q'     [64 keys, 16]
     O' += V' P'   [columns of V, 16]       of latents, V is K's first 512 columns
 
-K and V' are register operands, converted from the bytes of the cache on their way from shared memory
-(`quantised/tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are read from it twice, once
-for K and once for V.
+K and V' are register operands, converted as the bytes of the cache are loaded from shared memory
+(`quantised/tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are loaded from shared memory
+twice, once for K and once for V.
 
 Work.  A CTA of a producer and two consumer warpgroups owns a KV head (latents have one) and walks its partition of the
 plan: work tiles, each a range of key tiles of a request.  The consumers take alternate tiles, so that one converts
@@ -18,35 +18,40 @@ Timeline of a work tile, downwards; `->` names the barrier that a line waits for
 
     producer                                  consumer w
     loads the queries to registers            every other tile: -> q_full[stage] once, k_full[stage]
-    first tile of entries (in the first         in a masked tile: zeros to values of unseen tokens
+    first tile of entries (in the first         in a masked tile: zeroes values of unseen tokens
       work tile, as many as there are           S' = K Q'; mask; vote: does any score exceed the running max by more
       stages): a copy or two per page             than the threshold?  If so: new maximum over keys, rescale O' and
       -> k_free[stage]                            the row sums
     the queries, scaled and reordered, to       P = exp2(S' - running max) to shared memory
       shared memory, arrives q_full[stage]      O' += V' P', arrives k_free[stage] once the last values are in registers
       -> q_free[stage], two work tiles ago    after the last tile: arrives q_free[stage];
-    the other tiles -> k_free[stage]            1: running max, row sums and O' to shared memory, all of O' at once or,
-                                                   where there is no room, a quarter at a time -> taken; arrives given
-                                                0: -> given; adds them to its own, arrives taken; stores the result
+    the other tiles -> k_free[stage]            consumer 1: stores running max, row sums and O' to shared memory,
+                                                  all of O' at once or, if it does not fit, a quarter at a time
+                                                  -> taken; arrives given
+                                                consumer 0: -> given; adds them to its own, arrives taken; stores the
+                                                  result
 
 Before a batch of products is started, the warpgroup waits for the previous batch, which ran while the operands of this
 one were converted.  (If the wait left some products running, the compiler would serialize all of them.)
 
-Numbers.  Queries become float16, each row divided by a power of two that makes it fit; scores are multiplied by it.
+Numerics.  Queries become float16, each row divided by a power of two that makes it fit.  The scores of the row are
+multiplied by that power.
+
 `fp8` entries have a scale of keys and one of values, which multiply scores and results.  Tokens of `fp8_ds_mla` have
 four scales.  S' is then the sum of four products, each times its scale, and of the product of the rotary parts, which
 stay bf16.  Each group of 128 latents has weights of its own: P times the group's scale.  For these to fit float16
 whatever the scales are, the token's largest scale, rounded down to a power of two, is part of the running max: weights
 are exp2(score + log2(largest) - running max), multiplied by scale / largest for each group.  Row sums are of weights
-divided by `largest`.  P is stored times a power of two (`lift`), as large as float16 allows: many small weights add up,
-and float16 has few exponents below 1.
+divided by `largest`.  P is multiplied by a power of two (`lift`), as large as float16 allows, before it is stored: many
+small weights add up, and float16 has few exponents below 1.
 
 Barriers, and how many arrivals complete them.
     q_full[stage]    the queries are stored (1: the producer)
     q_free[stage]    both consumers have multiplied with the queries for the last time (2)
     k_full[stage]    a tile of entries has landed (1 per copy)
     k_free[stage]    the tile is in registers (1: its consumer; even stages are consumer 0's, odd ones consumer 1's)
-    given, taken     consumer 1's result, or a quarter of it, is in `other` (1); consumer 0 has read it (1)
+    given            consumer 1's result, or a quarter of it, is in `other` (1)
+    taken            consumer 0 has read `other` (1)
 Automatic barriers are off.  Within a consumer warpgroup, the vote is also a barrier: after it, all warps have finished
 with the previous tile's P.
 
@@ -82,16 +87,16 @@ def attend_few_rows_quantised(
     queries, buffer, block_tables, layer, scale, scales, plan: Plan,
     *, tiles: Tiles, tokens, group, pages, logit_cap, window, config: FewRowsQuantisedConfig, interpret,
 ):  # fmt: skip
-    """Results of whole requests and splits (`result_types`), which have a row for each request or split, and head.
+    """Results of whole requests and splits (`result_types`), whose first axis is that of requests or splits x heads.
 
-    `queries`: bf16 [B * heads, rows, ...], 8 or 16 rows, of which each query token has `group`.  `scales`: those of
+    `queries`: bf16 [B * heads, rows, ...], with 8 or 16 rows, `group` for each query token.  `scales`: those of
     keys and of values, float32 [1] or [heads], or () for entries with scales of their own.
     """
     batch, rows, _ = queries[0].shape
     dtype, width = queries[0].dtype, GROUP * tiles.value_groups
     stages, query_stages = tiles.stages(config.stages), config.query_stages
     scaled = tiles.scaled
-    parts_at_once = 1 if scaled else tiles.value_groups  # of a result in `other`: as many as there is room for
+    parts_at_once = 1 if scaled else tiles.value_groups  # parts of a result in `other`: as many as fit
     lift = 2.0 ** (14 - config.rescale_threshold)
 
     def body(*refs, **scratch):
@@ -117,7 +122,7 @@ def attend_few_rows_quantised(
             return lax.rem(used, jnp.int32(stages))
 
         def place_of(n):
-            """Of this head, in arrays of requests or splits."""
+            """The index of this head in arrays of requests x heads, or splits x heads."""
             return n * pages.num_heads + head
 
         def producer():
@@ -132,7 +137,7 @@ def attend_few_rows_quantised(
                 stage = stage_of(used)
                 ahead = paged.look_up(
                     request, origin + (step + 1) * TILE
-                )  # the loads proceed while the stage comes free
+                )  # the loads proceed while the producer waits for k_free
 
                 @pl.when(used >= stages)
                 def _():
@@ -156,7 +161,7 @@ def attend_few_rows_quantised(
                 used, found, (request, begin, end, *_, origin) = carry
                 ahead = load_work_tile(work_tiles_ref, n + 1)
                 loaded = tiles.load_queries(q_refs, place_of(request))
-                # At first, all stages are free: their copies need not wait for the queries.
+                # At first, all stages are free, so their copies need not wait for the queries.
                 early = jnp.minimum(begin + jnp.where(n == first, stages, 1), end)
                 one = partial(fetch, request, origin)
                 carry = lax.fori_loop(begin, early, one, (used, found))
@@ -192,7 +197,7 @@ def attend_few_rows_quantised(
             ]
 
             def multiply(acc, a, b):
-                """Starts acc += a @ b, `a` in registers; the interpreter wants it in shared memory."""
+                """Starts acc += a @ b with `a` in registers, or for the interpreter in shared memory."""
                 if interpret:
                     name = "operand_keys" if a.shape[0] == TILE else "operand_values"
                     operand = scratch[f"{name}_{a.dtype}"].at[side]
@@ -206,14 +211,14 @@ def attend_few_rows_quantised(
                     plgpu.wgmma_wait(0)
 
             def scores(stage, z, query_stage, row_scale):
-                """Scores of a tile, in base 2, and the scales of its keys, if they have any."""
+                """Scores of a tile, to base 2, and the scales of its keys, if they have any."""
 
                 def product(*accs):
                     loaded = [tiles.load_keys(raw, stage, n) for n in batches[0]]
                     for batch, following in zip(batches, [*batches[1:], []], strict=True):
                         operands = [tiles.convert_keys(x, n) for x, n in zip(loaded, batch, strict=True)]
                         loaded = [tiles.load_keys(raw, stage, n) for n in following]
-                        wait_for_products()  # of the previous batch, which went on during the conversion
+                        wait_for_products()  # of the previous batch, which ran during the conversion
                         for operand, n in zip(operands, batch, strict=True):
                             acc = accs[n * KEY_GROUP // GROUP if scaled else 0]
                             multiply(acc, operand, query_columns[n](query_stage + z).transpose((1, 0)))
@@ -230,7 +235,7 @@ def attend_few_rows_quantised(
                 return s * over_rows(row_scale, TILE), key_scales
 
             def add_values(acc, stage, z):
-                """acc + V' P', where P is stored."""
+                """acc + V' P', with P in shared memory."""
 
                 def product(*refs):
                     for ref, x in zip(refs, acc, strict=True):
@@ -297,7 +302,7 @@ def attend_few_rows_quantised(
                 return acc, running_max, row_sum + w
 
             def inverse_of_largest(key_scales):
-                """Of each key, the inverse and the logarithm of its largest scale, rounded to a power of two."""
+                """For each key: the inverse and the logarithm of its largest scale, rounded down to a power of two."""
                 bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in key_scales]), jnp.int32)
                 largest = jnp.clip(bits & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
                 inverse = lax.bitcast_convert_type(INVERSE - largest, jnp.float32)
@@ -365,7 +370,7 @@ def attend_few_rows_quantised(
                 used, (request, begin, end, keys, unmasked_end, split, origin) = carry
                 ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
                 length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (origin + keys, unmasked_end))
-                # Before `unmasked_begin`, some row's window begins after the tile does.
+                # In tiles before `unmasked_begin`, some row's window begins after the tile's first key.
                 unmasked_begin = 0 if window is None else floordiv(jnp.maximum(keys - window, 0) + (TILE - 1), TILE)
                 query_stage = query_stage_of(n)
                 plgpu.barrier_wait(q_full.at[query_stage])
@@ -384,14 +389,14 @@ def attend_few_rows_quantised(
 
             lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
 
-        # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
+        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     def narrow(*shape, dtype, swizzle):
         """Shared memory in swizzled tiles of 8 by 16."""
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, N)), plgpu.SwizzleTransform(swizzle)))
 
-    # The interpreter wants register operands of wgmma in shared memory.
+    # The interpreter needs register operands of wgmma in shared memory.
     operands = {}
     if interpret:
         operands = {f"operand_keys_{d}": swizzled(2, TILE, KEY_GROUP, dtype=d) for d in ("float16", "bfloat16")}

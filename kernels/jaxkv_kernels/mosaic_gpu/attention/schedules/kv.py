@@ -1,11 +1,11 @@
 """Grouped-query and multi-head decode: two consumer warpgroups take alternate key tiles.
 
-Work.  A tile is 64 rows by 64 keys with their values.  The rows of one KV head of a request are its query tokens x
-query heads.  A CTA owns one KV head and 64 rows, and walks its partition of the plan: work tiles, each a range of pairs
-of key tiles of a request.  With fewer rows the tile is partly empty, which costs nothing: reading keys and values takes
-three times as long as multiplying full tiles.  CTAs of neighbouring heads are neighbours in the grid, so that they read
-neighbouring memory where the heads of a token lie side by side.  With a window, the tiles of a request begin at the one
-with the first key that some row sees.
+Work.  A tile is 64 rows by 64 keys with their values.  The rows of one KV head of a request are query tokens x query
+heads of the KV head.  A CTA owns one KV head and 64 rows, and walks its partition of the plan: work tiles, each a range
+of pairs of key tiles of a request.  With fewer rows the tile is partly empty, which costs nothing: reading keys and
+values takes three times as long as multiplying full tiles.  CTAs of neighbouring heads are neighbours in the grid, so
+that they read neighbouring memory if the heads of a token are contiguous.  With a window, the tiles of a request begin
+at the one with the first key that some row sees.
 
 Timeline, downwards; `->` names the barrier that a line waits for.
 
@@ -15,30 +15,35 @@ Timeline, downwards; `->` names the barrier that a line waits for.
       -> kv_free[stage]                          mask; vote: does any score exceed the running max by more than the
     queries of the next work tile,                 threshold?  If so: rescale O and the row sums
       while this one is computed                 P = exp2(S - running max), in registers
-      -> done[stage], two work tiles ago         in a masked tile: zeros to the values of unseen tokens
+      -> done[stage], two work tiles ago         in a masked tile: zeroes the values of unseen tokens
     stores that work tile's result first         O += P V, arrives kv_free[stage]
-                                                 after the last tile, 1: its O, running max and row sums to shared
-                                                      memory -> taken; arrives both
-                                                 0: arrives both, -> both; adds them to its own, arrives taken; the
-                                                      result in place of the queries, arrives done[stage]
+                                                 after the last tile
+                                                   consumer 1: stores its O, running max and row sums to shared
+                                                     memory -> taken; arrives both
+                                                   consumer 0: arrives both, -> both; adds them to its own, arrives
+                                                     taken; stores the result in place of the queries, arrives
+                                                     done[stage]
 
-Between tiles the consumers exchange nothing: each has a running max, row sums and an output of its own.  A result stays
-in shared memory until another work tile's queries need its stage, or until the end, and the producer stores it.
+The consumers exchange nothing until the end of a work tile: each has its own running max, row sums and output.  A
+result stays in shared memory until the queries of a later work tile need its stage, or until the end of the kernel.
+Then the producer stores it.
 
 Barriers, and how many arrivals complete them: TMA copies for `full`, consumers for the others.
     q_full[stage]    the queries have landed (1 per 64 columns)
     kv_full[stage], kv_free[stage]
-                     a tile has landed (1 per page), was used (1); even stages are consumer 0's, odd ones consumer 1's
+                     a tile has landed (1 per page); it has been multiplied (1).  Even stages are consumer 0's, odd
+                     stages consumer 1's
     both             both consumers have finished a work tile, and consumer 1's part of it is in `other` and `stats`
                      (2).  Only consumer 0 waits for it
-    taken            consumer 0 has read that part, so consumer 1 may write its next (1)
+    taken            consumer 0 has read that part, so that consumer 1 may write the part of its next work tile (1)
     done[stage]      the result is in place of the queries (1)
 Automatic barriers are off: within a warpgroup, what one thread writes, others read only through TMA or wgmma after
 commit_smem.
 
 Budget, for heads of 128 + 128 values.  Shared memory: K and V 128 KiB (2 x 2 stages) + Q 32 KiB (2 stages) + `other`
-32 KiB + stats and barriers 2 KiB = 194 KiB of 227.  `_stages` fits the stages to the heads: with 256 + 256 values, one
-per consumer and one of queries.  Registers: O 64 + S 32 + P 16 of 232 per lane for consumers, 40 for the producer.
+32 KiB + stats and barriers 2 KiB = 194 KiB of 227.  `_stages` fits the number of stages to the heads: for 256 + 256
+values, there is one per consumer and one of queries.  Registers: O 64 + S 32 + P 16 of 232 per lane for consumers, 40
+for the producer.
 """
 
 from functools import partial
@@ -73,18 +78,18 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 
 STATS_AND_BARRIERS = 3 * 1024
-"""Bytes of shared memory beside tiles, at most, for up to 4 query stages."""
+"""An upper bound of the bytes of shared memory other than tiles, for up to 4 query stages."""
 CHUNK = 64
-"""Columns of queries, or of a result, that lie together in shared memory."""
+"""Columns of queries, or of a result, that are contiguous in shared memory."""
 
 
 def chunks_of(columns: int):
-    """Slices of CHUNK columns, which together are `columns`."""
+    """Slices of CHUNK columns that cover `columns` columns."""
     return [pl.ds(first, CHUNK) for first in range(0, columns, CHUNK)]
 
 
 def _stages(config: KVConfig, head_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
-    """Stages of keys and values per consumer, and of queries: as in `config`, or as many as shared memory holds."""
+    """Stages of keys and values per consumer, and of queries: those of `config`, or as many as shared memory holds."""
     room = SHARED_MEMORY - TILE * value_dim * 4 - STATS_AND_BARRIERS  # beside `other`
     queries, tiles = TILE * max(head_dim, value_dim) * itemsize, 2 * TILE * (head_dim + value_dim) * itemsize
     stages = min((room - queries) // tiles, config.stages)
@@ -97,14 +102,14 @@ def attend_kv(
 ):  # fmt: skip
     """Results of whole requests and splits (`result_types`), for queries [B, heads, rows, head dim].
 
-    A KV head's rows are `tokens` x `group` query heads, padded to a multiple of 8 where they are more than 8.
+    A KV head's rows are `tokens` x `group` query heads, padded to a multiple of 8 if there are more than 8.
     """
     batch, heads, padded, head_dim = q.shape
     value_dim, dtype = entry.value_dim, q.dtype
     columns = value_dim + -value_dim % 128  # `combine` loads rows of whole chunks
     row_tiles = -(-tokens * group // TILE)
     stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, including those that TMA clips
-    per_tile = min(padded, TILE)  # the same for arrays with one value per row, whose copies TMA does not clip
+    per_tile = min(padded, TILE)  # the same for arrays with one value per row: TMA does not clip copies to them
     view = token_rows(pages)
     stages, query_stages = _stages(config, head_dim, value_dim, dtype.itemsize)
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
@@ -192,7 +197,7 @@ def attend_kv(
 
                 def pair(i, carry):
                     used, found = carry
-                    ahead = look_up(tile, i + 1)  # the loads proceed while this pair's stages come free
+                    ahead = look_up(tile, i + 1)  # the loads proceed while the producer waits for kv_free
                     fetch(found[0], first_token_of(tile, i, 0), 0, used[0])
 
                     @pl.when(i < second_end)
@@ -210,7 +215,7 @@ def attend_kv(
 
             @pl.when(work_end > first)
             def _():
-                fetch_queries(first_tile.request, first)  # before the keys: after those of all CTAs, they come last
+                fetch_queries(first_tile.request, first)  # first: after the keys of all CTAs, they would arrive last
 
             used, _ = lax.fori_loop(first, work_end, run, ((jnp.int32(0), jnp.int32(0)), first_tile))
             pl.loop(jnp.maximum(work_end - query_stages, first), work_end)(store_result)
@@ -235,7 +240,7 @@ def attend_kv(
                 length = jnp.where(in_cache, origin + keys, 0)
                 unmasked_end = jnp.clip(jnp.where(in_cache, unmasked_end, 0), begin, jnp.maximum(end, begin))
                 unmasked_begin, first_seen = begin, None
-                if window is not None:  # before `unmasked_begin`, some row's window begins after the pair does
+                if window is not None:  # in earlier pairs, some row's window begins after the pair's first key
                     inside = floordiv(jnp.maximum(keys - window, 0) + (PAIR - 1), PAIR)
                     unmasked_begin = jnp.clip(inside, begin, unmasked_end)
                     first_seen = length - tokens - window + 1
@@ -258,7 +263,7 @@ def attend_kv(
                     if logit_cap is not None:
                         s = cap_scores(s, logit_cap)
                     # The branch also keeps the compiler from fusing the scaling of scores with the subtraction of their
-                    # maximum: the largest score minus itself would not be 0, and far from it if scores are huge.
+                    # maximum: the largest score minus itself would not be 0, but far from it if scores are huge.
                     return lax.cond(masked, partial(mask, i), lambda s: s, s)
 
                 def step(i, carry):
@@ -310,7 +315,7 @@ def attend_kv(
                         plgpu.barrier_arrive(taken)
 
                     def stage_result(values, *per_row):
-                        """Puts a result where the producer stores it from."""
+                        """Writes a result to the shared memory from which the producer stores it."""
                         for c, columns in enumerate(chunks_of(value_dim)):
                             q[query_stage, c] = values[:, columns.start : columns.start + columns.size]
                         for i, x in enumerate(per_row):
@@ -332,7 +337,7 @@ def attend_kv(
 
             lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
 
-        # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
+        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     return kernel(
@@ -348,7 +353,7 @@ def attend_kv(
         thread_name="wg",
         kernel_name="decode_kv",
         scratch_types={
-            # In chunks of columns, so that it can hold queries, as wide as keys, and results, as wide as values.
+            # In chunks of columns, so that it holds both queries, as wide as keys, and results, as wide as values.
             "q": swizzled(query_stages, max(head_dim, value_dim) // CHUNK, TILE, CHUNK, dtype=dtype),
             "kv": swizzled(2 * stages, TILE, head_dim + value_dim, dtype=dtype),
             "other": swizzled(TILE, value_dim, dtype=jnp.float32),
@@ -359,7 +364,7 @@ def attend_kv(
             "kv_free": plgpu.Barrier(num_barriers=2 * stages),
             "both": plgpu.Barrier(num_arrivals=2),
             "taken": plgpu.Barrier(),
-            # The interpreter wants register operands of wgmma in shared memory.
+            # The interpreter needs register operands of wgmma in shared memory.
             **({"operands": swizzled(2, TILE, TILE, dtype=dtype)} if interpret else {}),
         },
     )(

@@ -21,35 +21,36 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
 This is the order of `wide.py`.  Copies arrive at k_full when they land, while the producer goes on to the next half.
 
 Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  Its loads
-are ahead of its stores, across the ends of tiles and work tiles (`gather/tiles.py`), so that the values for a half are
-in registers when the half comes free.  Rotary keys of `fp8_ds_mla` entries are copied, from before K0 left is stored.
-Those of `fp8` entries are loaded before K0 left is stored, and converted and stored after K0 right.
+run ahead of its stores, also from one tile or work tile to the next (`gather/tiles.py`), so that the values of a half
+are in registers when k_free completes.  Rotary keys of `fp8_ds_mla` entries are copied; the copies start before K0 left
+is stored.  Rotary keys of `fp8` entries are loaded before K0 left is stored, and converted and stored after K0 right.
 
-P0 and P1 share one place in shared memory.  The rotary queries have a place of their own, because the registers that
-hold them in `wide.py` belong to the producer here.
+P0 and P1 use the same shared memory.  The rotary queries stay in shared memory: the registers that hold them in
+`wide.py` belong to the producer here.
 
-Numbers.  A key has a factor, by which its values in shared memory are to be multiplied (`gather/scaling.py`).  Nearly
-all tiles have only factors of 1, and skip everything that deals with factors.  In the others, scores are multiplied by
-the factors, and the running max is that of score + log2(factor), so that weights, exp2(score - running max) * factor,
-are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights without factors.  For quantised
-entries, queries become float16 in place, each row divided by a power of two that makes it fit; for `fp8_ds_mla`
-entries, their rotary part stays bf16.  The single scale of all `fp8` entries is part of the softmax scale, and also
-multiplies the result.
+Numerics.  Each key has a factor, by which its values in shared memory are to be multiplied (`gather/scaling.py`).  In
+nearly all tiles, all factors are 1, and everything that deals with factors is skipped.  In other tiles, scores are
+multiplied by the factors, and the running max is that of score + log2(factor).  So weights,
+exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
+without factors.  For quantised entries, queries become float16 in place, each row divided by a power of two that makes
+it fit; for `fp8_ds_mla` entries, their rotary part stays bf16.  The single scale of all `fp8` entries is part of the
+softmax scale, and also multiplies the result.
 
 Barriers.
     q_full           the queries have landed
     q_free           both consumers have multiplied with the queries for the last time
-    k_full[2t + h]   half h of key tile t is there; with the half that comes last, also the rotary keys; with the half
-                     that comes first, also the factors.  For copies, these are not Pallas's barriers
+    k_full[2t + h]   half h of key tile t is in shared memory.  The half that is stored first also covers the factors,
+                     and the half that is stored last the rotary keys.  For copies, these are not Pallas's barriers
                      (`gather/full.py`).
-    k_free[2t + h]   the consumer that multiplies this half last is done with it.  K1's halves stage the result of a
-                     work tile, and are free once it has been stored.
+    k_free[2t + h]   the consumer that is the last to multiply this half is done with it.  K1's halves stage the result
+                     of a work tile, and are freed once TMA has read it.
     s_issued         S0's products have been issued
     p_ready[t]       P of tile t is in p, and the running max after tile t is in stats[0]
-    both             named barrier of the two consumers: largest queries, scaled queries, or row sums of both are there
-These order every reuse.  P0 is overwritten by P1 once consumer 1, its only reader, has multiplied it, and P1 by the
-next P0 once consumer 0 has.  Factors and rotary keys of a tile are read by one consumer, before it frees the half that
-was stored first.  Automatic barriers are off, as in `wide.py`.
+    both             both consumers arrive, and both wait: the largest queries, the scaled queries or the row sums of
+                     both are in shared memory
+These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has multiplied it.  The next P0 overwrites
+P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
+consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.
 
 Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
@@ -90,7 +91,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 Q_MAX = 3
-"""Of `stats`: the row of consumer 0's largest queries; those of consumer 1 follow."""
+"""The row of `stats` with the largest magnitudes of queries that consumer 0 finds; the next is consumer 1's."""
 
 
 def attend_slots(
@@ -105,7 +106,7 @@ def attend_slots(
     batch, heads, _ = q_latent.shape
     tiles = -(-heads // TILE)
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
-    stored = min(heads, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
+    stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
     kv_scales = [] if kv_scale is None else [jnp.reshape(kv_scale, (1,))]
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
@@ -118,12 +119,12 @@ def attend_slots(
         kv_scale_refs, sink_refs = optional_refs[: len(kv_scales)], optional_refs[len(kv_scales) :]
         r, p, stats = (scratch[name] for name in ("r", "p", "stats"))
         q_full = scratch["q_full"]
-        # Barriers of equal arrivals in one array each: their addresses and phases take fewer registers.
+        # Barriers with equal numbers of arrivals share an array: their addresses and phases take fewer registers.
         one, two = scratch["one_arrives"], scratch["two_arrive"]
         k_free = [scratch["k_free"].at[n] for n in range(4)]
         s_issued, *p_ready = (one.at[n] for n in range(3))
         q_free, both = (two.at[n] for n in range(2))
-        # Two views of the same memory: as it is multiplied, and as it comes from and goes to device memory.
+        # Two views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
         (q, q_in), (k, stages), (qr, qr_in) = (
             (scratch[name], scratch[name]) if own == dtype else tuple(scratch[name])
             for name, own in (("q", k_dtype), ("k", k_dtype), ("qr", rows.rope_dtype))
@@ -167,13 +168,13 @@ def attend_slots(
                 return plgpu.load(ref.at[pl.ds(first_row, TILE)], layout=ROW, optimized=False) * LOG2E
 
             def scale_queries():
-                """Makes the queries float16; returns what the scores of each row are to be multiplied by."""
+                """Converts the queries to float16, if necessary; returns the factor of the scores of each row."""
                 if dtype == k_dtype:
                     return filled(ROW, 1.0, TILE) * scale
                 return fit_queries(side, (q_in, q), (qr_in, qr), stats, Q_MAX, wait_for_both) * scale
 
             def scores(row_scale, i, turn, last):
-                """Scores of this side's tile, with the logarithms of factors; and how its weights are summed."""
+                """Scores of this side's tile plus logarithms of factors, and a function that sums its weights."""
                 z = opaque_zero(i)
                 tile = z + side
                 near, far = side, 1 - side
@@ -194,7 +195,7 @@ def attend_slots(
 
                 @pl.when(i == last)
                 def _():
-                    plgpu.barrier_arrive(q_free)  # the next request's queries may come
+                    plgpu.barrier_arrive(q_free)  # the producer may fetch the next request's queries
 
                 flags = [stats[FLAG, 4 * side + warp] for warp in range(4)]
                 special = flags[0] + flags[1] + flags[2] + flags[3] > 0
@@ -235,7 +236,7 @@ def attend_slots(
                 return w.astype(k_dtype), row_sums(w)
 
             def share_weights(w16, t):
-                """Gives the weights of a tile to the other consumer."""
+                """Shares the weights of a tile with the other consumer."""
                 p[...] = w16
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready[t])
@@ -321,7 +322,7 @@ def attend_slots(
         if dtype == own_dtype:
             return own
         views = own, swizzled(*shape, dtype=dtype)
-        # The interpreter takes any two accesses to a union through different views for a race.
+        # The interpreter reports any two accesses to a union through different views as a race.
         return views if interpret else plgpu.RefUnion(*views)
 
     return kernel(
@@ -348,7 +349,7 @@ def attend_slots(
             "one_arrives": plgpu.Barrier(num_barriers=3 if copied else 7),
             "k_free": plgpu.Barrier(num_barriers=4),
             "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            # The interpreter wants register operands of wgmma in shared memory.
+            # The interpreter needs register operands of wgmma in shared memory.
             **({"operands": swizzled(2, TILE, TILE, dtype=k_dtype)} if interpret else {}),
         },
     )(

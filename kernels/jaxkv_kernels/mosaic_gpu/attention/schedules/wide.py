@@ -17,8 +17,9 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
     (-> k_full[0], k_full[1])      O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
                                      arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
 
-Only clusters prefetch to the L2 cache, and only if `prefetch` is set.  Where a pair needs a mask, scores are masked
-before the softmax, and before each product with values a consumer zeroes unseen tokens in its own half of the tile.
+Only clusters prefetch to the L2 cache, and only if `prefetch` is set and tokens are contiguous.  If a pair needs a
+mask, scores are masked before the softmax, and each consumer zeroes the values of unseen tokens in its own half of the
+tile before it multiplies them.
 
 Around the pairs of a work tile:
 
@@ -28,32 +29,33 @@ Around the pairs of a work tile:
     (-> q_free, for Q)             consumer 1 arrives p_free after O1 += P0 K0 right of the last pair
     (-> p_free, for p[0])          results, staged in K1: arrive k_free[2], k_free[3] once TMA has read them
 
-The longest cycle is S0, P0, the release of K0 and the load of the next K0: it determines the time per pair.  So both
-consumers use K0 first, and S1 waits until all products of S0 have been issued.  Each consumer passes its P to the other
-through shared memory, and the running max in `stats`.  Each sums the weights of its own tiles.
+The longest dependency cycle is S0, P0, the release of K0 and the load of the next K0.  It determines the time per pair,
+so both consumers use K0 first, and S1 waits until all products of S0 have been issued.  Each consumer passes its P and
+the running max (in `stats`) to the other through shared memory, and sums the weights of its own tiles.
 
-Quantised entries (`fp8`).  TMA brings the bytes of half a tile to the first half of its own place, and the producer
-converts it to float16 there (`convert/`), in the order in which the consumers use halves: k_landed, k_full.  The order
-of the consumers is the same, with these differences, which leave the producer its registers:
+Quantised entries (`fp8`).  Half a tile takes half as many bytes as its float16 values.  TMA copies them to the first
+half of the shared memory of those values, and the producer converts them to float16 in place (`convert/`): it waits for
+k_landed and arrives k_full, in the order in which the consumers use the halves.  The timeline of the consumers is the
+same, with these differences, which leave enough registers for the producer:
 
-- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, and P0 and
-  P1 share a place: consumer 1 stores P1 once it has multiplied P0.
-- Pairs that need a mask have a loop of their own, so that the others do not hold what masks are made from.
-- The half that is converted first brings the rotary keys; there are neither r_full nor p_free for consumers, and q_full
-  also covers the rotary queries.
-- The scale of all entries is part of the softmax scale, and multiplies the result.
+- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, so there is
+  no p_free, and q_full also covers it.
+- P0 and P1 use the same shared memory: consumer 1 stores P1 once it has multiplied P0.
+- Pairs that need a mask have a loop of their own, so that the loop over the others keeps no operands of masks live.
+- The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
+- The scale of all entries is part of the softmax scale, and also multiplies the result.
 
 Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
 lane for consumers and 72 for the producer.
 
 Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
-    q_full, qr_full    the queries have landed (2: halves); their rotary part has, in p[0] (1)
+    q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] (1)
     q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
                        last time (1).  So the queries of the next work tile arrive while this one ends.
-    k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has (1 per page)
-    k_free[2t + h]     consumer h, which multiplies this half last, is done with it, in every CTA of the cluster (1
-                       each).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the result
-                       of a work tile, and are free once TMA has read it.
+    k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
+    k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
+                       cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the
+                       result of a work tile, and are freed once TMA has read it.
     s_issued           S0's products have been issued (1)
     p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
     both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
@@ -128,7 +130,7 @@ def attend_wide(
     view = token_rows(pages)
     dtype = q_latent.dtype
     k_dtype = DTYPE if quantised else dtype
-    stored = min(rows, TILE)  # rows of a tile in arrays of one value per row, whose copies TMA does not clip
+    stored = min(rows, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
     padded = (groups * cluster - 1) * TILE + stored
     multicast: Any = {"collective_axes": "cta"} if cluster > 1 else {}
     prefetching = config.prefetch and cluster > 1 and pages.token_stride == pages.width
@@ -139,7 +141,7 @@ def attend_wide(
     ):  # fmt: skip
         *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[:-5]
         results = refs[-5:]
-        # Views of the same memory: as it is multiplied, and as queries and results need it.
+        # Views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
         if quantised:
             (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = (memory[n] for n in ("q", "qr", "k", "r"))
             p = memory["p"]
@@ -213,7 +215,7 @@ def attend_wide(
 
                 def pair(i, carry):
                     used, found, next_tile = carry
-                    ahead = look_up(request, i + 1)  # the loads proceed while this pair's memory comes free
+                    ahead = look_up(request, i + 1)  # the loads proceed while the producer waits for k_free
                     fetch(found, i, 0, 0, True, used)
                     fetch(found, i, 0, 1, False, used)
 
@@ -227,11 +229,11 @@ def attend_wide(
                     fetch(found, i, 1, 0, False, used)
                     if prefetching:
                         for half in range(0 if quantised else 2):
-                            plgpu.barrier_wait(k_full[half])  # all CTAs begin at once: their first keys come first
+                            plgpu.barrier_wait(k_full[half])  # all CTAs start at once: keys have priority
                         pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
                     if quantised:
                         convert(1)
-                    # After the copies are issued: if these values are spilled to local memory, that waits for the load.
+                    # After the copies are issued, since spilling these values to local memory would wait for the load.
                     next_tile = lax.cond(
                         i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
                     )
@@ -267,7 +269,7 @@ def attend_wide(
             scale = scale_ref[0] * LOG2E
 
             def load_queries():
-                """Waits for the queries; returns the rotary ones, and what scores are multiplied by."""
+                """Waits for the queries; returns the rotary queries, and the factor of the scores."""
                 plgpu.barrier_wait(qr_full)
                 if quantised:
                     inverse = fit_queries(side, (q_in, q), (qr_in, qr), stats, 3, wait_for_both)
@@ -304,7 +306,7 @@ def attend_wide(
 
                 @pl.when(i == last)
                 def _():
-                    plgpu.barrier_arrive(q_free)  # the next request's queries may come
+                    plgpu.barrier_arrive(q_free)  # the producer may fetch the next request's queries
 
                 if logit_cap is not None:
                     s = cap_scores(s, logit_cap)
@@ -329,7 +331,7 @@ def attend_wide(
                 stats[0] = running_max
 
             def share_weights(s, running_max, t):
-                """Gives the weights of a tile to the other consumer; returns them, and their sums per lane."""
+                """Shares the weights of a tile with the other consumer; returns them, and their sums per lane."""
                 w = softmax.weights(s, running_max)
                 w16 = w.astype(k_dtype)
                 if t == 0 or not quantised:
@@ -403,7 +405,7 @@ def attend_wide(
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
-                if quantised:  # in loops of their own, the pairs without a mask take fewer registers
+                if quantised:  # in a loop of their own, pairs without a mask take fewer registers
                     first_masked = jnp.clip(unmasked_end, begin, end)
                     for low, high, masked in ((begin, first_masked, False), (first_masked, end, True)):
                         carry = lax.fori_loop(low, high, partial(step, queries, request, length, masked, last), carry)
@@ -420,7 +422,7 @@ def attend_wide(
 
             lax.fori_loop(first, end, run, first_tile)
 
-        # Nested: of three branches in a row, the first would keep live, and spill, values that the last one needs.
+        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}

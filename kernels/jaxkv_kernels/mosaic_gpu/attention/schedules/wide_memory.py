@@ -1,4 +1,4 @@
-"""Shared memory and barriers of `schedules/wide.py`, for entries as they are multiplied and for quantised ones."""
+"""Shared memory and barriers of `schedules/wide.py`, with plain entries and with quantised ones."""
 
 from typing import Any
 
@@ -36,13 +36,13 @@ def plain_types(dtype, *, copies: int, cluster: int, interpret: bool) -> dict[st
 def quantised_types(dtype, k_dtype, *, copies: int, cluster: int, interpret: bool) -> dict[str, Any]:
     """Scratch types where the producer converts keys to `k_dtype`, and queries and results are of `dtype`.
 
-    "q", "qr", "k" and "r" are views of the same memory: in `dtype`, in `k_dtype`, and as bytes.  Barriers of equal
-    arrivals are in one array each: their addresses and phases take fewer registers.
+    "q", "qr", "k" and "r" are views of the same memory: in `dtype`, in `k_dtype`, and as bytes.  Barriers with
+    equal numbers of arrivals share an array: their addresses and phases take fewer registers.
     """
 
     def viewed(*shape, raw=()):
         views = swizzled(*shape, dtype=dtype), swizzled(*shape, dtype=k_dtype), *raw
-        # The interpreter takes any two accesses to a union through different views for a race.
+        # The interpreter reports any two accesses to a union through different views as a race.
         return views if interpret else plgpu.RefUnion(*views)
 
     return {
@@ -63,7 +63,7 @@ def quantised_types(dtype, k_dtype, *, copies: int, cluster: int, interpret: boo
 
 
 def barriers(memory: dict[str, Any], *, quantised: bool) -> tuple[Any, ...]:
-    """Of `memory`: q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both."""
+    """From `memory`: q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both."""
     if quantised:
         one = [memory["one_arrives"].at[n] for n in range(7)]
         free = [memory["k_free"].at[n] for n in range(4)]
@@ -82,5 +82,5 @@ def _free(cluster: int) -> Any:
 
 
 def _operands(count: int, dtype, interpret: bool) -> dict[str, Any]:
-    """The interpreter wants register operands of wgmma in shared memory."""
+    """Shared memory for register operands of wgmma, where the interpreter needs them."""
     return {"operands": swizzled(count, TILE, TILE, dtype=dtype)} if interpret else {}
