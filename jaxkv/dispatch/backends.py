@@ -72,7 +72,7 @@ _COSTS = dict.fromkeys(
 def implementations() -> dict[str, str]:
     """The names that `implementation=` accepts, in order of priority, each with the devices that it runs on.
 
-    The last one supports every call on every layout, except that it makes no batch-invariant plans.
+    The last one supports every call on every layout, except batch-invariant ones.
     """
     return {backend.name: backend.devices for backend in BACKENDS}
 

@@ -47,7 +47,7 @@ class Description:
 
 
 Descriptions = Mapping[str, Description]
-"""One layout under the name "", or the groups that share a buffer by name."""
+"""A layout under the name "", or the groups that share a buffer, by name."""
 
 
 def table(groups: Descriptions) -> str:

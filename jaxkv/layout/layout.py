@@ -68,9 +68,9 @@ class CacheLayout:
       size: elements of the buffer.
 
     Raises:
-      ValueError: overlapping entries (those that interleave without sharing an element do not overlap), addresses
-        outside the buffer, bad alignment, sizes or dtype, or a buffer of more than 2**31 elements whose size has no
-        divisors by which to index it in int32; the message has the numbers.
+      ValueError: entries overlap (those that interleave without sharing an element do not overlap), addresses are
+        outside the buffer, alignment, sizes or dtype are invalid, or the buffer has more than 2**31 elements and a size
+        without divisors by which to index it in int32; the message has the numbers.
     """
 
     num_layers: int
@@ -296,7 +296,7 @@ class CacheLayout:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of an exported block (`read_blocks`): its run, or only its entries if blocks are not runs."""
+        """Bytes of an exported block (`read_blocks`): the whole run, or only the entries if blocks are not runs."""
         return self.pages.block_elements * self.itemsize
 
     @cached_property

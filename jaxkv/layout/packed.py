@@ -11,8 +11,8 @@ from jaxkv_kernels.formats.entries import Entry
 ALIGNMENT = 128
 """Bytes to which the region of each group, and the block, are rounded up by default.
 
-Kernels for GPUs require 16.  With 128, the length of a cache line, a row of whole lines touches no others: attention to
-blocks that begin 16 bytes behind a multiple of 128 takes 5 to 9 % longer (H200, `MLAEntry` bf16).
+Kernels for GPUs require 16.  The default is the length of a cache line, so that a row of whole lines touches no others.
+Attention to blocks that begin 16 bytes after a multiple of 128 takes 5 to 9 % longer (H200, `MLAEntry` bf16).
 """
 
 

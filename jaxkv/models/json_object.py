@@ -59,7 +59,7 @@ class JsonObject:
         return f"`{repr(self._parent + key)[1:-1]}`"
 
     def integer(self, key: str, *, least: int = 1) -> int:
-        """An int of at least `least` that fits int32."""
+        """An int of at least `least` that fits in int32."""
         value = self.value(key)
         if type(value) is not int or not least <= value <= MAX_INTEGER:
             raise self.error(key, f"an integer from {least} to {MAX_INTEGER}")
@@ -88,9 +88,9 @@ class JsonObject:
         return value
 
     def spelling(self, *keys: str) -> str:
-        """The first of several names for one value that the object has, or `keys[0]` if it has none.
+        """The name under which the object has a value: the first of `keys` that it contains, or `keys[0]` if none.
 
-        ValueError if two of them have different values.
+        ValueError if two of the keys have different values.
         """
         used = [key for key in keys if key in self]
         for other in used[1:]:

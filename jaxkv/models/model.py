@@ -26,7 +26,7 @@ class Model:
     implementation: Any = field(default=None, metadata={"static": True})
     """The `implementation` argument of every operation on the cache."""
     parallel: Parallel = field(default=OneDevice(), metadata={"static": True})
-    """On which devices the model lies, and what they divide."""
+    """The devices that hold the model, and what is divided over them."""
 
     def __repr__(self):
         layers = f"{self.config.num_layers} layers"

@@ -192,7 +192,7 @@ def _with_tokens(q):
 
 
 def _bind(operation, cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan) -> Call:
-    """The checked call: what `decode_mla` and `decode_kv` have in common.
+    """Checks the arguments that `decode_mla` and `decode_kv` have in common, and returns the call.
 
     `q` is one array of queries [B, Q, Hq, D].  `arrays` holds all queries and the scales, and `options` the static
     options that only this operation has.

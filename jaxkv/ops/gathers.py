@@ -138,7 +138,7 @@ def _bind_indexer_k(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_s
 
 
 def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype) -> Call:
-    """The checked call: what the three operations have in common.  `arrays` are the scales."""
+    """Checks the arguments that the three operations have in common, and returns the call.  `arrays` are the scales."""
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)

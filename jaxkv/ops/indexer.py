@@ -129,8 +129,8 @@ def select_slots(
       k: static number of slots.
       layer: int, or traced int32 scalar.
       max_len: static number of cached tokens that are scored, from the first of a request.
-      logits_bytes: static bound on the bytes of a chunk's logits, and of the scores per head that `xla` holds at a
-        time; 256 MiB by default.  Temporary memory is up to about three times that, because selecting the largest
+      logits_bytes: static bound on the bytes of a chunk's logits, and of the scores per head that `xla` computes at
+        once; 256 MiB by default.  Temporary memory is up to about three times that, because selecting the largest
         logits makes copies of them.  A chunk has at least one query token of each request, even if that exceeds the
         bound.
       implementation: None (the best that supports the calls), a name, or a sequence of names.

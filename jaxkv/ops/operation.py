@@ -50,7 +50,7 @@ class Operation:
         return self.function.__name__
 
     def call(self, *args, **kwargs) -> Call:
-        """The checked call that `function(*args, **kwargs)` would run, whatever its `implementation`."""
+        """The checked call that `function(*args, **kwargs)` would run; `implementation` is ignored."""
         given = self._signature.bind(*args, **kwargs)
         given.apply_defaults()
         return self.bind(**{name: given.arguments[name] for name in self._bound})

@@ -80,24 +80,25 @@ def plan_decode(
       cache: a cache of `MLAEntry` or `KVEntry`.
       block_tables: int32 [B, M], as passed to the calls.
       seq_lens: int32 [B], as passed to the calls; clamped in the same way.  If a call has other lengths, its result is
-        wrong, which only `checked` reports.
+        wrong, and only `checked` reports the mismatch.
       num_heads: query heads of the calls.
       q_len: query tokens per request of the calls.
       window: the `window` of the calls (`decode_kv` only).
       dtype: dtype of the queries of the calls: bfloat16, float16 or float32.  By default that of the entries, or
         bfloat16 if the entries are quantised.  Not every implementation supports every dtype.
-      batch_invariant: whether the result of a request must have the same bits whatever else is in the batch.  Each
+      batch_invariant: whether the result of a request must have the same bits whatever the rest of the batch is.  Each
         request is then split by its own length alone, into at most 8 splits, which is slower if requests are few or
         differ in length.
       implementation: None (the best that supports the cache and the queries), a name, or a sequence of names.
 
     Returns:
       The plan.  A call that runs on a different implementation ignores the plan.  With `batch_invariant`, calls run on
-      the implementation that made the plan, or raise ValueError.
+      the implementation that made the plan, or raise ValueError or NotImplementedError.
 
     Raises:
       ValueError: a shape or dtype is wrong.
-      NotImplementedError: no implementation can be batch-invariant on this cache.
+      NotImplementedError: none of the requested implementations supports the cache and the queries, or, with
+        `batch_invariant`, can be batch-invariant on them.
     """
     call = _bind(cache, block_tables, seq_lens, num_heads, q_len, window, dtype, batch_invariant)
     try:
@@ -154,7 +155,7 @@ def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
 
 
 def _instead(call: Call) -> str:
-    """What to do instead if no batch-invariant plan can be made, for an error message."""
+    """Advice for the error message if no batch-invariant plan can be made."""
     able = [f"{backend.name} ({backend.devices})" for backend in BACKENDS if not backend.unsupported_reasons(call)]
     if able:
         return f"only {' and '.join(able)} can be batch-invariant on this cache: elsewhere, plan without it"

@@ -1,4 +1,4 @@
-"""Calls on one chunk of query tokens at a time, where all query tokens together would need too much memory."""
+"""Calls on one chunk of query tokens at a time, if all query tokens together would need too much memory."""
 
 from collections.abc import Callable
 

@@ -50,13 +50,13 @@ def decode_mla_sparse(
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
       counts: int32 [B, Q]; only the first `counts` slots of a query token are used, and the others may hold any value.
         Default: all K slots.
-      sinks: float32 [Hq]; attention sinks: one logit per head that is part of the softmax's sum but has no value.
-        `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
+      sinks: float32 [Hq]; attention sinks: one logit per head that is added to the softmax's denominator, without a
+        value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       return_lse: also return the log-sum-exp of the scores.
-      batch_invariant: whether the result of a query token has the same bits whatever else is in the batch.  Its slots
-        are then split by their own number alone, which takes longer if query tokens are few.  `mosaic_gpu` only.
+      batch_invariant: whether the result of a query token has the same bits whatever the rest of the batch is.  Its
+        slots are then split by their own number alone, which takes longer if query tokens are few.  `mosaic_gpu` only.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:

@@ -113,7 +113,10 @@ def _bind_indexer_k(cache, k, slot_mapping, layer) -> Call:
 
 
 def _bind(operation, cache, dims, arrays, slot_mapping, layer) -> Call:
-    """The checked call: what the three operations have in common.  `arrays` are the new values and their scales."""
+    """Checks the arguments that the three operations have in common, and returns the call.
+
+    `arrays` are the new values and their scales.
+    """
     dims.check_ints("slot_mapping", slot_mapping, "T")
     slot_mapping, layer = int32(slot_mapping), layer_index(layer, cache)
     pages = cache.layout.pages

@@ -22,7 +22,7 @@ The caches of all devices form one `KVCache`, whose buffer is the concatenation 
     cache, out = jax.jit(step, donate_argnums=0)(cache, ...)
 
 Pallas kernels on GPUs need `check_vma=False` in `shard_map`, because JAX cannot track there which values vary over the
-mesh.  On a mesh with explicit axes, place the arguments as the specs say before the call (`jax.device_put`).
+mesh.  On a mesh with explicit axes, place the arguments according to the specs before the call (`jax.device_put`).
 
 `transfer_blocks` copies blocks to a cache on other devices, for prefill on some devices and decode on others.
 

@@ -16,8 +16,9 @@ from jaxkv.ops.conversion import pairs_of_groups
 def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_blocks, *, implementation=None) -> KVCache:
     """Copies blocks, all layers at once, from device to device.  Returns without waiting for the copy.
 
-    Call it outside of `jit`.  Each cache is on one device, replicated on several (tensor parallel), or one cache per
-    device (`zeros`).  In the last case, each source cache is copied to the target cache of the same index.
+    Call it outside of `jit`.  Each of `source` and `target` is on one device, replicated on several (tensor-parallel
+    MLA), or consists of one cache per device (`zeros`).  In the last case, each source cache is copied to the target
+    cache of the same index.
 
     Args:
       source: the cache to read from.
@@ -30,8 +31,9 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
       The target with the blocks stored.
 
     Raises:
-      ValueError: an id is outside its cache, or occurs twice in `target_blocks`; the fingerprints of the layouts
-        differ; or the caches are divided over different numbers of devices.
+      ValueError: an id is outside its cache, or occurs twice in `target_blocks`; there are not as many ids in
+        `target_blocks` as in `source_blocks`; the fingerprints of the layouts differ; or the caches are divided over
+        different numbers of devices.
     """
     source_ids = block_ids("source_blocks", source_blocks, source.layout.num_blocks)
     target_ids = block_ids("target_blocks", target_blocks, target.layout.num_blocks, distinct=True)

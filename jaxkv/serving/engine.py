@@ -37,8 +37,8 @@ class Engine:
     needs a block and none is free, the most recent request is preempted and recomputed later.
 
     A request reuses the longest prefix of its tokens that is cached, and computes the rest.  Full blocks are found by
-    their content until they are evicted, whether a request holds them or not.  If another request is filling a block
-    that begins with the same tokens, these are copied.  With `offload`, full blocks are also stored in host memory.
+    their content until they are evicted, whether a request holds them or not.  If a running request has a block that
+    begins with the next tokens, this block is copied.  With `offload`, full blocks are also stored in host memory.
     The blocks that a step fills are copied while the next step runs, so steps do not wait, and an evicted block is
     already stored.  Blocks that are found in the pool are loaded when their request joins, and that step waits for
     them.  Blocks that cannot be loaded are computed.  None of this changes the generated tokens, except through the
@@ -263,7 +263,7 @@ class Engine:
             request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)
 
     def _fill(self, request: Request, length: int) -> None:
-        """Makes the blocks that are full with `length` cached tokens findable by key, and stores them in the pool."""
+        """Registers the keys of the blocks that become full at `length` cached tokens, and stores them in the tiers."""
         self._extend_keys(request)
         filled = range(request.cached // self.block_size, length // self.block_size)
         contents = {request.keys[index]: request.blocks[index] for index in filled}
@@ -282,7 +282,7 @@ class Engine:
         self._own(request)
 
     def _lacks(self, request: Request) -> int:
-        """The number of blocks that `_own` will take: new ones, and copies of shared ones."""
+        """The number of free blocks that `_own` takes: for new blocks, and for copies of shared ones."""
         shared = map(self.pool.is_shared, request.blocks[request.cached // self.block_size :])
         return _blocks(len(request.tokens), self.block_size) - len(request.blocks) + sum(shared)
 
@@ -297,7 +297,7 @@ class Engine:
                 self.pool.release(shared)
 
     def _leave(self, request: Request) -> None:
-        """Removes a request from the batch and releases its blocks.  Blocks that others share stay with them."""
+        """Removes a request from the batch and releases its blocks.  Blocks that other requests share remain held."""
         self.running.remove(request)
         self._release(request.blocks)
         request.blocks, request.cached = [], 0

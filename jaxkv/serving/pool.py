@@ -1,4 +1,4 @@
-"""`BlockPool`: which blocks are free, how many requests hold the others, and the keys of full blocks' contents."""
+"""`BlockPool`: which blocks are free, how many requests hold each of the others, and the keys of full blocks."""
 
 
 class BlockPool:

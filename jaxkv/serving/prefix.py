@@ -9,7 +9,7 @@ from jaxkv.serving.request import Request
 from jaxkv.serving.tiers import Tiers
 
 BELOW = -1
-"""In place of a block id: the content is not on the device, but in host memory or on disk."""
+"""Stands for a block id if the content is not on the device, but in host memory or on disk."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Prefix:
     def of(
         cls, request: Request, running: Sequence[Request], pool: BlockPool, tiers: Tiers, block_size: int
     ) -> "Prefix":
-        """Finds full blocks by key, and the beginning of the next block in a running request's block."""
+        """Finds full blocks by key, and the first tokens of the next block in a block of a running request."""
         blocks = []
         for key in request.keys:
             block = pool.find(key)

@@ -1,4 +1,4 @@
-"""Host memory and disk as the engine uses them.  Failures there are logged and cost time, but never fail a request."""
+"""The engine's access to host memory and disk.  Failures there are logged and cost time, but never fail a request."""
 
 import logging
 
@@ -57,7 +57,7 @@ class Tiers:
     def load(self, cache: KVCache, contents: dict[bytes, int]) -> tuple[KVCache, bool]:
         """Loads blocks, given by key, into the cache, which is donated.
 
-        Returns the cache, and whether the load succeeded.  If it is False, the contents of these blocks are undefined.
+        Returns the cache, and whether the load succeeded.  If it failed, the contents of these blocks are undefined.
         """
         if self._pool is None:
             return cache, False

@@ -14,7 +14,10 @@ from jaxkv.models.model import Model
 from jaxkv.ops.writes import write_mla
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of both latents in every family; config.json's `rms_norm_eps` does not apply to them."""
+"""Epsilon of the norms of both latents (queries, and keys and values) in every family.
+
+`rms_norm_eps` of config.json does not apply to them.
+"""
 
 
 def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:

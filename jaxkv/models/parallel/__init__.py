@@ -1,7 +1,8 @@
-"""A model on several devices: what they divide, and how partial results are combined.
+"""A model on several devices: what is divided over them, and how partial results are combined.
 
-A step of the model is one `shard_map` around all layers.  The code inside is that of one device; it calls
-`model.parallel` where the devices' parts differ or must be combined.  Choose with `load(..., parallel=...)`.
+A step of the model is one `shard_map` around all layers.  The code inside is that of one device.  It calls
+`model.parallel` where the work of the devices differs, or where their results must be combined.  The argument
+`parallel` of `load` selects one of these.
 """
 
 from jaxkv.models.parallel.context import ContextParallel as ContextParallel

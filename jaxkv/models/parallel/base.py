@@ -30,7 +30,8 @@ class Parallel(ABC):
     def sharding(self, path, ndim: int) -> Sharding | jax.Device | None:
         """Where a weight lies, given its path in the tree of weights.
 
-        `ndim` counts its axes.  A leading axis of layers may be included or not, because axes are counted from the end.
+        `ndim` is its number of axes.  It may include a leading axis of layers or not, because axes are counted from the
+        end.
         """
 
     def share(self, heads: int) -> int:
@@ -82,7 +83,10 @@ class Parallel(ABC):
         return decode_kv(*args, **options)
 
     def select_slots(self, q, weights, cache: KVCache, block_tables, seq_lens, k: int, **options) -> jax.Array:
-        """`jaxkv.select_slots`: this device's slots of the k best tokens of all devices, in min(k, max_len) columns."""
+        """`jaxkv.select_slots` for the k best tokens of all devices.
+
+        Returns those of the slots that are on this device, in min(k, max_len) columns.
+        """
         return select_slots(q, weights, cache, block_tables, seq_lens, min(k, options["max_len"]), **options)
 
     def decode_mla_sparse(self, *args, **options) -> jax.Array:

@@ -39,7 +39,7 @@ class DataParallel(OnMesh):
         return super().run(function, model, cache, *batch)
 
     def replicas(self, model: "Model") -> "Iterator[Model]":
-        """Yields, for each device of this process, the model as one on that device alone.  No weight is copied."""
+        """Yields, for each device of this process, a model on that device alone.  No weight is copied."""
         arrays, structure = jax.tree.flatten(model.params)
         for shards in zip(*(array.addressable_shards for array in arrays), strict=True):
             params = jax.tree.unflatten(structure, [shard.data for shard in shards])

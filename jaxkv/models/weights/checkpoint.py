@@ -23,7 +23,7 @@ class Checkpoint:
     Raises:
       ImportError: safetensors is not installed.
       ValueError: a file is missing, damaged, or outside the folder; or a weight does not have the expected shape or
-        dtype. The message is one line that names the file.
+        dtype.  The message is one line that names the file.
     """
 
     def __init__(self, path):

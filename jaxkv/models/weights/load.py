@@ -51,8 +51,9 @@ def load(
       ImportError: safetensors is not installed.
       ValueError: a file of the checkpoint is missing, damaged, or outside the folder; a value of config.json is missing
         or not supported; a weight is missing, is unknown, has a different shape from the one the configuration
-        requires, or holds NaN; `entry_format` does not support the model's entries; or the model cannot be divided as
-        `parallel` requires. For errors in files, the message is one line that names the file and the key or weight.
+        requires, or holds NaN; `dtype` is not supported; `entry_format` does not support the model's entries; or the
+        model cannot be divided as `parallel` requires.  For errors in files, the message is one line that names the
+        file and the key or weight.
     """
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)

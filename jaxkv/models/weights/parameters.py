@@ -38,8 +38,8 @@ def parameters(config: ModelConfig) -> dict[str, Any]:
 def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
     """The weights among `names` that published checkpoints contain but the model does not use.
 
-    - `model.layers.N.self_attn.rotary_emb.inv_freq` (Moonlight, Kimi-K2): rotary frequencies, which also follow from
-      config.json.
+    - `model.layers.N.self_attn.rotary_emb.inv_freq` (Moonlight, Kimi-K2): rotary frequencies, which are computed from
+      config.json instead.
     - Layers of multi-token prediction (MTP, arXiv 2412.19437, section 2.2; V3, V3.2, GLM-4.7-Flash), numbered after the
       model's layers.  They only draft tokens.  Each has an `eh_proj`; any other layer past `num_hidden_layers` is not
       counted as unused, because config.json should have included it.

@@ -38,7 +38,7 @@ def local_lengths(seq_lens, *, shard, num_shards: int, interleave: int = 1) -> j
 def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: int, interleave: int = 1) -> jax.Array:
     """Slots of token positions in a shard's cache.
 
-    Every shard passes all new tokens to a write, which skips those that other shards own.
+    Every shard passes all new tokens to a write.  The write skips those that other shards own.
 
     For ragged tokens [T], pass the table of each token's request, `block_tables[request]` [T, M].
 

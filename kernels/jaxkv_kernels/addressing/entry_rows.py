@@ -19,7 +19,7 @@ def load_entries(buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array
     caller must mask the values that they decode to.
     """
     found = [read_slots(buffer, run, slots, layer) for run in _runs(pages, entry, buffer.dtype.itemsize)]
-    # Bytes in a buffer of bf16 are joined as bytes: XLA's older emitters quiet signalling NaNs where they join bf16.
+    # Bytes in a buffer of bf16 are joined as bytes: XLA's older emitters quiet signalling NaNs when they join bf16.
     return jnp.concatenate([view_as(rows, entry.dtype) for rows, _ in found], axis=-1), found[0][1]
 
 

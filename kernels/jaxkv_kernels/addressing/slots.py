@@ -1,4 +1,4 @@
-"""Index arithmetic on block tables.  A slot is `block * block_size + offset`; a negative number is no slot."""
+"""Index arithmetic on block tables.  A slot is `block * block_size + offset`; negative numbers are not slots."""
 
 import jax
 import jax.numpy as jnp

@@ -55,8 +55,8 @@ def corrected_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
 
     XLA's own division is off by up to two units in the last place on GPUs, multiplies by the reciprocal where the
     divisor is broadcast, and treats denormal operands as 0 on CPUs.  It therefore only estimates the quotient of the
-    operands' significands (24 bits each), and the remainder of the estimate corrects it.  The remainder is exact
-    although its terms overflow int32: it is small, and int32 arithmetic is modulo 2**32.
+    operands' significands (24 bits each), and the remainder of the estimate corrects it.  The remainder is exact,
+    although its terms overflow int32, because it is small and int32 arithmetic is modulo 2**32.
     """
     x, divisor = jnp.broadcast_arrays(x, divisor)
     bits, divisor_bits = (lax.bitcast_convert_type(value, jnp.int32) for value in (x, divisor))

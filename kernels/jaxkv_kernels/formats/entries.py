@@ -141,8 +141,8 @@ class IndexerEntry(Entry):
     def beside(cls, latents: str, head_dim: int) -> "IndexerEntry":
         """The indexer entry for a model whose latents have format `latents`.
 
-        Its format is that of the latents if indexer keys support it, otherwise `indexer_fp8`.  With latents of a float
-        format, keys are therefore not quantised: quantised keys would rank tokens differently.
+        Its format is that of the latents if `IndexerEntry` supports it, otherwise `indexer_fp8`.  With latents of a
+        float format, keys are therefore not quantised, because quantised keys would rank tokens differently.
         """
         return cls(latents, head_dim) if latents in cls.formats else cls(head_dim=head_dim)
 

@@ -14,7 +14,7 @@ SHORT_NAMES = {"e4m3": FP8}
 """Dtypes of parts that have a shorter name than in NumPy."""
 
 FORMATS: dict[str, "Format"] = {}
-"""The registered formats by name, in the order in which messages and tables show them."""
+"""The registered formats by name.  Messages and tables show them in this order."""
 
 
 def register(format: "Format") -> None:

@@ -8,7 +8,7 @@ from jax import lax
 @jax.jit
 def merge_states(outs, lses):
     """Merges outs [N, ..., D] with lses [N, ...]: out [..., D] and float32 lse [...]."""
-    # Some kernels return +inf or NaN for a part without keys.  Replace it by -inf, so that the part has no weight
+    # Some kernels return +inf or NaN for a part without keys.  Replace it by -inf, so that the part has no weight,
     # whatever it holds.
     lses = jnp.where(lses < jnp.inf, lses.astype(jnp.float32), -jnp.inf)
     # The maximum cancels out of the result, so its gradient is 0.

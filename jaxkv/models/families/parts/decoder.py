@@ -56,7 +56,10 @@ def read(
 
 
 def _check_quantisation(fields: JsonObject) -> None:
-    """ValueError unless quantised weights are as in `weights/fp8.py`.  Each weight's dtype shows whether it is one."""
+    """ValueError unless quantised weights are as in `weights/fp8.py`.
+
+    Which weights are quantised is not read here, because their dtypes show it.
+    """
     fields.choice("quant_method", "fp8")
     fields.choice("fmt", "e4m3", default="e4m3")
     fields.choice("weight_block_size", [fp8.TILE, fp8.TILE])

@@ -10,7 +10,7 @@ from jaxkv.models.weights.weight import EXPERT
 
 
 def read_layers(fields: JsonObject, read: Callable[[JsonObject], Experts]) -> tuple[int, Experts | None]:
-    """The number of leading dense layers, and the other layers' experts as read by `read` (None if all are dense)."""
+    """The number of leading dense layers, and what `read` returns for the others (None if all layers are dense)."""
     num_layers = fields.integer("num_hidden_layers")
     dense = _num_dense_layers(fields, num_layers)
     return dense, read(fields) if dense < num_layers else None

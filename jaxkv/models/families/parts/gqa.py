@@ -1,4 +1,4 @@
-"""Grouped-query attention; multi-head attention has a KV head per query head."""
+"""Grouped-query attention, which includes multi-head attention (one KV head per query head)."""
 
 from typing import Any
 

@@ -3,9 +3,9 @@
 It computes softmax(scale * (q_latent . latent + q_pe . rope)) . latent: keys are (latent, rope), values are the
 latents.
 
-A program has a work tile of the plan (a range of a request's tokens) and a tile of query rows (query tokens x heads).
-It loads each latent once and uses it as key and as value.  It runs the loop of `attend_tiles.py`, in which a latent is
-several tiles of `columns` values.
+A program processes a work tile of the plan (a range of a request's tokens) for a tile of query rows (query tokens x
+heads).  It loads each latent once and uses it as key and as value.  It runs the loop of `attend_tiles.py`, in which a
+latent is several tiles of `columns` values.
 
 What bounds it.  With few rows: memory bandwidth, which takes two programs per multiprocessor to saturate.  With 64
 rows: registers, half of which hold results, and shared memory, which has room for two tiles of keys.  `config.py` has

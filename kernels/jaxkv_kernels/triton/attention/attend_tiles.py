@@ -3,7 +3,7 @@
 A program is given one work tile of the plan (a range of the tokens of a request) and one tile of query rows:
 
     load_range, query_rows       which tokens, which rows; the kernel then loads the queries
-    attend_tiles                 the loop: see there
+    attend_tiles                 the loop (see its docstring)
     store_results                a whole request is final; a split goes to memory for `combine`
 
 Triton inlines these functions, so calling them costs nothing.

@@ -7,7 +7,7 @@ groups and keeps an online softmax over their base-2 log-sum-exps:
                      normalize, store
 
 Before that, it copies the LSEs of requests that are not split to the LSE result.  (A launch can update only one array
-in place, which is the array of results.)  No two programs write the same bytes.
+in place, which here is the array of results, so LSEs have to be copied.)  No two programs write the same bytes.
 
 What bounds it: the latency of the loads.  A group is therefore about as large as the usual number of splits per
 request.  A group of 4,096 values takes 32 registers in each of 128 threads.

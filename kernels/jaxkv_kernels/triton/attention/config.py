@@ -34,7 +34,7 @@ class Config:
     stages: int
     """Stages of Triton's software pipeline over the tiles of keys; 1 is no pipeline."""
     programs_per_sm: int
-    """Programs that run on a multiprocessor at the same time.  Plans use this number."""
+    """Programs that run on a multiprocessor at the same time, as plans assume."""
     split_multiple: int = 64
     """The length of a split is a multiple of this many tokens.  64 is the largest tile of keys and the usual block
     size, so no tile is loaded for only a few of its keys.
@@ -108,11 +108,11 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
       36 KiB, so a second stage would not fit on sm_86.
     - Up to 16 rows: memory bandwidth is the limit, so two programs share a multiprocessor, and one loads while the
       other computes.  On sm_90, bf16 takes 91 KiB of shared memory and 168 to 189 registers per thread (Triton 3.6 to
-      3.9).  fp8 takes 92 KiB and 192 to 196 registers with tiles of 64 keys, which are half as large in bytes.
+      3.9).  fp8 takes 92 KiB and 192 to 196 registers with tiles of 64 keys, each of half as many bytes.
     - More rows on sm_90: tiles of 64 rows and 64 keys.  The queries (72 KiB) and two tiles of keys (72 KiB each) take
       216 KiB, and the results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of raw bytes: 226 KiB.
-    - More rows on other GPUs: tiles of 32 keys fit.  64 rows fit on sm_80 only, and only for entries that need no room
-      for decoded values.
+    - More rows on other GPUs: tiles of 32 keys fit.  64 rows fit on sm_80 only, and only for entries that are not
+      decoded, because decoded values need more memory.
     """
     if jnp.dtype(dtype) == jnp.float32:
         return LatentConfig(rows=16, keys=16, columns=128, warps=4, stages=1, programs_per_sm=1)

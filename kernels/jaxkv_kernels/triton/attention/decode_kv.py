@@ -2,8 +2,8 @@
 
 It computes softmax(scale * q . k) . v per query head.  Each KV head is shared by (query heads / KV heads) query heads.
 
-A program has a work tile of the plan (a range of a request's tokens) and a tile of query rows (query tokens x query
-heads of one KV head), and runs the loop of `attend_tiles.py`.
+A program processes a work tile of the plan (a range of a request's tokens) for a tile of query rows (query tokens x
+query heads of one KV head), and runs the loop of `attend_tiles.py`.
 
 What bounds it: memory bandwidth.  `config.py` sizes tiles so that several programs per multiprocessor keep loads in
 flight.

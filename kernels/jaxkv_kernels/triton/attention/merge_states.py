@@ -2,7 +2,7 @@
 
 It computes out = sum of exp(lse_i - lse) * out_i, where lse = log(sum of exp(lse_i)).
 
-A program has ROWS queries and loops over the partial results twice:
+A program processes ROWS queries and loops over the partial results twice:
 
     for each partial result:   load LSEs | maximum
     for each partial result:   load LSEs, values | weights | acc, row_sum

@@ -36,8 +36,8 @@ def load_scales(first, second, head, STEPS: tl.constexpr):
 def quotient(x, divisor):
     """Float32 `x` / `divisor`, which are broadcast, rounded once.
 
-    This is inline PTX, because Triton compiles a division differently from version to version: it may approximate the
-    quotient, or treat denormal operands as 0.  The interpreter divides as NumPy does.
+    This is inline PTX, because the way in which Triton compiles a division depends on its version: it may approximate
+    the quotient, or treat denormal operands as 0.  The interpreter divides as NumPy does.
     """
     if INTERPRETED:
         return tl.div_rn(x, divisor)

@@ -1,6 +1,6 @@
 """Reads `fp8_ds_mla` entries of ragged runs of tokens, dequantized.
 
-A program has ROWS consecutive rows of the results.  It finds the requests of its tokens by binary search and their
+A program writes ROWS consecutive rows of the results.  It finds the requests of its tokens by binary search and their
 slots in the tables, loads values, scales and rotary keys, multiplies in float32, rounds and stores.
 
 What bounds it: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread.  Values move through 2 KiB of

@@ -1,7 +1,7 @@
 """Reads plain and e4m3 entries, whose parts are adjacent, of ragged runs of tokens.
 
-A program has consecutive rows of the results; a row is one head of one token.  It finds the requests of its tokens by
-binary search and their slots in the tables, loads, decodes and stores.
+A program writes consecutive rows of the results; a row is one head of one token.  It finds the requests of its tokens
+by binary search and their slots in the tables, loads, decodes and stores.
 
 What bounds it: memory bandwidth.  A tile of 2,048 values and one of the other part take slightly more than 16 registers
 per thread.  e4m3 values move through 2 KiB of shared memory to the threads that store them.

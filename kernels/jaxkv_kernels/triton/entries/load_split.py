@@ -1,7 +1,7 @@
 """Reads `indexer_fp8` keys of ragged runs of tokens, dequantized.
 
-A program has ROWS consecutive rows of the result.  It finds the requests of its tokens by binary search and their slots
-in the tables, loads values and scales from the two regions of the pages, multiplies, rounds and stores.
+A program writes ROWS consecutive rows of the result.  It finds the requests of its tokens by binary search and their
+slots in the tables, loads values and scales from the two regions of the pages, multiplies, rounds and stores.
 
 What bounds it: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread.  Values move through 2 KiB of
 shared memory to the threads that store them.

@@ -1,8 +1,8 @@
 """Stores `fp8_ds_mla` entries at slots of a layer, in place.
 
-A program has ROWS consecutive tokens.  It loads slots and values together, stores the rotary keys (first, so that their
-load is issued with the others), computes a scale per tile of 128 values, and stores values and scales.  No two programs
-write the same bytes, unless a slot is given twice.
+A program stores ROWS consecutive tokens.  It loads slots and values together, stores the rotary keys (first, so that
+their load is issued with the others), computes a scale per tile of 128 values, and stores values and scales.  No two
+programs write the same bytes, unless a slot is given twice.
 
 What bounds it: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread.  If several warps share a tile
 of 128 values, its maximum takes one float32 of shared memory.

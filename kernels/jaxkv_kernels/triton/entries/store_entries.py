@@ -1,7 +1,7 @@
 """Stores plain and e4m3 entries, whose parts are adjacent, at slots of a layer, in place.
 
-A program has consecutive rows; a row is one head of one token.  It loads slots and values together, encodes, and stores
-each part at its slot.  No two programs write the same bytes, unless a slot is given twice.
+A program stores consecutive rows; a row is one head of one token.  It loads slots and values together, encodes, and
+stores each part at its slot.  No two programs write the same bytes, unless a slot is given twice.
 
 What bounds it: memory bandwidth.  A tile of 2,048 values and one of the other part take slightly more than 16 registers
 per thread.  No shared memory is used.

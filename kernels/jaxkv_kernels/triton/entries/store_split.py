@@ -1,6 +1,6 @@
 """Stores `indexer_fp8` keys at slots of a layer, in place: a page holds the values of all tokens, then their scales.
 
-A program has ROWS consecutive tokens.  It loads slots and keys together, computes a scale per key, and stores values
+A program stores ROWS consecutive tokens.  It loads slots and keys together, computes a scale per key, and stores values
 and scales in the two regions of the pages.  No two programs write the same bytes, unless a slot is given twice.
 
 What bounds it: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread.  If several warps share a key,

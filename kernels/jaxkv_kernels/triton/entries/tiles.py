@@ -1,4 +1,4 @@
-"""Tiles of rows: how many rows a program has, and how they are moved between arrays and registers."""
+"""Tiles of rows: the number of rows per program, and moving rows between arrays and registers."""
 
 from typing import Any
 

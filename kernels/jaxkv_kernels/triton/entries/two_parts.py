@@ -1,4 +1,4 @@
-"""What the kernels that move plain and e4m3 entries are launched with: such entries are one or two adjacent parts."""
+"""Operands and constants of the kernels that move plain and e4m3 entries, which are one or two adjacent parts."""
 
 from typing import Any
 

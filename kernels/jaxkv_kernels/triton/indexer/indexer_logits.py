@@ -2,8 +2,8 @@
 
 It computes, per query token and key, the sum over heads of relu(q . k) * weight, times the key's scale.
 
-A program has one query token of one request, with all heads, and up to RUN_TILES tiles of cached tokens.  q stays in
-shared memory.  The loop, as a timeline (loads are asynchronous copies, up to BUFFERS tiles ahead):
+A program processes one query token of one request, with all heads, and up to RUN_TILES tiles of cached tokens.  q stays
+in shared memory.  The loop, as a timeline (loads are asynchronous copies, up to BUFFERS tiles ahead):
 
     blocks of tile i + 1   loaded
     keys of tile i + 1     load ............................................ arrive

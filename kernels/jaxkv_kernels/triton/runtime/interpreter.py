@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 _THREAD = ThreadPoolExecutor(max_workers=1)
-"""The thread that runs the kernels.  XLA's threads, which run callbacks, treat denormal numbers as 0, unlike GPUs."""
+"""The thread that runs the kernels.  XLA runs callbacks on threads that, unlike GPUs, treat denormal numbers as 0."""
 _THREAD.submit(int).result()  # started here, because a thread that one of XLA's starts inherits this mode
 
 

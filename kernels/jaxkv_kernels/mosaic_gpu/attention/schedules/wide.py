@@ -44,7 +44,6 @@ same, with these differences, which leave enough registers for the producer:
 - Pairs that need a mask have a loop of their own, so that the loop over the others keeps no operands of masks live.
 - The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
 - The scale of all entries is part of the softmax scale, and also multiplies the result.
-
 Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
 lane for consumers and 72 for the producer.
 
