@@ -25,7 +25,7 @@ CTAs of the attention kernel are still running.  The grid must have room for all
 most plans split few requests or none.
 
 Budget, by splits.  Shared memory: per warp, 1 KiB of sums, its maximum and its sum of weights; 17 KiB for 16 warps.
-Registers: 4 per lane and split of a group for values and 2 for weights, up to 48, and 16 for sums.
+Registers: 4 per lane and split of a group for values and 2 for weights, up to 48, and 8 for sums.
 """
 
 import math
