@@ -151,7 +151,7 @@ class ModelConfig:
         """
         file = path if os.path.isfile(path := Path(path)) else path / "config.json"
         if not os.path.isfile(file):  # also False for a name that no file can have
-            raise ValueError(f"`path` is {str(path)!r}: expected a folder with a config.json, or such a file")
+            raise ValueError(f"`path` is {str(path)!r}: expected a folder with a config.json, or a config.json file")
         return cls._of(JsonObject.read(file))
 
     @classmethod

@@ -46,7 +46,7 @@ class JsonObject:
     def value(self, key: str, default: Any = REQUIRED) -> Any:
         """The value of the key, unchecked, or the default; ValueError if the key is absent and has no default."""
         if key not in self._values and default is REQUIRED:
-            raise ValueError(f"{self._source} has no {self._name(key)}, which is needed")
+            raise ValueError(f"{self._source} has no {self._name(key)}, which is required")
         return self._values.get(key, default)
 
     def error(self, key: str, expected: str) -> ValueError:

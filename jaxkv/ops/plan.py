@@ -122,7 +122,7 @@ def _bind(cache, block_tables, seq_lens, num_heads, q_len, window, dtype, batch_
     if num_heads % pages.num_heads:
         raise ValueError(f"`num_heads` is {num_heads}: expected a multiple of the cache's {pages.num_heads} heads")
     if window is not None and isinstance(cache.layout.entry, MLAEntry):
-        raise ValueError(f"`window` is {window}: decode_mla has none")
+        raise ValueError(f"`window` is {window}: expected None, because decode_mla has no window")
     options = {
         "pages": pages,
         "entry": cache.layout.entry,
@@ -141,7 +141,9 @@ def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
     if plan is None:
         return
     if not isinstance(plan, DecodePlan):
-        raise ValueError(f"`plan` is a {type(plan).__name__}: expected what plan_decode returns, or None")
+        raise ValueError(
+            f"`plan` is a {type(plan).__name__}: expected a DecodePlan, which plan_decode returns, or None"
+        )
     if plan.shape != shape and replace(plan.shape, dtype=shape.dtype) == shape:
         raise ValueError(
             f"`plan` was made for queries of {plan.shape.dtype}, but those of this call are of {shape.dtype}: pass "
@@ -150,7 +152,7 @@ def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
     if plan.shape != shape:
         raise ValueError(f"`plan` was made for {plan.shape}: expected one for {shape}")
     if checks.checking():
-        same, problem = plan.seq_lens == seq_lens, "`plan` was made for {planned}, make one for the lengths of the call"
+        same, problem = plan.seq_lens == seq_lens, "`plan` was made for {planned}: make one for the lengths of the call"
         checks.require(same, "seq_lens", seq_lens, problem, planned=plan.seq_lens)
 
 
@@ -158,7 +160,8 @@ def _instead(call: Call) -> str:
     """Advice for the error message if no batch-invariant plan can be made."""
     able = [f"{backend.name} ({backend.devices})" for backend in BACKENDS if not backend.unsupported_reasons(call)]
     if able:
-        return f"only {' and '.join(able)} can be batch-invariant on this cache: elsewhere, plan without it"
+        only = f"only {' and '.join(able)} can be batch-invariant on this cache"
+        return f"{only}: on other devices, call plan_decode without `batch_invariant`"
     return (
         f"no implementation can be batch-invariant on this cache of {call.options['entry']} on any device: plan "
         f"without it, or use a cache that one of them supports"

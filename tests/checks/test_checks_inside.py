@@ -84,7 +84,7 @@ class TestTransformations:
 class TestPlans:
     """A plan made for other lengths, which gives wrong results where it is used, is misuse."""
 
-    fragments = re.escape("`seq_lens`[1] is 3: `plan` was made for 4, make one for the lengths of the call")
+    fragments = re.escape("`seq_lens`[1] is 3: `plan` was made for 4: make one for the lengths of the call")
 
     def plan(self, lengths, cache=None):
         cache = jaxkv.KVCache.zeros(MLA) if cache is None else cache

@@ -133,7 +133,8 @@ def test_entries_without_batch_invariant_plans_are_named_with_what_to_do():
 
 
 def test_the_device_that_a_batch_invariant_plan_needs_is_named():
-    message = r"; only mosaic_gpu \(NVIDIA Hopper\) can be batch-invariant on this cache: elsewhere, plan without it"
+    only = r"; only mosaic_gpu \(NVIDIA Hopper\) can be batch-invariant on this cache"
+    message = f"{only}: on other devices, call plan_decode without `batch_invariant`"
     with pytest.raises(NotImplementedError, match=message):
         plan_batch_invariant("f16")
 
@@ -158,7 +159,7 @@ def test_a_plan_for_other_calls_is_refused():
         jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, plan=plan)
     with pytest.raises(ValueError, match="`plan` is a int"):
         jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, plan=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`window` is 5: decode_mla has none"):
+    with pytest.raises(ValueError, match="`window` is 5: expected None, because decode_mla has no window"):
         jaxkv.plan_decode(cache, tables, lengths, num_heads=4, window=5)
     keys = jaxkv.KVEntry("f32", head_dim=8)
     cache = jaxkv.KVCache.zeros(jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, num_heads=3, entry=keys))

@@ -147,7 +147,7 @@ def test_data_parallel_batches():
     _, right = step(load(family), load(family).cache(4, 64), prompts, range(4))
     assert found.sharding.spec == jax.P("x")
     assert_close(found, np.asarray(right), roundings=256)
-    with pytest.raises(ValueError, match=r"`tokens` are of 3 requests: expected a multiple of 2 devices"):
+    with pytest.raises(ValueError, match=r"`tokens` has 3 rows: expected a multiple of the 2 devices"):
         step(model, model.cache(2, 64), prompts[:3], [0] * 3)
 
 

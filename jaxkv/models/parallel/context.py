@@ -41,7 +41,7 @@ class ContextParallel(OnMesh):
         if rest or share % self.interleave:
             raise ValueError(
                 f"`block_size` is {block_size}: expected a multiple of {self.num_devices} devices x interleave "
-                f"{self.interleave}, for every block to be divided alike"
+                f"{self.interleave}, so that every block is divided evenly"
             )
         return share
 

@@ -35,7 +35,7 @@ class DataParallel(OnMesh):
     def run(self, function, model, cache, *batch):
         rows = batch[0].shape[0]
         if rows % self.num_devices:
-            raise ValueError(f"`tokens` are of {rows} requests: expected a multiple of {self.num_devices} devices")
+            raise ValueError(f"`tokens` has {rows} rows: expected a multiple of the {self.num_devices} devices")
         return super().run(function, model, cache, *batch)
 
     def replicas(self, model: "Model") -> "Iterator[Model]":

@@ -46,7 +46,7 @@ class TensorParallel(OnMesh):
             if size % self.num_devices:
                 raise ValueError(
                     f"`parallel` divides the model over {self.num_devices} devices, and {name} is {size}: "
-                    f"expected a multiple of the devices"
+                    f"expected a multiple of the number of devices"
                 )
 
     @override

@@ -27,7 +27,9 @@ class Build:
         self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
         self.parallel = OneDevice() if parallel is None else parallel
         if not isinstance(self.parallel, Parallel):
-            raise ValueError(f"`parallel` is {parallel!r}: expected a TensorParallel, or another of its kind")
+            raise ValueError(
+                f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ContextParallel or DataParallel"
+            )
         self.parallel.check(config)
 
     def dtype_of(self, weight: Weight):

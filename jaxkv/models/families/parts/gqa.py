@@ -19,7 +19,7 @@ def read(fields: JsonObject) -> GQA:
         return GQA(num_kv_heads, hidden // heads)
     head_dim = fields.integer("head_dim")
     if head_dim % 2:
-        raise fields.error("head_dim", "an even number: rotary embedding turns pairs")
+        raise fields.error("head_dim", "an even number: rotary embedding rotates pairs")
     return GQA(num_kv_heads, head_dim)
 
 

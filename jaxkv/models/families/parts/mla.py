@@ -10,7 +10,7 @@ def read(fields: JsonObject) -> MLA:
     """Reads the ranks and head sizes; the result has no indexer."""
     rope_head_dim = fields.integer("qk_rope_head_dim", least=2)
     if rope_head_dim % 2:
-        raise fields.error("qk_rope_head_dim", "an even number: rotary embedding turns pairs")
+        raise fields.error("qk_rope_head_dim", "an even number: rotary embedding rotates pairs")
     return MLA(
         # Null if queries have no latent.  The key is required, because families differ in what its absence means.
         q_lora_rank=None if fields.value("q_lora_rank") is None else fields.integer("q_lora_rank"),
