@@ -153,7 +153,8 @@ class Walk:
         try:
             with self.counted_failures():
                 self.cache = self.pool.load(self.cache, blocks, keys)
-                rows[: len(keys)] = [self.stored[key] for key in keys]
+                for row, key in zip(rows, keys, strict=False):  # the pool may hold none of the keys any more
+                    row[...] = self.stored[key]
                 self.twin = self.write_twin(self.twin, self.padded(blocks), rows)
                 self.loaded += len(keys)
         except offload.LoadFailed as failed:
