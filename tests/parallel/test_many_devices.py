@@ -265,12 +265,17 @@ def test_lengths_past_the_tables_are_clamped_to_them(name):
     assert np.isfinite(right[1][:2]).all()
 
 
-def test_lengths_past_the_tables_are_clamped_by_the_indexer():
+def indexer_call(tokens):
+    """Random keys on three devices, random queries of 4 requests, and their tables."""
     mesh, entry = mesh_of(3), jaxkv.IndexerEntry("bf16", head_dim=16)
-    rng, tables = np.random.default_rng(0), batch(MLA[0]).tables[:4, :2]
-    random = jnp.asarray(rng.standard_normal(3 * layout_of(entry).size), entry.dtype)
-    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout_of(entry), mesh).buffer.sharding), layout_of(entry))
-    q = jnp.asarray(rng.standard_normal((4, 3, 2, 16)), entry.dtype)
+    rng, layout = np.random.default_rng(0), layout_of(entry)
+    random = jnp.asarray(rng.standard_normal(3 * layout.size), entry.dtype)
+    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout, mesh).buffer.sharding), layout)
+    return cache, jnp.asarray(rng.standard_normal((4, tokens, 2, 16)), entry.dtype), batch(MLA[0]).tables[:4, :2]
+
+
+def test_lengths_past_the_tables_are_clamped_by_the_indexer():
+    mesh, (cache, q, tables) = mesh_of(3), indexer_call(3)
 
     def score(cache, q, tables, lengths):
         keywords = dict(axis="x", interleave=5, layer=LAYER, max_len=20)
@@ -285,11 +290,7 @@ def test_lengths_past_the_tables_are_clamped_by_the_indexer():
 
 
 def test_selected_slots_do_not_depend_on_chunks():
-    mesh, entry = mesh_of(3), jaxkv.IndexerEntry("bf16", head_dim=16)
-    rng, tables = np.random.default_rng(0), batch(MLA[0]).tables[:4, :2]
-    random = jnp.asarray(rng.standard_normal(3 * layout_of(entry).size), entry.dtype)
-    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout_of(entry), mesh).buffer.sharding), layout_of(entry))
-    q = jnp.asarray(rng.standard_normal((4, 19, 2, 16)), entry.dtype)
+    mesh, (cache, q, tables) = mesh_of(3), indexer_call(19)
     lengths = jnp.asarray([46, 2**31 - 1, 7, 0], jnp.int32)
 
     def select(logits_bytes):

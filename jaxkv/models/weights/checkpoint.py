@@ -29,6 +29,8 @@ class Checkpoint:
     def __init__(self, path):
         self._folder = Path(path)
         self._index = self._folder / INDEX
+        self._float8_files: dict[str, fp8.Float8File] = {}
+        """The files of which a float8 weight was read."""
         self._file_of: dict[str, str] = {}
         """The file of each weight, from the index if there is one."""
         whole = os.path.isfile(self._folder / WHOLE)
@@ -110,6 +112,11 @@ class Checkpoint:
     def _slice(self, name: str):
         return self._files[self._file_of[name]].get_slice(name)
 
+    def _float8_file(self, file: str) -> fp8.Float8File:
+        if file not in self._float8_files:
+            self._float8_files[file] = fp8.Float8File(self._folder / file)
+        return self._float8_files[file]
+
     def _is_fp8(self, name: str) -> bool:
         return self._holds(name) and self._slice(name).get_dtype() == fp8.DTYPE
 
@@ -122,7 +129,7 @@ class Checkpoint:
         """Reads a weight in its stored dtype, or a float8 weight as `dtype`; ValueError if it holds NaN."""
         if self._is_fp8(name):
             scales = self.read(f"{name}{fp8.SUFFIX}", np.float32)
-            weight = fp8.dequantised(fp8.read(self._path(name), name), scales, dtype)
+            weight = fp8.dequantised(self._float8_file(self._file_of[name]).read(name), scales, dtype)
         else:
             weight = self._files[self._file_of[name]].get_tensor(name)
         if np.isnan(weight).any():

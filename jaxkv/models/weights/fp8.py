@@ -25,7 +25,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def dequantised(weight: np.ndarray, scales: np.ndarray, dtype) -> np.ndarray:
     """The values of a weight [out, in]: products in float32, rounded once to `dtype`.
 
-    One row of tiles is multiplied at a time, so that there is no float32 copy of the whole weight.
+    Multiplies one row of tiles at a time, to avoid a float32 copy of the whole weight.
     """
     values = np.empty(weight.shape, dtype)
     columns = np.repeat(scales.astype(np.float32), TILE, axis=1)[:, : weight.shape[1]]
@@ -35,11 +35,20 @@ def dequantised(weight: np.ndarray, scales: np.ndarray, dtype) -> np.ndarray:
     return values
 
 
-def read(file: Path, name: str) -> np.ndarray:
-    """A weight of dtype F8_E4M3, mapped from a safetensors file, whose library for NumPy lacks this dtype."""
-    with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        entry = json.loads(opened.read(length))[name]
-    start, end = entry["data_offsets"]
-    stored = np.memmap(file, np.uint8, "r", offset=8 + length + start, shape=(end - start,))
-    return stored.view(ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
+class Float8File:
+    """The float8 weights of a safetensors file, whose library for NumPy lacks this dtype.
+
+    The file is mapped, and its header is parsed once.  `safetensors` has checked both before.
+    """
+
+    def __init__(self, file: Path):
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            self._entries = json.loads(opened.read(length))
+        self._data = np.memmap(file, np.uint8, "r", offset=8 + length)
+
+    def read(self, name: str) -> np.ndarray:
+        """A weight of dtype F8_E4M3."""
+        entry = self._entries[name]
+        stored = self._data[slice(*entry["data_offsets"])]
+        return stored.view(ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
