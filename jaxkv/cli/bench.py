@@ -13,6 +13,7 @@ Each row is one call on random data with shuffled blocks.
 """
 
 import argparse
+import os
 import shlex
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -51,6 +52,9 @@ SMALL_STEP = SparseStep(requests=2, tokens=1024, layers=4, heads=16, indexer_hea
 
 BATCH = 8
 """Shapes that are compiled before any of them is timed.  Lowering and compiling overlap, but not with timing."""
+
+COMPILERS = max((os.cpu_count() or 1) // 4, 1)
+"""Programs that are compiled at once.  Each compilation uses several cores some of the time."""
 
 COLUMNS = (
     ("layers", "layers", 6, "d"),
@@ -180,7 +184,7 @@ def _rows(workloads: list[Workload], args, device: jax.Device, ceilings: Ceiling
         # An allocator that grows on demand keeps a region of memory for each size.  The first region must therefore be
         # large enough for all caches.
         jnp.zeros(max(workload.fitted(limit).layout.nbytes for workload in workloads), jnp.uint8).delete()
-    compiler = ThreadPoolExecutor(max_workers=1)
+    compiler = ThreadPoolExecutor(max_workers=COMPILERS)
     try:
         for batch in batched(workloads, BATCH):
             fitted = [workload.fitted(limit) for workload in batch]
