@@ -175,7 +175,7 @@ class Workload:
         return {}
 
     def index(self, requests: Requests, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The integer arguments of the call: slots or blocks of its layer, and those that all layers share."""
+        """The integer arguments of the call: those of its layer (such as slots), and those that all layers share."""
         return [], [requests.tables, requests.lengths]
 
     def arguments(self, cache, values, index, layer) -> tuple[tuple[Any, ...], dict[str, Any]]:

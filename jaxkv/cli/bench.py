@@ -8,8 +8,8 @@ Each row is one call on random data with shuffled blocks.
 - `sustained` is the same for one chain that runs for a second, long enough for a GPU to reach its power limit.
 - `kernel ms` is the time in which the kernels of one call run, without the gaps between them.  It is measured by CUPTI
   on NVIDIA GPUs.
-- `MB` is what the call must move (cache entries, queries, new values and results, each once) and `GFLOP` what it must
-  multiply; `/max` is the fraction of the measured ceiling.
+- `MB` is what the call must move: cache entries, queries, new values and results, each once.  `GFLOP` is what it must
+  compute.  `/max` is the fraction of the measured ceiling.
 """
 
 import argparse

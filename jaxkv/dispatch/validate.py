@@ -148,9 +148,9 @@ def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
 
 
 def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False):
-    """`value` as float32 of `shape`; ValueError unless it holds real numbers, which must be positive with `positive`.
+    """`value` as float32 of `shape`; ValueError unless it holds real numbers, finite and, if `positive`, above 0.
 
-    Signs are checked only if the values are known while tracing.
+    Whether they are finite and positive is checked only for Python and NumPy numbers.
     """
     dtype = getattr(value, "dtype", None)
     if dtype is None:

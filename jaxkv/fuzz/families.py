@@ -44,7 +44,7 @@ class Gather(Case):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The result's `total` and `dtype`."""
+        """The options `total` (rows of the result) and `dtype` (of the result)."""
         return {"options": {"total": fields["count"], "dtype": fields["dtype"]}}
 
     def index(self, rng, live) -> Index:

@@ -1,7 +1,7 @@
 """Dense MLA decode of `fp8_ds_mla` entries with many rows, as sparse attention to all slots of a request.
 
-The schedule of sparse attention loads entries by slot.  Here, slots are computed from the block table, and add
-4 bytes to the 656 of each token.
+The schedule of sparse attention loads entries by slot.  Here, slots are computed from the block table.  Reading a slot
+adds 4 bytes to the 656 of each token.
 """
 
 import jax.numpy as jnp

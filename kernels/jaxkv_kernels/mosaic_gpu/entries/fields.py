@@ -41,10 +41,10 @@ class PartAddress:
 
 @dataclass(frozen=True)
 class Field:
-    """One of the values of an entry."""
+    """One of the arrays of values that an entry stores, such as the latent: a part of the byte map, with its scales."""
 
     number: int
-    """The index of the value in the entry."""
+    """The index of the array among those of the entry."""
     count: int
     stored: str
     """`e4m3`, or the NumPy name of a float dtype."""

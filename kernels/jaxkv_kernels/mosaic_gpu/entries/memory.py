@@ -18,7 +18,7 @@ def strided(per_lane: int, together: int) -> Any:
 
 
 def array(chunks, kind=None) -> Any:
-    """Chunks, lists of words (or of values of another type), as an array in the layout of `strided`."""
+    """An array in the layout `strided`, made of a lane's chunks: lists of words, or of values of another type."""
     together = min(len(chunks[0]), 4)
     flat = [word for chunk in chunks for word in chunk]
     return elements.array([*batched(flat, together)], strided(len(flat), together), kind)

@@ -74,7 +74,7 @@ class E4m3Keys:
     stage_bytes = TILE * (DIM + SCALE_BYTES)
 
     def operands(self, buffer):
-        """The rows of the buffer; in the interpreter, which does not view memory as another dtype, once per dtype."""
+        """The rows of the buffer; for the interpreter, which has no views of another dtype, as e4m3 and as float32."""
         rows = self.view.of(buffer)
         return [view_as(rows, FP8), view_as(rows, jnp.float32)] if self.interpret else [rows]
 

@@ -24,10 +24,11 @@ Barriers:
     k_full, k_free    per stage of keys: the tile has landed; its consumer has multiplied it
     q_full, q_free    per stage of queries: a request's queries (and weights) have landed; all consumers have read them
 
-Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys, by default 8 or 9 stages or as many as fit; per
-stage of queries, 8 KiB (e4m3) or 16 KiB per 64 rows, and up to 1 KiB of weights if keys are e4m3 and take several
-products.  Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries, up to 128 rows at a time;
-with e4m3 keys and bf16 or f16 queries also the keys, 16 of bytes and 32 of float16.
+Budget.  Shared memory: 8.25 KiB (e4m3) or 16 KiB per stage of keys.  By default, there are 8 or 9 stages of keys, or as
+many as fit.  A stage of queries takes 8 KiB (e4m3) or 16 KiB per 64 rows.  If keys are e4m3 and queries have more than
+128 rows, a stage of queries also has up to 1 KiB of weights.
+Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries, up to 128 rows at a time.  With e4m3
+keys and bf16 or f16 queries, it also has the keys, 16 of bytes and 32 of float16.
 """
 
 from functools import partial

@@ -6,15 +6,15 @@ chunk.  The last launch sorts its k largest.  Timeline of a CTA:
 
     load | count the logits at or above a guess, until there are k | collect | sort, or store what is kept
 
-The guess interpolates between the largest value so far that at least k logits reach and the smallest that fewer reach.
-Every third guess is the middle of their bits, so that the search ends.  If more logits than needed equal the k-th
-largest, the search goes on over their positions.
+The search narrows a range: at least k logits reach its lower end, and fewer reach its upper end.  A guess interpolates
+within the range by these two counts.  Every third guess is instead the middle of the range of bits, which bounds the
+number of guesses.  If more logits than needed equal the k-th largest, the search goes on over their positions.
 
 What bounds it: the latency of about ten counts (100 instructions per thread each) and, for k = 2048, of the 66 steps of
 the sorting network.
 Barriers.  Named barriers of the warpgroup, after each count and in the sort.
 Budget.  Registers: 64 logits per thread, and in later launches 64 positions.  Shared memory of the last launch: 12
-bytes for each of the k logits, rounded up to a power of two: its key, its position, and a word to sort by.
+bytes per logit, for k logits rounded up to a power of two: the logit's key, its position, and a word to sort by.
 """
 
 from functools import partial

@@ -33,7 +33,7 @@ class EntryLoads:
     """Columns of one load of these values, a power of two.  A latent may take several loads."""
     second_columns: int
     stored: tl.dtype
-    """The element type in memory; "uint8" for quantized entries."""
+    """The element type in memory; "uint8" for quantised entries."""
     dtype: tl.dtype
     """The type of the operands of products."""
     native: bool

@@ -68,7 +68,7 @@ class InterpretedRows(GatheredRows):
             r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit):
-        """Does nothing."""
+        """Does nothing: the interpreter has no caches."""
 
     def factors(self, stats_ref, row, flag, slots, limit, raw):
         """Returns what latents are multiplied by, float16 [64, 4], and the factors, float32 [64]."""

@@ -111,7 +111,7 @@ class Lane:
         return arith.xori(self.quarter, arith.shli(self.second, c32(1)))
 
     def place(self, chunk, column_tiles: int) -> Any:
-        """Bytes from a [64, 64 * column_tiles] tile to where this lane stores chunk 0 to 7 of its first row."""
+        """Where this lane stores `chunk` (0 to 7) of its first row: a byte offset in a [64, 64 * column_tiles] tile."""
         in_tile = arith.andi(self.row, c32(7))
         row_tile = arith.muli(arith.shrui(self.row, c32(3)), c32(column_tiles * COLUMN_TILE))
         swizzled = arith.shli(arith.xori(chunk, in_tile), c32(4))

@@ -80,7 +80,7 @@ def load_scales(ref, stage, nbytes: int, offset: int, layout) -> list[Any]:
 
 
 def load_latents_of_tokens(ref, stage, nbytes: int, step: int, *, swapped: bool) -> list[list[Any]]:
-    """Loads values: per 128 latents, a word of each of the tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}.
+    """Loads values: per 128 latents, one word (four values) of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}.
 
     `swapped`: odd quads load the second token of a pair first, which halves the bank conflicts of 576-byte entries.
     """
@@ -127,7 +127,10 @@ def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
 
 
 def load_head_values(ref, stage, width: int, step: int) -> list[list[Any]]:
-    """Loads swizzled values: per 128 columns, a word of each of the tokens of `load_latents_of_tokens`."""
+    """Loads swizzled values: per 128 columns, one word (four values) from each of four tokens.
+
+    They are the tokens that `load_latents_of_tokens` loads, for the same `step`.
+    """
     lane = Lane()
     chunk = arith.addi(arith.shli(lane.warp, c32(1)), arith.shrui(lane.row, c32(2)))
     byte = arith.shli(arith.andi(lane.row, c32(3)), c32(2))
@@ -312,7 +315,7 @@ def _row_and_chunk() -> tuple[Any, Any]:
 
 
 def _in_stage(ref, stage, nbytes: int, offset) -> Any:
-    """The address `offset` bytes after the beginning of a stage of 64 entries."""
+    """The address `offset` bytes after the beginning of a stage of 64 entries of `nbytes` bytes each."""
     return at(mgpu.utils.memref_ptr(ref), arith.addi(arith.muli(stage, c32(64 * nbytes)), offset))
 
 

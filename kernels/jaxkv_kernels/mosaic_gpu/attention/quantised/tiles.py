@@ -135,7 +135,7 @@ class Tiles:
         return []
 
     def clear(self, raw, stage, first, end) -> None:
-        """Zeroes the values of tokens of a tile: their weights are 0, but 0 x NaN is NaN."""
+        """Zeroes the values of tokens `first` to `end` of a tile: their weights are 0, but 0 x NaN is NaN."""
         lax.fori_loop(first, end, lambda row, _: self._clear_token(raw, stage, row), None)
 
     def _clear_token(self, raw, stage, row) -> None:

@@ -17,7 +17,7 @@ Timeline, downwards; `->` names the barrier that a line waits for.
       -> k_free[stage]
     queries of the next work tile,              S' = K Q'                    -> q_full[stage] once, k_full[stage]
       while this one is computed                mask; vote: does any score exceed the running max by more than the
-      -> done[stage], four work tiles ago         threshold?  If so: new maximum over keys, rescale O' and the row sums
+      -> done[stage], of 4 work tiles ago         threshold?  If so: new maximum over keys, rescale O' and the row sums
     stores that work tile's result first        P = exp2(S' - running max) to shared memory
                                                 in a masked tile: zeroes the values of unseen tokens
                                                 O' += V' P', arrives k_free[stage]
@@ -25,10 +25,11 @@ Timeline, downwards; `->` names the barrier that a line waits for.
                                                   queries, arrives done[stage]
 
 Keys are copied in whole rows, since reads of whole pages have the highest bandwidth.  O' stays in registers.  Each
-warp holds keys of every row, and all warps must use the same running max, so the warpgroup votes once per tile.  A lane
-keeps row sums of its own keys until the work tile ends.  A result stays in shared memory until the queries of a
-later work tile need its stage, or until the end of the kernel.  Most CTAs have no more work tiles than stages, and so
-store nothing while they read.  This matters: 4 MB of writes of splits between 853 MB of reads cost 3 % of the time.
+warp has the scores of all rows against 16 of the 64 keys, and all warps must use the same running max, so the warpgroup
+votes once per tile.  A lane keeps row sums over its own keys until the work tile ends.  A result stays in shared memory
+until the queries of a later work tile need its stage, or until the end of the kernel.  Most CTAs have no more work
+tiles than query stages, and so store nothing while they read.  This matters: 4 MB of writes of splits among 853 MB of
+reads cost 3 % of the time.
 
 Barriers, and how many arrivals complete them: TMA copies for `full`, the consumer for the others.
     q_full[stage]    the queries have landed (2: their rotary part is copied separately)

@@ -24,7 +24,7 @@ Timeline of a work tile, downwards; `->` names the barrier that a line waits for
       -> k_free[stage]                            the row sums
     the queries, scaled and reordered, to       P = exp2(S' - running max) to shared memory
       shared memory, arrives q_full[stage]      O' += V' P', arrives k_free[stage] once the last values are in registers
-      -> q_free[stage], two work tiles ago    after the last tile: arrives q_free[stage];
+      -> q_free[stage], of 2 work tiles ago   after the last tile: arrives q_free[stage];
     the other tiles -> k_free[stage]            consumer 1: stores running max, row sums and O' to shared memory,
                                                   all of O' at once or, if it does not fit, a quarter at a time
                                                   -> taken; arrives given
@@ -39,11 +39,11 @@ multiplied by that power.
 
 `fp8` entries have a scale of keys and one of values, which multiply scores and results.  Tokens of `fp8_ds_mla` have
 four scales.  S' is then the sum of four products, each times its scale, and of the product of the rotary parts, which
-stay bf16.  Each group of 128 latents has weights of its own: P times the group's scale.  For these to fit float16
-whatever the scales are, the token's largest scale, rounded down to a power of two, is part of the running max: weights
-are exp2(score + log2(largest) - running max), multiplied by scale / largest for each group.  Row sums are of weights
-divided by `largest`.  P is multiplied by a power of two (`lift`), as large as float16 allows, before it is stored: many
-small weights add up, and float16 has few exponents below 1.
+stay bf16.  Each group of 128 latents has weights of its own, which must fit float16 whatever the scales are.  Let
+`largest` be the token's largest scale, rounded down to a power of two.  The running max is that of score +
+log2(largest), and P is exp2(score + log2(largest) - running max).  The weights of a group are P * scale / largest, and
+row sums are of P / largest.  Weights are multiplied by a power of two (`lift`), as large as float16 allows, before they
+are stored: many small weights add up, and float16 has few exponents below 1.
 
 Barriers, and how many arrivals complete them.
     q_full[stage]    the queries are stored (1: the producer)

@@ -15,7 +15,7 @@ Timeline, downwards; `->` names the barrier that a line waits for.
       -> kv_free[stage]                          mask; vote: does any score exceed the running max by more than the
     queries of the next work tile,                 threshold?  If so: rescale O and the row sums
       while this one is computed                 P = exp2(S - running max), in registers
-      -> done[stage], two work tiles ago         in a masked tile: zeroes the values of unseen tokens
+      -> done[stage], of two work tiles ago      in a masked tile: zeroes the values of unseen tokens
     stores that work tile's result first         O += P V, arrives kv_free[stage]
                                                  after the last tile
                                                    consumer 1: stores its O, running max and row sums to shared

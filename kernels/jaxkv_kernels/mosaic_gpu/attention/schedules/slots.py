@@ -11,10 +11,10 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
     factors of K0                          arrives s_issued
     copies K0 left                       softmax, P0: arrives p_ready[0]  S1 = Q K1'  -> s_issued, k_full[3], [2]
                       -> k_free[1]       O0 += P0 K0 left                 O1 += P0 K0 right  -> p_ready[0]
-    copies K0 right, rotary keys           arrives k_free[0]                beside it softmax of S1
+    copies K0 right, rotary keys           arrives k_free[0]                meanwhile softmax of S1
     in the first pair, the queries                                          arrives k_free[1]
                       -> q_free                                           O1 += P1 K1 right, arrives k_free[3]
-    K1 likewise, right half first                                           beside it P1: arrives p_ready[1]
+    K1 likewise, right half first                                           meanwhile P1: arrives p_ready[1]
                       -> k_free[3], [2]  O0 += P1 K1 left  -> p_ready[1]
                                            arrives k_free[2]
 
@@ -29,7 +29,7 @@ P0 and P1 use the same shared memory.  The rotary queries stay in shared memory:
 `wide.py` belong to the producer here.
 
 Numerics.  Each key has a factor, by which its values in shared memory are to be multiplied (`gather/scaling.py`).  In
-nearly all tiles, all factors are 1, and everything that deals with factors is skipped.  In other tiles, scores are
+nearly all tiles, all factors are 1, and the steps that apply factors are skipped.  In other tiles, scores are
 multiplied by the factors, and the running max is that of score + log2(factor).  So weights,
 exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
 without factors.  For quantised entries, queries become float16 in place, each row divided by a power of two that makes
@@ -46,8 +46,8 @@ Barriers.
                      of a work tile, and are freed once TMA has read it.
     s_issued         S0's products have been issued
     p_ready[t]       P of tile t is in p, and the running max after tile t is in stats[0]
-    both             both consumers arrive, and both wait: the largest queries, the scaled queries or the row sums of
-                     both are in shared memory
+    both             both consumers arrive, and both wait: the largest magnitudes of queries, the scaled queries or the
+                     row sums of both are in shared memory
 These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has multiplied it.  The next P0 overwrites
 P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.

@@ -5,15 +5,15 @@ the plan: work tiles, each a range of pairs of key tiles of a request.  If the r
 tiles (65 to 128 rows, say), two CTAs form a cluster, and TMA multicast brings each key tile to both.  With an odd
 number (up to 64 rows, or 129 to 192) there is no cluster.
 
-Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
-64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.
+Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O,
+64 x 256 float32 in 128 registers per lane.  `->` names the barrier that a line waits for; the producer's are below it.
 
     producer                       consumer 0                          consumer 1
     K0 left + rope, K0 right       S0 = Q K0'        -> k_full, r_full
     (-> k_free[0], k_free[1])        arrives s_issued
     K1 right + rope, K1 left       softmax, P0: arrives p_ready[0]     S1 = Q K1'         -> s_issued, k_full, r_full
     (-> k_free[3], k_free[2])      O0 += P0 K0 left                    O1 += P0 K0 right  -> p_ready[0]
-    next pair to the L2 cache        arrives k_free[0]                   beside it softmax, P1: arrives p_ready[1]
+    next pair to the L2 cache        arrives k_free[0]                   meanwhile softmax, P1: arrives p_ready[1]
     (-> k_full[0], k_full[1])      O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
                                      arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
 
@@ -24,33 +24,33 @@ tile before it multiplies them.
 Around the pairs of a work tile:
 
     producer                       consumers
-    between K0 and K1 of the       -> qr_full: rotary queries from p[0] to registers; both arrive and wait on `both`
-    first pair, the next queries   -> q_full: the pairs; after S0 and S1 of the last pair both arrive q_free
+    after K0 of the first pair,    -> qr_full: rotary queries from p[0] to registers; both arrive and wait on `both`
+    the queries of the work tile   -> q_full: the pairs; after S0 and S1 of the last pair both arrive q_free
     (-> q_free, for Q)             consumer 1 arrives p_free after O1 += P0 K0 right of the last pair
     (-> p_free, for p[0])          results, staged in K1: arrive k_free[2], k_free[3] once TMA has read them
 
-The longest dependency cycle is S0, P0, the release of K0 and the load of the next K0.  It determines the time per pair,
-so both consumers use K0 first, and S1 waits until all products of S0 have been issued.  Each consumer passes its P and
-the running max (in `stats`) to the other through shared memory, and sums the weights of its own tiles.
+The longest dependency cycle is S0, P0, the release of K0 and the load of the next K0.  It determines the time per pair.
+Both consumers therefore add P0 K0 before P1 K1, and S1 waits until all products of S0 have been issued.  Each consumer
+passes its P and the running max (in `stats`) to the other through shared memory, and sums the weights of its own tiles.
 
-Quantised entries (`fp8`).  Half a tile takes half as many bytes as its float16 values.  TMA copies them to the first
-half of the shared memory of those values, and the producer converts them to float16 in place (`convert/`): it waits for
-k_landed and arrives k_full, in the order in which the consumers use the halves.  The timeline of the consumers is the
-same, with these differences, which leave enough registers for the producer:
+Quantised entries (`fp8`).  The stored bytes of half a tile take half the shared memory of its float16 values.  TMA
+copies them to the first half of that memory, and the producer converts them to float16 in place (`convert/`): it waits
+for k_landed and arrives k_full, in the order in which the consumers use the halves.  The timeline of the consumers is
+the same, with these differences, which leave enough registers for the producer:
 
 - Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, so there is
   no p_free, and q_full also covers it.
 - P0 and P1 use the same shared memory: consumer 1 stores P1 once it has multiplied P0.
 - Pairs that need a mask have a loop of their own, so that the loop over the others keeps no operands of masks live.
 - The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
-- The scale of all entries is part of the softmax scale, and also multiplies the result.
+- The single scale of all entries is part of the softmax scale, and also multiplies the result.
 Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
 lane for consumers and 72 for the producer.
 
 Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
     q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] (1)
     q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
-                       last time (1).  So the queries of the next work tile arrive while this one ends.
+                       last time (1).  So the queries of the next work tile are loaded while this one ends.
     k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
     k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
                        cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the
