@@ -1,4 +1,4 @@
-"""The inputs that every layer needs about the new tokens."""
+"""What every layer needs to know about the new tokens."""
 
 from dataclasses import dataclass
 

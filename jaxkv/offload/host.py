@@ -52,9 +52,9 @@ class HostPool:
     blocks may be overwritten as soon as `store` returns.  Operations on the cache that `load` returns see the loaded
     blocks.  A block can be loaded as soon as `store` returns; the load waits until the block has arrived.
 
-    Blocks that are stored together form a chunk, which is held, evicted and transferred as a whole.  Holding one of its
-    blocks therefore holds all of them, and loading some of its blocks transfers all of them.  When the pool is full,
-    the least recently used chunks that are not held are evicted.
+    The blocks of a store are split into chunks, each of which is held, evicted and transferred as a whole.  Holding one
+    block of a chunk therefore holds all of them, and loading some of its blocks transfers all of them.  When the pool
+    is full, the least recently used chunks that are not held are evicted.
 
     With a disk pool, blocks are also written to disk in the background, and can be loaded from there after eviction.
 

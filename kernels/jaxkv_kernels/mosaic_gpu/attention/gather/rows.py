@@ -150,11 +150,11 @@ class GatheredRows:
         return load(slot_ref, request, tile, length)
 
     def spread(self, slots):
-        """The slots of the rows from whose latents each lane loads chunks."""
+        """Returns, in each lane, the slots of the rows whose latents it loads in part."""
         return self._spread(slots, lanes.ROWS_PER_LANE, lambda lane: lane.owners)
 
     def spread_rope(self, slots):
-        """The slots of the rows from whose rotary keys each lane loads chunks."""
+        """Returns, in each lane, the slots of the rows whose rotary keys it loads in part."""
         if not self.converts_rope:
             return self.spread(slots)
         return self._spread(slots, ROPE_ROWS, lambda lane: lane.rope_owners)

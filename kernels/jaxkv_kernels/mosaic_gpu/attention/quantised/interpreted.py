@@ -1,4 +1,4 @@
-"""Tiles for Pallas's interpreter, which runs no inline PTX: the same values in the same order."""
+"""`Tiles` for Pallas's interpreter, which cannot run inline PTX.  Columns are permuted in products as in `tiles.py`."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +45,7 @@ class Interpreted(Tiles):
         return {"max": jnp.max, "add": jnp.sum}[kind](x, axis=0)
 
     def store_rows(self, ref, place, parts):
-        """Stores rows in the order of columns."""
+        """Stores tiles [128, 16], in the order of values, as rows whose columns are in their original order."""
         rows = ref.shape[1]
         parts = [part.reshape(2, 4, 2, 8, N).transpose(4, 1, 3, 0, 2).reshape(N, GROUP)[:rows] for part in parts]
         ref[place] = jnp.concatenate(parts, axis=1)
@@ -55,7 +55,7 @@ class Interpreted(Tiles):
         return [jnp.pad(ref[place].astype(jnp.float32), ((0, N - ref.shape[1]), (0, 0))) for ref in refs]
 
     def store_queries(self, refs, stats, stage, loaded):
-        """Stores queries in the order of keys."""
+        """Stores queries with their columns in the order of keys (`tiles.py`)."""
         factor, inverse = scale_to_fit(jnp.abs(jnp.concatenate(loaded, axis=1)).max(axis=1))
         for ref, x in zip(refs, loaded, strict=True):
             ref[stage] = _ordered((x * factor[:, None]).astype(ref.dtype))

@@ -44,7 +44,10 @@ def load_latents(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any
 
 
 def convert_keys(raw, layout, *, wide: bool) -> Any:
-    """A [64, 64] tile of keys from loaded words: word s of a row has the columns of the s-th product of 16."""
+    """Converts loaded words to a [64, 64] tile of keys, for four products of 16 columns each.
+
+    Word s of a row has columns of product s; if `wide`, words 2 s and 2 s + 1 do.  `tiles.py` has their order.
+    """
     vectors = [words(register) for register in raw.registers.flat]
     registers = _registers(layout, (64, 64))
     for half in range(2):

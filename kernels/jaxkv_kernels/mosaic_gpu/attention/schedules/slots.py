@@ -1,5 +1,7 @@
 """Sparse MLA decode in tiles of 64 rows: each query token attends to slots of its own.
 
+Dense decode of `fp8_ds_mla` entries with more than 16 rows also runs here, with slots from the block table.
+
 Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
 the plan: work tiles, each a range of pairs of key tiles of a query token.
 

@@ -6,7 +6,7 @@ tiles (65 to 128 rows, say), two CTAs form a cluster, and TMA multicast brings e
 number (up to 64 rows, or 129 to 192) there is no cluster.
 
 Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O,
-64 x 256 float32 in 128 registers per lane.  `->` names the barrier that a line waits for; the producer's are below it.
+64 x 256 float32 in 128 registers per lane.  `->` names the barrier that a line waits for (producer: on the next line).
 
     producer                       consumer 0                          consumer 1
     K0 left + rope, K0 right       S0 = Q K0'        -> k_full, r_full
