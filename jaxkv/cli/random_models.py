@@ -37,4 +37,4 @@ def random_model(args: argparse.Namespace, num_blocks: int, block_size: int, ord
     cache = jax.eval_shape(lambda: model.cache(num_blocks, block_size, order))
     needed = nbytes((model.params, cache))
     require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
-    return jax.jit(make)()
+    return make()  # weight by weight: XLA would compile a program that makes them all for minutes

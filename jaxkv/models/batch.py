@@ -10,6 +10,7 @@ from jaxkv.models.model import Model
 from jaxkv.ops.plan import DecodePlan
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
     """B requests with Q new tokens each, aligned to the end."""

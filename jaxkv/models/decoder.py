@@ -1,4 +1,6 @@
-"""The decoder: embedding, layers under `lax.scan` with the cache in the carry, final norm and head."""
+"""The decoder: embedding, layers, final norm and head."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -70,19 +72,15 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 
 def _layers(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
     """`forward` on one device, for its part of the model, the cache and the batch."""
-    block = FAMILIES[model.config.architecture].block
+    # Jitted, with the layer as an argument, so that JAX traces and lowers each kind of layer once.  `lax.scan` would
+    # need the weights of all layers in one array, and XLA would copy a layer's weights out of it before using them.
+    block = jax.jit(partial(FAMILIES[model.config.architecture].block, model))
     batch = Batch.of(model, cache, seq_lens, block_tables, slot_mapping)
-
-    def step(carry, inputs):
-        cache, x = carry
-        layer, weights = inputs
-        return block(model, weights, x, cache, batch, layer), None
-
-    x, first = model.params["embed"][tokens], 0
-    for layers in model.params["stacks"]:
-        count = len(layers["attention_norm"])
-        (cache, x), _ = lax.scan(step, (cache, x), (jnp.arange(first, first + count), layers))
-        first += count
+    x = model.params["embed"][tokens]
+    for layer, weights in enumerate(model.params["layers"]):
+        # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.
+        weights, cache = lax.optimization_barrier((weights, cache))
+        cache, x = block(weights, x, cache, batch, jnp.int32(layer))
     return cache, x
 
 

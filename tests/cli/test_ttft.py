@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxkv.cli import main, random_models, ttft
+from jaxkv import models
+from jaxkv.cli import main, ttft
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
 MODEL = MODELS / "deepseek_v2_lite"
@@ -53,7 +56,13 @@ def test_a_wrong_case_is_reported(change, monkeypatch, capsys):
     ],
 )
 def test_misuse_is_reported_before_weights_are_made(arguments, message, monkeypatch):
-    monkeypatch.setattr(random_models.jax, "jit", None)
+    described = models.random_model
+
+    def without_weights(*args, **options):
+        assert isinstance(jnp.zeros(()), jax.core.Tracer), "weights are made"
+        return described(*args, **options)
+
+    monkeypatch.setattr(models, "random_model", without_weights)
     with pytest.raises(SystemExit, match=f"jaxkv ttft: .*{message}"):
         main(["ttft", *arguments])
 

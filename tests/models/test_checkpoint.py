@@ -425,7 +425,7 @@ def test_the_requested_dtype_and_the_progress(folder):
             yield piece
 
     model = jaxkv.models.load(folder, dtype="bfloat16", progress=progress)
-    _, mixture = model.params["stacks"]
+    _, mixture, _ = model.params["layers"]
     assert mixture["attention"]["w_uk"].dtype == "bfloat16"
     assert mixture["mixture"]["router"].dtype == "float32"
     assert model.layout(2).entry.format == "bf16"
@@ -435,10 +435,10 @@ def test_the_requested_dtype_and_the_progress(folder):
 def test_kv_b_proj_is_split_by_head():
     model = jaxkv.models.load(RECORDED / "youtu")
     weights = safetensors.numpy.load_file(RECORDED / "youtu" / "model.safetensors")
-    (stack,) = model.params["stacks"]
+    layer = model.params["layers"][1]
     rows = weights["model.layers.1.self_attn.kv_b_proj.weight"].reshape(4, 16 + 12, 128)
-    assert np.array_equal(stack["attention"]["w_uk"][1], rows[:, :16])
-    assert np.array_equal(stack["attention"]["w_uv"][1], rows[:, 16:])
+    assert np.array_equal(layer["attention"]["w_uk"], rows[:, :16])
+    assert np.array_equal(layer["attention"]["w_uv"], rows[:, 16:])
 
 
 def test_older_spellings_of_rope_mean_the_same(folder):

@@ -8,7 +8,8 @@ import pytest
 
 import jaxkv
 import jaxkv.models
-from ops.test_in_place import assert_in_place, described
+from jaxkv.models.layers.linear import linear
+from ops.test_in_place import assert_in_place, described, instructions
 from support.cases import each_value
 
 # DeepSeek-V2-Lite but for its width: nothing may be as large as the cache but the cache.
@@ -96,6 +97,57 @@ def test_the_cache_is_updated_in_place(case, program):
         return function(model, cache, *batch)
 
     assert_in_place(step, [cache, model, *batch], donate_argnums=0)
+
+
+def moved(function, *arguments, sizes) -> set[str]:
+    """The operations of the compiled program whose results have as many elements as one of `sizes`."""
+    text = jax.jit(function, donate_argnums=0).lower(*arguments).compile().as_text()
+    found = {operation for operation, count in instructions(text) if count in sizes}
+    assert "parameter" in found, "the weights themselves are not seen: the text of compiled programs has changed"
+    return found - {"parameter", "bitcast", "get-tuple-element"}
+
+
+# Sizes of weights are no sizes of activations.  In float32: on CPUs, XLA converts bf16 weights.
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 272,
+    "intermediate_size": 272,
+    "moe_intermediate_size": 48,
+    "qk_nope_head_dim": 20,
+    "v_head_dim": 20,
+}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("values", [DEEPSEEK_V2_LITE, DEEPSEEK_V32, LLAMA], ids=["v2", "v32", "llama"])
+def test_no_weight_is_copied(values, batch):
+    low_rank = {"q_lora_rank": 40} if values is DEEPSEEK_V32 else {}
+    model = describe({**values, **SIZES, **low_rank}, dtype="float32")
+    cache = describe_cache(model, 4096)
+    arguments = [described(shape, "int32") for shape in ((batch,), (batch,), (batch, COLUMNS), (batch,))]
+
+    def step(cache, model, *arguments):
+        return jaxkv.models.decode(model, cache, *arguments)
+
+    sizes = {weight.size for weight in jax.tree.leaves(model.params) if weight.ndim > 1}
+    assert not moved(step, cache, model, *arguments, sizes=sizes)
+    assert_in_place(step, [cache, model, *arguments], donate_argnums=0)
+
+
+def test_the_test_of_weights_finds_copies():
+    def scanned(x, weights):
+        return jax.lax.scan(lambda x, weight: (linear(x, weight), None), x, weights)[0]
+
+    x, weights = described((4, 272), "float32"), described((3, 272, 272), "float32")
+    assert "dynamic-slice" in moved(scanned, x, weights, sizes={272 * 272})
+
+
+def test_each_kind_of_layer_is_lowered_once():
+    model = describe(DEEPSEEK_V2_LITE)
+    arguments = [described(shape, "int32") for shape in ((BATCH,), (BATCH,), (BATCH, COLUMNS), (BATCH,))]
+    text = jax.jit(jaxkv.models.decode).lower(model, describe_cache(model, 4), *arguments).as_text()
+    assert text.count("func.func private @block") == 2
+    assert text.count("call @block") == 27
 
 
 def test_main_and_indexer_entries_lie_in_one_block():

@@ -173,7 +173,7 @@ def test_every_device_holds_its_share(family, devices):
 
 def test_the_indexer_is_replicated():
     """Its matrix of queries has the name of the attention's."""
-    indexer = load("deepseek_v32", tensor(2)).params["stacks"][0]["attention"]["indexer"]
+    indexer = load("deepseek_v32", tensor(2)).params["layers"][0]["attention"]["indexer"]
     assert {weight.sharding.is_fully_replicated for weight in indexer.values()} == {True}
 
 

@@ -11,7 +11,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.json_object import JsonObject
 
 Layer = dict[str, Any]
-"""A tree of the weights of some layers: of `Weight`s, or of arrays with a leading axis of layers."""
+"""A tree of the weights of a layer: of `Weight`s, or of arrays."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Family:
 
     read: Callable[[JsonObject], ModelConfig]
     """Reads the configuration from `config.json`; ValueError if a key is missing or a value is not supported."""
-    weights: Callable[[ModelConfig, range], Layer]
-    """The names and shapes of the weights of these layers, which have the same kind of feed-forward."""
+    weights: Callable[[ModelConfig, int], Layer]
+    """The names and shapes of the weights of the layer of that number."""
     block: Callable[..., tuple[KVCache, jax.Array]]
     """`block(model, weights, x, cache, batch, layer)` computes a layer; it returns the cache and x [B, Q, hidden]."""
     arrange: Callable[..., Layer] = lambda config, attention, layer: layer

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.config import Experts
-from jaxkv.models.layers.linear import linear, product
+from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 
 
@@ -29,7 +29,12 @@ def mixture(config: Experts, weights, x) -> jax.Array:
     """
     share = route(config, weights, x)[..., None]
     experts = weights["experts"]
-    inner = jax.nn.silu(product("...d,eid->...ei", x, experts["gate"])) * product("...d,eid->...ei", x, experts["up"])
+
+    def product_of_all(weight):  # reshaped, because XLA on CPUs transposes `weight` in an einsum with three axes
+        return linear(x, weight.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], *weight.shape[:2])
+
+    inner = jax.nn.silu(product_of_all(experts["gate"])) * product_of_all(experts["up"])
     # Select instead of multiplying by 0: an expert that is not chosen for a token may overflow to inf.
     inner = jnp.where(share > 0, inner * share.astype(x.dtype), 0)
-    return product("...ei,dei->...d", inner, experts["down"]) + dense(weights["shared"], x)
+    out = linear(inner.reshape(*x.shape[:-1], -1), experts["down"].reshape(x.shape[-1], -1))
+    return out + dense(weights["shared"], x)

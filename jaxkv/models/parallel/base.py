@@ -30,8 +30,7 @@ class Parallel(ABC):
     def sharding(self, path, ndim: int) -> Sharding | jax.Device | None:
         """Where a weight lies, given its path in the tree of weights.
 
-        `ndim` is its number of axes.  It may include a leading axis of layers or not, because axes are counted from the
-        end.
+        `ndim` is its number of axes.  It may include an axis of experts or not, because axes are counted from the end.
         """
 
     def share(self, heads: int) -> int:

@@ -39,5 +39,5 @@ class Build:
     def model(self, params: dict[str, Any]) -> Model:
         """The model with the weights `params`, arrays in the tree that `parameters` describes."""
         config, arrange = self._config, FAMILIES[self._config.architecture].arrange
-        params["stacks"] = tuple(arrange(config, config.attention, layer) for layer in params["stacks"])
+        params["layers"] = tuple(arrange(config, config.attention, layer) for layer in params["layers"])
         return Model(params, config, self._entry_format, self._implementation, self.parallel)

@@ -60,17 +60,18 @@ class Checkpoint:
         """The names of all weights in the index and the files."""
         return set(self._file_of).union(*self._held.values())
 
+    def check_names(self, names: Iterable[str]) -> None:
+        """ValueError unless the files have weights of these names; stops after the first few that are missing."""
+        missing = list(islice((name for name in names if name not in self._file_of), 4))
+        if missing:
+            source = self._index if os.path.isfile(self._index) else self._folder / WHOLE
+            raise ValueError(f"{source} lacks weights that the model of config.json has: {_listed(missing)}")
+
     def check(self, weights: Sequence[Weight], unused: Iterable[str]) -> None:
         """ValueError unless the files have exactly the weights `weights` and, if present, `unused`.
 
         Each of `weights` must have its shape, and a plain float dtype or float8 with scales (see `fp8.py`).
         """
-        # Stop after the first few missing weights: a wrong configuration may name billions.
-        needed = (name for weight in weights for name in weight.all_names())
-        missing = list(islice((name for name in needed if name not in self._file_of), 4))
-        if missing:
-            source = self._index if os.path.isfile(self._index) else self._folder / WHOLE
-            raise ValueError(f"{source} lacks weights that the model of config.json has: {_listed(missing)}")
         shapes = {name: weight.shape for weight in weights for name in weight.all_names()}
         scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in shapes and self._is_fp8(name)}
         unknown = sorted(self.names - set(shapes) - set(unused) - scales)

@@ -18,26 +18,22 @@ def fingerprint(model) -> str:
     Args:
       model: from `load` or `random_model`.
     """
-    digest = hashlib.sha256(f"jaxkv model 2 {model.config}".encode())
+    digest = hashlib.sha256(f"jaxkv model 3 {model.config}".encode())
     leaves, _ = jax.tree_util.tree_flatten_with_path(model.params)
-    checksums = _checksums([weight for _, weight in leaves])
+    checksums = [_checksum(weight) for _, weight in leaves]
     for (path, weight), checksum in zip(leaves, jax.device_get(checksums), strict=True):
         digest.update(f" {jax.tree_util.keystr(path)} {weight.shape} {weight.dtype} {checksum}".encode())
     return digest.hexdigest()[:32]
 
 
 @jax.jit
-def _checksums(weights) -> list[jax.Array]:
-    """A uint32 checksum of each weight: the sum of its values' bits, each mixed with the value's index.
+def _checksum(weight) -> jax.Array:
+    """A uint32 checksum of a weight: the sum of its values' bits, each mixed with the value's index.
 
     Sums are modulo 2**32, so the order of summation does not matter.  The mixing is a bijection of the bits, so
     changing one value always changes the sum.  It is not linear, so that several flipped signs or doubled values do not
     cancel.
     """
-    return [_checksum(weight) for weight in weights]
-
-
-def _checksum(weight) -> jax.Array:
     bits = lax.bitcast_convert_type(weight, f"uint{8 * weight.dtype.itemsize}").astype(jnp.uint32)
     place = jnp.zeros(bits.shape, jnp.uint32)
     for axis in range(bits.ndim):

@@ -12,7 +12,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
-from jaxkv.models.weights.parameters import EMBED, HEAD, parameters, unused
+from jaxkv.models.weights.parameters import EMBED, HEAD, all_names, parameters, unused
 from jaxkv.models.weights.weight import Weight
 
 
@@ -57,20 +57,24 @@ def load(
     """
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
-    leaves, structure = jax.tree.flatten_with_path(parameters(config))
-    paths, weights = zip(*leaves, strict=True)
     with Checkpoint(path) as checkpoint:
+        checkpoint.check_names(all_names(config))
+        leaves, structure = jax.tree.flatten_with_path(parameters(config))
+        paths, weights = zip(*leaves, strict=True)
         _check(checkpoint, config, weights)
-        pieces = [(i, *place) for i, weight in enumerate(weights) for place in weight.places()]
-        arrays = [
-            jnp.zeros(shape, build.dtype_of(weight), device=build.parallel.sharding(path, len(shape)))
-            for path, weight in leaves
-            for shape in [weight.stacked_shape]
-        ]
-        for i, name, start in progress(pieces):
-            piece = checkpoint.read(name, arrays[i].dtype)
-            piece = jax.device_put(piece, build.parallel.sharding(paths[i], piece.ndim))
-            arrays[i] = _set(arrays[i], piece, start) if start else piece.astype(arrays[i].dtype)
+        pieces = [(i, *piece) for i, weight in enumerate(weights) for piece in enumerate(weight.all_names())]
+        arrays = []
+        for i, expert, name in progress(pieces):
+            weight, dtype = weights[i], build.dtype_of(weights[i])
+            piece = checkpoint.read(name, dtype)
+            piece = jax.device_put(piece, build.parallel.sharding(paths[i], piece.ndim)).astype(dtype)
+            if not weight.experts:
+                arrays.append(piece)
+                continue
+            if expert == 0:
+                shape = weight.stacked_shape
+                arrays.append(jnp.zeros(shape, dtype, device=build.parallel.sharding(paths[i], len(shape))))
+            arrays[i] = _set(arrays[i], piece, expert, weight.expert_axis)
     return build.model(jax.tree.unflatten(structure, arrays))
 
 
@@ -83,8 +87,7 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight
         checkpoint.check_equal(HEAD, EMBED)
 
 
-@partial(jax.jit, donate_argnums=0)
-def _set(array, piece, start: dict[int, int]):
-    """`array` with `piece` at the indices `start` of the axes that the piece does not have."""
-    piece = jnp.expand_dims(piece, tuple(start))
-    return lax.dynamic_update_slice(array, piece.astype(array.dtype), [start.get(i, 0) for i in range(array.ndim)])
+@partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _set(stack, piece, expert: int, axis: int):
+    """`stack` with `piece` at index `expert` of `axis`."""
+    return lax.dynamic_update_index_in_dim(stack, piece, expert, axis)

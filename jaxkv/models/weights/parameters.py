@@ -1,13 +1,15 @@
 """The names and shapes of a checkpoint's weights, arranged as the model uses them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import jax
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.families import FAMILIES
+from jaxkv.models.families.family import Layer
 from jaxkv.models.weights import fp8
 from jaxkv.models.weights.weight import Weight
 
@@ -17,22 +19,26 @@ MTP = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_
 
 
 def parameters(config: ModelConfig) -> dict[str, Any]:
-    """A tree of `Weight`s: "embed", "norm", "head" (unless tied to the embedding) and "stacks".
+    """A tree of `Weight`s: "embed", "norm", "head" (unless tied to the embedding) and "layers", a tree per layer."""
+    return {**_outside_layers(config), "layers": tuple(_layers(config))}
 
-    There is one stack for the dense layers and one for those with experts.  `lax.scan` runs over a stack, so every leaf
-    has a leading axis of layers.
-    """
+
+def all_names(config: ModelConfig) -> Iterator[str]:
+    """The names of all weights of the model, one by one: a wrong configuration may have billions."""
+    for tree in chain([_outside_layers(config)], _layers(config)):
+        for weight in jax.tree.leaves(tree):
+            yield from weight.all_names()
+
+
+def _outside_layers(config: ModelConfig) -> dict[str, Weight]:
     hidden, vocab = config.hidden_size, config.vocab_size
+    tree = {"embed": Weight(EMBED, (vocab, hidden)), "norm": Weight("model.norm.weight", (hidden,))}
+    return tree if config.tie_word_embeddings else {**tree, "head": Weight(HEAD, (vocab, hidden))}
+
+
+def _layers(config: ModelConfig) -> Iterator[Layer]:
     layer_weights = FAMILIES[config.architecture].weights
-    tree: dict[str, Any] = {
-        "embed": Weight(EMBED, (vocab, hidden)),
-        "norm": Weight("model.norm.weight", (hidden,)),
-    }
-    if not config.tie_word_embeddings:
-        tree["head"] = Weight(HEAD, (vocab, hidden))
-    stacks = (range(config.num_dense_layers), range(config.num_dense_layers, config.num_layers))
-    tree["stacks"] = tuple(layer_weights(config, layers) for layers in stacks if layers)
-    return tree
+    return (layer_weights(config, layer) for layer in range(config.num_layers))
 
 
 def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
@@ -55,7 +61,7 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
 
 
 def _mtp_names(config: ModelConfig, layer: int) -> set[str]:
-    decoder = jax.tree.leaves(FAMILIES[config.architecture].weights(config, range(layer, layer + 1)))
+    decoder = jax.tree.leaves(FAMILIES[config.architecture].weights(config, layer))
     names = {name for weight in decoder for name in weight.all_names()}
     names |= {f"model.layers.{layer}.{name}.weight" for name in MTP}
     return names | {f"{name}{fp8.SUFFIX}" for name in names}

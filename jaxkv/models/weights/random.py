@@ -1,5 +1,7 @@
 """Models with random weights.  They run as fast as trained ones."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -41,9 +43,11 @@ def random_model(
     arrays = []
     for key, (path, weight) in zip(keys, leaves, strict=True):
         shape, kind = weight.stacked_shape, build.dtype_of(weight)
-        if len(weight.shape) == 1:
-            array = jnp.ones(shape, kind)
-        else:
-            array = jax.random.normal(key, shape, kind) * jnp.asarray(weight.shape[-1] ** -0.5, kind)
+        array = jnp.ones(shape, kind) if len(weight.shape) == 1 else _normal(key, shape, weight.shape[-1], kind)
         arrays.append(jax.device_put(array, build.parallel.sharding(path, array.ndim)))
     return build.model(jax.tree.unflatten(structure, arrays))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key, shape: tuple[int, ...], inputs: int, dtype) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(inputs**-0.5, dtype)

@@ -3,24 +3,22 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-LAYER, EXPERT = "{layer}", "{expert}"
-NO_LAYERS = range(0)
+EXPERT = "{expert}"
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a checkpoint, or a stack of one per layer (and per expert).
+    """One weight of a checkpoint, or a stack of one per expert of a layer.
 
-    In a stack's `name`, `LAYER` and `EXPERT` stand for the numbers.
+    In a stack's `name`, `EXPERT` stands for the number of the expert.
     """
 
     name: str
     shape: tuple[int, ...]
     """The shape of one weight of the stack."""
-    layers: range = NO_LAYERS
     experts: int = 0
     expert_axis: int = 0
-    """The position of the expert axis in a layer's array."""
+    """The position of the expert axis in the stack."""
     exact: bool = False
     """Whether the weight is kept in float32 whatever the model's dtype, because routing and scoring use float32."""
 
@@ -30,20 +28,11 @@ class Weight:
         shape = list(self.shape)
         if self.experts:
             shape.insert(self.expert_axis, self.experts)
-        return (len(self.layers), *shape) if self.layers else tuple(shape)
-
-    def places(self) -> Iterator[tuple[str, dict[int, int]]]:
-        """The names of all weights of the stack, each with its indices on the axes of the stack, by axis."""
-        for layer in self.layers or [None]:
-            for expert in range(self.experts) if self.experts else [None]:
-                name, start = self.name, {}
-                if layer is not None:
-                    name, start[0] = name.replace(LAYER, str(layer)), layer - self.layers.start
-                if expert is not None:
-                    axis = self.expert_axis + (layer is not None)
-                    name, start[axis] = name.replace(EXPERT, str(expert)), expert
-                yield name, start
+        return tuple(shape)
 
     def all_names(self) -> Iterator[str]:
-        """The names of all weights of the stack."""
-        return (name for name, _ in self.places())
+        """The names of all weights of the stack, by expert."""
+        if not self.experts:
+            yield self.name
+        for expert in range(self.experts):
+            yield self.name.replace(EXPERT, str(expert))

@@ -29,11 +29,16 @@ def write_entries(buffer: jax.Array, pages: Pages, rows: jax.Array, keep, *, lay
     view = entry_view(pages)
     start = _start(view, layer=layer, block=block, head=head, token=token)
     start = jnp.where(keep[..., None, None], start, jnp.int32(ROW_LIMIT - 1))  # out of bounds: dropped
+    start, rows = start.reshape(-1, start.shape[-1]), rows.reshape(-1, view.window)
+    if len(start) == 1:
+        # XLA replaces a scatter of one window by a dynamic-update-slice.  On CPUs, it fuses that with operations that
+        # read the buffer, and then copies the buffer.  A second window, which is dropped, avoids this.
+        start, rows = jnp.pad(start, ((0, 1), (0, 0)), constant_values=ROW_LIMIT - 1), jnp.pad(rows, ((0, 1), (0, 0)))
     leading = tuple(range(len(view.shape) - 1))
     return lax.scatter(
         buffer.reshape(view.shape),
         start,
-        rows.reshape(*start.shape[:-1], view.window),
+        rows,
         lax.ScatterDimensionNumbers(
             update_window_dims=(start.ndim - 1,),
             inserted_window_dims=leading,

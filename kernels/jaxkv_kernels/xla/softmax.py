@@ -68,6 +68,8 @@ def attend(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, value_dim), jnp.float32),
     )
+    # If nothing but the loop needed the first state, XLA would make those of all layers when a program starts.
+    state, q = jax.lax.optimization_barrier((state, q))
     running_max, row_sum, acc = walk(first, last, step, state)
     empty = row_sum == 0
     out = acc / jnp.where(empty, 1, row_sum)[..., None]

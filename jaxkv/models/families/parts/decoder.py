@@ -8,7 +8,7 @@ from jaxkv.models.families.parts import experts as mixture
 from jaxkv.models.families.parts.feed_forward import feed_forward
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.weights import fp8
-from jaxkv.models.weights.weight import LAYER, Weight
+from jaxkv.models.weights.weight import Weight
 
 
 def read(
@@ -73,26 +73,24 @@ def _stop_tokens(fields: JsonObject, vocab_size: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def weights(attention, config: ModelConfig, layers: range) -> dict[str, Any]:
-    """The weights of `layers`, which are either all dense or all have experts.
-
-    Each layer has a norm, attention, a second norm and a feed-forward.
+def weights(attention, config: ModelConfig, layer: int) -> dict[str, Any]:
+    """The weights of a layer: of a norm, attention, a second norm, and a feed-forward, which is dense or has experts.
 
     Args:
       attention: a function `attention(config, config.attention, weight)` that returns the tree of the attention's
-        weights.  It makes each with `weight(name, *shape, **options)`, which returns a `Weight` of all `layers`.
+        weights.  It makes each with `weight(name, *shape, **options)`, which returns a `Weight` of the layer.
       config: the model's configuration.
-      layers: the numbers of the layers.
+      layer: the number of the layer, from 0.
     """
 
     def weight(name: str, *shape: int, **options) -> Weight:
-        return Weight(f"model.layers.{LAYER}.{name}", shape, layers, **options)
+        return Weight(f"model.layers.{layer}.{name}", shape, **options)
 
     tree: dict[str, Any] = {
         "attention_norm": weight("input_layernorm.weight", config.hidden_size),
         "attention": attention(config, config.attention, weight),
         "feed_forward_norm": weight("post_attention_layernorm.weight", config.hidden_size),
     }
-    if config.experts is None or layers.start < config.num_dense_layers:
+    if config.experts is None or layer < config.num_dense_layers:
         return {**tree, "dense": feed_forward(weight, "mlp", config.hidden_size, config.intermediate_size)}
     return {**tree, "mixture": mixture.weights(config, config.experts, weight)}

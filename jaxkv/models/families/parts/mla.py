@@ -47,6 +47,6 @@ def arrange(config: ModelConfig, attention: MLA, layer: dict[str, Any]) -> dict[
     """
     tree = dict(layer["attention"])
     kv_b = tree.pop("kv_b")
-    kv_b = kv_b.reshape(len(kv_b), config.num_heads, -1, attention.kv_lora_rank)
-    tree["w_uk"], tree["w_uv"] = kv_b[:, :, : attention.qk_nope_head_dim], kv_b[:, :, attention.qk_nope_head_dim :]
+    kv_b = kv_b.reshape(config.num_heads, -1, attention.kv_lora_rank)
+    tree["w_uk"], tree["w_uv"] = kv_b[:, : attention.qk_nope_head_dim], kv_b[:, attention.qk_nope_head_dim :]
     return {**layer, "attention": tree}
