@@ -1,0 +1,213 @@
+"""Products of rows with the weights of their experts, for rows that are sorted by expert, on sm_90.
+
+Weights are the left operand of wgmma (64 rows: output features) and rows of tokens the right one, so that a few tokens
+fill a product as well as many.  Both are stored with the summed dimension last.  A work tile is a tile of rows of one
+expert times `2 * features` rows of its weights: `features` rows each of gate and up, or twice as many of down.
+Persistent CTAs take work tiles in turn, all features of a tile of rows before the next.  Experts without rows have no
+tiles, and their weights are not read.  Timeline of a CTA:
+
+    producer     weights and rows, 64 values of the summed dimension per step, as fast as stages are free
+    consumers    per step: first product, second product | after the last step: silu(first) * second (or both as they
+                 are), rounded, transposed in shared memory, copied to the result while the next work tile begins
+
+Barriers, per stage:
+    full    both halves of the weights, and the rows, have landed
+    free    all consumers have multiplied them
+
+A tile may extend past its group: the rows of other groups or of none that it then multiplies do not affect its own,
+and are not stored.
+
+Budget.  Shared memory: per stage, 16 KiB of weights per consumer and 128 bytes per row, for as many stages as fit;
+per consumer, 128 bytes per row for results.  Registers of a consumer: one per row of a tile.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, ExpertsConfig
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+
+STEP = 64
+"""Values of the summed dimension per step: a row of a swizzled tile."""
+RESERVED = 2048
+"""Bytes of shared memory for barriers and alignment."""
+
+
+def products(rows, matrices, tiles, *, config: ExpertsConfig, interpret: bool) -> jax.Array:
+    """The products of each row with the matrices of its expert.
+
+    Args:
+      rows: [P, D], grouped by expert.
+      matrices: gate and up [E, I, D], for the result silu(gate row) * (up row); or one [E, I, D], for its product.
+      tiles: experts [M], first rows [M] and sizes [M], both in units of 8 rows, and the number of tiles [1].
+      config: the configuration.
+      interpret: whether the kernel is interpreted.
+
+    Returns:
+      [P, I].  Rows of no tile are undefined.
+    """
+    num_rows, depth = rows.shape
+    width = matrices[0].shape[1]
+    gated = len(matrices) == 2
+    consumers, features, tile_rows = config.consumers, config.features, config.rows
+    outputs = features if gated else 2 * features  # features of the result per work tile
+    per_tile = -(-width // outputs)
+    steps = depth // STEP
+    stages = min(config.stages, _room(config, rows.dtype.itemsize))
+    ctas = 2 if interpret else MULTIPROCESSORS
+
+    def body(rows_ref, *refs):
+        weight_refs, (expert_ref, start_ref, size_ref, count_ref, out_ref, *scratch) = (
+            refs[: len(matrices)], refs[len(matrices) :]
+        )  # fmt: skip
+        w_s, x_s, out_s, full, free = scratch
+        cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+
+        def stage_of(n):
+            return lax.rem(n, jnp.int32(stages))
+
+        def each_work_tile(run):
+            """Calls `run(n, tile, feature)` for each work tile of the CTA; n steps come before it."""
+            count = floordiv(jnp.maximum(count_ref[0] * per_tile - cta, 0) + (ctas - 1), ctas)
+
+            def one(i, _):
+                number = cta + i * ctas
+                tile = floordiv(number, per_tile)
+                run(i * steps, tile, (number - tile * per_tile) * outputs)
+
+            lax.fori_loop(0, count, one, None)
+            return count * steps
+
+        def producer():
+            if consumers > 1:
+                plgpu.set_max_registers(config.producer_registers, action="decrease")
+
+            def run(n, tile, feature):
+                expert, first = expert_ref[tile], start_ref[tile] * ALIGN
+
+                def step(k, _):
+                    stage, depths = stage_of(n + k), pl.ds(k * STEP, STEP)
+
+                    @pl.when(n + k >= stages)
+                    def _():
+                        plgpu.barrier_wait(free.at[stage])
+
+                    for half in range(2):
+                        matrix, start = (weight_refs[half], 0) if gated else (weight_refs[0], half * features)
+                        source = matrix.at[expert, pl.ds(feature + start, features), depths]
+                        plgpu.copy_gmem_to_smem(source, w_s.at[stage, half], full.at[stage])
+                    plgpu.copy_gmem_to_smem(
+                        rows_ref.at[pl.ds(first, tile_rows), depths], x_s.at[stage], full.at[stage]
+                    )  # fmt: skip
+
+                lax.fori_loop(0, steps, step, None)
+
+            n = each_work_tile(run)
+
+            @pl.loop(jnp.maximum(n - stages, 0), n)
+            def _(n):
+                plgpu.barrier_wait(free.at[stage_of(n)])  # every completion of a barrier must be waited for
+
+        def consumer():
+            if consumers > 1:
+                plgpu.set_max_registers(config.consumer_registers, action="increase")
+
+            def multiply(n):
+                """Both products of a work tile, float32 [64, rows of a tile]."""
+
+                def sums(*accs):
+                    def step(k, _):
+                        stage = stage_of(n + k)
+                        plgpu.barrier_wait(full.at[stage])
+                        operand = x_s.at[stage].transpose((1, 0))
+                        for half, acc in enumerate(accs):
+                            plgpu.wgmma(acc, w_s.at[stage, half, pl.ds(wg * FEATURES, FEATURES)], operand)
+
+                        @pl.when(k > 0)
+                        def _():
+                            plgpu.wgmma_wait(2)  # until the products of the previous step are complete
+                            plgpu.barrier_arrive(free.at[stage_of(n + k - 1)])
+
+                    lax.fori_loop(0, steps, step, None)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[stage_of(n + steps - 1)])
+                    return tuple(acc[...] for acc in accs)
+
+                acc = plgpu.ACC((FEATURES, tile_rows), jnp.float32)
+                return pl.run_scoped(sums, acc, acc)
+
+            def store(values, tile, feature):
+                """Starts the copy of a [64, rows] tile, transposed, to the columns of the result from `feature` on."""
+                columns = pl.ds(feature, FEATURES)
+                own = out_s.at[wg]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                own.transpose((1, 0))[...] = values.astype(out_ref.dtype)
+                plgpu.commit_smem()
+                first, size = start_ref[tile], size_ref[tile]
+
+                @pl.when(feature < width)
+                def _():
+                    @pl.when(size == tile_rows // ALIGN)
+                    def _():
+                        plgpu.copy_smem_to_gmem(own, out_ref.at[pl.ds(first * ALIGN, tile_rows), columns])
+
+                    @pl.when(size < tile_rows // ALIGN)
+                    def _():
+                        @pl.loop(0, size)
+                        def _(i):
+                            part = own.at[pl.ds(i * ALIGN, ALIGN)]
+                            plgpu.copy_smem_to_gmem(part, out_ref.at[pl.ds((first + i) * ALIGN, ALIGN), columns])
+
+            def run(n, tile, feature):
+                first, second = multiply(n)
+                feature = feature + wg * FEATURES
+                if gated:
+                    store(_silu(first) * second, tile, feature)
+                else:
+                    store(first, tile, feature)
+                    store(second, tile, feature + features)
+
+            each_work_tile(run)
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.cond(wg == consumers, producer, consumer)
+
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        out_type=jax.ShapeDtypeStruct((num_rows, width), rows.dtype),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=consumers + 1,
+        thread_name="wg",
+        kernel_name="experts_gate_up" if gated else "experts_down",
+        scratch_types=[
+            swizzled(stages, 2, features, STEP, dtype=rows.dtype),
+            swizzled(stages, tile_rows, STEP, dtype=rows.dtype),
+            swizzled(consumers, tile_rows, FEATURES, dtype=rows.dtype),
+            plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        ],
+    )(rows, *matrices, *tiles)
+
+
+def _room(config: ExpertsConfig, itemsize: int) -> int:
+    """The stages for which shared memory has room."""
+    results = config.consumers * config.rows * FEATURES * itemsize
+    stage = (2 * config.features + config.rows) * STEP * itemsize
+    return (SHARED_MEMORY - RESERVED - results) // stage
+
+
+def _silu(x) -> Any:
+    """x * sigmoid(x)."""
+    return x / (1 + jnp.exp2(x * -LOG2E))
