@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 FEW = 2048
-"""Up to so many choices, ranks are found by comparing all pairs, which takes one kernel instead of a sort."""
+"""Up to so many choices, all pairs are compared."""
+BLOCK = 512
+"""If there are more, choices whose pairs are compared."""
 
 
 class Groups(NamedTuple):
@@ -40,28 +42,47 @@ def expert_groups(experts: jax.Array, num_experts: int, *, tile: int, align: int
     ids = experts.reshape(-1)
     known = (ids >= 0) & (ids < num_experts)
     ids = jnp.where(known, ids, num_experts)
-    sizes = (ids[:, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(axis=0, dtype=jnp.int32)
+    ranks, sizes = _ranks(ids, num_experts)
     aligned = -(-sizes // align) * align
-    starts = jnp.cumsum(aligned) - aligned
-    rows = jnp.where(known, starts[ids] + _ranks(ids, sizes), num_rows)
-    token = jnp.arange(choices, dtype=jnp.int32) // experts.shape[1]
-    tokens = jnp.zeros(num_rows, jnp.int32).at[rows].set(token, mode="drop", unique_indices=True)
+    starts = _sums_before(aligned)
+    rows = jnp.where(known, starts[ids] + ranks, num_rows)
     tiles = -(-sizes // tile)
-    ends = jnp.cumsum(tiles)
+    first_tiles = _sums_before(tiles)
     number = jnp.arange(num_tiles, dtype=jnp.int32)
-    expert = (ends <= number[:, None]).sum(axis=1, dtype=jnp.int32)
-    within = (number - (ends - tiles)[expert]) * tile
+    expert = (first_tiles + tiles <= number[:, None]).sum(axis=1, dtype=jnp.int32)
+    within = (number - first_tiles[expert]) * tile
     return Groups(
-        rows.reshape(experts.shape), tokens, expert, starts[expert] + within,
-        jnp.minimum(aligned[expert] - within, tile), ends[-1],
+        rows.reshape(experts.shape), _tokens(rows, num_rows, experts.shape[1]), expert, starts[expert] + within,
+        jnp.minimum(aligned[expert] - within, tile), tiles.sum(dtype=jnp.int32),
     )  # fmt: skip
 
 
-def _ranks(ids, sizes):
-    """The number of earlier choices of the same expert, int32 [N]."""
-    number = jnp.arange(ids.size, dtype=jnp.int32)
-    if ids.size <= FEW:
-        return ((ids[:, None] == ids) & (number < number[:, None])).sum(axis=1, dtype=jnp.int32)
-    order = jnp.argsort(ids, stable=True)
-    firsts = jnp.cumsum(sizes) - sizes
-    return jnp.zeros_like(ids).at[order].set(number - firsts[ids[order]], unique_indices=True)
+# These sums are computed from comparisons of all pairs, in which a GPU takes fewer and faster kernels than to sort.
+
+
+def _ranks(ids, num_experts: int):
+    """For each choice, the number of earlier ones of the same expert, int32 [N], and all choices of each expert [E]."""
+    size = BLOCK if ids.size > FEW else ids.size
+    blocks = jnp.pad(ids, (0, -ids.size % size), constant_values=num_experts).reshape(-1, size)
+    place = jnp.arange(size, dtype=jnp.int32)
+    same = blocks[:, :, None] == blocks[:, None, :]
+    ranks = (same & (place < place[:, None])).sum(axis=2, dtype=jnp.int32)
+    counts = (blocks[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(axis=1, dtype=jnp.int32)
+    if len(blocks) > 1:
+        before = jnp.cumsum(counts, axis=0) - counts
+        ranks = ranks + jnp.take_along_axis(before, jnp.minimum(blocks, num_experts - 1), axis=1)
+    return ranks.reshape(-1)[: ids.size], counts.sum(axis=0)
+
+
+def _sums_before(counts):
+    """The sum of the counts before each one."""
+    place = jnp.arange(counts.size, dtype=jnp.int32)
+    return jnp.where(place < place[:, None], counts, 0).sum(axis=1, dtype=jnp.int32)
+
+
+def _tokens(rows, num_rows: int, per_token: int):
+    """The token of each row, given the row of each choice: the inverse; 0 for rows of no choice."""
+    tokens = jnp.arange(rows.size, dtype=jnp.int32) // per_token
+    if rows.size > FEW:
+        return jnp.zeros(num_rows, jnp.int32).at[rows].set(tokens, mode="drop", unique_indices=True)
+    return jnp.where(rows == jnp.arange(num_rows, dtype=jnp.int32)[:, None], tokens, 0).max(axis=1)

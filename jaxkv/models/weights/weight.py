@@ -19,18 +19,13 @@ class Weight:
     """The shape of one weight of the stack."""
     layers: range = NO_LAYERS
     experts: int = 0
-    expert_axis: int = 0
-    """The position of the expert axis in a layer's array."""
     exact: bool = False
     """Whether the weight is kept in float32 whatever the model's dtype, because routing and scoring use float32."""
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
         """The shape of the whole stack."""
-        shape = list(self.shape)
-        if self.experts:
-            shape.insert(self.expert_axis, self.experts)
-        return (len(self.layers), *shape) if self.layers else tuple(shape)
+        return tuple(n for n in (len(self.layers), self.experts) if n) + self.shape
 
     def places(self) -> Iterator[tuple[str, dict[int, int]]]:
         """The names of all weights of the stack, each with its indices on the axes of the stack, by axis."""
@@ -40,7 +35,7 @@ class Weight:
                 if layer is not None:
                     name, start[0] = name.replace(LAYER, str(layer)), layer - self.layers.start
                 if expert is not None:
-                    axis = self.expert_axis + (layer is not None)
+                    axis = int(layer is not None)
                     name, start[axis] = name.replace(EXPERT, str(expert)), expert
                 yield name, start
 

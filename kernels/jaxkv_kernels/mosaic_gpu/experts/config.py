@@ -10,6 +10,8 @@ FEATURES = 64
 """Rows of weights per product: those of a warpgroup's wgmma."""
 ALIGN = 8
 """Groups of rows begin at multiples of it: wgmma's columns, and the rows of a swizzled tile."""
+STEP = 64
+"""Values of the summed dimension per step: a row of a swizzled tile."""
 MOST_ROWS = 192
 """The most rows of a tile: a consumer's two accumulators then take 128 registers per lane."""
 

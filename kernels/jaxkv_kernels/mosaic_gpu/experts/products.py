@@ -29,15 +29,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, ExpertsConfig
+from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, STEP, ExpertsConfig
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 
-STEP = 64
-"""Values of the summed dimension per step: a row of a swizzled tile."""
 RESERVED = 2048
 """Bytes of shared memory for barriers and alignment."""
 

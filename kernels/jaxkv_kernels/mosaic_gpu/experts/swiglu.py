@@ -31,7 +31,9 @@ def _swiglu(x, experts, weights, gate, up, down, *, config, interpret):
     tiles = groups.experts, groups.starts // ALIGN, groups.sizes // ALIGN, groups.count.reshape(1)
     inner = products(x[groups.tokens], (gate, up), tiles, config=config, interpret=interpret)
     results = products(inner, (down,), tiles, config=config, interpret=interpret)
-    known = groups.rows < groups.tokens.shape[0]
-    chosen = results.at[groups.rows].get(mode="clip").astype(jnp.float32)
-    # Select instead of multiplying by 0: rows that no tile has written may hold anything.
-    return jnp.where(known[..., None], chosen * weights[..., None], 0).sum(axis=1).astype(x.dtype)
+    total = jnp.zeros(x.shape, jnp.float32)
+    for rows, shares in zip(groups.rows.T, weights.T, strict=True):
+        chosen = results.at[rows].get(mode="clip").astype(jnp.float32)
+        # Select instead of multiplying by 0: rows that no tile has written may hold anything.
+        total += jnp.where((rows < len(results))[:, None], chosen * shares[:, None], 0)
+    return total.astype(x.dtype)
