@@ -1,5 +1,6 @@
 """How random calls of each operation are drawn: a subclass of `Case` per family, and the table `FAMILIES`."""
 
+import math
 from typing import Any
 
 import jax
@@ -346,10 +347,15 @@ class Experts(Case):
         return (experts,), {"weights": rng.random(experts.shape, np.float32)}
 
     def arguments(self, cache, values, draw, layer):
-        """Tokens, experts and weights, which are scaled by powers of two so that sums are about 1."""
+        """Tokens, experts and their weights."""
         tokens, *matrices = values
-        matrices = [matrix * 2.0 ** -round(np.log2(matrix.shape[-1]) / 2) for matrix in matrices]
         return (tokens, draw.index[0], draw.keywords["weights"], *matrices), {}
+
+    def run(self, cache, values, draw, layer, implementation):
+        """The result for matrices that are scaled by powers of two, so that sums are about 1."""
+        tokens, *matrices = values
+        scaled = (matrix * 2.0 ** -round(math.log2(matrix.shape[-1]) / 2) for matrix in matrices)
+        return super().run(cache, [tokens, *scaled], draw, layer, implementation)
 
 
 FAMILIES: dict[str, type[Case]] = {

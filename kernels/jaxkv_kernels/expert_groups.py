@@ -35,6 +35,8 @@ def expert_groups(experts: jax.Array, num_experts: int, *, tile: int, align: int
     `align`.  There are P rows, at least `tile`, and M tiles: as many as any choices may need.  Ids outside
     [0, num_experts) have no row.
     """
+    if len(experts) == 1:
+        return _of_one_token(experts, num_experts, tile, align)
     choices = experts.size
     used = min(num_experts, choices)
     num_rows = max(-(-(choices + used * (align - 1)) // align) * align, tile)
@@ -54,6 +56,18 @@ def expert_groups(experts: jax.Array, num_experts: int, *, tile: int, align: int
     return Groups(
         rows.reshape(experts.shape), _tokens(rows, num_rows, experts.shape[1]), expert, starts[expert] + within,
         jnp.minimum(aligned[expert] - within, tile), tiles.sum(dtype=jnp.int32),
+    )  # fmt: skip
+
+
+def _of_one_token(experts, num_experts: int, tile: int, align: int) -> Groups:
+    """Each choice of one token is a group, in the order of the choices; an expert that does not exist has no rows."""
+    choices = experts.size
+    known = (experts >= 0) & (experts < num_experts)
+    num_rows = max(choices * align, tile)
+    starts = jnp.arange(choices, dtype=jnp.int32) * align
+    return Groups(
+        jnp.where(known, starts, num_rows), jnp.zeros(num_rows, jnp.int32), jnp.where(known, experts, 0)[0], starts,
+        jnp.where(known, align, 0)[0], jnp.asarray(choices, jnp.int32),
     )  # fmt: skip
 
 

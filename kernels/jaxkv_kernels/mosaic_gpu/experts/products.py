@@ -6,7 +6,8 @@ expert times `2 * features` rows of its weights: `features` rows each of gate an
 Persistent CTAs take work tiles in turn, all features of a tile of rows before the next.  Experts without rows have no
 tiles, and their weights are not read.  Timeline of a CTA:
 
-    producer     weights and rows, 64 values of the summed dimension per step, as fast as stages are free
+    producer     weights and rows, 64 values of the summed dimension per step, as fast as stages are free;
+                 of down, the first weights while CTAs of the previous kernel, gate and up, are still running
     consumers    per step: first product, second product | after the last step: silu(first) * second (or both as they
                  are), rounded, transposed in shared memory, copied to the result while the next work tile begins
 
@@ -33,20 +34,22 @@ from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, STEP, Exper
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
-from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 
 RESERVED = 2048
 """Bytes of shared memory for barriers and alignment."""
 
 
-def products(rows, matrices, tiles, *, config: ExpertsConfig, interpret: bool) -> jax.Array:
+def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, interpret: bool) -> jax.Array:
     """The products of each row with the matrices of its expert.
 
     Args:
       rows: [P, D], grouped by expert.
       matrices: gate and up [E, I, D], for the result silu(gate row) * (up row); or one [E, I, D], for its product.
       tiles: experts [M], first rows [M] and sizes [M], both in units of 8 rows, and the number of tiles [1].
+      following: the matrices of a call on the result, which follows this one; it has the same `tiles`, and none
+        following it.
       config: the configuration.
       interpret: whether the kernel is interpreted.
 
@@ -64,54 +67,76 @@ def products(rows, matrices, tiles, *, config: ExpertsConfig, interpret: bool) -
     ctas = 2 if interpret else MULTIPROCESSORS
 
     def body(rows_ref, *refs):
-        weight_refs, (expert_ref, start_ref, size_ref, count_ref, out_ref, *scratch) = (
-            refs[: len(matrices)], refs[len(matrices) :]
-        )  # fmt: skip
-        w_s, x_s, out_s, full, free = scratch
+        weight_refs, refs = refs[: len(matrices)], refs[len(matrices) :]
+        tile_refs, refs = refs[: len(tiles)], refs[len(tiles) :]
+        next_refs, (out_ref, w_s, x_s, out_s, full, free) = refs[: len(following)], refs[len(following) :]
+        expert_ref, start_ref, size_ref, count_ref = tile_refs
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+        if following:
+            wait_for_previous(interpret=interpret)
+            pdl_launch_dependents((*tile_refs, *next_refs), interpret=interpret)
+        count = floordiv(jnp.maximum(count_ref[0] * per_tile - cta, 0) + (ctas - 1), ctas)
 
         def stage_of(n):
             return lax.rem(n, jnp.int32(stages))
 
-        def each_work_tile(run):
-            """Calls `run(n, tile, feature)` for each work tile of the CTA; n steps come before it."""
-            count = floordiv(jnp.maximum(count_ref[0] * per_tile - cta, 0) + (ctas - 1), ctas)
-
-            def one(i, _):
-                number = cta + i * ctas
-                tile = floordiv(number, per_tile)
-                run(i * steps, tile, (number - tile * per_tile) * outputs)
-
-            lax.fori_loop(0, count, one, None)
-            return count * steps
+        def work_tile(i):
+            """The tile of rows and the first output feature of the CTA's work tile i."""
+            number = cta + i * ctas
+            tile = floordiv(number, per_tile)
+            return tile, (number - tile * per_tile) * outputs
 
         def producer():
             if consumers > 1:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
 
-            def run(n, tile, feature):
+            def loads(i):
+                """Functions that start the copies of a step of work tile i: of weights, and of rows."""
+                tile, feature = work_tile(i)
                 expert, first = expert_ref[tile], start_ref[tile] * ALIGN
 
-                def step(k, _):
-                    stage, depths = stage_of(n + k), pl.ds(k * STEP, STEP)
-
-                    @pl.when(n + k >= stages)
-                    def _():
-                        plgpu.barrier_wait(free.at[stage])
-
+                def weights(k):
+                    stage = stage_of(i * steps + k)
                     for half in range(2):
                         matrix, start = (weight_refs[half], 0) if gated else (weight_refs[0], half * features)
-                        source = matrix.at[expert, pl.ds(feature + start, features), depths]
+                        source = matrix.at[expert, pl.ds(feature + start, features), pl.ds(k * STEP, STEP)]
                         plgpu.copy_gmem_to_smem(source, w_s.at[stage, half], full.at[stage])
-                    plgpu.copy_gmem_to_smem(
-                        rows_ref.at[pl.ds(first, tile_rows), depths], x_s.at[stage], full.at[stage]
-                    )  # fmt: skip
 
-                lax.fori_loop(0, steps, step, None)
+                def rows(k):
+                    source = rows_ref.at[pl.ds(first, tile_rows), pl.ds(k * STEP, STEP)]
+                    stage = stage_of(i * steps + k)
+                    plgpu.copy_gmem_to_smem(source, x_s.at[stage], full.at[stage])
 
-            n = each_work_tile(run)
+                return weights, rows
 
-            @pl.loop(jnp.maximum(n - stages, 0), n)
+            ahead = min(stages, steps)
+
+            def load_first(operand):
+                pl.when(count > 0)(lambda: pl.loop(0, ahead)(loads(jnp.int32(0))[operand]))
+
+            load_first(0)
+            if not following:
+                wait_for_previous(interpret=interpret)
+            load_first(1)
+
+            def run(i, _):
+                weights, rows = loads(i)
+
+                def step(k, _):
+                    n = i * steps + k
+
+                    @pl.when(n >= stages)
+                    def _():
+                        plgpu.barrier_wait(free.at[stage_of(n)])
+
+                    weights(k)
+                    rows(k)
+
+                lax.fori_loop(jnp.where(i == 0, ahead, 0), steps, step, None)
+
+            lax.fori_loop(0, count, run, None)
+
+            @pl.loop(jnp.maximum(count * steps - stages, 0), count * steps)
             def _(n):
                 plgpu.barrier_wait(free.at[stage_of(n)])  # every completion of a barrier must be waited for
 
@@ -165,8 +190,9 @@ def products(rows, matrices, tiles, *, config: ExpertsConfig, interpret: bool) -
                             part = own.at[pl.ds(i * ALIGN, ALIGN)]
                             plgpu.copy_smem_to_gmem(part, out_ref.at[pl.ds((first + i) * ALIGN, ALIGN), columns])
 
-            def run(n, tile, feature):
-                first, second = multiply(n)
+            def run(i, _):
+                tile, feature = work_tile(i)
+                first, second = multiply(i * steps)
                 feature = feature + wg * FEATURES
                 if gated:
                     store(_silu(first) * second, tile, feature)
@@ -174,7 +200,7 @@ def products(rows, matrices, tiles, *, config: ExpertsConfig, interpret: bool) -
                     store(first, tile, feature)
                     store(second, tile, feature + features)
 
-            each_work_tile(run)
+            lax.fori_loop(0, count, run, None)
             plgpu.wait_smem_to_gmem(0)
 
         lax.cond(wg == consumers, producer, consumer)
@@ -183,6 +209,7 @@ def products(rows, matrices, tiles, *, config: ExpertsConfig, interpret: bool) -
         body,
         interpret=interpret,
         auto_barriers=False,
+        waits=True,
         out_type=jax.ShapeDtypeStruct((num_rows, width), rows.dtype),
         grid=(ctas,),
         grid_names=("cta",),
@@ -196,7 +223,7 @@ def products(rows, matrices, tiles, *, config: ExpertsConfig, interpret: bool) -
             plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         ],
-    )(rows, *matrices, *tiles)
+    )(rows, *matrices, *tiles, *following)
 
 
 def _room(config: ExpertsConfig, itemsize: int) -> int:

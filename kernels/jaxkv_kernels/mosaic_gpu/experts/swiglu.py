@@ -29,7 +29,7 @@ def grouped_swiglu(x, experts, weights, gate, up, down):
 def _swiglu(x, experts, weights, gate, up, down, *, config, interpret):
     groups = expert_groups(experts, gate.shape[0], tile=config.rows, align=ALIGN)
     tiles = groups.experts, groups.starts // ALIGN, groups.sizes // ALIGN, groups.count.reshape(1)
-    inner = products(x[groups.tokens], (gate, up), tiles, config=config, interpret=interpret)
+    inner = products(x[groups.tokens], (gate, up), tiles, (down,), config=config, interpret=interpret)
     results = products(inner, (down,), tiles, config=config, interpret=interpret)
     total = jnp.zeros(x.shape, jnp.float32)
     for rows, shares in zip(groups.rows.T, weights.T, strict=True):
