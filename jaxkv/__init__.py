@@ -17,6 +17,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
   `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
+- **Experts**: `grouped_swiglu`, feed-forwards of which each token passes through a few.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
@@ -34,6 +35,7 @@ from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.blocks import copy_blocks, read_blocks, write_blocks
 from jaxkv.ops.conversion import convert_blocks
+from jaxkv.ops.experts import grouped_swiglu
 from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
@@ -66,6 +68,7 @@ __all__ = [
     "gather_indexer_k",
     "gather_kv",
     "gather_mla",
+    "grouped_swiglu",
     "implementations",
     "indexer_logits",
     "merge_states",

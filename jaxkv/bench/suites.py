@@ -52,6 +52,7 @@ def _cpu() -> Iterator[Workload]:
     yield cross(operation="plan_decode", requests=2, heads=16, tokens=2048)
     yield cross(operation="select_topk", requests=2, tokens=4096, chosen=1024)
     yield cross(operation="merge_states", requests=2, heads=16, tokens=4)
+    yield workload(suite="cpu", operation="grouped_swiglu", requests=16, tokens=8, chosen=2, layers=1)
 
 
 def _shape(text: str) -> dict[str, Any]:
@@ -131,6 +132,10 @@ def _models() -> Iterator[Workload]:
     for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
         yield logits(operation="indexer_logits", format="bf16", **_shape(shape))
     yield logits(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
+    for tokens in (1, 32, 128, 256, 512, 8192):
+        yield workload(suite="models", operation="grouped_swiglu", requests=tokens, tokens=64, chosen=6, layers=1)
+    for tokens in (1, 32, 128):
+        yield workload(suite="models", operation="grouped_swiglu", requests=tokens, tokens=256, chosen=8, layers=1)
     yield workload(suite="models", operation="merge_states", requests=128, heads=128, tokens=8, layers=1)
 
 

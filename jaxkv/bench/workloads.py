@@ -1,5 +1,8 @@
 """How the operations are called in the benchmark: a subclass of `Workload` for each family, and a table of them."""
 
+from functools import cached_property
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -268,6 +271,59 @@ class CopyBlocks(ReadBlocks):
         return np.split(requests.blocks, 2), []
 
 
+MIXTURES = {8: (256, 128), 64: (2048, 1408), 256: (7168, 2048)}
+"""The width of tokens and the inner size of experts, by the number of experts: a small one, DeepSeek V2-Lite and V3."""
+
+
+class Experts(Workload):
+    """Sends each of `requests` tokens through `chosen` of `tokens` experts."""
+
+    cached = False
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the tokens, and of the weights of their experts."""
+        return [((self.requests, self._sizes[0]), "bfloat16"), ((self.requests, self.chosen), "float32")]
+
+    @property
+    def _sizes(self):
+        return MIXTURES[self.tokens]
+
+    @cached_property
+    def _experts(self):
+        """int32 [T, K]: random ones, K different experts for each token."""
+        scores = np.random.default_rng(0).random((self.requests, self.tokens), np.float32)
+        return scores.argpartition(self.chosen - 1, axis=-1)[:, : self.chosen].astype(np.int32)
+
+    def index(self, requests, rng):
+        """The experts of each token; the experts' weights, which are made on the device."""
+        width, inner = self._sizes
+        keys = jax.random.split(jax.random.key(0), 3)
+        shapes = (inner, width), (inner, width), (width, inner)
+        matrices = [
+            jax.random.normal(key, (self.tokens, *shape), jnp.bfloat16) * shape[1] ** -0.5
+            for key, shape in zip(keys, shapes, strict=True)
+        ]
+        return [self._experts], matrices
+
+    def arguments(self, cache, values, index, layer):
+        """Tokens, experts, their shares and their weights."""
+        (x, shares), (experts, *matrices) = values, index
+        return (x, experts, shares, *matrices), {}
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the weights of chosen experts, tokens and results."""
+        width, inner = self._sizes
+        return 2 * (np.unique(self._experts).size * 3 * width * inner + 2 * self.requests * width)
+
+    @property
+    def flops(self) -> int:
+        """Flops of the three products."""
+        width, inner = self._sizes
+        return 6 * self.requests * self.chosen * width * inner
+
+
 FAMILIES: dict[str, type[Workload]] = {
     "write_mla": Write,
     "write_kv": Write,
@@ -285,6 +341,7 @@ FAMILIES: dict[str, type[Workload]] = {
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,
+    "grouped_swiglu": Experts,
 }
 """The family of each declared operation."""
 

@@ -59,7 +59,7 @@ class Case:
 
     effect: ClassVar[Literal["reads", "writes", "moves blocks"]] = "reads"
     """What the call does to the cache.  It decides how the result is checked."""
-    result: ClassVar[Literal["bits", "attention", "logits"]] = "bits"
+    result: ClassVar[Literal["bits", "attention", "logits", "sums"]] = "bits"
     """How the result of a read is compared: bit for bit, or within roundings."""
 
     @classmethod

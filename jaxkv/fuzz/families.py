@@ -1,5 +1,6 @@
 """How random calls of each operation are drawn: a subclass of `Case` per family, and the table `FAMILIES`."""
 
+import math
 from typing import Any
 
 import jax
@@ -309,6 +310,54 @@ class WriteBlocks(Blocks):
         return (draw_distinct(rng, self.layout.num_blocks, self.count),), {}
 
 
+class Experts(Case):
+    """Tokens through the experts that they chose, of which some do not exist."""
+
+    result = "sums"
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The number of experts, the chosen ones per token, the width of tokens and the inner size of experts."""
+        count, sizes = pick(rng, 1, 3, 8, 40), (20, 64, 64, 128, 192)
+        options = {
+            "experts": count,
+            "chosen": pick(rng, 1, 2, 6),
+            "width": pick(rng, *sizes),
+            "inner": pick(rng, *sizes),
+        }
+        return {"count": pick(rng, 1, 2, 33, 200), "options": options}
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of tokens and weights."""
+        count, _, width, inner = self._sizes
+        matrices = [(count, inner, width), (count, inner, width), (count, width, inner)]
+        return [(shape, self.dtype) for shape in ((self.count, width), *matrices)]
+
+    @property
+    def _sizes(self):
+        return tuple(size for _, size in self.options)
+
+    def index(self, rng, live) -> Index:
+        """Ids of experts, few of them for some draws, and the weights of the chosen ones."""
+        count, chosen, *_ = self._sizes
+        experts = rng.integers(max(count // pick(rng, 1, 1, 4), 1), size=(self.count, chosen))
+        missing = rng.random(experts.shape) < pick(rng, 0, 0.1, 1)
+        experts = np.where(missing, rng.choice([*FAR, count], experts.shape), experts)
+        return (experts,), {"weights": rng.random(experts.shape, np.float32)}
+
+    def arguments(self, cache, values, draw, layer):
+        """Tokens, experts and their weights."""
+        tokens, *matrices = values
+        return (tokens, draw.index[0], draw.keywords["weights"], *matrices), {}
+
+    def run(self, cache, values, draw, layer, implementation):
+        """The result for matrices that are scaled by powers of two, so that sums are about 1."""
+        tokens, *matrices = values
+        scaled = (matrix * 2.0 ** -round(math.log2(matrix.shape[-1]) / 2) for matrix in matrices)
+        return super().run(cache, [tokens, *scaled], draw, layer, implementation)
+
+
 FAMILIES: dict[str, type[Case]] = {
     "write_mla": Write,
     "write_kv": Write,
@@ -326,6 +375,7 @@ FAMILIES: dict[str, type[Case]] = {
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,
+    "grouped_swiglu": Experts,
 }
 """The family of each declared operation."""
 

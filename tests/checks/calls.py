@@ -92,6 +92,11 @@ def write_blocks(blocks=(0, 5)):
     return jaxkv.write_blocks(jaxkv.KVCache.zeros(MLA), ints(blocks), rows)
 
 
+def grouped_swiglu(experts=((0, 2), (-1, 1))):
+    x, weights = jnp.ones((2, 8)), jnp.ones((2, 2))
+    return jaxkv.grouped_swiglu(x, ints(experts), weights, *[jnp.ones((3, 4, 8))] * 2, jnp.ones((3, 8, 4)))
+
+
 OPERATIONS = (
     write_mla,
     write_kv,
@@ -106,5 +111,6 @@ OPERATIONS = (
     copy_blocks,
     read_blocks,
     write_blocks,
+    grouped_swiglu,
 )
 LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}

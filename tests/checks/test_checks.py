@@ -23,6 +23,7 @@ from checks.calls import (
     gather_indexer_k,
     gather_kv,
     gather_mla,
+    grouped_swiglu,
     indexer_logits,
     ints,
     planned_decode_mla,
@@ -43,10 +44,17 @@ def test_every_declared_operation_is_called_here():
     assert called | WITHOUT_A_CACHE | {"plan_decode"} == {operation.name for operation in DECLARED}
 
 
-OF_LAYERS = [operation for operation in OPERATIONS if operation not in (copy_blocks, read_blocks, write_blocks)]
+OF_LAYERS = [
+    operation for operation in OPERATIONS if operation not in (copy_blocks, read_blocks, write_blocks, grouped_swiglu)
+]
 
 # What is called, with what, and what the message says.
 MISUSE = {
+    "expert past the last": (
+        grouped_swiglu,
+        dict(experts=[[0, -1], [1, 3]]),
+        "`experts`[1, 1] is 3: there are 3 experts",
+    ),
     "slot past the cache": (write_mla, dict(slots=[5, 23, 24]), "`slot_mapping`[2] is 24: the cache has 24 slots"),
     "huge slot": (write_kv, dict(slots=[2**31 - 1]), "`slot_mapping`[0] is 2147483647: the cache has 24 slots"),
     "indexer slot": (write_indexer_k, dict(slots=[-9, 99]), "`slot_mapping`[1] is 99: the cache has 24 slots"),

@@ -39,6 +39,11 @@ class Arrays(NamedTuple):
     outs: jax.Array
     lses: jax.Array
     ids: jax.Array
+    x: jax.Array
+    experts: jax.Array
+    shares: jax.Array
+    gate: jax.Array
+    down: jax.Array
 
 
 def zeros(entry, **sizes):
@@ -73,6 +78,11 @@ def arrays():
         outs=jnp.ones((2, 3, 4)),
         lses=jnp.ones((2, 3)),
         ids=jnp.arange(2),
+        x=jnp.ones((5, 8)),
+        experts=jnp.arange(10).reshape(5, 2) % 3,
+        shares=jnp.ones((5, 2)),
+        gate=jnp.ones((3, 4, 8)),
+        down=jnp.ones((3, 8, 4)),
     )
 
 
@@ -145,6 +155,11 @@ def merge_states(a, **changes):
     return call(jaxkv.merge_states, dict(outs=a.outs, lses=a.lses), changes)
 
 
+def grouped_swiglu(a, **changes):
+    given = dict(x=a.x, experts=a.experts, weights=a.shares, gate=a.gate, up=a.gate, down=a.down)
+    return call(jaxkv.grouped_swiglu, given, changes)
+
+
 def copy_blocks(a, **changes):
     return call(jaxkv.copy_blocks, dict(cache=a.mla, src=a.ids, dst=a.ids), changes)
 
@@ -180,6 +195,7 @@ OF_NO_CACHE = {
     "select_topk": select_topk,
     "positions_to_slots": positions_to_slots,
     "merge_states": merge_states,
+    "grouped_swiglu": grouped_swiglu,
 }
 OPERATIONS = {name: case[0] for name, case in {**OF_ONE_CACHE, **OF_ANY_CACHE}.items()} | OF_NO_CACHE
 DISPATCHED = [name for name in OPERATIONS if name != "positions_to_slots"]

@@ -4,8 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.logit_cap import capped
+from jaxkv_kernels.xla import experts
 from support import suites
+from support.compare import assert_close
+from support.suites.experts import arguments as expert_arguments
 
 
 class TestWrites(suites.Writes):
@@ -38,6 +42,44 @@ class TestMerge(suites.Merge):
 
 class TestBlocks(suites.Blocks):
     implementation = "xla"
+
+
+class TestExperts(suites.Experts):
+    implementation = "xla"
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_all_experts_at_once_and_one_by_one_give_the_same(tokens, monkeypatch):
+    """GPUs compute all experts, some tokens at a time; CPUs only those that are chosen."""
+    monkeypatch.setattr(experts, "MOST_RESULTS", 100 * 8 * 128)
+    x, ids, *rest = expert_arguments(tokens, dtype="float32")
+    ids = ids.at[0, 0].set(-1)
+    some = experts.by_tiles(x, ids, *rest)
+    every = experts.all_experts(x, ids, *rest)
+    assert_close(every, np.asarray(some, np.float64), roundings=64, magnitude=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "tile", "align"), [(1, 3, 8, 8), (40, 5, 16, 8), (700, 9, 24, 8), (33, 4, 5, 1)]
+)
+def test_choices_are_grouped_by_expert(tokens, count, tile, align):
+    ids = np.random.default_rng(0).integers(-1, count, (tokens, 4)).astype(np.int32)
+    ids[ids == 2] = 1
+    groups = expert_groups(jnp.asarray(ids), count, tile=tile, align=align)
+    rows, places = np.asarray(groups.rows), np.asarray(groups.tokens)
+    known = ids >= 0
+    assert (rows[~known] == len(places)).all()
+    assert (places[rows[known]] == np.argwhere(known)[:, 0]).all()
+    found = set()
+    for expert, start, size in zip(*(np.asarray(x)[: groups.count] for x in groups[2:5]), strict=True):
+        inside = known & (rows >= start) & (rows < start + size)
+        assert start % align == size % align == 0
+        assert 0 < size <= tile
+        assert inside.any()
+        assert (ids[inside] == expert).all()
+        assert not found & set(rows[inside])
+        found |= set(rows[inside])
+    assert len(found) == known.sum()
 
 
 @pytest.mark.parametrize("cap", [2.0**-126, 1e-9, 0.3, 50.0, 1e7, 2.0**126])

@@ -127,3 +127,14 @@ def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=N
             if sinks is not None:
                 out[t, h] /= 1 + np.exp(np.float64(sinks[h]) - lse[t, h])
     return out, lse
+
+
+def experts(x, experts, weights, gate, up, down):
+    """Tokens x [T, D] through their experts [T, K] of gate, up [E, I, D] and down [E, D, I], summed by `weights`."""
+    out = np.zeros_like(x)
+    for t, k in np.ndindex(*experts.shape):
+        if 0 <= experts[t, k] < len(gate):
+            e = int(experts[t, k])
+            inner = gate[e] @ x[t]
+            out[t] += weights[t, k] * (down[e] @ (inner / (1 + np.exp(-inner)) * (up[e] @ x[t])))
+    return out

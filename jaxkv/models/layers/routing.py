@@ -8,8 +8,8 @@ from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear, with_rank
 
 
-def route(config: Experts, weights, x) -> jax.Array:
-    """The weights of all experts for x [..., hidden], float32 [..., count]; 0 for experts that are not chosen.
+def route(config: Experts, weights, x) -> tuple[jax.Array, jax.Array]:
+    """The chosen experts of tokens x [T, hidden], int32 [T, per_token], and their weights, float32 of that shape.
 
     V2 (arXiv 2405.04434, section 2.1) uses softmax scores.  V3 (arXiv 2412.19437, section 2.1.2) uses sigmoid scores.
     A bias per expert, which balances the load, is added to the scores for the choice of experts, but not for their
@@ -28,10 +28,11 @@ def route(config: Experts, weights, x) -> jax.Array:
         grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
         kept = _best(lax.top_k(grouped, leaders)[0].sum(axis=-1), config.groups_per_token)
         choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
-    share = jnp.where(_best(choice, config.per_token), scores, 0)
+    _, experts = lax.top_k(choice, config.per_token)
+    share = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize:
         share = share / (share.sum(axis=-1, keepdims=True) + 1e-20)
-    return share * config.scale
+    return experts, share * config.scale
 
 
 def _best(scores, k: int):

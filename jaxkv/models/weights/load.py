@@ -74,7 +74,7 @@ def load(
             if expert == 0:
                 shape = weight.stacked_shape
                 arrays.append(jnp.zeros(shape, dtype, device=build.parallel.sharding(paths[i], len(shape))))
-            arrays[i] = _set(arrays[i], piece, expert, weight.expert_axis)
+            arrays[i] = _set(arrays[i], piece, expert)
     return build.model(jax.tree.unflatten(structure, arrays))
 
 
@@ -87,7 +87,7 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight
         checkpoint.check_equal(HEAD, EMBED)
 
 
-@partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _set(stack, piece, expert: int, axis: int):
-    """`stack` with `piece` at index `expert` of `axis`."""
-    return lax.dynamic_update_index_in_dim(stack, piece, expert, axis)
+@partial(jax.jit, donate_argnums=0)
+def _set(stack, piece, expert: int):
+    """`stack` with `piece` at index `expert` of its first axis."""
+    return lax.dynamic_update_index_in_dim(stack, piece, expert, axis=0)

@@ -17,18 +17,13 @@ class Weight:
     shape: tuple[int, ...]
     """The shape of one weight of the stack."""
     experts: int = 0
-    expert_axis: int = 0
-    """The position of the expert axis in the stack."""
     exact: bool = False
     """Whether the weight is kept in float32 whatever the model's dtype, because routing and scoring use float32."""
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
         """The shape of the whole stack."""
-        shape = list(self.shape)
-        if self.experts:
-            shape.insert(self.expert_axis, self.experts)
-        return tuple(shape)
+        return (self.experts, *self.shape) if self.experts else self.shape
 
     def all_names(self) -> Iterator[str]:
         """The names of all weights of the stack, by expert."""

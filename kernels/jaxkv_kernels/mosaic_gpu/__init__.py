@@ -55,5 +55,6 @@ KERNELS: dict[str, Kernel] = {
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
     "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),
+    "grouped_swiglu": _kernel("experts.swiglu.grouped_swiglu", {}, unsupported.grouped_swiglu, WGMMA),
 }
 """Operations that are not listed have no kernel here."""

@@ -14,6 +14,7 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
+from jaxkv_kernels.mosaic_gpu.experts.config import STEP
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
 
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
@@ -221,6 +222,17 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 
 read_blocks = write_blocks = copy_blocks
+
+
+def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `grouped_swiglu` call."""
+    del options
+    x, gate = arrays["x"], arrays["gate"]
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"`x` of {x.dtype}: supports bfloat16 and float16"
+    for name, size in (("tokens", x.shape[1]), ("inner sizes", gate.shape[1])):
+        if size % STEP:
+            yield f"{name} of {size} values: supports multiples of {STEP}"
 
 
 def copied(entry, dtypes) -> bool:

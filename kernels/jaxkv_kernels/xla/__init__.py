@@ -11,6 +11,7 @@ from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntr
 from jaxkv_kernels.kernel import Kernel, nothing
 from jaxkv_kernels.xla.attention import decode_kv, decode_mla
 from jaxkv_kernels.xla.blocks import copy_blocks, read_blocks, write_blocks
+from jaxkv_kernels.xla.experts import grouped_swiglu
 from jaxkv_kernels.xla.gathers import gather_indexer_k, gather_kv, gather_mla
 from jaxkv_kernels.xla.indexer import indexer_logits, select_topk
 from jaxkv_kernels.xla.merge import merge_states
@@ -54,4 +55,5 @@ KERNELS: dict[str, Kernel] = {
     "copy_blocks": _kernel(copy_blocks, {}),
     "read_blocks": _kernel(read_blocks, {}),
     "write_blocks": _kernel(write_blocks, {}),
+    "grouped_swiglu": _kernel(grouped_swiglu, {}),
 }

@@ -8,6 +8,5 @@ def feed_forward(weight, prefix: str, hidden: int, size: int, experts: int = 0) 
     return {
         "gate": weight(f"{prefix}.gate_proj.weight", size, hidden, experts=experts),
         "up": weight(f"{prefix}.up_proj.weight", size, hidden, experts=experts),
-        # [hidden, experts, size], so that the inner values of all experts form one row.
-        "down": weight(f"{prefix}.down_proj.weight", hidden, size, experts=experts, expert_axis=1),
+        "down": weight(f"{prefix}.down_proj.weight", hidden, size, experts=experts),
     }

@@ -46,10 +46,10 @@ def wait_for_previous(*, interpret: bool) -> None:
 def pdl_launch_dependents(read_early, *, interpret: bool) -> None:
     """Allows CTAs of the next kernel to start as CTAs of this one finish (programmatic dependent launch).
 
-    `read_early` is the only array that the next kernel may read before it calls `wait_for_previous`.  It must be an
-    operand of this kernel, so that the kernel that produced it has finished.  Only kernels built by `kernel` may
-    consume the results of a kernel that calls this.  XLA's own kernels are also launched early, and may load operands
-    that they assume to be constant before they wait.
+    The next kernel may read nothing but `read_early`, an array or several, before it calls `wait_for_previous`.  They
+    must be operands of this kernel, so that the kernels that produced them have finished.  Only kernels built by
+    `kernel` may consume the results of a kernel that calls this.  XLA's own kernels are also launched early, and may
+    load operands that they assume to be constant before they wait.
     """
     del read_early
     if not interpret:

@@ -1,0 +1,65 @@
+"""The numbers of the experts' kernels that can be tuned, and the reason for each default."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxkv_kernels.tuning import require
+
+FEATURES = 64
+"""Rows of weights per product: those of a warpgroup's wgmma."""
+ALIGN = 8
+"""Groups of rows begin at multiples of it: wgmma's columns, and the rows of a swizzled tile."""
+STEP = 64
+"""Values of the summed dimension per step: a row of a swizzled tile."""
+MOST_ROWS = 192
+"""The most rows of a tile: a consumer's two accumulators then take 128 registers per lane."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The configuration of both products of `grouped_swiglu`."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "rows": (8, 16, 24, 32, 48, 64, 96, 128),
+        "consumers": (1, 2),
+        "stages": (3, 4, 6, 8, 12),
+    }
+
+    rows: int
+    """Rows of a tile: tokens that are multiplied with weights in shared memory."""
+    consumers: int
+    """Warpgroups that multiply, each with 2 x 64 rows of weights.  Two read fewer bytes of tokens per weight."""
+    stages: int = 12
+    """Steps of 64 values of the summed dimension in shared memory; fewer if they do not fit."""
+    producer_registers: int = 40
+    """Registers per lane of the producer warpgroup, if there are two consumers."""
+
+    @property
+    def features(self) -> int:
+        """Rows of weights that a CTA multiplies at a time, of each of two matrices or halves."""
+        return self.consumers * FEATURES
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers per lane of each of two consumers: an equal share of those at launch, less the producer's."""
+        return (3 * 168 - self.producer_registers) // 2 // 8 * 8
+
+    def __post_init__(self):
+        require(
+            self.rows % ALIGN == 0 and 0 < self.rows <= MOST_ROWS, self, "rows", f"a multiple of 8 up to {MOST_ROWS}"
+        )
+        require(self.consumers in (1, 2), self, "consumers", "1 or 2")
+        require(self.stages >= 2, self, "stages", "2 or more")
+        require(self.producer_registers in (24, 40, 56), self, "producer_registers", "24, 40 or 56")
+
+
+def default_config(tokens: int, choices: int, experts: int) -> ExpertsConfig:
+    """The default configuration for `choices` rows of `tokens` tokens in all, divided among `experts`.
+
+    A tile has the rows of an average expert and two standard deviations of random choices, because weights are read
+    once per tile.  With few rows, which are bound by memory, smaller tiles of weights divide the work more evenly.
+    """
+    mean = choices / experts
+    rows = min(mean + 2 * math.sqrt(mean), tokens, 128)
+    return ExpertsConfig(rows=max(math.ceil(rows / ALIGN), 1) * ALIGN, consumers=1 if rows <= 40 else 2)

@@ -1,0 +1,238 @@
+"""Products of rows with the weights of their experts, for rows that are sorted by expert, on sm_90.
+
+Weights are the left operand of wgmma (64 rows: output features) and rows of tokens the right one, so that a few tokens
+fill a product as well as many.  Both are stored with the summed dimension last.  A work tile is a tile of rows of one
+expert times `2 * features` rows of its weights: `features` rows each of gate and up, or twice as many of down.
+Persistent CTAs take work tiles in turn, all features of a tile of rows before the next.  Experts without rows have no
+tiles, and their weights are not read.  Timeline of a CTA:
+
+    producer     weights and rows, 64 values of the summed dimension per step, as fast as stages are free;
+                 of down, the first weights while CTAs of the previous kernel, gate and up, are still running
+    consumers    per step: first product, second product | after the last step: silu(first) * second (or both as they
+                 are), rounded, transposed in shared memory, copied to the result while the next work tile begins
+
+Barriers, per stage:
+    full    both halves of the weights, and the rows, have landed
+    free    all consumers have multiplied them
+
+A tile may extend past its group: the rows of other groups or of none that it then multiplies do not affect its own,
+and are not stored.
+
+Budget.  Shared memory: per stage, 16 KiB of weights per consumer and 128 bytes per row, for as many stages as fit;
+per consumer, 128 bytes per row for results.  Registers of a consumer: one per row of a tile.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, STEP, ExpertsConfig
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+
+RESERVED = 2048
+"""Bytes of shared memory for barriers and alignment."""
+
+
+def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, interpret: bool) -> jax.Array:
+    """The products of each row with the matrices of its expert.
+
+    Args:
+      rows: [P, D], grouped by expert.
+      matrices: gate and up [E, I, D], for the result silu(gate row) * (up row); or one [E, I, D], for its product.
+      tiles: experts [M], first rows [M] and sizes [M], both in units of 8 rows, and the number of tiles [1].
+      following: the matrices of a call on the result, which follows this one; it has the same `tiles`, and none
+        following it.
+      config: the configuration.
+      interpret: whether the kernel is interpreted.
+
+    Returns:
+      [P, I].  Rows of no tile are undefined.
+    """
+    num_rows, depth = rows.shape
+    width = matrices[0].shape[1]
+    gated = len(matrices) == 2
+    consumers, features, tile_rows = config.consumers, config.features, config.rows
+    outputs = features if gated else 2 * features  # features of the result per work tile
+    per_tile = -(-width // outputs)
+    steps = depth // STEP
+    stages = min(config.stages, _room(config, rows.dtype.itemsize))
+    ctas = 2 if interpret else MULTIPROCESSORS
+
+    def body(rows_ref, *refs):
+        weight_refs, refs = refs[: len(matrices)], refs[len(matrices) :]
+        tile_refs, refs = refs[: len(tiles)], refs[len(tiles) :]
+        next_refs, (out_ref, w_s, x_s, out_s, full, free) = refs[: len(following)], refs[len(following) :]
+        expert_ref, start_ref, size_ref, count_ref = tile_refs
+        cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+        if following:
+            wait_for_previous(interpret=interpret)
+            pdl_launch_dependents((*tile_refs, *next_refs), interpret=interpret)
+        count = floordiv(jnp.maximum(count_ref[0] * per_tile - cta, 0) + (ctas - 1), ctas)
+
+        def stage_of(n):
+            return lax.rem(n, jnp.int32(stages))
+
+        def work_tile(i):
+            """The tile of rows and the first output feature of the CTA's work tile i."""
+            number = cta + i * ctas
+            tile = floordiv(number, per_tile)
+            return tile, (number - tile * per_tile) * outputs
+
+        def producer():
+            if consumers > 1:
+                plgpu.set_max_registers(config.producer_registers, action="decrease")
+
+            def loads(i):
+                """Functions that start the copies of a step of work tile i: of weights, and of rows."""
+                tile, feature = work_tile(i)
+                expert, first = expert_ref[tile], start_ref[tile] * ALIGN
+
+                def weights(k):
+                    stage = stage_of(i * steps + k)
+                    for half in range(2):
+                        matrix, start = (weight_refs[half], 0) if gated else (weight_refs[0], half * features)
+                        source = matrix.at[expert, pl.ds(feature + start, features), pl.ds(k * STEP, STEP)]
+                        plgpu.copy_gmem_to_smem(source, w_s.at[stage, half], full.at[stage])
+
+                def rows(k):
+                    source = rows_ref.at[pl.ds(first, tile_rows), pl.ds(k * STEP, STEP)]
+                    stage = stage_of(i * steps + k)
+                    plgpu.copy_gmem_to_smem(source, x_s.at[stage], full.at[stage])
+
+                return weights, rows
+
+            ahead = min(stages, steps)
+
+            def load_first(operand):
+                pl.when(count > 0)(lambda: pl.loop(0, ahead)(loads(jnp.int32(0))[operand]))
+
+            load_first(0)
+            if not following:
+                wait_for_previous(interpret=interpret)
+            load_first(1)
+
+            def run(i, _):
+                weights, rows = loads(i)
+
+                def step(k, _):
+                    n = i * steps + k
+
+                    @pl.when(n >= stages)
+                    def _():
+                        plgpu.barrier_wait(free.at[stage_of(n)])
+
+                    weights(k)
+                    rows(k)
+
+                lax.fori_loop(jnp.where(i == 0, ahead, 0), steps, step, None)
+
+            lax.fori_loop(0, count, run, None)
+
+            @pl.loop(jnp.maximum(count * steps - stages, 0), count * steps)
+            def _(n):
+                plgpu.barrier_wait(free.at[stage_of(n)])  # every completion of a barrier must be waited for
+
+        def consumer():
+            if consumers > 1:
+                plgpu.set_max_registers(config.consumer_registers, action="increase")
+
+            def multiply(n):
+                """Both products of a work tile, float32 [64, rows of a tile]."""
+
+                def sums(*accs):
+                    def step(k, _):
+                        stage = stage_of(n + k)
+                        plgpu.barrier_wait(full.at[stage])
+                        operand = x_s.at[stage].transpose((1, 0))
+                        for half, acc in enumerate(accs):
+                            plgpu.wgmma(acc, w_s.at[stage, half, pl.ds(wg * FEATURES, FEATURES)], operand)
+
+                        @pl.when(k > 0)
+                        def _():
+                            plgpu.wgmma_wait(2)  # until the products of the previous step are complete
+                            plgpu.barrier_arrive(free.at[stage_of(n + k - 1)])
+
+                    lax.fori_loop(0, steps, step, None)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[stage_of(n + steps - 1)])
+                    return tuple(acc[...] for acc in accs)
+
+                acc = plgpu.ACC((FEATURES, tile_rows), jnp.float32)
+                return pl.run_scoped(sums, acc, acc)
+
+            def store(values, tile, feature):
+                """Starts the copy of a [64, rows] tile, transposed, to the columns of the result from `feature` on."""
+                columns = pl.ds(feature, FEATURES)
+                own = out_s.at[wg]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                own.transpose((1, 0))[...] = values.astype(out_ref.dtype)
+                plgpu.commit_smem()
+                first, size = start_ref[tile], size_ref[tile]
+
+                @pl.when(feature < width)
+                def _():
+                    @pl.when(size == tile_rows // ALIGN)
+                    def _():
+                        plgpu.copy_smem_to_gmem(own, out_ref.at[pl.ds(first * ALIGN, tile_rows), columns])
+
+                    @pl.when(size < tile_rows // ALIGN)
+                    def _():
+                        @pl.loop(0, size)
+                        def _(i):
+                            part = own.at[pl.ds(i * ALIGN, ALIGN)]
+                            plgpu.copy_smem_to_gmem(part, out_ref.at[pl.ds((first + i) * ALIGN, ALIGN), columns])
+
+            def run(i, _):
+                tile, feature = work_tile(i)
+                first, second = multiply(i * steps)
+                feature = feature + wg * FEATURES
+                if gated:
+                    store(_silu(first) * second, tile, feature)
+                else:
+                    store(first, tile, feature)
+                    store(second, tile, feature + features)
+
+            lax.fori_loop(0, count, run, None)
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.cond(wg == consumers, producer, consumer)
+
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        waits=True,
+        out_type=jax.ShapeDtypeStruct((num_rows, width), rows.dtype),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=consumers + 1,
+        thread_name="wg",
+        kernel_name="experts_gate_up" if gated else "experts_down",
+        scratch_types=[
+            swizzled(stages, 2, features, STEP, dtype=rows.dtype),
+            swizzled(stages, tile_rows, STEP, dtype=rows.dtype),
+            swizzled(consumers, tile_rows, FEATURES, dtype=rows.dtype),
+            plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        ],
+    )(rows, *matrices, *tiles, *following)
+
+
+def _room(config: ExpertsConfig, itemsize: int) -> int:
+    """The stages for which shared memory has room."""
+    results = config.consumers * config.rows * FEATURES * itemsize
+    stage = (2 * config.features + config.rows) * STEP * itemsize
+    return (SHARED_MEMORY - RESERVED - results) // stage
+
+
+def _silu(x) -> Any:
+    """x * sigmoid(x)."""
+    return x / (1 + jnp.exp2(x * -LOG2E))

@@ -1,0 +1,76 @@
+"""Each token through the experts that it chose."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels.expert_groups import expert_groups
+
+MOST_ROWS = 256
+"""The most rows of a tile on CPUs."""
+MOST_RESULTS = 2**27
+"""On other devices, the most results of all experts for some tokens that are in memory at once."""
+
+
+@jax.jit
+def grouped_swiglu(x, experts, weights, gate, up, down):
+    """Maps x [T, D], of which each token has chosen K experts, to [T, D]."""
+    if not experts.size:
+        return jnp.zeros_like(x)
+    # XLA does not execute branches in parallel on GPUs: there, products of all experts take less time.
+    return lax.platform_dependent(x, experts, weights, gate, up, down, cpu=by_tiles, default=all_experts)
+
+
+def by_tiles(x, experts, weights, gate, up, down):
+    """Tile by tile of tokens that chose the same expert: computes only what was chosen."""
+    count, mean = gate.shape[0], experts.size / gate.shape[0]
+    tile = max(math.ceil(min(mean + 2 * math.sqrt(mean), len(x), MOST_ROWS)), 1)
+    groups = expert_groups(experts, count, tile=tile)
+    num_rows = groups.tokens.size
+    # A tile may extend past its group and past all rows.  Later tiles overwrite what it stores there, or it is unused.
+    rows = x[jnp.pad(groups.tokens, (0, tile))]
+
+    def one(i, results):
+        expert, start = groups.experts[i], groups.starts[i]
+        tokens = lax.dynamic_slice_in_dim(rows, start, tile)
+        result = _swiglu("td,id->ti", "ti,di->td", tokens, gate[expert], up[expert], down[expert])
+        return lax.dynamic_update_slice_in_dim(results, result, start, axis=0)
+
+    results = lax.fori_loop(0, groups.count, one, jnp.zeros(rows.shape, jnp.float32))
+    known = groups.rows < num_rows
+    return jnp.where(known[..., None], results[groups.rows] * weights[..., None], 0).sum(axis=1).astype(x.dtype)
+
+
+def all_experts(x, experts, weights, gate, up, down):
+    """Every token through every expert, for some tokens at a time: reads the weights as few times as possible."""
+    count, width = gate.shape[0], x.shape[1]
+    chosen = experts[..., None] == jnp.arange(count, dtype=jnp.int32)
+    share = jnp.where(chosen, weights[..., None], 0).sum(axis=1)
+    chosen = chosen.any(axis=1)
+
+    def some(tokens):
+        x, share, chosen = tokens
+        results = _swiglu("td,eid->eti", "eti,edi->etd", x, gate, up, down)
+        # Select instead of multiplying by 0: an expert that is not chosen for a token may overflow to inf.
+        return jnp.where(chosen.T[..., None], results * share.T[..., None], 0).sum(axis=0).astype(x.dtype)
+
+    limit = max(MOST_RESULTS // (count * width), 1)
+    tokens = x, share, chosen
+    if len(x) <= limit:
+        return some(tokens)
+    padding = -len(x) % limit
+    parts = (jnp.pad(a, ((0, padding), (0, 0))).reshape(-1, limit, a.shape[1]) for a in tokens)
+    return lax.map(some, tuple(parts)).reshape(-1, width)[: len(x)]
+
+
+def _swiglu(inner: str, outer: str, x, gate, up, down):
+    """The SwiGLU feed-forward by the products `inner` and `outer`, in float32; operands keep their dtype."""
+
+    def product(equation, a, b):
+        precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+        return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+    values = jax.nn.silu(product(inner, x, gate)) * product(inner, x, up)
+    return product(outer, values.astype(x.dtype), down)

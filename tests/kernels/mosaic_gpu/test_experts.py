@@ -1,0 +1,111 @@
+"""Mosaic GPU's kernels of experts: interpreted on any machine; the suite on a Hopper GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+import jaxkv
+from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config
+from jaxkv_kernels.tuning import using
+from support import suites
+from support.cases import slow
+from support.hopper import on_hopper
+from support.suites.experts import arguments
+
+
+class Mosaic:
+    """What every suite of these kernels says of itself."""
+
+    implementation = "mosaic_gpu"
+    gaps = ("`x` of float32", "tokens of 20")
+
+
+@on_hopper
+class TestExperts(Mosaic, suites.Experts):
+    """The whole suite, on the GPU."""
+
+    @pytest.mark.parametrize(("tokens", "inner"), [(1, 1408), (100, 704), (2000, 1408)])
+    def test_sizes_of_a_published_model(self, tokens, inner):
+        self.check(arguments(tokens, count=16, chosen=6, width=2048, inner=inner))
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpreted(Mosaic, suites.ExpertChecks):
+    """One and two consumers, groups that fill a tile, several tiles, or a part, and fewer stages than steps."""
+
+    @pytest.mark.parametrize(
+        ("tokens", "config", "sizes"),
+        [
+            (1, ExpertsConfig(rows=8, consumers=1, stages=2), {}),
+            (21, ExpertsConfig(rows=16, consumers=2, stages=3), {"count": 3, "width": 192, "inner": 64}),
+            slow(40, ExpertsConfig(rows=24, consumers=1, stages=2), {"count": 2, "dtype": "float16"}),
+            slow(40, ExpertsConfig(rows=8, consumers=2), {"count": 5, "width": 320}),
+        ],
+    )
+    def test_sums_are_those_of_float64(self, tokens, config, sizes):
+        with using(config):
+            self.check(arguments(tokens, **sizes))
+
+    def test_experts_that_do_not_exist_are_skipped(self):
+        x, experts, *rest = arguments(9, inner=64)
+        found = self.check([x, experts.at[2:4].set(-1).at[5, 0].set(8), *rest])
+        assert (found[2:4] == 0).all()
+
+    def test_unchosen_experts_and_other_tokens_do_not_matter(self):
+        x, experts, shares, *matrices = arguments(9, count=3, inner=64)
+        experts = jnp.where(experts == 1, 2, experts)
+        right = self.check([x, experts, shares, *matrices])
+        bad = [matrix.at[1].set(jnp.nan) for matrix in matrices]
+        found = self.run(jaxkv.grouped_swiglu, x.at[3].set(jnp.nan), experts, shares, *bad)
+        others = np.arange(9) != 3
+        assert (found[others] == right[others]).all()
+
+
+def shapes(tokens, chosen, count, width, inner, dtype=jnp.bfloat16):
+    shape = jax.ShapeDtypeStruct
+    choices = shape((tokens, chosen), jnp.int32), shape((tokens, chosen), jnp.float32)
+    matrices = (
+        shape((count, inner, width), dtype),
+        shape((count, inner, width), dtype),
+        shape((count, width, inner), dtype),
+    )
+    return shape((tokens, width), dtype), *choices, *matrices
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 128, 256, slow(512), 8192])
+@pytest.mark.parametrize("sizes", [(6, 64, 2048, 1408), slow((6, 64, 2048, 704)), slow((8, 256, 7168, 2048))])
+def test_published_sizes_lower(tokens, sizes):
+    run = mosaic_gpu.KERNELS["grouped_swiglu"].run
+    text = jax.jit(run).trace(*shapes(tokens, *sizes)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert "stablehlo.sort" not in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "reason"),
+    [
+        ((6, 64, 2048, 1408), "float32", "`x` of float32: supports bfloat16 and float16"),
+        ((6, 64, 2048, 352), "bfloat16", "inner sizes of 352 values: supports multiples of 64"),
+        ((6, 64, 2000, 1408), "bfloat16", "tokens of 2000 values: supports multiples of 64"),
+    ],
+)
+def test_explain_reports_unsupported_calls(sizes, dtype, reason):
+    with interpreting(True):
+        found = jaxkv.explain(jaxkv.grouped_swiglu, *shapes(5, *sizes, jnp.dtype(dtype)))
+    assert found.reasons["mosaic_gpu"] == (reason,)
+
+
+def test_tiles_hold_the_rows_of_most_experts():
+    assert default_config(1, 6, 64).rows == 8
+    assert default_config(128, 768, 64).rows == 24
+    assert default_config(8192, 8192 * 6, 64) == ExpertsConfig(rows=128, consumers=2)
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 12}, {"rows": 0}, {"rows": 400}, {"consumers": 3}, {"stages": 1}])
+def test_configurations_are_validated(wrong):
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` of ExpertsConfig"):
+        ExpertsConfig(**{"rows": 8, "consumers": 1, **wrong})

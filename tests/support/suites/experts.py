@@ -1,0 +1,109 @@
+"""Tokens through the experts that they chose."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from support import oracle
+from support.compare import assert_close, assert_same_bits
+from support.suites.base import Suite
+
+
+def arguments(tokens, *, dtype="bfloat16", count=8, chosen=2, width=128, inner=192, seed=0):
+    """Arguments of `grouped_swiglu`, for which each token chooses different experts."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
+
+    gate, up = (normal(count, inner, width, scale=width**-0.5) for _ in range(2))
+    experts = np.argsort(rng.random((tokens, count)), axis=1)[:, :chosen]
+    shares = jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
+    down = normal(count, width, inner, scale=inner**-0.5)
+    return [normal(tokens, width), jnp.asarray(experts, jnp.int32), shares, gate, up, down]
+
+
+class ExpertChecks(Suite):
+    """How a result is checked."""
+
+    def check(self, arguments):
+        """The result is that of float64, and a second one has the same bits."""
+        found = self.run(jaxkv.grouped_swiglu, *arguments)
+        assert found.dtype == arguments[0].dtype
+        expected = oracle.experts(*(np.asarray(a.astype(jnp.float32), np.float64) for a in arguments))
+        assert_close(found, expected, roundings=64 if found.dtype == "float32" else 4, magnitude=1)
+        assert_same_bits(self.run(jaxkv.grouped_swiglu, *arguments), found)
+        return found
+
+
+class Experts(ExpertChecks):
+    """`grouped_swiglu`."""
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    @pytest.mark.parametrize("tokens", [1, 7, 64, 333])
+    def test_sums_are_those_of_float64(self, tokens, dtype):
+        self.check(arguments(tokens, dtype=dtype))
+
+    @pytest.mark.parametrize(("count", "chosen"), [(1, 1), (3, 3), (200, 6)])
+    def test_numbers_of_experts(self, count, chosen):
+        self.check(arguments(20, count=count, chosen=chosen, inner=64))
+
+    def test_sizes_that_tiles_do_not_divide(self):
+        self.check(arguments(65, width=320, inner=64))
+
+    def test_sizes_that_no_tile_divides(self):
+        self.check(arguments(9, width=20, inner=12))
+
+    @pytest.mark.parametrize("expert", [0, 5])
+    def test_all_tokens_may_choose_one_expert(self, expert):
+        x, experts, *rest = arguments(150, chosen=1)
+        self.check([x, jnp.full_like(experts, expert), *rest])
+
+    def test_an_expert_may_be_chosen_twice(self):
+        x, experts, *rest = arguments(9)
+        self.check([x, jnp.zeros_like(experts), *rest])
+
+    def test_no_tokens_give_no_results(self):
+        assert self.run(jaxkv.grouped_swiglu, *arguments(0)).shape == (0, 128)
+
+    @pytest.mark.parametrize("missing", [-1, 8, -(2**31), 2**31 - 1])
+    def test_experts_that_do_not_exist_are_skipped(self, missing):
+        x, experts, *rest = arguments(40)
+        found = self.check([x, experts.at[3:9].set(missing).at[11:20, 0].set(missing), *rest])
+        assert (found[3:9] == 0).all()
+
+    def test_padding_alone_gives_zeros(self):
+        x, experts, *rest = arguments(5)
+        assert (self.run(jaxkv.grouped_swiglu, x, jnp.full_like(experts, -1), *rest) == 0).all()
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_a_token_depends_on_its_own_experts_only(self, value):
+        x, experts, shares, *matrices = arguments(30, count=4)
+        experts = jnp.where(experts == 2, 3, experts).at[:3, 0].set(2)
+        right = self.run(jaxkv.grouped_swiglu, x, experts, shares, *matrices)
+        for place in range(3):
+            bad = list(matrices)
+            bad[place] = bad[place].at[2].set(value)
+            found = self.run(jaxkv.grouped_swiglu, x, experts, shares, *bad)
+            assert_same_bits(found[3:], right[3:])
+            assert jnp.isnan(found[:3].astype(jnp.float32)).any()
+
+    def test_a_token_does_not_depend_on_others(self):
+        x, *rest = arguments(30)
+        right = self.run(jaxkv.grouped_swiglu, x, *rest)
+        found = self.run(jaxkv.grouped_swiglu, x.at[4].set(jnp.nan).at[5].set(jnp.inf), *rest)
+        assert_same_bits(jnp.delete(found, jnp.asarray([4, 5]), axis=0), jnp.delete(right, jnp.asarray([4, 5]), axis=0))
+
+    def test_shares_of_padding_do_not_count(self):
+        x, experts, shares, *matrices = arguments(6)
+        found = self.run(
+            jaxkv.grouped_swiglu, x, experts.at[2].set(-1), shares.at[2].set(jnp.nan), *matrices
+        )  # fmt: skip
+        assert (found[2] == 0).all()
+
+    def test_it_can_be_compiled_with_traced_experts(self):
+        args = arguments(12)
+        found = jax.jit(lambda *a: self.run(jaxkv.grouped_swiglu, *a))(*args)
+        assert_close(found, np.asarray(self.run(jaxkv.grouped_swiglu, *args).astype(jnp.float32), np.float64))
