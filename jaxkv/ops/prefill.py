@@ -16,7 +16,6 @@ from jaxkv_kernels import cudnn
 from jaxkv_kernels.addressing.slots import lengths_in_table, table_tokens
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.xla import expanded
-from jaxkv_kernels.xla.merge import merge_states
 
 EXPANDED_BYTES = 2**28
 """The default bound on the bytes of the expanded keys and values of a chunk: 26,214 tokens for 16 heads of 192 and 128
@@ -72,7 +71,8 @@ def prefill_mla(
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
     multiples of 8.  As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may
     then reach those that do not see it.  All other calls, and those with `implementation="xla"`, run on XLA.  Tokens
-    that no query token sees have no influence.
+    that no query token sees have no influence.  Unlike in `decode_mla`, a token in a block outside the cache is not
+    masked, but has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
 
     Args:
       q_nope: float [B, Q, H, N], queries without their rotary part.
@@ -87,8 +87,8 @@ def prefill_mla(
       scale: static number, the model's own softmax scale.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
       expanded_bytes: static bound on the bytes of the expanded keys and values of a chunk of earlier tokens; 256 MiB by
-        default.  A chunk has at least one token of each request, even if that exceeds the bound.  Those of the last Q
-        tokens are not bounded, because queries and results are of the same size.
+        default.  Temporary memory is up to about four times that.  A chunk has at least one token of each request, even
+        if that exceeds the bound.  The last Q tokens are expanded at once, because queries and results are as large.
       return_lse: also return the log-sum-exp of the scores.
       implementation: None (the best that supports the call), a name, or a sequence of names, for reading the cache.
 
@@ -110,34 +110,40 @@ def prefill_mla(
     scale = _static_scale(scale)
     most_bytes = positive_int("expanded_bytes", expanded_bytes, below=None)
     block_tables, seq_lens, layer = int32(block_tables), int32(seq_lens), layer_index(layer, cache)
-    kv_scale = entry_scale("kv_scale", kv_scale, cache)
-    if checks.checking():
-        check_entries(cache, block_tables, jnp.zeros_like(seq_lens), seq_lens, layer)
-    lengths = lengths_in_table(seq_lens, block_tables, cache.layout.block_size)
-    tokens = dims["Q"]
-    attention = _attention(q_nope.dtype, dims["N"] + dims["P"], dims["V"], implementation)
+    options = {"layer": layer, "kv_scale": entry_scale("kv_scale", kv_scale, cache), "implementation": implementation}
+    # As for kernels: the user's program may have stricter rules than JAX's default ones.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        if checks.checking():
+            check_entries(cache, block_tables, jnp.zeros_like(seq_lens), seq_lens, layer)
+        q = jnp.concatenate([q_nope, q_pe], axis=-1)
+        out, lse = _prefill(q, w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, options)
+    return (out, lse) if return_lse else out
 
+
+def _prefill(q, w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, options) -> tuple[jax.Array, jax.Array]:
+    """`prefill_mla` of queries [B, Q, H, N + P]: out and lse.  `options` are those of `gather_mla`."""
+    batch, tokens, heads, key_dim = q.shape
+    value_dim = w_uv.shape[1]
+    attention = _attention(q.dtype, key_dim, value_dim, options["implementation"])
+    lengths = lengths_in_table(seq_lens, block_tables, cache.layout.block_size)
     new = jnp.minimum(lengths, tokens)
     cached = lengths - new
     # A request of fewer than Q tokens has padding before them.  It moves to the end, where masks expect it.
-    q = _moved(jnp.concatenate([q_nope, q_pe], axis=-1), tokens - new)
+    q = _moved(q, tokens - new)
 
     def part(first, counts, size, *, causal):
         """Attention to `counts` [B] tokens, at most `size`, from positions `first` [B] on."""
-        options = {"layer": layer, "kv_scale": kv_scale, "implementation": implementation}
         kv_c, k_pe = _gathered(cache, block_tables, first, counts, size, q.dtype, options)
         k, v = _expanded(kv_c, k_pe, w_uk, w_uv)
         return attention(q, k, v, new, counts, scale=scale, causal=causal)
 
     found = part(cached, new, tokens, causal=True)
     if (most := table_tokens(block_tables, cache.layout.block_size) - tokens) > 0:
-        token_bytes = dims["B"] * dims["H"] * (dims["N"] + dims["P"] + dims["V"]) * q.dtype.itemsize
-        size = _chunk(most, most_bytes // token_bytes)
+        size = _chunk(most, most_bytes // (batch * heads * (key_dim + value_dim) * q.dtype.itemsize))
 
         def with_chunk(i, state):
             first = jnp.minimum(i * size, cached)
-            other = part(first, jnp.minimum(cached - first, size), size, causal=False)
-            return merge_states(*(jnp.stack([a, b.astype(a.dtype)]) for a, b in zip(state, other, strict=True)))
+            return _merged(*state, *part(first, jnp.minimum(cached - first, size), size, causal=False))
 
         def with_cached(out, lse):
             out, lse = lax.fori_loop(0, -(-cached.max() // size), with_chunk, (out.astype(jnp.float32), lse))
@@ -145,8 +151,8 @@ def prefill_mla(
 
         # Without cached tokens, the results are not converted to float32 and back.
         found = lax.cond(cached.max() > 0, with_cached, lambda *found: found, *found)
-    out, lse = (_moved_back(x, tokens - new, fill) for x, fill in zip(found, (0, -jnp.inf), strict=True))
-    return (out, lse) if return_lse else out
+    out, lse = found
+    return _moved_back(out, tokens - new, 0), _moved_back(lse, tokens - new, -jnp.inf)
 
 
 def _static_scale(scale) -> float:
@@ -168,6 +174,17 @@ def _attention(dtype, key_dim: int, value_dim: int, implementation):
 def _chunk(most: int, tokens: int) -> int:
     """Tokens per chunk, at least 1 and at most `most`, given the number of `tokens` that memory allows."""
     return min(tokens // ALIGNED * ALIGNED or max(tokens, 1), most)
+
+
+def _merged(out, lse, other_out, other_lse) -> tuple[jax.Array, jax.Array]:
+    """Merges two parts, in the dtype of `out`.  A part without keys has out 0 and lse -inf.
+
+    `merge_states` would take a NaN in `lse`, which a NaN in the cache causes, for a part without keys.
+    """
+    total = jnp.logaddexp(lse, other_lse)
+    top = jnp.where(total == -jnp.inf, 0, total)
+    weight, other_weight = (jnp.exp(part - top)[..., None] for part in (lse, other_lse))
+    return out * weight + other_out.astype(out.dtype) * other_weight, total
 
 
 def _moved(x, by):
