@@ -143,7 +143,8 @@ def _prefill(q, w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, op
 
         def with_chunk(i, state):
             first = jnp.minimum(i * size, cached)
-            return _merged(*state, *part(first, jnp.minimum(cached - first, size), size, causal=False))
+            other_out, other_lse = part(first, jnp.minimum(cached - first, size), size, causal=False)
+            return _merged(*state, other_out, other_lse)
 
         def with_cached(out, lse):
             out, lse = lax.fori_loop(0, -(-cached.max() // size), with_chunk, (out.astype(jnp.float32), lse))
