@@ -142,9 +142,10 @@ def _prefill(q, w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, op
         size = _chunk(most, most_bytes // (batch * heads * (key_dim + value_dim) * q.dtype.itemsize))
 
         def with_chunk(i, state):
+            out, lse = state
             first = jnp.minimum(i * size, cached)
             other_out, other_lse = part(first, jnp.minimum(cached - first, size), size, causal=False)
-            return _merged(*state, other_out, other_lse)
+            return _merged(out, lse, other_out, other_lse)
 
         def with_cached(out, lse):
             out, lse = lax.fori_loop(0, -(-cached.max() // size), with_chunk, (out.astype(jnp.float32), lse))
