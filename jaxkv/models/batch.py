@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.models.config import MLA, ModelConfig
+from jaxkv.models.config import MLA
 from jaxkv.models.layers import rope
 from jaxkv.models.model import Model
 from jaxkv.ops.plan import DecodePlan
-from jaxkv.ops.prefill import expansion_pays
+from jaxkv.ops.prefill import prefers_expansion
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Batch:
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
 
     expanded: bool
-    """Whether layers call `prefill_mla`, because the new tokens are so many that it needs fewer flops."""
+    """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
 
     @classmethod
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
         """Makes the batch from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
         config, q_len = model.config, slot_mapping.shape[1]
         positions = seq_lens[:, None] - q_len + jax.numpy.arange(q_len)[None]
-        expanded = not model.parallel.divides_tokens and _expansion_pays(config, q_len)
+        expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
         plan = None
         if config.indexer is None and not expanded:
             plan = model.parallel.plan_decode(
@@ -51,10 +51,17 @@ class Batch:
         return cls(*rope.angles(config, positions), seq_lens, block_tables, slots, plan, expanded)
 
 
-def _expansion_pays(config: ModelConfig, q_len: int) -> bool:
-    """Whether the model has dense latent attention that needs fewer flops with expanded keys and values."""
-    attention = config.attention
+def _prefers_expansion(model: Model, q_len: int) -> bool:
+    """Whether the model has dense latent attention that is faster with expanded keys and values."""
+    attention = model.config.attention
     if not isinstance(attention, MLA) or attention.indexer is not None:
         return False
-    sizes = {"nope": attention.qk_nope_head_dim, "value": attention.v_head_dim}
-    return expansion_pays(q_len, latent=attention.kv_lora_rank, **sizes)
+    return prefers_expansion(
+        q_len,
+        model.dtype,
+        latent=attention.kv_lora_rank,
+        rope=attention.qk_rope_head_dim,
+        nope=attention.qk_nope_head_dim,
+        value=attention.v_head_dim,
+        implementation=model.implementation,
+    )

@@ -36,6 +36,16 @@ def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
     return q_len * (2 * latent - nope - value) > latent * (nope + value)
 
 
+def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, value: int, implementation=None) -> bool:
+    """Whether `prefill_mla` is likely to be faster than `decode_mla` for `q_len` new tokens of `dtype`.
+
+    It must need fewer flops.  On a GPU, where `decode_mla` has kernels, cuDNN must also support the heads.
+    """
+    pays = expansion_pays(q_len, latent=latent, nope=nope, value=value)
+    on_xla = jax.default_backend() != "gpu" or _only_xla(implementation)
+    return pays and (on_xla or not any(cudnn.unsupported_reasons(dtype, nope + rope, value)))
+
+
 def prefill_mla(
     q_nope,
     q_pe,
@@ -167,10 +177,14 @@ def _static_scale(scale) -> float:
 
 def _attention(dtype, key_dim: int, value_dim: int, implementation):
     """The function that computes attention to expanded keys and values."""
-    unsupported = implementation in ("xla", ("xla",), ["xla"]) or any(
-        cudnn.unsupported_reasons(dtype, key_dim, value_dim)
-    )
-    return expanded.attention if unsupported else cudnn.attention
+    if _only_xla(implementation) or any(cudnn.unsupported_reasons(dtype, key_dim, value_dim)):
+        return expanded.attention
+    return cudnn.attention
+
+
+def _only_xla(implementation) -> bool:
+    """Whether the caller asks for XLA, and nothing else."""
+    return implementation in ("xla", ("xla",), ["xla"])
 
 
 def _chunk(most: int, tokens: int) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.prefill import expansion_pays
+from jaxkv.ops.prefill import expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
@@ -192,6 +192,22 @@ def test_expansion_pays_from_a_number_of_query_tokens_on(sizes, least):
         pays = expansion_pays(tokens, latent=latent, nope=nope, value=value)
         assert pays == (tokens * flops_absorbed > tokens * flops_expanded + 2 * latent * (nope + value))
         assert pays == (least is not None and tokens >= least)
+
+
+def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
+    def prefers(q_len, **options):
+        return prefers_expansion(q_len, jnp.bfloat16, latent=512, rope=64, nope=128, value=128, **options)
+
+    # Without GPUs, there is only XLA.
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert prefers(171)
+    assert not prefers(170)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter(["older"]))
+    assert not prefers(171)
+    assert prefers(171, implementation="xla")
+    monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter([]))
+    assert prefers(171)
 
 
 class TestCudnn:
