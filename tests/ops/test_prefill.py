@@ -253,10 +253,13 @@ class TestCudnn:
         assert text.count("@__cudnn$fmhaSoftmax(") == calls
 
     def test_results_without_keys_are_replaced(self, monkeypatch):
-        def attention(q, k, v, *, q_seqlen, kv_seqlen, scale, mask_type, return_residual):
+        def attention(q, k, v, *, q_seqlen=None, kv_seqlen=None, scale, mask_type, return_residual):
             """What cuDNN computes, and NaN where its results are not specified."""
             assert return_residual
-            causal = {"PADDING": False, "PADDING_CAUSAL": True}[mask_type.name]
+            causal = {"PADDING": False, "CAUSAL": True}[mask_type.name]
+            if causal:
+                assert q_seqlen is kv_seqlen is None
+                q_seqlen = kv_seqlen = jnp.full(len(q), q.shape[1], jnp.int32)
             out, lse = expanded.attention(q, k, v, q_seqlen, kv_seqlen, scale=scale, causal=causal)
             seen = jnp.isfinite(lse)
             return jnp.where(seen[..., None], out, jnp.nan), jnp.swapaxes(jnp.where(seen, lse, jnp.nan), 1, 2)
