@@ -14,6 +14,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
   read them back.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
+  `prefill_mla`, for many new tokens;
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
   `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
@@ -40,6 +41,7 @@ from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
+from jaxkv.ops.prefill import prefill_mla
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import decode_mla_sparse
 from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
@@ -74,6 +76,7 @@ __all__ = [
     "merge_states",
     "plan_decode",
     "positions_to_slots",
+    "prefill_mla",
     "ragged_slots",
     "read_blocks",
     "select_slots",

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import jax
 
 from jaxkv.cache import KVCache
+from jaxkv.models.config import MLA
 from jaxkv.models.layers import rope
 from jaxkv.models.model import Model
 from jaxkv.ops.plan import DecodePlan
+from jaxkv.ops.prefill import prefers_expansion
 
 
 @jax.tree_util.register_dataclass
@@ -24,15 +26,19 @@ class Batch:
     """int32 [B * Q], the slots of the new tokens in this device's cache."""
 
     plan: DecodePlan | None
-    """The plan of dense attention, the same for all layers; None with an indexer."""
+    """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
+
+    expanded: bool
+    """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
 
     @classmethod
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
         """Makes the batch from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
         config, q_len = model.config, slot_mapping.shape[1]
         positions = seq_lens[:, None] - q_len + jax.numpy.arange(q_len)[None]
+        expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
         plan = None
-        if config.indexer is None:
+        if config.indexer is None and not expanded:
             plan = model.parallel.plan_decode(
                 cache,
                 block_tables,
@@ -43,4 +49,20 @@ class Batch:
                 implementation=model.implementation,
             )
         slots = model.parallel.slots(slot_mapping.reshape(-1), cache.layout)
-        return cls(*rope.angles(config, positions), seq_lens, block_tables, slots, plan)
+        return cls(*rope.angles(config, positions), seq_lens, block_tables, slots, plan, expanded)
+
+
+def _prefers_expansion(model: Model, q_len: int) -> bool:
+    """Whether the model has dense latent attention that is faster with expanded keys and values."""
+    attention = model.config.attention
+    if not isinstance(attention, MLA) or attention.indexer is not None:
+        return False
+    return prefers_expansion(
+        q_len,
+        model.dtype,
+        latent=attention.kv_lora_rank,
+        rope=attention.qk_rope_head_dim,
+        nope=attention.qk_nope_head_dim,
+        value=attention.v_head_dim,
+        implementation=model.implementation,
+    )

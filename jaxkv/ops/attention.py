@@ -207,13 +207,7 @@ def _bind(operation, cache, dims, q, arrays, options, block_tables, seq_lens, la
         first = jnp.zeros_like(seq_lens)
         if options.get("window"):
             first = seq_lens - (q.shape[1] - 1) - options["window"]
-        checks.check_layer(layer, pages)
-        checks.check_tables(block_tables, first, seq_lens, pages)
-        positions = jnp.arange(block_tables.shape[1] * pages.block_size, dtype=jnp.int32)
-        positions = jnp.broadcast_to(positions, (block_tables.shape[0], positions.size))
-        live = (positions >= first[:, None]) & (positions < seq_lens[:, None])
-        slots = slots_for(block_tables, positions, block_size=pages.block_size)
-        checks.check_live_entries(cache, slots, live, layer)
+        check_entries(cache, block_tables, first, seq_lens, layer)
     arrays = {
         **arrays,
         "buffer": cache.buffer,
@@ -228,6 +222,18 @@ def _bind(operation, cache, dims, q, arrays, options, block_tables, seq_lens, la
     shape = Shape.of(block_tables, pages, cache.layout.entry, heads, tokens, options.get("window"), q.dtype)
     check_plan(plan, shape, seq_lens)
     return Call(operation, arrays, options)
+
+
+def check_entries(cache: KVCache, block_tables, first, seq_lens, layer) -> None:
+    """Checks that the tokens of positions first <= p < seq_lens are in the cache, and that none holds NaN."""
+    pages = cache.layout.pages
+    checks.check_layer(layer, pages)
+    checks.check_tables(block_tables, first, seq_lens, pages)
+    positions = jnp.arange(block_tables.shape[1] * pages.block_size, dtype=jnp.int32)
+    positions = jnp.broadcast_to(positions, (block_tables.shape[0], positions.size))
+    live = (positions >= first[:, None]) & (positions < seq_lens[:, None])
+    slots = slots_for(block_tables, positions, block_size=pages.block_size)
+    checks.check_live_entries(cache, slots, live, layer)
 
 
 def _result(out, lse, q, return_lse):

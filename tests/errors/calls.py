@@ -115,6 +115,13 @@ def decode_kv(a, **changes):
     return call(jaxkv.decode_kv, given, changes)
 
 
+def prefill_mla(a, **changes):
+    given = dict(q_nope=jnp.ones((2, 5, 3, 6)), q_pe=jnp.ones((2, 5, 3, 4)))
+    given |= dict(w_uk=jnp.ones((3, 6, 8)), w_uv=jnp.ones((3, 7, 8)))
+    given |= dict(cache=a.mla, block_tables=a.tables, seq_lens=a.lengths)
+    return call(jaxkv.prefill_mla, dict(**given, layer=0, scale=0.1), changes)
+
+
 def decode_mla_sparse(a, **changes):
     given = dict(q_latent=a.q_latent[:, None], q_pe=a.q_pe[:, None], cache=a.mla, slots=a.chosen, layer=0, scale=0.1)
     return call(jaxkv.decode_mla_sparse, given, changes)
@@ -179,6 +186,7 @@ OF_ONE_CACHE = {
     "write_indexer_k": (write_indexer_k, "indexer", "IndexerEntry"),
     "decode_mla": (decode_mla, "mla", "MLAEntry"),
     "decode_kv": (decode_kv, "kv", "KVEntry"),
+    "prefill_mla": (prefill_mla, "mla", "MLAEntry"),
     "decode_mla_sparse": (decode_mla_sparse, "mla", "MLAEntry"),
     "indexer_logits": (indexer_logits, "indexer", "IndexerEntry"),
     "select_slots": (select_slots, "indexer", "IndexerEntry"),
@@ -202,6 +210,7 @@ DISPATCHED = [name for name in OPERATIONS if name != "positions_to_slots"]
 OF_BATCHES = {
     "decode_mla": decode_mla,
     "decode_kv": decode_kv,
+    "prefill_mla": prefill_mla,
     "indexer_logits": indexer_logits,
     "select_slots": select_slots,
 }

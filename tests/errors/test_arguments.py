@@ -22,6 +22,7 @@ from errors.calls import (
     indexer_logits,
     merge_states,
     positions_to_slots,
+    prefill_mla,
     select_topk,
     write_kv,
     write_mla,
@@ -31,7 +32,7 @@ from jaxkv.ops import OPERATIONS as DECLARED
 
 def test_every_declared_operation_is_called_here():
     declared = {operation.name for operation in DECLARED}
-    assert {*DISPATCHED, "plan_decode"} == declared | {"select_slots"}  # plans: test_plan.py
+    assert {*DISPATCHED, "plan_decode"} == declared | {"select_slots", "prefill_mla"}  # plans: test_plan.py
 
 
 SCALES = [
@@ -124,6 +125,13 @@ SCALES = [
         ["`k_scale`", "[1.0, 1.0]", "array"],
     ),
     ("no softmax scale", lambda a: decode_mla(a, scale=None), ["`scale`", "None", "expected a number"]),
+    (
+        "softmax scale of a prefill that is not static",
+        lambda a: prefill_mla(a, scale=jnp.float32(0.1)),
+        ["`scale`", "expected a number", "static"],
+    ),
+    ("infinite softmax scale of a prefill", lambda a: prefill_mla(a, scale=1e39), ["`scale`", "1e+39", "finite"]),
+    ("no bytes for expansions", lambda a: prefill_mla(a, expanded_bytes=0), ["`expanded_bytes`", "0", "positive"]),
     ("softmax scale of a string", lambda a: decode_kv(a, scale="auto"), ["`scale`", "'auto'", "expected a number"]),
     ("softmax scale per head", lambda a: decode_mla_sparse(a, scale=jnp.ones(3)), ["`scale`", "float32[3]", "scalar"]),
 ]

@@ -8,6 +8,7 @@ import pytest
 
 import jaxkv
 import jaxkv.models
+from jaxkv.models import ContextParallel, DataParallel, TensorParallel
 from jaxkv.models.layers.linear import linear
 from ops.test_in_place import assert_in_place, described, instructions
 from support.cases import each_value
@@ -153,6 +154,40 @@ def test_each_kind_of_layer_is_lowered_once():
 def test_main_and_indexer_entries_lie_in_one_block():
     layout = describe(DEEPSEEK_V32, entry_format="fp8_ds_mla").layout(16)
     assert {group.strides.block for group in layout.values()} == {27 * 64 * (656 + 132)}
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens", "parallel", "called"),
+    [
+        (DEEPSEEK_V2_LITE, 17, None, "prefill_mla"),
+        (DEEPSEEK_V2_LITE, 16, None, "decode_mla"),  # 16 x (2 x 512 - 16 - 16) < 512 x (16 + 16)
+        (DEEPSEEK_V2_LITE, 17, "tensor", "prefill_mla"),
+        (DEEPSEEK_V2_LITE, 17, "data", "prefill_mla"),
+        (DEEPSEEK_V2_LITE, 200, "context", "decode_mla"),
+        (DEEPSEEK_V32, 200, None, "decode_mla_sparse"),
+        (LLAMA, 200, None, "decode_kv"),
+    ],
+)
+def test_keys_and_values_are_expanded_if_new_tokens_are_many(values, tokens, parallel, called, monkeypatch):
+    kinds = {"tensor": TensorParallel, "data": DataParallel, "context": ContextParallel}
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    model = describe(values, parallel=kinds[parallel](mesh, "x") if parallel else None)
+    names = []
+
+    def record(name):
+        method = getattr(type(model.parallel), name)
+
+        def run(self, *args, **options):
+            names.append(name)
+            return method(self, *args, **options)
+
+        monkeypatch.setattr(type(model.parallel), name, run)
+
+    for name in ("prefill_mla", "decode_mla", "decode_mla_sparse", "decode_kv"):
+        record(name)
+    batch = [described(shape, "int32") for shape in ((2, tokens), (2,), (2, 8), (2, tokens))]
+    jax.eval_shape(jaxkv.models.prefill, model, describe_cache(model, 16), *batch)
+    assert set(names) == {called}
 
 
 class TestWrongCaches:

@@ -16,7 +16,7 @@ from jaxkv_kernels.formats.entries import Entry
 
 KINDS = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
 
-COMBINATIONS = {"select_slots"}
+COMBINATIONS = {"prefill_mla", "select_slots"}
 """Public functions that are not operations, but pass `implementation` on to operations."""
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
@@ -83,7 +83,9 @@ def test_every_operation_is_benchmarked():
     assert set(FAMILIES) == {operation.name for operation in OPERATIONS}
 
 
-@pytest.mark.parametrize("function", [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.select_slots, print])
+@pytest.mark.parametrize(
+    "function", [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.select_slots, jaxkv.prefill_mla, print]
+)
 def test_explain_is_for_operations(function):
     with pytest.raises(TypeError, match="is not an operation of jaxkv that chooses an implementation"):
         jaxkv.explain(function)

@@ -48,6 +48,12 @@ def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batc
     cache = write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
 
     scale = _softmax_scale(config, model.config.rope)
+    if batch.expanded:
+        out = model.parallel.prefill_mla(
+            q_nope, q_pe, weights["w_uk"], weights["w_uv"], cache, batch.block_tables, batch.seq_lens, scale=scale,
+            **options,
+        )  # fmt: skip
+        return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
     if config.indexer is None:
         out = model.parallel.decode_mla(

@@ -13,6 +13,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.indexer import select_slots
 from jaxkv.ops.plan import DecodePlan, plan_decode
+from jaxkv.ops.prefill import prefill_mla
 from jaxkv.ops.sparse import decode_mla_sparse
 
 
@@ -21,6 +22,9 @@ class Parallel(ABC):
 
     The default methods are for a device that holds the whole model.
     """
+
+    divides_tokens = False
+    """Whether a device's cache has only some tokens of each request.  `prefill_mla` is not called then."""
 
     @abstractmethod
     def check(self, config: ModelConfig) -> None:
@@ -76,6 +80,10 @@ class Parallel(ABC):
     def decode_mla(self, *args, **options) -> jax.Array:
         """`jaxkv.decode_mla` of this device's heads over all cached tokens."""
         return decode_mla(*args, **options)
+
+    def prefill_mla(self, *args, **options) -> jax.Array:
+        """`jaxkv.prefill_mla` of this device's heads over all cached tokens."""
+        return prefill_mla(*args, **options)
 
     def decode_kv(self, *args, **options) -> jax.Array:
         """`jaxkv.decode_kv` of this device's heads over all cached tokens."""

@@ -30,6 +30,10 @@ class ContextParallel(OnMesh):
 
     interleave: int = 1
 
+    # The new tokens that a device has are neither consecutive nor as many for each request, and its earlier tokens are
+    # not those before all new ones.  The masks of `prefill_mla` do not describe this.
+    divides_tokens = True
+
     def __post_init__(self):
         super().__post_init__()
         positive_int("interleave", self.interleave)
