@@ -271,8 +271,10 @@ class CopyBlocks(ReadBlocks):
         return np.split(requests.blocks, 2), []
 
 
-MIXTURES = {8: (256, 128), 64: (2048, 1408), 256: (7168, 2048)}
-"""The width of tokens and the inner size of experts, by the number of experts: a small one, DeepSeek V2-Lite and V3."""
+MIXTURES = {64: (2048, 1408), 256: (7168, 2048)}
+"""The width of tokens and the inner size of experts, by the number of experts: DeepSeek V2-Lite and V3."""
+SMALL_MIXTURE = 256, 128
+"""The same, for other numbers of experts."""
 
 
 class Experts(Workload):
@@ -287,7 +289,7 @@ class Experts(Workload):
 
     @property
     def _sizes(self):
-        return MIXTURES[self.tokens]
+        return MIXTURES.get(self.tokens, SMALL_MIXTURE)
 
     @cached_property
     def _experts(self):

@@ -57,7 +57,8 @@ def test_a_reason_that_applies_to_all_calls_is_printed_once(monkeypatch):
     monkeypatch.setattr(jaxkv, "implementations", lambda: {"triton": "NVIDIA GPUs"})
     headline, *rejected = doctor._implementations()
     assert headline.startswith("triton (NVIDIA GPUs): not usable, supports none of ")
-    assert rejected == ["  rejects all: needs a GPU", "  rejects all: needs triton"]
+    expected = ["  rejects all: needs a GPU", "  rejects all: needs triton", "  has no kernel for grouped_swiglu"]
+    assert rejected == expected
 
 
 @pytest.mark.parametrize("probe", ["_version", "_environment", "jax.local_devices", "sample_calls"])
