@@ -28,7 +28,7 @@ class Batch:
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
 
     expanded: bool
-    """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
+    """Whether layers call `prefill_mla`, because the new tokens are so many that it needs fewer flops."""
 
     @classmethod
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
@@ -52,7 +52,7 @@ class Batch:
 
 
 def _prefers_expansion(model: Model, q_len: int) -> bool:
-    """Whether the model has dense latent attention that is faster with expanded keys and values."""
+    """Whether the model has dense latent attention, and calls `prefill_mla` for `q_len` new tokens per request."""
     attention = model.config.attention
     if not isinstance(attention, MLA) or attention.indexer is not None:
         return False
