@@ -53,7 +53,7 @@ class Batch:
 
 
 def _prefers_expansion(model: Model, q_len: int) -> bool:
-    """Whether the model has dense latent attention that is faster with expanded keys and values."""
+    """Whether the model has dense latent attention, and calls `prefill_mla` for `q_len` new tokens per request."""
     attention = model.config.attention
     if not isinstance(attention, MLA) or attention.indexer is not None:
         return False

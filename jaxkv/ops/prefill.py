@@ -36,14 +36,25 @@ def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
     return q_len * (2 * latent - nope - value) > latent * (nope + value)
 
 
-def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, value: int, implementation=None) -> bool:
-    """Whether `prefill_mla` is likely to be faster than `decode_mla` for `q_len` new tokens of `dtype`.
+LEAST_ON_GPUS = 1024
+"""New tokens per request from which on models expand keys and values on GPUs.  With 512, expansion was slower on an H200
+(see `prefers_expansion`); with 8,192, it was faster.  Nothing in between was measured."""
 
-    It must need fewer flops.  On a GPU, where `decode_mla` has kernels, cuDNN must also support the heads.
+
+def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, value: int, implementation=None) -> bool:
+    """Whether models call `prefill_mla` instead of `decode_mla` for `q_len` new tokens of `dtype`.
+
+    It must need fewer flops.  On a GPU, where `decode_mla` has kernels, cuDNN must also support the heads, and there must
+    be at least `LEAST_ON_GPUS` new tokens.
+
+    Flops are not everything.  In a layer of DeepSeek-V2-Lite (16 heads, bfloat16) on an H200, the attention kernel of
+    8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 7,680 cached ones, it takes 0.16 ms instead
+    of 0.20, but the expansion and the loop over chunks cost more than that saves: a layer takes 1.8 ms instead of 1.5.
     """
     pays = expansion_pays(q_len, latent=latent, nope=nope, value=value)
-    on_xla = jax.default_backend() != "gpu" or _only_xla(implementation)
-    return pays and (on_xla or not any(cudnn.unsupported_reasons(dtype, nope + rope, value)))
+    if jax.default_backend() != "gpu" or _only_xla(implementation):
+        return pays
+    return pays and q_len >= LEAST_ON_GPUS and not any(cudnn.unsupported_reasons(dtype, nope + rope, value))
 
 
 def prefill_mla(
@@ -67,8 +78,8 @@ def prefill_mla(
     For each head h, key = (W_UK[h] @ kv_c, k_pe) and value = W_UV[h] @ kv_c; score = (q_nope . W_UK[h] @ kv_c + q_pe .
     k_pe) * scale.  Up to rounding, the result is that of `decode_mla` with q_latent = q_nope @ W_UK, multiplied by
     W_UV.  This function takes fewer flops if query tokens are many: for DeepSeek's sizes, 640 per pair of a query and a
-    key instead of 2,176, and 262,144 to expand a cached token, all per head.  It is the better choice from 171 query
-    tokens on, whatever the length of the context.
+    key instead of 2,176, and 262,144 to expand a cached token, all per head.  From 171 query tokens on, that is fewer,
+    whatever the length of the context.
 
     As for `decode_mla`, the entries of the new tokens must already be in the cache, and the mask is causal and aligned
     to the end: query token t of Q sees the first `seq_len - Q + 1 + t` tokens.  New tokens are read back from the
