@@ -1,6 +1,6 @@
 """What every layer needs to know about the new tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -28,7 +28,7 @@ class Batch:
     plan: DecodePlan | None
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
 
-    expanded: bool
+    expanded: bool = field(metadata={"static": True})
     """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
 
     @classmethod
