@@ -35,7 +35,8 @@ def plan_by_slots(block_tables, seq_lens, *, pages, entry, heads: int, tokens: i
     """The schedule of such calls: query token t of a request sees all but the last `tokens` - 1 - t slots."""
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
     counts = jnp.maximum(lengths[:, None] - jnp.arange(tokens - 1, -1, -1, dtype=jnp.int32), 0).reshape(-1)
-    costs, size = config_of(entry).split_costs, table_tokens(block_tables, pages.block_size)
+    size = table_tokens(block_tables, pages.block_size)
+    costs = config_of(entry, queries=counts.size, size=size, heads=heads).split_costs
     return plan_slots(
         counts, size=size, heads=heads, costs=costs, batch_invariant=batch_invariant,
         by_kernel=not interpreting.value,

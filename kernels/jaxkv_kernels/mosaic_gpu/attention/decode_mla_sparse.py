@@ -15,6 +15,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.attention.schedules.slots import attend_slots
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 from jaxkv_kernels.tuning import configuration
@@ -29,13 +30,15 @@ def decode_mla_sparse(
     Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
     """
     batch, tokens, heads, _ = q_latent.shape
+    size = slots.shape[-1]
+    costs = config_of(entry, queries=batch * tokens, size=size, heads=heads).split_costs
     plan_of = partial(
-        plan_slots, size=slots.shape[-1], heads=heads, costs=config_of(entry).split_costs,
+        plan_slots, size=size, heads=heads, costs=costs,
         batch_invariant=batch_invariant,
     )  # fmt: skip
     if counts is None:
         with jax.ensure_compile_time_eval():
-            plan = plan_of(jnp.full(batch * tokens, slots.shape[-1], jnp.int32))
+            plan = plan_of(jnp.full(batch * tokens, size, jnp.int32))
     else:
         plan = plan_of(counts.reshape(-1), by_kernel=not interpreting.value)
     return decode_slots(
@@ -44,19 +47,21 @@ def decode_mla_sparse(
     )  # fmt: skip
 
 
-def config_of(entry) -> SparseConfig:
-    """The configuration of a call with entries of this kind: the user's, or the default."""
-    return configuration(sparse_config(entry.format))
+def config_of(entry, *, queries: int, size: int, heads: int) -> SparseConfig:
+    """The configuration of a call whose `queries` query tokens have up to `size` slots: the user's, or the default."""
+    tiles = queries * -(-size // TILE) * -(-heads // TILE)
+    return configuration(sparse_config(entry.format, tiles // MULTIPROCESSORS))
 
 
 def decode_slots(
     q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, *, pages, entry, logit_cap
 ):  # fmt: skip
     """`decode_mla_sparse` with a plan, in which each query token is a request."""
+    batch, tokens, size = slots.shape
+    config = config_of(entry, queries=batch * tokens, size=size, heads=q_latent.shape[2])
     return _decode(
         q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan,
-        pages=pages, entry=entry, logit_cap=logit_cap, config=config_of(entry),
-        interpret=bool(interpreting.value),
+        pages=pages, entry=entry, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 

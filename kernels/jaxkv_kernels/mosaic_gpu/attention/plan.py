@@ -31,6 +31,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     QuantisedWideConfig,
     SplitCosts,
     WideConfig,
+    wide_config,
 )
 from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel as kernels
 from jaxkv_kernels.mosaic_gpu.attention.planning.by_xla import divide
@@ -104,7 +105,7 @@ def default_config(entry, rows: int) -> Any:
     if not entry.one_head:
         return KVQuantisedConfig() if entry.quantised else KVConfig()
     if rows > FEW_ROWS:
-        return QuantisedWideConfig() if entry.quantised else WideConfig()
+        return QuantisedWideConfig() if entry.quantised else wide_config(rows)
     return FewRowsQuantisedConfig() if entry.quantised else FewRowsConfig()
 
 
