@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
+from jaxkv.dispatch.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.dispatch.validate import FLOATS, Dims, check_cache, describe, int32, layer_index, positive_int
 from jaxkv.ops.operation import Operation
-from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels.addressing.slots import lengths_in_table
