@@ -37,15 +37,17 @@ def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
 
 
 LEAST_ON_GPUS = 1024
-"""New tokens per request from which on models expand keys and values on GPUs.  With 512, expansion was slower on an H200
-(see `prefers_expansion`); with 8,192, it was faster.  Nothing in between was measured."""
+"""New tokens per request from which on models expand keys and values on GPUs.
+
+With 512, expansion was slower on an H200 (see `prefers_expansion`); with 8,192, it was faster.  Nothing in between was
+measured."""
 
 
 def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, value: int, implementation=None) -> bool:
     """Whether models call `prefill_mla` instead of `decode_mla` for `q_len` new tokens of `dtype`.
 
-    It must need fewer flops.  On a GPU, where `decode_mla` has kernels, cuDNN must also support the heads, and there must
-    be at least `LEAST_ON_GPUS` new tokens.
+    It must need fewer flops.  On a GPU, where `decode_mla` has kernels, cuDNN must also support the heads, and there
+    must be at least `LEAST_ON_GPUS` new tokens.
 
     Flops are not everything.  In a layer of DeepSeek-V2-Lite (16 heads, bfloat16) on an H200, the attention kernel of
     8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 7,680 cached ones, it takes 0.16 ms instead
