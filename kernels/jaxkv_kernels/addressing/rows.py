@@ -29,16 +29,11 @@ def write_entries(buffer: jax.Array, pages: Pages, rows: jax.Array, keep, *, lay
     view = entry_view(pages)
     start = _start(view, layer=layer, block=block, head=head, token=token)
     start = jnp.where(keep[..., None, None], start, jnp.int32(ROW_LIMIT - 1))  # out of bounds: dropped
-    start, rows = start.reshape(-1, start.shape[-1]), rows.reshape(-1, view.window)
-    if len(start) == 1:
-        # XLA replaces a scatter of one window by a dynamic-update-slice.  On CPUs, it fuses that with operations that
-        # read the buffer, and then copies the buffer.  A second window, which is dropped, avoids this.
-        start, rows = jnp.pad(start, ((0, 1), (0, 0)), constant_values=ROW_LIMIT - 1), jnp.pad(rows, ((0, 1), (0, 0)))
     leading = tuple(range(len(view.shape) - 1))
     return lax.scatter(
         buffer.reshape(view.shape),
         start,
-        rows,
+        rows.reshape(*start.shape[:-1], view.window),
         lax.ScatterDimensionNumbers(
             update_window_dims=(start.ndim - 1,),
             inserted_window_dims=leading,
@@ -61,7 +56,13 @@ def read_slots(buffer: jax.Array, pages: Pages, slots: jax.Array, layer) -> tupl
 def write_slots(buffer: jax.Array, pages: Pages, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:
     """The buffer with entries `rows` [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
     index, valid = _locate(pages, slots, layer)
-    return write_entries(buffer, pages, rows, jnp.broadcast_to(valid[..., None], index["head"].shape), **index)
+    keep = jnp.broadcast_to(valid[..., None], index["head"].shape)
+    if keep.size == 1:
+        # XLA replaces a scatter of one window by a dynamic-update-slice.  On CPUs, it fuses that with operations that
+        # read the buffer, and then copies the buffer.  A second entry, which is not kept, avoids this.
+        rows, keep = jnp.broadcast_to(rows, (2, *rows.shape)), jnp.stack([keep, jnp.zeros_like(keep)])
+        index = {name: jnp.broadcast_to(at, keep.shape) for name, at in index.items()}
+    return write_entries(buffer, pages, rows, keep, **index)
 
 
 def _locate(pages, slots, layer):
