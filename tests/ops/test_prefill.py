@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.prefill import expansion_pays, prefers_expansion
+from jaxkv.ops.prefill import LEAST_ON_GPUS, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
@@ -204,10 +204,11 @@ def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
     assert not prefers(170)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter(["older"]))
-    assert not prefers(171)
+    assert not prefers(LEAST_ON_GPUS)
     assert prefers(171, implementation="xla")
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter([]))
-    assert prefers(171)
+    assert not prefers(LEAST_ON_GPUS - 1)
+    assert prefers(LEAST_ON_GPUS)
 
 
 class TestCudnn:
