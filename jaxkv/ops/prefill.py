@@ -152,7 +152,8 @@ def _prefill(q, w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, op
     new = jnp.minimum(lengths, tokens)
     cached = lengths - new
     # A request of fewer than Q tokens has padding before them.  It moves to the end, where masks expect it.
-    q = _moved(q, tokens - new)
+    padding = tokens - new
+    q = _shifted(q, padding)
 
     def part(first, counts, size, *, causal):
         """Attention to `counts` [B] tokens, at most `size`, from positions `first` [B] on."""
@@ -177,7 +178,7 @@ def _prefill(q, w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, op
         # Without cached tokens, the results are not converted to float32 and back.
         found = lax.cond(cached.max() > 0, with_cached, lambda *found: found, *found)
     out, lse = found
-    return _moved_back(out, tokens - new, 0), _moved_back(lse, tokens - new, -jnp.inf)
+    return _padded(out, padding, 0), _padded(lse, padding, -jnp.inf)
 
 
 def _static_scale(scale) -> float:
@@ -196,7 +197,7 @@ def _attention(dtype, key_dim: int, value_dim: int, implementation):
 
 
 def _only_xla(implementation) -> bool:
-    """Whether the caller asks for XLA, and nothing else."""
+    """Whether `implementation` names `xla` only."""
     return implementation in ("xla", ("xla",), ["xla"])
 
 
@@ -216,18 +217,16 @@ def _merged(out, lse, other_out, other_lse) -> tuple[jax.Array, jax.Array]:
     return out * weight + other_out.astype(out.dtype) * other_weight, total
 
 
-def _moved(x, by):
-    """x [B, Q, ...] whose row t is row t + by of `x`; `by` is [B].  The last row is repeated at the end."""
-    rows = jnp.arange(x.shape[1], dtype=jnp.int32) + by[:, None]
-    rows = jnp.minimum(rows, x.shape[1] - 1)
+def _shifted(x, by):
+    """x [B, Q, ...] whose row t is row t + by of `x`, or else its first or last row; `by` is [B]."""
+    rows = jnp.clip(jnp.arange(x.shape[1], dtype=jnp.int32) + by[:, None], 0, x.shape[1] - 1)
     return jnp.take_along_axis(x, rows.reshape(*rows.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
-def _moved_back(x, by, fill):
-    """x [B, Q, ...] whose row t is row t - by of `x`, or `fill` if t < by; `by` is [B]."""
-    rows = jnp.arange(x.shape[1], dtype=jnp.int32) - by[:, None]
-    rows = rows.reshape(*rows.shape, *[1] * (x.ndim - 2))
-    return jnp.where(rows >= 0, jnp.take_along_axis(x, jnp.maximum(rows, 0), axis=1), jnp.asarray(fill, x.dtype))
+def _padded(x, padding, fill):
+    """x [B, Q, ...] behind `padding` [B] rows of `fill`; the rows that do not fit are dropped."""
+    live = jnp.arange(x.shape[1], dtype=jnp.int32) >= padding[:, None]
+    return jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 2)), _shifted(x, -padding), jnp.asarray(fill, x.dtype))
 
 
 def _gathered(cache, block_tables, first, counts, size, dtype, options):

@@ -1,5 +1,6 @@
 """Tokens sorted by expert: the rows of each expert follow one another, and are divided into tiles."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,12 @@ class Groups(NamedTuple):
     """int32 [M]: the rows of each tile, a multiple of `align`; those of tiles from `count` on are undefined."""
     count: jax.Array
     """int32 []: how many tiles there are."""
+
+
+def usual_rows(choices: int, num_experts: int, most: int) -> int:
+    """The rows of an average expert plus two standard deviations of random choices, from 1 to `most`."""
+    mean = choices / num_experts
+    return max(math.ceil(min(mean + 2 * math.sqrt(mean), most)), 1)
 
 
 def expert_groups(experts: jax.Array, num_experts: int, *, tile: int, align: int = 1) -> Groups:

@@ -1,12 +1,10 @@
 """Each token through the experts that it chose."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.expert_groups import expert_groups
+from jaxkv_kernels.expert_groups import expert_groups, usual_rows
 
 MOST_ROWS = 256
 """The most rows of a tile on CPUs."""
@@ -25,8 +23,8 @@ def grouped_swiglu(x, experts, weights, gate, up, down):
 
 def by_tiles(x, experts, weights, gate, up, down):
     """Tile by tile of tokens that chose the same expert: computes only what was chosen."""
-    count, mean = gate.shape[0], experts.size / gate.shape[0]
-    tile = max(math.ceil(min(mean + 2 * math.sqrt(mean), len(x), MOST_ROWS)), 1)
+    count = gate.shape[0]
+    tile = usual_rows(experts.size, count, min(len(x), MOST_ROWS))
     groups = expert_groups(experts, count, tile=tile)
     num_rows = groups.tokens.size
     # A tile may extend past its group and past all rows.  Later tiles overwrite what it stores there, or it is unused.

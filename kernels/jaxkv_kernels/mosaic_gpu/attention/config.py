@@ -25,8 +25,6 @@ SPLIT_COST_UNIT = 256
 """The cost of walking one step, in the unit of `SplitCosts.combining` and `SplitCosts.split`."""
 PREFETCHED_TILES = 32
 """Key tiles per CTA from which sparse attention to `fp8_ds_mla` entries prefetches: with 64 it takes 1 % less time."""
-THREE_WARPGROUPS = 504
-"""Registers per lane that three warpgroups have together; a kernel that requests more hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,11 +257,6 @@ def sparse_config(format: str, tiles: int) -> SparseConfig:
     if format not in ("fp8", "fp8_ds_mla"):
         return SparseConfig()
     return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
-
-
-def consumer_registers(producer_registers: int) -> int:
-    """Registers per lane of each of two consumer warpgroups beside a producer warpgroup."""
-    return (THREE_WARPGROUPS - producer_registers) // 2
 
 
 def _check_registers(config, *supported: int) -> None:

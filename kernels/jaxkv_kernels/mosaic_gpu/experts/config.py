@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from jaxkv_kernels.expert_groups import usual_rows
 from jaxkv_kernels.tuning import require
 
 FEATURES = 64
@@ -46,11 +47,6 @@ class ExpertsConfig:
         """Rows of weights that a CTA multiplies at a time, of each of two matrices or halves."""
         return self.consumers * FEATURES
 
-    @property
-    def consumer_registers(self) -> int:
-        """Registers per lane of each of two consumers: an equal share of those at launch, less the producer's."""
-        return (3 * 168 - self.producer_registers) // 2 // 8 * 8
-
     def __post_init__(self):
         require(
             self.rows % ALIGN == 0 and 0 < self.rows <= MOST_ROWS, self, "rows", f"a multiple of 8 up to {MOST_ROWS}"
@@ -63,12 +59,11 @@ class ExpertsConfig:
 def default_config(tokens: int, choices: int, experts: int) -> ExpertsConfig:
     """The default configuration for `choices` rows of `tokens` tokens in all, divided among `experts`.
 
-    A tile has the rows of an average expert and two standard deviations of random choices, because weights are read
-    once per tile.  128 tokens take 0.290 with tiles of 24 rows, 0.294 with 16 and 0.291 with 32; 256 tokens take 0.300
-    with 40 and 0.306 with 32.  With few rows, which are bound by memory, smaller tiles of weights divide the work more
-    evenly: with two consumers instead of one, 1 token takes 0.042 instead of 0.040, 128 tokens 0.296 instead of 0.290,
-    and 512 tokens, with tiles of 64 rows, 0.328 instead of 0.322.
+    A tile has `usual_rows`, because weights are read once per tile.  128 tokens take 0.290 with tiles of 24 rows,
+    0.294 with 16 and 0.291 with 32; 256 tokens take 0.300 with 40 and 0.306 with 32.  With few rows, which are bound
+    by memory, smaller tiles of weights divide the work more evenly: with two consumers instead of one, 1 token takes
+    0.042 instead of 0.040, 128 tokens 0.296 instead of 0.290, and 512 tokens, with tiles of 64 rows, 0.328 instead of
+    0.322.
     """
-    mean = choices / experts
-    rows = max(math.ceil(min(mean + 2 * math.sqrt(mean), tokens, MOST_ROWS) / ALIGN), 1) * ALIGN
+    rows = math.ceil(usual_rows(choices, experts, min(tokens, MOST_ROWS)) / ALIGN) * ALIGN
     return ExpertsConfig(rows=rows, consumers=1 if rows <= ONE_CONSUMER else 2)

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, STEP, ExpertsConfig
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
@@ -142,7 +142,7 @@ def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, inte
 
         def consumer():
             if consumers > 1:
-                plgpu.set_max_registers(config.consumer_registers, action="increase")
+                plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
 
             def multiply(n):
                 """Both products of a work tile, float32 [64, rows of a tile]."""

@@ -54,7 +54,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, KVConfig, consumer_registers
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, KVConfig
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
@@ -64,7 +64,7 @@ from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (

@@ -86,7 +86,6 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     TILE,
     QuantisedWideConfig,
     WideConfig,
-    consumer_registers,
 )
 from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
@@ -100,6 +99,7 @@ from jaxkv_kernels.mosaic_gpu.attention.schedules.wide_memory import barriers, p
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
