@@ -43,21 +43,23 @@ class GatherTiles:
     k_free: Any
     interpret: bool
 
-    def run(self, layer, first, end, load_work_tile, q_free, fetch_queries) -> None:
-        """Gathers the keys of the work tiles from `first` to `end`, and fetches their queries.
+    def run(self, layer, first, end, first_tile, load_work_tile, q_free, fetch_queries) -> None:
+        """Gathers the keys of the work tiles from `first`, whose columns are `first_tile`, to `end`.
 
-        `load_work_tile` loads the columns of a work tile.  `fetch_queries` fetches the queries of a request; it is
-        called once `q_free` has completed.
+        Also fetches their queries.  `load_work_tile` loads the columns of a work tile.  `fetch_queries` fetches the
+        queries of a request; it is called once `q_free` has completed.
         """
         pages = self.rows.pages
         in_cache = (layer >= 0) & (layer < pages.num_layers)
         limit = jnp.where(in_cache, pages.num_slots, 0)
         layer = jnp.where(in_cache, layer, 0)
 
-        def load_work(n):
+        def work_of(tile, n):
             """Request, first pair, end of the pairs, and slots to attend to: none past the last work tile."""
-            tile = load_work_tile(n)
             return tile.request, tile.begin, tile.end, jnp.where(n < end, tile.keys, 0)
+
+        def load_work(n):
+            return work_of(load_work_tile(n), n)
 
         def work_tile(n, carry):
             request, begin, stop, keys = load_work(n)
@@ -84,7 +86,7 @@ class GatherTiles:
 
             return lax.fori_loop(begin, stop, pair, carry)
 
-        request, begin, _, keys = load_work(first)
+        request, begin, _, keys = work_of(first_tile, first)
 
         @pl.when(end > first)
         def _():

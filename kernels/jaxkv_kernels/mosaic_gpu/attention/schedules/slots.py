@@ -146,10 +146,11 @@ def attend_slots(
 
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
-            first, end, _ = load_work_range(partitions_ref, partition)
+            first, end, first_tile = load_work_range(partitions_ref, partition)
             gather_tiles = ConvertedTiles if rows.quantised else CopiedTiles
             gather = gather_tiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
-            gather.run(layer_ref[0], first, end, partial(load_work_tile, work_tiles_ref), q_free, fetch_queries)
+            load_tile = partial(load_work_tile, work_tiles_ref)
+            gather.run(layer_ref[0], first, end, first_tile, load_tile, q_free, fetch_queries)
 
         def consumer(side):
             operand = scratch["operands"].at[side] if interpret else None
