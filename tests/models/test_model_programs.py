@@ -87,7 +87,8 @@ def describe_cache(model, num_blocks):
 @each_value(("case", "program"), CASES, ["prefill", "decode"])
 def test_the_cache_is_updated_in_place(case, program):
     values, entry_format = case
-    model = describe(values, entry_format=entry_format)
+    # A few layers suffice: the others are the same, and XLA compiles each.
+    model = describe({**values, "num_hidden_layers": 3}, entry_format=entry_format)
     one = describe_cache(model, 1).layout
     cache = describe_cache(model, 2**31 // one.nbytes)
     tokens = (BATCH,) if program == "decode" else (BATCH, CHUNK)

@@ -93,6 +93,7 @@ def check(layout, view, layers):
     cache.buffer.delete()
 
 
+@pytest.mark.slow  # 20 seconds, most of which go into zeros; `.ci/run` runs it
 def test_elements_beyond_2_31_are_found_and_nothing_wraps_round():
     # One after the other in one test, so that one such cache at a time is in memory: 2.2, 2.2 and 4.4 GB.
     block = BLOCK_SIZE * ENTRY.nbytes
