@@ -10,6 +10,8 @@ Timeline of a team:
 
 What bounds it: memory bandwidth, and for few entries the latency of one load and one store.  All loads of an entry, and
 all entries of a multiprocessor, are in flight at the same time.
+Writing 8,192 indexer keys takes 2.40 us on an H200.  Of these, loading slots, with the launch, takes 0.78 us, loading
+values 1.13, the largest magnitudes 0.06, and converting and storing 0.43.
 
 Barriers.  None.
 Budget.  No shared memory.  Registers: the values of a team's entries, 4 per chunk of bf16.
