@@ -16,6 +16,7 @@ from jaxkv.models.decoder import decode, forward, head, prefill
 from jaxkv.models.model import Model
 from jaxkv.models.parallel import ContextParallel, DataParallel, OneDevice, TensorParallel
 from jaxkv.models.sampling import Sampling
+from jaxkv.models.speculative import draft, mtp_forward, verify
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.models.weights.load import load
 from jaxkv.models.weights.random import random_model
@@ -29,10 +30,13 @@ __all__ = [
     "Sampling",
     "TensorParallel",
     "decode",
+    "draft",
     "fingerprint",
     "forward",
     "head",
     "load",
+    "mtp_forward",
     "prefill",
     "random_model",
+    "verify",
 ]
