@@ -41,7 +41,8 @@ class Build:
         self.parallel = OneDevice() if parallel is None else parallel
         if not isinstance(self.parallel, Parallel):
             raise ValueError(
-                f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ContextParallel or DataParallel"
+                f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ExpertParallel, "
+                "ContextParallel or DataParallel"
             )
         self.parallel.check(config)
 
