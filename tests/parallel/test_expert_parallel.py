@@ -67,10 +67,6 @@ def test_eight_devices_have_the_logits_of_one():
     assert np.abs(one - many).max() < 1e-5 * np.abs(one).max()
 
 
-def recorded_config(family):
-    return json.loads((FOLDER / family / "config.json").read_text())
-
-
 def test_every_device_holds_its_experts_whole():
     whole, divided = models.load(FOLDER / "deepseek_v3"), load("deepseek_v3", 4)
     stacks = 0
