@@ -161,7 +161,7 @@ def accept(logits, tokens, seq_lens, temperature, top_p, seeds) -> tuple[jax.Arr
     """`sampled` and `accepted` of `verify`, given the logits [B, Q, V] after each of its tokens."""
     rows, columns = tokens.shape
     # A token's random numbers are those of its position, the number of tokens before it.
-    positions = int32(seq_lens)[:, None] + jnp.arange(1 - columns, 1, dtype=jnp.int32)
+    positions = int32(seq_lens)[:, None] + jnp.arange(1 - columns, 1, dtype=jnp.int32)[None]
     temperature, top_p, seeds = (jnp.repeat(option, columns) for option in (temperature, top_p, seeds))
     sampled = sample(logits.reshape(rows * columns, -1), temperature, top_p, seeds, positions.reshape(-1))
     sampled = sampled.reshape(rows, columns)

@@ -288,12 +288,12 @@ def _verify_step(model: Model, cache: KVCache, inputs: _Inputs) -> tuple[KVCache
     rejected = inputs.tokens.shape[1] - 1 - accepted
 
     def moved(array):
-        return jnp.take_along_axis(array, jnp.maximum(jnp.arange(array.shape[1]) - rejected[:, None], 0), axis=1)
+        columns = jnp.arange(array.shape[1], dtype=jnp.int32)[None] - rejected[:, None]
+        columns = jnp.maximum(columns, 0).reshape(*columns.shape, *[1] * (array.ndim - 2))
+        return jnp.take_along_axis(array, columns, axis=1)
 
-    columns = jnp.arange(inputs.slot_mapping.shape[1])
-    slots = jnp.where(columns < rejected[:, None], -1, moved(inputs.slot_mapping))
-    rows = jnp.maximum(jnp.arange(hidden.shape[1]) - rejected[:, None], 0)
-    hidden = jnp.take_along_axis(hidden, rows[..., None], axis=1)
+    slots = moved(inputs.slot_mapping)
+    slots = jnp.where(jnp.arange(slots.shape[1], dtype=jnp.int32)[None] < rejected[:, None], -1, slots)
     lengths = jnp.where(inputs.seq_lens > 0, inputs.seq_lens - rejected, 0)
-    cache, drafts = draft(model, cache, hidden, moved(sampled), lengths, inputs.block_tables, slots)
+    cache, drafts = draft(model, cache, moved(hidden), moved(sampled), lengths, inputs.block_tables, slots)
     return cache, sampled, accepted, drafts

@@ -1,7 +1,7 @@
 """Drafts of the MTP layer: equal to a NumPy oracle; tokens with drafts are those without, and so is their law."""
 
 import json
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import safetensors.numpy
 from jaxkv import models, serving
 from jaxkv.models.speculative import accept
 from models.mtp_checkpoint import FOLDER, LAYER, with_mtp
+from models.published import PUBLISHED
 from support.compare import assert_close
 
 BLOCK = 16
@@ -239,6 +240,20 @@ def test_an_mtp_layer_that_is_not_there_or_differs_is_rejected(checkpoint, tmp_p
     safetensors.numpy.save_file(without, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"lacks weights .*eh_proj"):
         models.load(folder, mtp=True)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3 and R1", "DeepSeek-V3.2"])
+def test_strict_programs_may_draft_and_verify(name):
+    """At published sizes, with V3.2's indexer keys in the MTP layer's part of the cache, too."""
+    config = models.ModelConfig.from_json(PUBLISHED[name])
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        model = jax.eval_shape(partial(models.random_model, config, mtp=True))
+        cache = jax.eval_shape(lambda: model.cache(4))
+        new, slots, lengths, tables = (jax.ShapeDtypeStruct(n, jnp.int32) for n in ((2, 3), (2, 4), (2,), (2, 2)))
+        options = (jax.ShapeDtypeStruct((2,), kind) for kind in ("float32", "float32", "uint32"))
+        cache, hidden, *_ = jax.eval_shape(models.verify, model, cache, new, lengths, tables, new, *options)
+        _, drafts = jax.eval_shape(models.draft, model, cache, hidden, new, lengths, tables, slots)
+    assert drafts.shape == (2, 2)
 
 
 def test_models_without_mtp_have_no_layer_for_it(checkpoint):
