@@ -17,7 +17,7 @@ from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling, sample
 from jaxkv.models.speculative import draft, verify
 from jaxkv.serving.pool import BlockPool
-from jaxkv.serving.request import Request, uncancelled
+from jaxkv.serving.request import Request
 
 GREEDY = Sampling()
 
@@ -50,7 +50,7 @@ class SpeculativeEngine:
     of `Engine`, up to rounding, whatever its `Sampling`.
 
     A request reserves the blocks of all its tokens when it joins, so that none is preempted; the others wait.  Prefixes
-    are not reused.
+    are not reused, and requests cannot be cancelled.
 
     Args:
       model: from `jaxkv.models.load` with `mtp`.
@@ -130,7 +130,7 @@ class SpeculativeEngine:
     def run(self) -> Iterator[tuple[Request, int]]:
         """Steps until all requests have ended; yields each new token with its request."""
         while self.waiting or self.running:
-            yield from uncancelled(self.step())
+            yield from self.step()
 
     def step(self) -> list[tuple[Request, int]]:
         """Runs one step and returns the new tokens with their requests.

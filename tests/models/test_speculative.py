@@ -185,7 +185,7 @@ def test_accepted_drafts_leave_the_tokens_as_they_are(samplings):
     assert 3 * 39 <= new <= 3 * (39 + 2)
 
 
-def test_a_stop_token_among_accepted_drafts_ends_the_request():
+def test_a_stop_token_or_nan_ends_the_request():
     model = predictable()
     engine = serving.SpeculativeEngine(model, num_blocks=8, block_size=BLOCK, num_speculative_tokens=2, chunk=16)
     (tokens,) = generate(engine, [[3, 1, 4]], 30)
@@ -194,6 +194,14 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request():
     list(engine.run())
     assert request.generated == tokens[: tokens.index(stop) + 1]
     assert request.finish_reason == "stop"
+
+    lost = {**model.params, "embed": model.params["embed"].at[tokens[5]].set(jnp.nan)}
+    engine.model = models.Model(lost, model.config, model.entry_format)
+    request = engine.submit([3, 1, 4], max_tokens=30, stop=())
+    list(engine.run())
+    assert request.generated == tokens[: tokens.index(tokens[5]) + 1]
+    assert request.finish_reason == "nan"
+    assert engine.pool.num_free == engine.pool.num_blocks
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.8, 1.0), (1.3, 0.8)])
