@@ -21,7 +21,7 @@ from jaxkv.terminal.streams import notice
 from jaxkv.terminal.token_text import IdStream, TextStream
 
 if TYPE_CHECKING:
-    from jaxkv.serving import Engine, Request
+    from jaxkv.serving import Engine, Request, SpeculativeEngine
 
 MOST_ROWS = 32
 """Requests that run at once; further prompts are queued."""
@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=seed, default=0, help=seeds)
     parser.add_argument("--ignore-eos", action="store_true", help="continue after the checkpoint's end-of-text tokens")
     parser.add_argument("--blocks", type=positive, default=256, help="blocks of 64 tokens in the cache (256)")
+    drafts = "draft so many tokens per step with the checkpoint's layer of multi-token prediction, and verify them"
+    parser.add_argument("--num-speculative-tokens", type=positive, metavar="K", help=drafts)
     add_entry_format(parser)
     names = "names in order of preference; default: the first that supports a call"
     parser.add_argument("--implementation", nargs="+", choices=jaxkv.implementations(), help=names)
@@ -62,10 +64,15 @@ def run(args: argparse.Namespace) -> int:
         args.model,
         entry_format=args.entry_format,
         implementation=implementation,
+        mtp=args.num_speculative_tokens is not None,
         progress=partial(progress, what="loading"),
     )
     require_memory(f"--blocks {args.blocks}", nbytes(jax.eval_shape(lambda: model.cache(args.blocks))))
-    engine = serving.Engine(model, num_blocks=args.blocks, max_requests=min(len(prompts), MOST_ROWS))
+    sizes = {"num_blocks": args.blocks, "max_requests": min(len(prompts), MOST_ROWS)}
+    if args.num_speculative_tokens is None:
+        engine = serving.Engine(model, **sizes)
+    else:
+        engine = serving.SpeculativeEngine(model, num_speculative_tokens=args.num_speculative_tokens, **sizes)
     stop = () if args.ignore_eos else None
     requests = []
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True), 1):
@@ -87,6 +94,10 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     read, new = sum(map(len, prompts)), sum(len(request.generated) for request in requests)
     notice(f"{read} prompt tokens and {new} new ones in {seconds:.2f} s: {new / seconds:.1f} new tokens/s")
+    if isinstance(engine, serving.SpeculativeEngine):
+        drafts = engine.acceptance
+        accepted = f"{drafts.accepted} of {drafts.drafted} drafts accepted ({drafts.rate:.1%})"
+        notice(f"{accepted}, {drafts.tokens_per_step:.2f} new tokens per request and step")
     lost = [number for number, request in enumerate(requests, 1) if request.finish_reason == "nan"]
     for number in lost:
         notice(f"jaxkv generate: the logits of prompt {number} are NaN, so its text ends early")
@@ -132,7 +143,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
     return encode, partial(TextStream, tokenizer)
 
 
-def _pieces(engine: "Engine", request: "Request", stream: IdStream | TextStream) -> Iterator[str]:
+def _pieces(engine: "Engine | SpeculativeEngine", request: "Request", stream: IdStream | TextStream) -> Iterator[str]:
     """Yields the text of a request as it grows.  The engine serves the other requests at the same time."""
     shown = 0
     while True:

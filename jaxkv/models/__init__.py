@@ -14,8 +14,9 @@ weights needs the extra `jaxkv[models]`.
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import decode, forward, head, prefill
 from jaxkv.models.model import Model
-from jaxkv.models.parallel import ContextParallel, DataParallel, OneDevice, TensorParallel
+from jaxkv.models.parallel import ContextParallel, DataParallel, ExpertParallel, OneDevice, TensorParallel
 from jaxkv.models.sampling import Sampling
+from jaxkv.models.speculative import draft, mtp_forward, verify
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.models.weights.load import load
 from jaxkv.models.weights.random import random_model
@@ -23,16 +24,20 @@ from jaxkv.models.weights.random import random_model
 __all__ = [
     "ContextParallel",
     "DataParallel",
+    "ExpertParallel",
     "Model",
     "ModelConfig",
     "OneDevice",
     "Sampling",
     "TensorParallel",
     "decode",
+    "draft",
     "fingerprint",
     "forward",
     "head",
     "load",
+    "mtp_forward",
     "prefill",
     "random_model",
+    "verify",
 ]

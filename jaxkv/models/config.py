@@ -135,6 +135,8 @@ class ModelConfig:
     rope: Rope
     attention: MLA | GQA
     experts: Experts | None
+    num_nextn_predict_layers: int = 0
+    """Layers of multi-token prediction in the checkpoint, which draft tokens (see `speculative.py`)."""
 
     @property
     def indexer(self) -> Indexer | None:

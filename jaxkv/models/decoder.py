@@ -86,7 +86,15 @@ def _layers(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 
 def head(model: Model, x) -> jax.Array:
     """Logits, float32 [..., vocab], of x [..., hidden] from `forward`: the final norm and the output matrix."""
-    params = model.params
-    x = rms_norm(x, params["norm"], model.config.rms_norm_eps)
-    weight = params["embed"] if model.config.tie_word_embeddings else params["head"]
+    return output(model, final_norm(model, x))
+
+
+def final_norm(model: Model, x) -> jax.Array:
+    """x [..., hidden] from `forward`, normalised for the output matrix."""
+    return rms_norm(x, model.params["norm"], model.config.rms_norm_eps)
+
+
+def output(model: Model, x) -> jax.Array:
+    """Logits, float32 [..., vocab], of normalised x [..., hidden]."""
+    weight = model.params["embed"] if model.config.tie_word_embeddings else model.params["head"]
     return product("...i,oi->...o", x, weight, dtype=jnp.float32)

@@ -38,6 +38,11 @@ class Model:
         return self.params["embed"].dtype
 
     @property
+    def num_cache_layers(self) -> int:
+        """Layers of the cache: one per layer of the model, and one for the MTP layer, if that is loaded."""
+        return self.config.num_layers + ("mtp" in self.params)
+
+    @property
     def num_heads(self) -> int:
         """Query heads of one device."""
         return self.parallel.share(self.config.num_heads)
@@ -59,11 +64,11 @@ class Model:
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
-        return CacheLayout(num_layers=self.config.num_layers, num_heads=self.num_kv_heads, entry=self.entry, **sizes)
+        return CacheLayout(num_layers=self.num_cache_layers, num_heads=self.num_kv_heads, entry=self.entry, **sizes)
 
     def packed_layout(self, indexer: Indexer, num_blocks: int, block_size: int, order: str = "BLNHC") -> PackedLayout:
         """The layout of a model with an indexer: groups "latent" and "indexer" in the same blocks."""
-        layers, keys = self.config.num_layers, IndexerEntry.beside(self.entry_format, indexer.head_dim)
+        layers, keys = self.num_cache_layers, IndexerEntry.beside(self.entry_format, indexer.head_dim)
         groups = {"latent": Group(layers, self.entry), "indexer": Group(layers, keys)}
         return PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, order=order)
 
@@ -87,8 +92,8 @@ class Model:
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
         layout, config = cache.layout, self.config
-        if layout.num_layers != config.num_layers:
-            raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {config.num_layers}")
+        if layout.num_layers != self.num_cache_layers:
+            raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {self.num_cache_layers}")
         if config.indexer is not None:
             expected = self.packed_layout(config.indexer, layout.num_blocks, layout.block_size)["latent"]
             if layout != expected:

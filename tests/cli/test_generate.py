@@ -1,6 +1,7 @@
 """`jaxkv generate` on a recorded checkpoint, as a user runs it."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from jaxkv.cli import generate as command
 from jaxkv.cli import main
 from jaxkv.serving.request import Request
 from jaxkv.terminal.token_text import TextStream
+from models.mtp_checkpoint import with_mtp
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
 TRUTH = np.load(FOLDER / "truth.npz")
@@ -57,6 +59,20 @@ def test_the_recorded_tokens_are_printed(capsys):
     assert "cache: BLNHC, float32, 816.0 KiB (835,584 bytes)" in printed.err
     assert "64 prompt tokens and 128 new ones in " in printed.err
     assert " new tokens/s" in printed.err
+
+
+def test_drafts_leave_the_tokens_as_they_are_and_acceptance_is_printed(tmp_path, capsys):
+    folder, _ = with_mtp(tmp_path)
+    prompt, tokens = recorded(1, 16)
+    assert generate("--ids", prompt, "--num-speculative-tokens", "1", "--max-tokens", "16", model=folder) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{tokens}\n"
+    assert re.search(r"\d+ of \d+ drafts accepted \([\d.]+%\), [\d.]+ new tokens per request and step", printed.err)
+
+
+def test_a_checkpoint_without_an_mtp_layer_is_reported():
+    with pytest.raises(SystemExit, match=r"^jaxkv generate: `mtp` is True, and `num_nextn_pre[^\n]*\Z"):
+        generate("--ids", "1", "--num-speculative-tokens", "1")
 
 
 def test_a_model_with_keys_and_values(capsys):

@@ -31,7 +31,6 @@ IGNORED = {
     "layer_types",
     "model_type",
     "num_key_value_heads",
-    "num_nextn_predict_layers",
     "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
@@ -57,6 +56,7 @@ ABSENT = {
     "moe_layer_freq": 1,
     "mscale": None,
     "mscale_all_dim": None,
+    "num_nextn_predict_layers": 0,
     "rope_interleave": True,
     "rope_parameters": None,
     "rope_scaling": None,
@@ -77,6 +77,7 @@ ABSENT_IN = {
 }
 NEEDED_IN = {"deepseek_v2": {"topk_method"}, "deepseek_v2_lite": {"topk_method"}}
 NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
+NULLABLE |= {"num_nextn_predict_layers"}
 NULLABLE |= NOT_IGNORED["llama"]
 """Keys whose null stands for their absence."""
 OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}

@@ -23,6 +23,6 @@ def pre_norm(attention: Callable[..., tuple[KVCache, jax.Array]]) -> Callable[..
         cache, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
         x = x + total(out)
         normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
-        return cache, x + total(feed_forward(config.experts, weights, normed))
+        return cache, x + total(feed_forward(config.experts, weights, normed, model.parallel))
 
     return block

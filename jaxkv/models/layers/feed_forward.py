@@ -5,14 +5,18 @@ import jax
 from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
+from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.experts import grouped_swiglu
 
 
-def feed_forward(experts: Experts | None, weights, x) -> jax.Array:
-    """The feed-forward of a layer: dense or a mixture, depending on its weights."""
+def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax.Array:
+    """The feed-forward of a layer: dense or a mixture, depending on its weights.
+
+    If devices divide the weights, the result is this device's term of a sum over devices.
+    """
     if experts is None or "dense" in weights:
         return dense(weights["dense"], x)
-    return mixture(experts, weights["mixture"], x)
+    return mixture(experts, weights["mixture"], x, parallel)
 
 
 def dense(weights, x) -> jax.Array:
@@ -20,9 +24,10 @@ def dense(weights, x) -> jax.Array:
     return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
 
 
-def mixture(config: Experts, weights, x) -> jax.Array:
+def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden]."""
     tokens = x.reshape(-1, x.shape[-1])
-    experts = weights["experts"]
-    routed = grouped_swiglu(tokens, *route(config, weights, tokens), experts["gate"], experts["up"], experts["down"])
+    chosen, shares = route(config, weights, tokens)
+    chosen, experts = parallel.local_experts(chosen, config.count), weights["experts"]
+    routed = grouped_swiglu(tokens, chosen, shares, experts["gate"], experts["up"], experts["down"])
     return routed.reshape(x.shape) + dense(weights["shared"], x)

@@ -66,6 +66,13 @@ class Parallel(ABC):
         """The sum over all devices of `x`, the partial result of this device's part of the weights."""
         return x
 
+    def local_experts(self, experts, count: int) -> jax.Array:
+        """Converts ids of a layer's `count` experts, int32 [T, K], to those of this device's stack of experts.
+
+        The result is -1 for experts of other devices.
+        """
+        return experts
+
     def slots(self, slots, layout: CacheLayout) -> jax.Array:
         """Converts slots int32 [T] of the whole cache to slots of this device's part; -1 for slots of other devices.
 

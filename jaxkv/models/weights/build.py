@@ -16,8 +16,21 @@ from jaxkv_kernels.formats.format import unquantised
 class Build:
     """The options of a model: the arguments of `load`, checked."""
 
-    def __init__(self, config: ModelConfig, dtype, entry_format: str | None, implementation, parallel: Parallel | None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype,
+        entry_format: str | None,
+        implementation,
+        parallel: Parallel | None,
+        mtp: bool,
+    ):
         self._config = config
+        if mtp and config.num_nextn_predict_layers != 1:
+            raise ValueError(
+                f"`mtp` is True, and `num_nextn_predict_layers` is {config.num_nextn_predict_layers}: expected a model "
+                "with 1 layer of multi-token prediction"
+            )
         self._dtype = float_dtype("dtype", dtype)
         self._entry_format = entry_format or unquantised(self._dtype)
         # An unsupported entry format raises here, before gigabytes are read, not only when a cache is made.
@@ -28,7 +41,8 @@ class Build:
         self.parallel = OneDevice() if parallel is None else parallel
         if not isinstance(self.parallel, Parallel):
             raise ValueError(
-                f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ContextParallel or DataParallel"
+                f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ExpertParallel, "
+                "ContextParallel or DataParallel"
             )
         self.parallel.check(config)
 
@@ -40,4 +54,6 @@ class Build:
         """The model with the weights `params`, arrays in the tree that `parameters` describes."""
         config, arrange = self._config, FAMILIES[self._config.architecture].arrange
         params["layers"] = tuple(arrange(config, config.attention, layer) for layer in params["layers"])
+        if "mtp" in params:
+            params["mtp"]["layer"] = arrange(config, config.attention, params["mtp"]["layer"])
         return Model(params, config, self._entry_format, self._implementation, self.parallel)

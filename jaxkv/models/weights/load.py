@@ -12,7 +12,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
-from jaxkv.models.weights.parameters import EMBED, HEAD, all_names, parameters, unused
+from jaxkv.models.weights.parameters import all_names, copied, parameters, unused
 from jaxkv.models.weights.weight import Weight
 
 
@@ -23,14 +23,15 @@ def load(
     entry_format=None,
     implementation=None,
     parallel: Parallel | None = None,
+    mtp: bool = False,
     progress=iter,
 ) -> Model:
     """Loads a model from a checkpoint on disk; downloads nothing.
 
     Each weight is read from the file that the index names for it.  Weights in float8 with a scale per tile of 128 x 128
     (DeepSeek V3, R1, V3.1, V3.2 as published) are multiplied by their scales in float32 and rounded to `dtype`.
-    Weights of published checkpoints that the model does not use are skipped: layers of multi-token prediction, saved
-    rotary frequencies, and a head that is tied to the embedding.
+    Weights of published checkpoints that the model does not use are skipped: layers of multi-token prediction (unless
+    `mtp`), saved rotary frequencies, and a head that is tied to the embedding.
 
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -39,8 +40,11 @@ def load(
         `fp8_ds_mla`.  By default, the unquantised format of `dtype`.
       implementation: the implementation of the operations on the cache: None (the best that supports the call), a name,
         or a tuple of names in order of preference.
-      parallel: how the model is divided over devices: `TensorParallel`, `ContextParallel`, `DataParallel`, or
-        `OneDevice`; by default one device, JAX's default.  Each device receives only the weights that it keeps.
+      parallel: how the model is divided over devices: `TensorParallel`, `ExpertParallel`, `ContextParallel`,
+        `DataParallel`, or `OneDevice`; by default one device, JAX's default.  Each device receives only the weights
+        that it keeps; under `ExpertParallel`, every expert passes through all devices.
+      mtp: whether to load the layer of multi-token prediction as well, which drafts tokens (`draft`).  Its copies of
+        the embedding and the output matrix are not kept, but must equal the model's own.
       progress: a function that wraps the list of weights to read, for example to show a progress bar.  The host holds
         one of them at a time.
 
@@ -51,17 +55,17 @@ def load(
       ImportError: safetensors is not installed.
       ValueError: a file of the checkpoint is missing, damaged, or outside the folder; a value of config.json is missing
         or not supported; a weight is missing, is unknown, has a different shape from the one the configuration
-        requires, or holds NaN; `dtype` is not supported; `entry_format` does not support the model's entries; or the
-        model cannot be divided as `parallel` requires.  For errors in files, the message is one line that names the
-        file and the key or weight.
+        requires, or holds NaN; `dtype` is not supported; `entry_format` does not support the model's entries; the
+        model cannot be divided as `parallel` requires; or it has not exactly one MTP layer although `mtp` is set.
+        For errors in files, the message is one line that names the file and the key or weight.
     """
     config = ModelConfig.read(path)
-    build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
+    build = Build(config, dtype or config.dtype, entry_format, implementation, parallel, mtp)
     with Checkpoint(path) as checkpoint:
-        checkpoint.check_names(all_names(config))
-        leaves, structure = jax.tree.flatten_with_path(parameters(config))
+        checkpoint.check_names(all_names(config, mtp=mtp))
+        leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp))
         paths, weights = zip(*leaves, strict=True)
-        _check(checkpoint, config, weights)
+        _check(checkpoint, config, weights, mtp=mtp)
         pieces = [(i, *piece) for i, weight in enumerate(weights) for piece in enumerate(weight.all_names())]
         arrays = []
         for i, expert, name in progress(pieces):
@@ -78,13 +82,13 @@ def load(
     return build.model(jax.tree.unflatten(structure, arrays))
 
 
-def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight]) -> None:
+def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight], *, mtp: bool) -> None:
     """ValueError unless the checkpoint has all weights, and no others except those that are known to be unused."""
-    copied = config.tie_word_embeddings and HEAD in checkpoint.names
-    head = [Weight(HEAD, (config.vocab_size, config.hidden_size))] if copied else []
-    checkpoint.check([*weights, *head], unused(config, checkpoint.names))
-    if copied:
-        checkpoint.check_equal(HEAD, EMBED)
+    copies = {name: own for name, own in copied(config, mtp=mtp).items() if name in checkpoint.names}
+    shape = config.vocab_size, config.hidden_size
+    checkpoint.check([*weights, *(Weight(name, shape) for name in copies)], unused(config, checkpoint.names))
+    for name, own in copies.items():
+        checkpoint.check_equal(name, own)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -18,14 +18,18 @@ MTP = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_
 """The modules of an MTP layer (see `unused`) besides those of a decoder layer."""
 
 
-def parameters(config: ModelConfig) -> dict[str, Any]:
-    """A tree of `Weight`s: "embed", "norm", "head" (unless tied to the embedding) and "layers", a tree per layer."""
-    return {**_outside_layers(config), "layers": tuple(_layers(config))}
+def parameters(config: ModelConfig, *, mtp: bool) -> dict[str, Any]:
+    """A tree of `Weight`s: "embed", "norm", "head" (unless tied to the embedding) and "layers", a tree per layer.
+
+    With `mtp`, also "mtp": the layer of multi-token prediction, which has its decoder layer as "layer".
+    """
+    tree = {**_outside_layers(config), "layers": tuple(_layers(config))}
+    return {**tree, "mtp": _mtp(config)} if mtp else tree
 
 
-def all_names(config: ModelConfig) -> Iterator[str]:
+def all_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
     """The names of all weights of the model, one by one: a wrong configuration may have billions."""
-    for tree in chain([_outside_layers(config)], _layers(config)):
+    for tree in chain([_outside_layers(config)], _layers(config), [_mtp(config)] if mtp else []):
         for weight in jax.tree.leaves(tree):
             yield from weight.all_names()
 
@@ -39,6 +43,28 @@ def _outside_layers(config: ModelConfig) -> dict[str, Weight]:
 def _layers(config: ModelConfig) -> Iterator[Layer]:
     layer_weights = FAMILIES[config.architecture].weights
     return (layer_weights(config, layer) for layer in range(config.num_layers))
+
+
+def _mtp(config: ModelConfig) -> Layer:
+    """The weights of the MTP layer; the embedding and the output matrix are the model's own."""
+    hidden, layer = config.hidden_size, config.num_layers
+    sizes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "shared_head.norm": (hidden,)}
+    tree = {name: Weight(f"model.layers.{layer}.{name}.weight", shape) for name, shape in sizes.items()}
+    return {**tree, "layer": FAMILIES[config.architecture].weights(config, layer)}
+
+
+def copied(config: ModelConfig, *, mtp: bool) -> dict[str, str]:
+    """The names of weights that a checkpoint may repeat, and those of the model's own that they must equal.
+
+    A tied head, and with `mtp` the MTP layer's embedding and output matrix (arXiv 2412.19437, section 2.2, shares both
+    with the model).
+    """
+    head = EMBED if config.tie_word_embeddings else HEAD
+    found = {HEAD: EMBED} if config.tie_word_embeddings else {}
+    if mtp:
+        shared = {"embed_tokens": EMBED, "shared_head.head": head}
+        found |= {f"model.layers.{config.num_layers}.{name}.weight": own for name, own in shared.items()}
+    return found
 
 
 def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:

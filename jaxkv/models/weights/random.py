@@ -20,6 +20,7 @@ def random_model(
     entry_format=None,
     implementation=None,
     parallel: Parallel | None = None,
+    mtp: bool = False,
 ) -> Model:
     """A model with random weights: normal with variance 1 / (number of inputs), norms 1.
 
@@ -32,13 +33,14 @@ def random_model(
       entry_format: as in `load`.
       implementation: as in `load`.
       parallel: as in `load`.
+      mtp: as in `load`.
 
     Raises:
       ValueError: `dtype` is not supported, `entry_format` does not support the model's entries, or the model cannot be
-        divided as `parallel` requires.
+        divided as `parallel` requires, or has not exactly one MTP layer although `mtp` is set.
     """
-    build = Build(config, dtype or config.dtype, entry_format, implementation, parallel)
-    leaves, structure = jax.tree.flatten_with_path(parameters(config))
+    build = Build(config, dtype or config.dtype, entry_format, implementation, parallel, mtp)
+    leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     arrays = []
     for key, (path, weight) in zip(keys, leaves, strict=True):

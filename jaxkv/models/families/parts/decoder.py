@@ -10,6 +10,8 @@ from jaxkv.models.json_object import JsonObject
 from jaxkv.models.weights import fp8
 from jaxkv.models.weights.weight import Weight
 
+MTP = "num_nextn_predict_layers"
+
 
 def read(
     fields: JsonObject,
@@ -52,6 +54,7 @@ def read(
         rope=rope,
         attention=attention,
         experts=experts,
+        num_nextn_predict_layers=fields.integer(MTP, least=0) if MTP in fields else 0,
     )
 
 

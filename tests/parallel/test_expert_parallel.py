@@ -1,0 +1,116 @@
+"""Experts divided over devices: the tokens are Hugging Face's, and each device holds its experts whole."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import models, serving
+from jaxkv.models.weights.load import _set
+from models.mtp_checkpoint import with_mtp
+from support.compare import assert_same_bits
+from support.many_devices import mesh_of, on_several_devices
+
+pytestmark = on_several_devices
+
+FOLDER = Path(__file__).parents[1] / "data" / "models"
+
+
+@cache
+def load(family, devices):
+    return models.load(FOLDER / family, parallel=models.ExpertParallel(mesh_of(devices), "x"))
+
+
+def served(engine, family, count):
+    """The tokens of the recorded prompts, and the recorded ones."""
+    with np.load(FOLDER / family / "truth.npz") as truth:
+        prompts, lengths, tokens = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
+    todo = [
+        engine.submit(prompt[:length], max_tokens=count, stop=())
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    list(engine.run())
+    return [request.generated for request in todo], [right[:count] for right in tokens]
+
+
+@pytest.mark.parametrize(
+    ("family", "devices"),
+    [
+        ("deepseek_v3", 4),
+        ("deepseek_v32", 2),
+        pytest.param("deepseek_v2_lite", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_engine(family, devices):
+    engine = serving.Engine(load(family, devices), num_blocks=40, block_size=16, max_requests=4, chunk=64)
+    found, right = served(engine, family, 16)
+    assert found == right
+
+
+def test_eight_devices_have_the_logits_of_one():
+    """A model with 16 experts and 8 heads; its own device has none of the experts of some tokens."""
+    values = json.loads((FOLDER / "deepseek_v3" / "config.json").read_text())
+    values |= dict(num_attention_heads=8, num_key_value_heads=8, n_routed_experts=16, n_group=4)
+    config = models.ModelConfig.from_json(values)
+    batch = jnp.asarray([[5, 7, 11]]), jnp.asarray([3]), jnp.asarray([[1]]), jnp.asarray([[16, 17, 18]])
+
+    def logits(parallel):
+        model = models.random_model(config, parallel=parallel)
+        return np.asarray(jax.jit(models.prefill)(model, model.cache(2, 16), *batch)[1])
+
+    one, many = logits(None), logits(models.ExpertParallel(mesh_of(8), "x"))
+    assert np.abs(one - many).max() < 1e-5 * np.abs(one).max()
+
+
+def test_every_device_holds_its_experts_whole():
+    whole, divided = models.load(FOLDER / "deepseek_v3"), load("deepseek_v3", 4)
+    stacks = 0
+    for (path, array), one in zip(
+        jax.tree.leaves_with_path(divided.params), jax.tree.leaves(whole.params), strict=True
+    ):
+        assert_same_bits(array, one, path)
+        if any(getattr(key, "key", None) == "experts" for key in path):
+            stacks += 1
+            shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
+            assert [shard.data.shape for shard in shards] == [(3, *one.shape[1:])] * 4
+            assert [shard.index[0].start for shard in shards] == [0, 3, 6, 9]
+        elif path[-1].key in models.parallel.tensor.DIVIDED:
+            assert array.addressable_shards[0].data.size == one.size // 4
+    assert stacks == 6
+
+
+def test_loading_gathers_single_experts_only():
+    """The program that writes an expert to the stack of its device never gathers stacks."""
+    parallel = models.ExpertParallel(mesh_of(4), "x")
+    path = tuple(map(jax.tree_util.DictKey, ("experts", "gate")))
+    stack = jax.ShapeDtypeStruct((32, 16, 48), "float32", sharding=parallel.sharding(path, 3))
+    piece = jax.ShapeDtypeStruct((16, 48), "float32", sharding=parallel.sharding(path, 2))
+    compiled = _set.lower(stack, piece, 3).compile()
+    assert compiled.output_shardings.spec[0] == "x"
+    gathers = [line for line in compiled.as_text().splitlines() if " all-gather(" in line or " all-reduce(" in line]
+    assert not [line for line in gathers if "[32,16,48]" in line]
+
+
+def test_drafts_on_several_devices(tmp_path):
+    folder, _ = with_mtp(tmp_path)
+    model = models.load(folder, parallel=models.ExpertParallel(mesh_of(4), "x"), mtp=True)
+    engine = serving.SpeculativeEngine(model, num_blocks=40, block_size=16, max_requests=4, chunk=64)
+    found, right = served(engine, "deepseek_v3", 8)
+    assert found == right
+
+
+@pytest.mark.parametrize(
+    ("family", "devices", "message"),
+    [
+        ("deepseek_v3", 8, "`parallel` divides the experts over 8 devices, and the model has 12: expected a multiple"),
+        ("deepseek_v3", 3, "`parallel` divides the model over 3 devices, and num_heads is 4"),
+        ("youtu", 2, "`parallel` divides experts, and the model has none: expected TensorParallel"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_rejected(family, devices, message):
+    with pytest.raises(ValueError, match=message):
+        load(family, devices)
