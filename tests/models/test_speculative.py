@@ -166,6 +166,7 @@ def predictable():
     return models.Model(params, model.config, model.entry_format)
 
 
+SIZES = dict(num_blocks=16, block_size=BLOCK, max_requests=2, chunk=16)  # the same, so that they are compiled once
 SAMPLED = [models.Sampling(0.1, 0.9, seed) for seed in range(3)]
 
 
@@ -173,10 +174,9 @@ SAMPLED = [models.Sampling(0.1, 0.9, seed) for seed in range(3)]
 def test_accepted_drafts_leave_the_tokens_as_they_are(samplings):
     model = predictable()
     prompts = [[3, 1, 4, 1, 5], [9], list(range(40))]
-    sizes = dict(num_blocks=16, block_size=BLOCK, max_requests=2, chunk=16)
-    speculative = serving.SpeculativeEngine(model, num_speculative_tokens=2, **sizes)
+    speculative = serving.SpeculativeEngine(model, num_speculative_tokens=2, **SIZES)
     found = generate(speculative, prompts, 40, samplings)
-    assert found == generate(serving.Engine(model, **sizes), prompts, 40, samplings)
+    assert found == generate(serving.Engine(model, **SIZES), prompts, 40, samplings)
     acceptance = speculative.acceptance
     assert 0.2 < acceptance.rate < 1, acceptance
     assert acceptance.steps < 3 * 39
@@ -187,7 +187,7 @@ def test_accepted_drafts_leave_the_tokens_as_they_are(samplings):
 
 def test_a_stop_token_or_nan_ends_the_request():
     model = predictable()
-    engine = serving.SpeculativeEngine(model, num_blocks=8, block_size=BLOCK, num_speculative_tokens=2, chunk=16)
+    engine = serving.SpeculativeEngine(model, num_speculative_tokens=2, **SIZES)
     (tokens,) = generate(engine, [[3, 1, 4]], 30)
     stop = tokens[10]
     request = engine.submit([3, 1, 4], max_tokens=30, stop=(stop,))

@@ -41,7 +41,7 @@ def served(engine, family, count):
     ("family", "devices"),
     [
         ("deepseek_v3", 4),
-        ("deepseek_v32", 2),
+        pytest.param("deepseek_v32", 2, marks=pytest.mark.slow),
         pytest.param("deepseek_v2_lite", 2, marks=pytest.mark.slow),
     ],
 )
@@ -95,6 +95,7 @@ def test_loading_gathers_single_experts_only():
     assert not [line for line in gathers if "[32,16,48]" in line]
 
 
+@pytest.mark.slow  # experts on several devices and drafts are tested apart
 def test_drafts_on_several_devices(tmp_path):
     folder, _ = with_mtp(tmp_path)
     model = models.load(folder, parallel=models.ExpertParallel(mesh_of(4), "x"), mtp=True)

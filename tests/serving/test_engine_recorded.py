@@ -43,7 +43,7 @@ def one_trace(monkeypatch):
         monkeypatch.setattr(engine_module, program, once)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "deepseek_v32", "llama"])
 def test_twenty_requests_come_and_go(family, one_trace):
     # Requests of one prompt come in pairs and share it.  20 blocks of 16 tokens, of which the longest request takes 17:
     # some wait, and some are computed again.

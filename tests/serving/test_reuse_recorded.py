@@ -78,6 +78,7 @@ host.flush()
 """
 
 
+@pytest.mark.slow  # `test_readme.py` has another process find a prefix on disk as well
 def test_a_prefix_outlives_its_process_on_disk(tmp_path):
     family = "deepseek_v3"
     code = IN_A_PROCESS.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), family=family)
