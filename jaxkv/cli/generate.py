@@ -23,6 +23,7 @@ from jaxkv.terminal.token_text import IdStream, TextStream
 if TYPE_CHECKING:
     from jaxkv.serving import Engine, Request, SpeculativeEngine
 
+TOKENIZER = "tokenizer.json"
 MOST_ROWS = 32
 """Requests that run at once; further prompts are queued."""
 
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafts = "draft so many tokens per step with the checkpoint's layer of multi-token prediction, and verify them"
     parser.add_argument("--num-speculative-tokens", type=positive, metavar="K", help=drafts)
     add_entry_format(parser)
+    text = "find the scales of fp8 entries by running the prompts in this file first, one per line"
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help=text)
     names = "names in order of preference; default: the first that supports a call"
     parser.add_argument("--implementation", nargs="+", choices=jaxkv.implementations(), help=names)
 
@@ -57,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.prompts:
         raise ValueError("no prompt: give --prompt or --ids")
     encode, stream = _tokenizer(Path(args.model))
+    calibrating = None if args.calibrate is None else _lines(args, encode)
     prompts = [encode(prompt) for prompt in args.prompts]
     samplings = [models.Sampling(args.temperature, args.top_p, args.seed + n) for n in range(len(prompts))]
     implementation = tuple(args.implementation) if args.implementation else None
@@ -67,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
         mtp=args.num_speculative_tokens is not None,
         progress=partial(progress, what="loading"),
     )
+    if calibrating is not None:
+        model = models.calibrate(model, calibrating)
+        notice(f"scales of entries found with {len(calibrating)} prompts of {args.calibrate}")
     require_memory(f"--blocks {args.blocks}", nbytes(jax.eval_shape(lambda: model.cache(args.blocks))))
     sizes = {"num_blocks": args.blocks, "max_requests": min(len(prompts), MOST_ROWS)}
     if args.num_speculative_tokens is None:
@@ -111,12 +118,31 @@ def _ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def _lines(args: argparse.Namespace, encode: Callable[[str | list[int]], list[int]]) -> list[list[int]]:
+    """The prompts of the file `--calibrate`, one per line that is not empty: text, or ids without a tokenizer."""
+    if args.entry_format != "fp8":
+        raise ValueError(f"--calibrate {args.calibrate}: only fp8 entries have scales; add --entry-format fp8")
+    try:
+        lines = [line for line in args.calibrate.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ValueError(f"--calibrate {args.calibrate} cannot be read: {problem}") from None
+    if not lines:
+        raise ValueError(f"--calibrate {args.calibrate}: the file has no prompts, one per line")
+    if (Path(args.model) / TOKENIZER).is_file():
+        return [encode(line) for line in lines]
+    try:
+        return [_ids(line) for line in lines]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--calibrate {args.calibrate}: {error}, and {args.model} has no {TOKENIZER}") from None
+
+
 def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Callable[[], IdStream | TextStream]]:
     """A function from a prompt to token ids, and a function that makes a stream of text.
 
     Without a tokenizer.json, the stream is one of token ids.
     """
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER
     if not file.is_file():
 
         def only_ids(prompt: str | list[int]) -> list[int]:

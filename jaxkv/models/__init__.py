@@ -11,6 +11,7 @@ One compiled program of each function serves all requests, because lengths, tabl
 weights needs the extra `jaxkv[models]`.
 """
 
+from jaxkv.models.calibration import calibrate
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import decode, forward, head, prefill
 from jaxkv.models.model import Model
@@ -30,6 +31,7 @@ __all__ = [
     "OneDevice",
     "Sampling",
     "TensorParallel",
+    "calibrate",
     "decode",
     "draft",
     "fingerprint",

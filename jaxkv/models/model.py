@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
@@ -57,6 +58,14 @@ class Model:
     def entry(self) -> MLAEntry | KVEntry:
         """The entry that the cache stores per token and head.  V3.2 also stores the indexer's key."""
         return self.config.attention.entry(self.entry_format)
+
+    def entry_scales(self, layer) -> dict[str, jax.Array]:
+        """The scales of entries in a layer of the cache, as arguments of the operations; empty if the format has none.
+
+        `layer` may be traced.
+        """
+        scales = self.params["entry_scales"]
+        return {name: lax.dynamic_index_in_dim(of, layer, keepdims=False) for name, of in scales.items()}
 
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
         """The layout of one device's cache.  With an indexer (V3.2), it is a PackedLayout with the indexer's keys."""

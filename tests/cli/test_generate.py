@@ -14,8 +14,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 import jaxkv.models
+from jaxkv import serving
 from jaxkv.cli import generate as command
 from jaxkv.cli import main
+from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
 from jaxkv.terminal.token_text import TextStream
 from models.mtp_checkpoint import with_mtp
@@ -247,10 +249,28 @@ def test_another_entry_format_is_printed(capsys):
     assert "MLAEntry(format='bf16', latent=128, rope=8)" in capsys.readouterr().err
 
 
+def test_scales_are_found_with_the_prompts_of_a_file(tmp_path, monkeypatch, capsys):
+    served, file = [], tmp_path / "prompts.txt"
+    monkeypatch.setattr(serving, "Engine", lambda model, **options: served.append(model) or Engine(model, **options))
+    file.write_text("1 2 3\n\n4,5\n")
+    fp8 = "--ids", "1 2 3", "--max-tokens", "2", "--entry-format", "fp8"
+    assert generate(*fp8, "--calibrate", str(file)) == 0
+    assert "scales of entries found with 2 prompts of" in capsys.readouterr().err
+    model = jaxkv.models.load(FOLDER, entry_format="fp8")
+    right = jaxkv.models.calibrate(model, [[1, 2, 3], [4, 5]]).params["entry_scales"]["kv_scale"]
+    assert served[0].params["entry_scales"]["kv_scale"].tolist() == right.tolist()
+    for text, message in (("", "the file has no prompts"), ("1 x", "'x' is not a token id, and .* no tokenizer.json")):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match=f"^jaxkv generate: --calibrate .*: {message}"):
+            generate(*fp8, "--calibrate", str(file))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "no prompt: give --prompt or --ids"),
+        (("--ids", "1", "--calibrate", "x"), "--calibrate x: only fp8 entries have scales; add --entry-format fp8"),
+        (("--ids", "1", "--calibrate", "x", "--entry-format", "fp8"), "--calibrate x cannot be read: No such file"),
         (("--prompt", "Hi"), "--prompt 'Hi': .* has no tokenizer.json; give the prompt as --ids"),
         (("--ids", "1", "--ids", "1 97"), "prompt 2: `prompt` has token id 97: expected one or more token ids from 0"),
         (("--ids", "1", "--max-tokens", "600"), "600 entries: a request's table holds 512 and the cache 512"),

@@ -24,11 +24,7 @@ def attention(model: Model, config: GQA, weights, x, cache: KVCache, batch: Batc
     cos, sin = batch.cos[:, :, None], batch.sin[:, :, None]
     q, k = (rope.rotate(heads, cos, sin, interleaved=model.config.rope.interleaved) for heads in (q, k))
 
-    # Keys and values are computed from normalised values and stay far below e4m3's largest value, 448.  Scale 1 is
-    # therefore enough for formats that need one.
-    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
-    if cache.layout.entry.codec.scaled:
-        options |= {"k_scale": 1.0, "v_scale": 1.0}
+    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation, **model.entry_scales(layer)}
     k, v = (new.reshape(len(batch.slots), -1, config.head_dim) for new in (k, v))
     cache = write_kv(cache, k, v, batch.slots, **options)
     index = batch.block_tables, batch.seq_lens

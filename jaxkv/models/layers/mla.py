@@ -39,11 +39,7 @@ def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batc
     q_pe = rope.rotate(q_pe, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=interleaved)
     k_pe = rope.rotate(k_pe, batch.cos, batch.sin, interleaved=interleaved)
 
-    # Latents are the output of a norm and stay far below e4m3's largest value, 448.  Scale 1 is therefore enough for
-    # formats that need one.
-    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
-    if cache.layout.entry.codec.scaled:
-        options["kv_scale"] = 1.0
+    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation, **model.entry_scales(layer)}
     tokens = len(batch.slots)
     cache = write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
 

@@ -26,6 +26,11 @@ class Parallel(ABC):
     divides_tokens = False
     """Whether a device's cache has only some tokens of each request.  `prefill_mla` is not called then."""
 
+    @property
+    def divisions_of_rows(self) -> int:
+        """In how many equal parts the rows of a batch are divided.  Each part has requests and a cache of its own."""
+        return 1
+
     @abstractmethod
     def check(self, config: ModelConfig) -> None:
         """ValueError if a model of that configuration cannot be divided in this way."""
@@ -57,8 +62,11 @@ class Parallel(ABC):
         """
 
     @abstractmethod
-    def per_device(self, function: Callable[..., KVCache]) -> Callable[..., KVCache]:
-        """A version of `function(cache, *ids) -> cache` that runs on every device's cache, with the same ids."""
+    def per_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A version of `function(cache, *ids)` that runs on every device's cache, with the same ids.
+
+        It returns caches, or arrays with a first axis, along which those of different caches are joined.
+        """
 
     # The methods below are called inside `run`, on one device.
 

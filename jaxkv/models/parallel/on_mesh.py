@@ -39,6 +39,11 @@ class OnMesh(Parallel):
         """The number of devices along the axis."""
         return self.mesh.shape[self.axis]
 
+    @property
+    @override
+    def divisions_of_rows(self):
+        return self.num_devices if self.divides_rows else 1
+
     @override
     def check(self, config):
         pass

@@ -9,7 +9,10 @@ from jax.sharding import PartitionSpec
 from jaxkv.models.config import GQA
 from jaxkv.models.parallel.on_mesh import OnMesh
 
-DIVIDED = {"q": -2, "k": -2, "v": -2, "kv_b": -2, "w_uk": -3, "w_uv": -3, "o": -1, "gate": -2, "up": -2, "down": -1}
+DIVIDED = {
+    **{"q": -2, "k": -2, "v": -2, "kv_b": -2, "w_uk": -3, "w_uv": -3, "o": -1, "gate": -2, "up": -2, "down": -1},
+    **{"k_scale": -1, "v_scale": -1},  # of cached entries, one per KV head
+}
 """The divided weights and the axis that is divided.  Every expert is divided, so that all devices have equal work."""
 
 

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
+
 from jaxkv.dispatch.validate import float_dtype
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parallel.one_device import OneDevice
+from jaxkv.models.weights import entry_scales
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.formats.format import unquantised
@@ -50,10 +53,22 @@ class Build:
         """The dtype in which a weight is kept."""
         return "float32" if weight.exact else self._dtype
 
-    def model(self, params: dict[str, Any]) -> Model:
-        """The model with the weights `params`, arrays in the tree that `parameters` describes."""
+    @property
+    def scales_entries(self) -> bool:
+        """Whether the model has scales of entries."""
+        return self._config.attention.entry(self._entry_format).codec.scaled
+
+    def model(self, params: dict[str, Any], scales: dict[str, np.ndarray] | None = None) -> Model:
+        """The model with the weights `params`, arrays in the tree that `parameters` describes.
+
+        `scales` are those of `entry_scales.read`; they are 1 by default.
+        """
         config, arrange = self._config, FAMILIES[self._config.architecture].arrange
         params["layers"] = tuple(arrange(config, config.attention, layer) for layer in params["layers"])
         if "mtp" in params:
             params["mtp"]["layer"] = arrange(config, config.attention, params["mtp"]["layer"])
+        if self.scales_entries and scales is None:
+            layers = config.num_layers + ("mtp" in params)
+            scales = {name: np.ones(shape, np.float32) for name, shape in entry_scales.shapes(config, layers).items()}
+        params["entry_scales"] = entry_scales.placed(scales or {}, self.parallel)
         return Model(params, config, self._entry_format, self._implementation, self.parallel)

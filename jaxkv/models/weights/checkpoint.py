@@ -121,6 +121,10 @@ class Checkpoint:
     def _is_fp8(self, name: str) -> bool:
         return self._holds(name) and self._slice(name).get_dtype() == fp8.DTYPE
 
+    def error(self, name: str, problem: str) -> ValueError:
+        """A ValueError for the weight `name`; the message names its file and then states the problem."""
+        return ValueError(f"{self._path(name)}: weight {name!r} {problem}")
+
     def check_equal(self, name: str, other: str) -> None:
         """ValueError unless two weights are equal."""
         if not np.array_equal(self.read(name, np.float32), self.read(other, np.float32)):

@@ -10,6 +10,7 @@ from jax import lax
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
+from jaxkv.models.weights import entry_scales
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import all_names, copied, parameters, unused
@@ -36,8 +37,9 @@ def load(
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
       dtype: dtype of weights and activations: bfloat16, float16 or float32; by default that of the checkpoint.
-      entry_format: format of the cached entries: `bf16`, `f16`, `f32`, `fp8` (with scale 1), and for MLA models
-        `fp8_ds_mla`.  By default, the unquantised format of `dtype`.
+      entry_format: format of the cached entries: `bf16`, `f16`, `f32`, `fp8`, and for MLA models `fp8_ds_mla`.  By
+        default, the unquantised format of `dtype`.  `fp8` uses the scales of the checkpoint, or 1 in layers of which
+        it has none; `calibrate` finds them by running prompts.  With other formats, scales are skipped.
       implementation: the implementation of the operations on the cache: None (the best that supports the call), a name,
         or a tuple of names in order of preference.
       parallel: how the model is divided over devices: `TensorParallel`, `ExpertParallel`, `ContextParallel`,
@@ -79,7 +81,8 @@ def load(
                 shape = weight.stacked_shape
                 arrays.append(jnp.zeros(shape, dtype, device=build.parallel.sharding(paths[i], len(shape))))
             arrays[i] = _set(arrays[i], piece, expert)
-    return build.model(jax.tree.unflatten(structure, arrays))
+        scales = entry_scales.read(checkpoint, config, config.num_layers + mtp) if build.scales_entries else None
+    return build.model(jax.tree.unflatten(structure, arrays), scales)
 
 
 def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight], *, mtp: bool) -> None:

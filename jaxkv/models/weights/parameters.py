@@ -10,7 +10,7 @@ import jax
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.families.family import Layer
-from jaxkv.models.weights import fp8
+from jaxkv.models.weights import entry_scales, fp8
 from jaxkv.models.weights.weight import Weight
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -72,11 +72,13 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
 
     - `model.layers.N.self_attn.rotary_emb.inv_freq` (Moonlight, Kimi-K2): rotary frequencies, which are computed from
       config.json instead.
+    - Scales of cached entries (see `entry_scales.py`), which are read apart if the entry format needs them.
     - Layers of multi-token prediction (MTP, arXiv 2412.19437, section 2.2; V3, V3.2, GLM-4.7-Flash), numbered after the
       model's layers.  They only draft tokens.  Each has an `eh_proj`; any other layer past `num_hidden_layers` is not
       counted as unused, because config.json should have included it.
     """
-    names, found = set(names), set()
+    names = set(names)
+    found = entry_scales.names_of(names)
     for name in names:
         match = re.fullmatch(r"model\.layers\.([0-9]{1,9})\.(self_attn\.rotary_emb\.inv_freq|eh_proj\.weight)", name)
         if match and match[2].endswith("inv_freq"):

@@ -59,13 +59,31 @@ def read(
 
 
 def _check_quantisation(fields: JsonObject) -> None:
-    """ValueError unless quantised weights are as in `weights/fp8.py`.
+    """ValueError unless quantised weights are as in `weights/fp8.py`, or only entries are, as compressed-tensors does.
 
     Which weights are quantised is not read here, because their dtypes show it.
     """
+    if "config_groups" in fields or "kv_cache_scheme" in fields:
+        _check_quantised_entries(fields)
+        return
     fields.choice("quant_method", "fp8")
     fields.choice("fmt", "e4m3", default="e4m3")
     fields.choice("weight_block_size", [fp8.TILE, fp8.TILE])
+
+
+def _check_quantised_entries(fields: JsonObject) -> None:
+    """ValueError unless the checkpoint has static scales of entries in e4m3, and no quantised weights.
+
+    The scales are in the files, under the names of `weights/entry_scales.py`.
+    """
+    fields.choice("quant_method", "compressed-tensors")
+    fields.choice("config_groups", {}, default={})
+    scheme = fields.child("kv_cache_scheme")
+    scheme.choice("num_bits", 8)
+    scheme.choice("type", "float")
+    scheme.choice("dynamic", False, default=False)
+    scheme.choice("symmetric", True, default=True)
+    scheme.choice("strategy", "tensor", "attn_head", default="tensor")
 
 
 def _stop_tokens(fields: JsonObject, vocab_size: int) -> tuple[int, ...]:

@@ -1,0 +1,93 @@
+"""The scales of cached entries in a checkpoint, for entry formats that have one per layer or head, such as `fp8`.
+
+Quantisers store scales per layer, below `model.layers.N.self_attn.`: `k_scale` and `v_scale`, or `kv_scale` for both.
+vLLM's names have `attn.` before these, NVIDIA's Model Optimizer writes `k_proj.k_scale` and `v_proj.v_scale`, and older
+versions of compressed-tensors `k_proj.output_scale` and `v_proj.output_scale`.  All of them mean value = stored *
+scale, as in jaxkv.  For latents (MLA), the scale of keys applies, as in vLLM and SGLang; that of values is unused.
+"""
+
+import re
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from jaxkv.models.config import GQA, ModelConfig
+from jaxkv.models.parallel.base import Parallel
+from jaxkv.models.weights.checkpoint import Checkpoint
+
+NAME = re.compile(
+    r"model\.layers\.(?P<layer>[0-9]{1,9})\.self_attn\."
+    r"(?:(?:attn\.|attn_mqa\.)?(?P<plain>k|v|kv|q|prob)_scale"
+    r"|(?P<proj>[qkv])_proj\.(?:(?P=proj)_scale|output_scale))"
+)
+"""The names of scales of keys, values, both (`kv`), and of queries and softmax probabilities (`q`, `prob`).
+
+The last two are unused: operations do not quantise queries or probabilities."""
+
+
+def names_of(names: Iterable[str]) -> set[str]:
+    """Those of `names` that are names of scales, used or not."""
+    return set(_matches(names))
+
+
+def _matches(names: Iterable[str]) -> dict[str, re.Match[str]]:
+    """The matches of those of `names` that are names of scales, in the order of the alphabet."""
+    return {name: match for name in sorted(names) if (match := NAME.fullmatch(name))}
+
+
+def shapes(config: ModelConfig, layers: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a model's scales, one per layer of the cache and, for keys and values, per head.
+
+    The names are arguments of the operations.
+    """
+    if isinstance(config.attention, GQA):
+        return dict.fromkeys(("k_scale", "v_scale"), (layers, config.attention.num_kv_heads))
+    return {"kv_scale": (layers,)}
+
+
+def read(checkpoint: Checkpoint, config: ModelConfig, layers: int) -> dict[str, np.ndarray]:
+    """The scales of the model as `shapes` describes them, in float32; 1 for layers whose scales are not in the files.
+
+    A scale of keys or values may be a single number, or one per head.
+
+    ValueError if a scale has another shape, is not finite and positive, is stored twice, or is missing although the
+    checkpoint has the other one of the layer.
+    """
+    scales = {name: np.ones(shape, np.float32) for name, shape in shapes(config, layers).items()}
+    stored: dict[tuple[int, str], str] = {}
+    for name, match in _matches(checkpoint.names).items():
+        layer, kind = int(match["layer"]), match["plain"] or match["proj"]
+        if layer >= layers or kind in ("q", "prob"):
+            continue
+        for of in kind:  # `kv` is the scale of both
+            if (layer, of) in stored:
+                raise checkpoint.error(name, f"is the same scale as {stored[layer, of]!r}: expected one of them")
+            stored[layer, of] = name
+    for (layer, kind), name in stored.items():
+        other = "v" if kind == "k" else "k"
+        if (layer, other) not in stored and (kind == "v" or "kv_scale" not in scales):
+            raise checkpoint.error(name, f"is the only scale of its layer: expected a {other}_scale as well")
+        target = "kv_scale" if "kv_scale" in scales else f"{kind}_scale"
+        if kind == "k" or target == "v_scale":
+            scales[target][layer] = _read_one(checkpoint, name, scales[target][layer].shape)
+    return scales
+
+
+def placed(scales: dict[str, np.ndarray], parallel: Parallel) -> dict[str, jax.Array]:
+    """The scales on the model's devices."""
+    return {
+        name: jax.device_put(array, parallel.sharding((jax.tree_util.DictKey(name),), array.ndim))
+        for name, array in scales.items()
+    }
+
+
+def _read_one(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The scale `name`, of that shape: () or [heads]."""
+    scale = checkpoint.read(name, np.float32).astype(np.float32)
+    if scale.size not in (1, *shape):
+        expected = "1 value" if shape == () else f"1 value, or one per head, {shape[0]}"
+        raise checkpoint.error(name, f"has shape {scale.shape}: expected {expected}")
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise checkpoint.error(name, f"holds {scale.min()} to {scale.max()}: expected positive, finite scales")
+    return np.broadcast_to(scale.reshape(-1) if shape else scale.reshape(()), shape)
