@@ -15,7 +15,14 @@ from jaxkv.models.calibration import calibrate
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import decode, forward, head, prefill
 from jaxkv.models.model import Model
-from jaxkv.models.parallel import ContextParallel, DataParallel, ExpertParallel, OneDevice, TensorParallel
+from jaxkv.models.parallel import (
+    ContextParallel,
+    DataExpertParallel,
+    DataParallel,
+    ExpertParallel,
+    OneDevice,
+    TensorParallel,
+)
 from jaxkv.models.sampling import Sampling
 from jaxkv.models.speculative import draft, mtp_forward, verify
 from jaxkv.models.weights.fingerprint import fingerprint
@@ -24,6 +31,7 @@ from jaxkv.models.weights.random import random_model
 
 __all__ = [
     "ContextParallel",
+    "DataExpertParallel",
     "DataParallel",
     "ExpertParallel",
     "Model",

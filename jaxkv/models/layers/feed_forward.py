@@ -28,6 +28,10 @@ def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden]."""
     tokens = x.reshape(-1, x.shape[-1])
     chosen, shares = route(config, weights, tokens)
-    chosen, experts = parallel.local_experts(chosen, config.count), weights["experts"]
-    routed = grouped_swiglu(tokens, chosen, shares, experts["gate"], experts["up"], experts["down"])
+    stacks = [weights["experts"][name] for name in ("gate", "up", "down")]
+
+    def experts(tokens, chosen, shares):
+        return grouped_swiglu(tokens, chosen, shares, *stacks)
+
+    routed = parallel.routed(experts, tokens, chosen, shares, config.count)
     return routed.reshape(x.shape) + dense(weights["shared"], x)

@@ -7,6 +7,7 @@ A step of the model is one `shard_map` around all layers.  The code inside is th
 
 from jaxkv.models.parallel.context import ContextParallel as ContextParallel
 from jaxkv.models.parallel.data import DataParallel as DataParallel
+from jaxkv.models.parallel.data_expert import DataExpertParallel as DataExpertParallel
 from jaxkv.models.parallel.expert import ExpertParallel as ExpertParallel
 from jaxkv.models.parallel.one_device import OneDevice as OneDevice
 from jaxkv.models.parallel.tensor import TensorParallel as TensorParallel

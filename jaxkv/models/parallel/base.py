@@ -74,12 +74,18 @@ class Parallel(ABC):
         """The sum over all devices of `x`, the partial result of this device's part of the weights."""
         return x
 
-    def local_experts(self, experts, count: int) -> jax.Array:
-        """Converts ids of a layer's `count` experts, int32 [T, K], to those of this device's stack of experts.
+    def routed(self, experts: Callable[..., jax.Array], tokens, chosen, shares, count: int) -> jax.Array:
+        """The weighted sums of the chosen experts [T, D], or this device's terms of sums over devices.
 
-        The result is -1 for experts of other devices.
+        Args:
+          experts: `experts(tokens, chosen, shares)` computes the sums over the experts that this device holds.  Ids
+            count from its first expert, and others are skipped.
+          tokens: [T, D], the tokens of this device.
+          chosen: int32 [T, K], ids of the layer's experts.
+          shares: float32 [T, K], the weights of the chosen experts.
+          count: number of the layer's experts.
         """
-        return experts
+        return experts(tokens, chosen, shares)
 
     def slots(self, slots, layout: CacheLayout) -> jax.Array:
         """Converts slots int32 [T] of the whole cache to slots of this device's part; -1 for slots of other devices.

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import override
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.parallel.tensor import TensorParallel
 
 
@@ -19,6 +21,8 @@ class ExpertParallel(TensorParallel):
     `TensorParallel`, which divides every expert, the products of an expert keep their size, so that fewer tokens are
     enough to use a device well.  In return, devices have unequal work if some experts are chosen more often.
 
+    `DataExpertParallel` also divides the requests, so that devices do not all have the whole cache.
+
     Args:
       mesh: the devices, those of other processes included.
       axis: the mesh axis over which the model is divided.
@@ -29,24 +33,41 @@ class ExpertParallel(TensorParallel):
 
     @override
     def check(self, config):
-        if config.experts is None:
-            raise ValueError("`parallel` divides experts, and the model has none: expected TensorParallel")
-        if config.experts.count % self.num_devices:
-            raise ValueError(
-                f"`parallel` divides the experts over {self.num_devices} devices, and the model has "
-                f"{config.experts.count}: expected a multiple of the number of devices"
-            )
+        check_experts(config, self.num_devices, "TensorParallel")
         super().check(config)
 
     @override
     def spec(self, path, ndim):
         # A single expert, while weights are loaded, is divided as by tensor parallelism: each device receives a part of
         # it from the host.  The parts are gathered when the expert is written to the stack of its device.
-        is_stack = ndim == 3 and any(getattr(key, "key", None) == "experts" for key in path)
-        return PartitionSpec(self.axis) if is_stack else super().spec(path, ndim)
+        return PartitionSpec(self.axis) if is_stack(path, ndim) else super().spec(path, ndim)
 
     @override
-    def local_experts(self, experts, count):
-        held = count // self.num_devices
-        local = experts - lax.axis_index(self.axis) * held
-        return jnp.where((local >= 0) & (local < held), local, -1)
+    def routed(self, experts, tokens, chosen, shares, count):
+        return experts(tokens, local_experts(chosen, count, self.axis), shares)
+
+
+def check_experts(config: ModelConfig, devices: int, otherwise: str) -> None:
+    """ValueError unless the model has experts, as many on each device.
+
+    The message names the way `otherwise` to divide a model without experts.
+    """
+    if config.experts is None:
+        raise ValueError(f"`parallel` divides experts, and the model has none: expected {otherwise}")
+    if config.experts.count % devices:
+        raise ValueError(
+            f"`parallel` divides the experts over {devices} devices, and the model has {config.experts.count}: "
+            "expected a multiple of the number of devices"
+        )
+
+
+def is_stack(path, ndim: int) -> bool:
+    """Whether a weight is a stack of experts, given its path and number of axes."""
+    return ndim == 3 and any(getattr(key, "key", None) == "experts" for key in path)
+
+
+def local_experts(experts, count: int, axis: str) -> jax.Array:
+    """Converts ids of `count` experts, int32 [T, K], to those of this device's stack; -1 for those of other devices."""
+    held = count // lax.axis_size(axis)
+    local = experts - lax.axis_index(axis) * held
+    return jnp.where((local >= 0) & (local < held), local, -1)

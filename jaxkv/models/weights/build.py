@@ -45,7 +45,7 @@ class Build:
         if not isinstance(self.parallel, Parallel):
             raise ValueError(
                 f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ExpertParallel, "
-                "ContextParallel or DataParallel"
+                "ContextParallel, DataParallel or DataExpertParallel"
             )
         self.parallel.check(config)
 

@@ -43,8 +43,8 @@ def load(
       implementation: the implementation of the operations on the cache: None (the best that supports the call), a name,
         or a tuple of names in order of preference.
       parallel: how the model is divided over devices: `TensorParallel`, `ExpertParallel`, `ContextParallel`,
-        `DataParallel`, or `OneDevice`; by default one device, JAX's default.  Each device receives only the weights
-        that it keeps; under `ExpertParallel`, every expert passes through all devices.
+        `DataParallel`, `DataExpertParallel`, or `OneDevice`; by default one device, JAX's default.  Each device
+        receives only the weights that it keeps; if experts are divided, every expert passes through all devices.
       mtp: whether to load the layer of multi-token prediction as well, which drafts tokens (`draft`).  Its copies of
         the embedding and the output matrix are not kept, but must equal the model's own.
       progress: a function that wraps the list of weights to read, for example to show a progress bar.  The host holds

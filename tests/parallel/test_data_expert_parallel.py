@@ -1,0 +1,268 @@
+"""Requests and experts divided over the same devices: tokens are Hugging Face's, whatever way they are exchanged."""
+
+import json
+import re
+import shutil
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import AxisType
+
+import jaxkv
+from jaxkv import models
+from jaxkv.models.parallel import exchange
+from jaxkv.models.parallel.expert import local_experts
+from models.mtp_checkpoint import with_mtp
+from support.compare import assert_close, assert_same_bits
+from support.many_devices import mesh_of, on_several_devices
+
+pytestmark = on_several_devices
+
+FOLDER = Path(__file__).parents[1] / "data" / "models"
+BLOCK = 64
+
+
+def divided(devices):
+    return models.DataExpertParallel(mesh_of(devices), "x")
+
+
+def with_24_experts(folder, family):
+    """The recorded checkpoint with 12 more experts, which are never chosen: 8 devices then have 3 each.
+
+    Every second expert of a group is new.  The bias of its scores is so low that it is neither chosen nor counted for
+    its group.
+    """
+    shutil.copytree(FOLDER / family, folder, ignore=shutil.ignore_patterns("truth.npz"), dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["n_routed_experts"] == 12
+    (folder / "config.json").write_text(json.dumps({**config, "n_routed_experts": 24}))
+    weights = {}
+    for name, weight in safetensors.numpy.load_file(folder / "model.safetensors").items():
+        expert = re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)(\..*)", name)
+        if expert:
+            for copy in (0, 1):
+                weights[f"{expert[1]}{2 * int(expert[2]) + copy}{expert[3]}"] = weight
+        elif ".mlp.gate." in name:
+            new = np.full_like(weight, -1e4) if "bias" in name else weight
+            weights[name] = np.stack([weight, new], 1).reshape(24, *weight.shape[1:])
+        else:
+            weights[name] = weight
+    safetensors.numpy.save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@cache
+def recorded(family):
+    with np.load(FOLDER / family / "truth.npz") as truth:
+        prompts, lengths, tokens = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
+    return [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)], tokens
+
+
+def generate(model, prompts, count):
+    """`count` tokens of each prompt, in as many rows as devices need; each row has the same blocks of its own cache."""
+    devices = model.parallel.divisions_of_rows
+    rows = -(-len(prompts) // devices) * devices
+    columns = max(map(len, prompts))
+    blocks = -(-(columns + count) // BLOCK)
+    # Rows of one device follow each other, and need different blocks.
+    share = rows // devices
+    tables = np.arange(share * blocks).reshape(share, blocks)[np.arange(rows) % share].astype(np.int32)
+    lengths = np.asarray([len(prompt) for prompt in prompts] + [0] * (rows - len(prompts)), np.int32)
+    tokens = np.zeros((rows, columns), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, columns - len(prompt) :] = prompt
+
+    def slots(lengths, new):
+        positions = lengths[:, None] - new + np.arange(new)
+        return np.where(
+            (positions >= 0) & (lengths > 0)[:, None],
+            np.take_along_axis(tables, np.maximum(positions, 0) // BLOCK, axis=1) * BLOCK + positions % BLOCK,
+            -1,
+        ).astype(np.int32)
+
+    prefill, decode = (jax.jit(step, donate_argnums=1) for step in (models.prefill, models.decode))
+    cache, logits = prefill(model, model.cache(share * blocks, BLOCK), tokens, lengths, tables, slots(lengths, columns))
+    found = [np.asarray(logits).argmax(-1).astype(np.int32)]
+    for _ in range(count - 1):
+        lengths = np.where(lengths > 0, lengths + 1, 0).astype(np.int32)
+        cache, logits = decode(model, cache, found[-1], lengths, tables, slots(lengths, 1)[:, 0])
+        found.append(np.asarray(logits).argmax(-1).astype(np.int32))
+    return np.stack(found, 1)[: len(prompts)].tolist()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("room", [None, 5], ids=["gathered", "sent"])
+def test_tokens_on_eight_devices(family, room, tmp_path, monkeypatch):
+    """With room for 5 tokens per pair of devices, a prefill takes several rounds."""
+    monkeypatch.setattr(exchange, "capacity", lambda *sizes: room)
+    prompts, right = recorded(family)
+    model = models.load(with_24_experts(tmp_path, family), dtype="float32", parallel=divided(8))
+    assert generate(model, prompts, 12) == [tokens[:12] for tokens in right]
+
+
+@pytest.mark.slow  # more devices, with more experts, are above
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("family", ["deepseek_v2_lite", "deepseek_v3", "deepseek_v32"])
+def test_tokens_with_several_requests_per_device(family, devices):
+    prompts, right = recorded(family)
+    model = models.load(FOLDER / family, dtype="float32", parallel=divided(devices))
+    assert generate(model, prompts, 12) == [tokens[:12] for tokens in right]
+
+
+DEVICES, EXPERTS, CHOSEN, WIDTH, INNER = 8, 16, 3, 8, 4
+
+
+def exchanged(function, tokens, chosen, shares, matrices):
+    """The results of all tokens, by `function(experts, tokens, chosen, shares)` on each device."""
+
+    def on_each(tokens, chosen, shares, *matrices):
+        def experts(tokens, chosen, shares):
+            return jaxkv.grouped_swiglu(tokens, local_experts(chosen, EXPERTS, "x"), shares, *matrices)
+
+        return function(experts, tokens, chosen, shares)
+
+    mesh = mesh_of(DEVICES, axis_type=AxisType.Auto)
+    specs = (jax.P("x"),) * (3 + len(matrices))
+    program = jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=jax.P("x"), check_vma=False))
+    return program, (tokens, chosen, shares, *matrices)
+
+
+def sizes(each, choose):
+    """Tokens, experts, weights and matrices; `choose(rng)` draws a token's experts."""
+    rng = np.random.default_rng(each)
+    tokens = rng.standard_normal((DEVICES * each, WIDTH)).astype(np.float32)
+    chosen = np.stack([choose(rng) for _ in tokens]).astype(np.int32)
+    shares = rng.random(chosen.shape, np.float32)
+    shapes = ((EXPERTS, INNER, WIDTH), (EXPERTS, INNER, WIDTH), (EXPERTS, WIDTH, INNER))
+    return tokens, chosen, shares, [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def evenly(rng):
+    return rng.permutation(EXPERTS)[:CHOSEN]
+
+
+def to_one_device(rng):
+    return [14, 15, rng.integers(14)]
+
+
+SENT = partial(exchange.sent, axis="x", held=EXPERTS // DEVICES)
+WAYS = {
+    "gathered": partial(exchange.gathered, axis="x"),
+    "many rounds": partial(SENT, capacity=1),
+    "several rounds": partial(SENT, capacity=7),
+    "one round": partial(SENT, capacity=20),
+    "more room than tokens": partial(SENT, capacity=64),
+}
+
+
+@pytest.mark.parametrize("choose", [evenly, to_one_device])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_token_is_dropped(way, choose):
+    tokens, chosen, shares, matrices = sizes(20, choose)
+    right = jaxkv.grouped_swiglu(tokens, chosen, shares, *matrices)
+    program, arguments = exchanged(WAYS[way], tokens, chosen, shares, matrices)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        found = program(*arguments)
+    assert_close(found, np.asarray(right), roundings=64)
+
+
+@pytest.mark.parametrize("way", ["gathered", "one round"])
+def test_collectives(way):
+    """What the table of jaxkv/models/README.md says."""
+    program, arguments = exchanged(WAYS[way], *sizes(20, evenly))
+    text = program.lower(*arguments).as_text()
+    count = {name: len(re.findall(rf'"stablehlo.{name}"', text)) for name in ("all_gather", "reduce_scatter")}
+    count["all_to_all"] = len(re.findall(r'"stablehlo.all_to_all"', text))
+    # Routing and tokens; the loop of rounds has a third all-to-all, for results, and the number of rounds is agreed on.
+    assert count == (
+        {"all_gather": 2, "reduce_scatter": 1, "all_to_all": 0}
+        if way == "gathered"
+        else {"all_gather": 0, "reduce_scatter": 0, "all_to_all": 3}
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "per_token", "devices", "room"),
+    [
+        (16, 8, 32, None),  # collectives of so few tokens take as long as they take to start
+        (1, 8, 2048, None),  # there is no less than one
+        (4096, 8, 8, None),  # most devices have an expert of a token
+        (4096, 8, 16, None),
+        (4096, 8, 18, 1996),
+        (512, 8, 32, 176),
+        (4096, 8, 64, 673),
+        (16, 8, 256, 3),
+    ],
+)
+def test_tokens_are_sent_if_that_moves_half_the_bytes(tokens, per_token, devices, room):
+    assert exchange.capacity(tokens, per_token, devices) == room
+    if room is not None:
+        assert 2 * room <= tokens
+
+
+def test_every_device_holds_its_experts_and_all_else():
+    whole = models.load(FOLDER / "deepseek_v3")
+    model = models.load(FOLDER / "deepseek_v3", parallel=divided(4))
+    stacks = 0
+    for (path, array), one in zip(jax.tree.leaves_with_path(model.params), jax.tree.leaves(whole.params), strict=True):
+        assert_same_bits(array, one, path)
+        share = array.addressable_shards[0].data
+        if any(getattr(key, "key", None) == "experts" for key in path):
+            stacks += 1
+            assert share.shape == (3, *one.shape[1:])
+        else:
+            assert share.shape == one.shape
+    assert stacks == 6
+    sizes = dict(num_blocks=6, block_size=16)
+    one = whole.cache(**sizes).buffer.size
+    assert [shard.data.size for shard in model.cache(**sizes).buffer.addressable_shards] == [one] * 4
+
+
+@pytest.mark.slow  # the MTP layer is a decoder layer like others
+def test_drafts(tmp_path):
+    folder, _ = with_mtp(tmp_path)
+    prompt, table = jnp.asarray([[5, 7, 11, 2]] * 4), jnp.zeros((4, 1), jnp.int32)
+    lengths, slots = jnp.full(4, 4), jnp.tile(jnp.arange(4), (4, 1))
+    found = []
+    for parallel, rows in ((None, 1), (divided(4), 4)):
+        model = models.load(folder, mtp=True, parallel=parallel)
+        batch = [x[:rows] for x in (prompt, lengths, table, slots)]
+        options = jnp.zeros(rows), jnp.ones(rows), jnp.zeros(rows, jnp.uint32)
+        cache, hidden, sampled, _ = jax.jit(models.verify)(model, model.cache(1), *batch, *options)
+        longer = jnp.tile(jnp.arange(6), (4, 1))[:rows]
+        _, drafts = jax.jit(models.draft)(model, cache, hidden, sampled, batch[1], batch[2], longer)
+        found.append(np.asarray(drafts))
+    assert_same_bits(found[1], np.tile(found[0], (4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: models.load(FOLDER / "deepseek_v3", parallel=divided(8)),
+            "`parallel` divides the experts over 8 devices, and the model has 12: expected a multiple",
+        ),
+        (
+            lambda: models.load(FOLDER / "llama", parallel=divided(2)),
+            "`parallel` divides experts, and the model has none: expected DataParallel",
+        ),
+        (
+            lambda: generate_rows(3),
+            "`tokens` has 3 rows: expected a multiple of the 2 devices",
+        ),
+    ],
+)
+def test_mistakes_are_rejected(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def generate_rows(rows):
+    model = models.load(FOLDER / "deepseek_v2_lite", parallel=divided(2))
+    empty = jnp.zeros((rows, 1), jnp.int32)
+    models.prefill(model, model.cache(1), empty, empty[:, 0], empty, empty)
