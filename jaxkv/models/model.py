@@ -96,13 +96,15 @@ class Model:
     def check_cache(self, cache: KVCache) -> None:
         """ValueError unless `cache` fits this model.
 
-        Any strides are accepted, except for V3.2, whose cache must have its packed layout.
+        Entries must be the model's.  Any strides are accepted, except for V3.2, whose cache must have its packed layout.
         """
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
         layout, config = cache.layout, self.config
         if layout.num_layers != self.num_cache_layers:
             raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {self.num_cache_layers}")
+        if layout.entry != self.entry:
+            raise ValueError(f"`cache` has entries {layout.entry}: expected {self.entry}, as the model computes them")
         if config.indexer is not None:
             expected = self.packed_layout(config.indexer, layout.num_blocks, layout.block_size)["latent"]
             if layout != expected:

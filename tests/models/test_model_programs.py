@@ -210,8 +210,11 @@ class TestWrongCaches:
     def test_of_other_entries(self):
         layout = describe(LLAMA).layout(4)
         latents = jaxkv.CacheLayout(num_layers=32, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
-        with pytest.raises(ValueError, match=r"`cache` stores MLAEntry.*takes a cache of KVEntry"):
+        with pytest.raises(ValueError, match=r"`cache` has entries MLAEntry.*: expected KVEntry.*'bf16'"):
             self.call(describe(LLAMA), jaxkv.KVCache(described((latents.size,)), latents))
+        quantised = describe(LLAMA, entry_format="fp8").layout(4)
+        with pytest.raises(ValueError, match=r"`cache` has entries KVEntry.*'fp8'.*: expected KVEntry.*'bf16'"):
+            self.call(describe(LLAMA), jaxkv.KVCache(described((quantised.size,), "uint8"), quantised))
         fewer = replace(layout, num_heads=4)
         with pytest.raises(ValueError, match=r"`k` .*8.*the cache's heads"):
             self.call(describe(LLAMA), jaxkv.KVCache(described((fewer.size,)), fewer))

@@ -14,7 +14,7 @@ import safetensors.numpy
 from jax.sharding import AxisType
 
 import jaxkv
-from jaxkv import models
+from jaxkv import models, serving
 from jaxkv.models.parallel import exchange
 from jaxkv.models.parallel.expert import local_experts
 from models.mtp_checkpoint import with_mtp
@@ -250,6 +250,10 @@ def test_drafts(tmp_path):
         (
             lambda: models.load(FOLDER / "llama", parallel=divided(2)),
             "`parallel` divides experts, and the model has none: expected DataParallel",
+        ),
+        (
+            lambda: serving.Replicas(models.load(FOLDER / "deepseek_v3", parallel=divided(2)), num_blocks=4),
+            "`model` has `parallel` DataExpertParallel, whose devices step together",
         ),
         (
             lambda: generate_rows(3),

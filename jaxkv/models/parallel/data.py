@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 import jax
 
@@ -30,6 +30,18 @@ class DataParallel(OnMesh):
     """
 
     divides_rows = True
+
+    @property
+    @override
+    def divisions_of_rows(self):
+        return self.num_devices
+
+    @override
+    def run(self, function, model, cache, *batch):
+        rows = batch[0].shape[0]
+        if rows % self.num_devices:
+            raise ValueError(f"`tokens` has {rows} rows: expected a multiple of the {self.num_devices} devices")
+        return super().run(function, model, cache, *batch)
 
     def replicas(self, model: "Model") -> "Iterator[Model]":
         """Yields, for each device of this process, a model on that device alone.  No weight is copied."""

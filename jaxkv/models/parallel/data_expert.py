@@ -6,12 +6,12 @@ from typing import override
 from jax.sharding import PartitionSpec
 
 from jaxkv.models.parallel import exchange
+from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.parallel.expert import check_experts, is_stack, local_experts
-from jaxkv.models.parallel.on_mesh import OnMesh
 
 
 @dataclass(frozen=True)
-class DataExpertParallel(OnMesh):
+class DataExpertParallel(DataParallel):
     """Each of n devices attends for requests of its own, with its own cache, and has 1 / n of the experts, whole.
 
     This is how DeepSeek deploys V3 (arXiv 2412.19437, section 3.4).  No cache is replicated, and all weights of
@@ -20,9 +20,8 @@ class DataExpertParallel(OnMesh):
     reduce-scatter, or by all-to-alls if these are expected to move fewer bytes.  The number of tokens, experts and
     devices decides while tracing.
 
-    Devices run in lockstep.  The rows of a batch of `prefill` or `decode` are divided; their number must be a multiple
-    of the number of devices, and rows without a request take part.  Block tables and slots of a row refer to blocks of
-    its device's cache.
+    The rows of a batch of `prefill` or `decode` are divided, as by `DataParallel`.  Devices run in lockstep, and those
+    without a request take part.
 
     Args:
       mesh: the devices, those of other processes included.
@@ -31,8 +30,6 @@ class DataExpertParallel(OnMesh):
     Raises:
       ValueError: the mesh has no such axis.
     """
-
-    divides_rows = True
 
     @override
     def check(self, config):
@@ -47,7 +44,7 @@ class DataExpertParallel(OnMesh):
         def held(tokens, chosen, shares):
             return experts(tokens, local_experts(chosen, count, self.axis), shares)
 
-        room = exchange.capacity(*chosen.shape, self.num_devices)
+        room = exchange.capacity(len(tokens), chosen.shape[1], self.num_devices)
         if room is None:
             return exchange.gathered(held, tokens, chosen, shares, axis=self.axis)
         each = count // self.num_devices

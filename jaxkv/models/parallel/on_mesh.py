@@ -39,11 +39,6 @@ class OnMesh(Parallel):
         """The number of devices along the axis."""
         return self.mesh.shape[self.axis]
 
-    @property
-    @override
-    def divisions_of_rows(self):
-        return self.num_devices if self.divides_rows else 1
-
     @override
     def check(self, config):
         pass
@@ -66,9 +61,6 @@ class OnMesh(Parallel):
 
     @override
     def run(self, function, model, cache, *batch):
-        count = batch[0].shape[0]
-        if count % self.divisions_of_rows:
-            raise ValueError(f"`tokens` has {count} rows: expected a multiple of the {self.num_devices} devices")
         weights = jax.tree.map_with_path(lambda path, x: self.spec(path, x.ndim), model)
         held, rows = self._spec(self.divides_cache(cache.layout)), self._spec(self.divides_rows)
         specs = weights, held, *[rows] * len(batch)
