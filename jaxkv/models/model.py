@@ -96,7 +96,8 @@ class Model:
     def check_cache(self, cache: KVCache) -> None:
         """ValueError unless `cache` fits this model.
 
-        Entries must be the model's.  Any strides are accepted, except for V3.2, whose cache must have its packed layout.
+        Its entries must be the model's.  Any strides are accepted, except for V3.2, whose cache must have its packed
+        layout.
         """
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
