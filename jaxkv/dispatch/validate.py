@@ -199,8 +199,8 @@ def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
     return number
 
 
-def window_within(window, capacity: int) -> int | None:
-    """`window` as kernels expect it; ValueError unless it is None or a positive int, of any size.
+def window_of(window, causal, capacity: int) -> int | None:
+    """`window` as kernels expect it; ValueError unless it is None or, with a causal mask, a positive int of any size.
 
     The result is None if the window can exclude no token: if it is at least `capacity` (the tokens of a block table),
     or does not fit in int32.
@@ -208,6 +208,8 @@ def window_within(window, capacity: int) -> int | None:
     if window is None:
         return None
     window = positive_int("window", window, below=None)
+    if causal is False:
+        raise ValueError(f"`window` is {window}: expected None, because with `causal=False` no token is the last one")
     return window if window < min(capacity, MAX_SLOTS) else None
 
 

@@ -39,7 +39,14 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
+    yield from _window(options)
     yield from too_large(options)
+
+
+def _window(options: Mapping[str, Any]) -> Iterator[str]:
+    """A reason against attending to latents with a window."""
+    if options["window"] is not None:
+        yield f"`window` of {options['window']} with latents: supports None"
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -103,6 +110,8 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
     else:
         yield from _attention(entry, pages, arrays["buffer"])
+    if entry.one_head:
+        yield from _window(options)
     yield from _query_dtype(entry, options["dtype"], "queries")
 
 
