@@ -1,14 +1,14 @@
 """How the query tokens of an attention call are arranged as the rows of requests that kernels attend with.
 
-Kernels support one form: queries [B, Q, H, D], the last Q tokens of each of B requests, under a causal mask.  Other forms
-are arranged as this one, outside of the kernels:
+Kernels support one form: queries [B, Q, H, D], the last Q tokens of each of B requests, under a causal mask.  Other
+forms are arranged as this one, outside of the kernels:
 
     ragged       Each request's query tokens are divided into groups of at most `size` tokens.  A group is a request of
                  its own, with the blocks of the whole request and a length up to its own last token.
-    not causal   All query tokens of a request see the same keys, as the heads of one query token do.  They become heads.
+    not causal   All query tokens of a request see the same keys, as the heads of one query token do: they become heads.
 
-A group has as many rows (query tokens x heads that share keys) as a kernel's tile.  A kernel that supported ragged queries
-itself would therefore read the keys as often.
+A group has as many rows (query tokens x heads that share keys) as a kernel's tile.  A kernel that supported ragged
+queries itself would therefore read the keys as often.
 """
 
 from dataclasses import dataclass

@@ -162,9 +162,9 @@ def decode_kv(
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out, of q's shape with Dv instead of D, and of its dtype; with `return_lse` also lse, float32, of q's shape without
-      D, natural logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf; low finite scores are
-      never masked.  Tokens in blocks outside the cache are masked.
+      out, of q's shape with Dv instead of D, and of its dtype; with `return_lse` also lse, float32, of q's shape
+      without D, natural logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf; low finite
+      scores are never masked.  Tokens in blocks outside the cache are masked.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong, there is a `window` without a causal mask, or `plan`

@@ -167,9 +167,11 @@ def test_a_plan_for_other_calls_is_refused():
     with pytest.raises(ValueError, match="`q_len` is 2: expected 1, because `cu_q_lens` has the numbers of query tok"):
         jaxkv.plan_decode(cache, tables, lengths, num_heads=4, cu_q_lens=sums, total=4, q_len=2)
     ragged = jaxkv.plan_decode(cache, tables, lengths, num_heads=4, cu_q_lens=sums, total=4)
-    with pytest.raises(ValueError, match="`plan` was made with `total` 4: expected None, .* no `cu_q_lens`"):
+    with pytest.raises(ValueError, match=r"`plan` was made with `total` 4: expected None, .* no `cu_q_lens`"):
         jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, plan=ragged)
-    with pytest.raises(ValueError, match="`plan` was made with `total` 4: expected 2, .* pass `cu_q_lens` and `total`"):
+    with pytest.raises(
+        ValueError, match=r"`plan` was made with `total` 4: expected 2, .* pass `cu_q_lens` and `total`"
+    ):
         jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, cu_q_lens=sums, plan=ragged)
     keys = jaxkv.KVEntry("f32", head_dim=8)
     cache = jaxkv.KVCache.zeros(jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, num_heads=3, entry=keys))

@@ -31,7 +31,15 @@ def decode_mla(
 
     first, last = chunks_seen(begins, ends, lengths, chunk)
     out, lse = attend(
-        q, load, first, last, value_dim=entry.latent, scale=scale, k_scale=kv_scale, v_scale=kv_scale, logit_cap=logit_cap
+        q,
+        load,
+        first,
+        last,
+        value_dim=entry.latent,
+        scale=scale,
+        k_scale=kv_scale,
+        v_scale=kv_scale,
+        logit_cap=logit_cap,
     )
     return out[:, :, 0].astype(q_latent.dtype), lse[:, :, 0]
 

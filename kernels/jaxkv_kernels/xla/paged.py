@@ -27,7 +27,7 @@ def query_ends(lengths: jax.Array, tokens: int) -> jax.Array:
 
 
 def query_ranges(lengths: jax.Array, tokens: int, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """The first key [B, tokens] that each of a request's last `tokens` tokens sees, and the end of those (`query_ends`)."""
+    """The first key [B, tokens] that each of a request's last `tokens` tokens sees, and the end (`query_ends`)."""
     ends = query_ends(lengths, tokens)
     return (jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)), ends
 

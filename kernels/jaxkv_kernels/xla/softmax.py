@@ -79,7 +79,7 @@ def attend(
 
 
 def with_sinks(out, lse, sinks) -> jax.Array:
-    """`out` [..., H, V] multiplied by exp(lse) / (exp(lse) + exp(sink)), the weight that keys keep beside attention sinks.
+    """`out` [..., H, V] multiplied by exp(lse) / (exp(lse) + exp(sink)), the weight that keys keep beside sinks.
 
     `lse` is [..., H] and `sinks` [H].
     """

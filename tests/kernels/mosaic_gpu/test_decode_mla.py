@@ -38,6 +38,7 @@ class Mosaic:
         "block stride of",
         "`q_latent` of",  # queries of another dtype than the entries
         "`logit_cap` of",  # too large for tanh by way of exp2
+        "`window` of",  # no schedule for latents begins within a request
     )
 
 

@@ -1,5 +1,6 @@
 """Decode over keys and values: MHA and GQA, windows, scales a head."""
 
+import itertools
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -195,7 +196,7 @@ class DecodeKV(DecodeKVChecks):
         q = self.query(entry, 1, edges[-1] + 3, 6)[0]  # with three tokens of no request
         keywords = {"window": window, "causal": causal}
         found = self.decode(q, cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
-        rows = [q[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        rows = [q[a:b] for a, b in itertools.pairwise(edges)]
         check_ragged(found, self.truth(rows, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
 
     def test_window_over_long_requests_with_poison_before_it(self):

@@ -1,5 +1,6 @@
 """Dense MLA decode: bit-equal to the packed cache, right against the oracle, deaf to poison."""
 
+import itertools
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -210,11 +211,18 @@ class DecodeMLA(DecodeMLAChecks):
         q = [x[0] for x in queries(entry, 1, edges[-1] + 3, self.heads)]  # with three tokens of no request
         keywords = {"cu_q_lens": jnp.asarray(edges), "causal": causal}
         found = self.decode(q, cache, scene, 1, **keywords)
-        rows = [[x[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)] for x in q]
+        rows = [[x[a:b] for a, b in itertools.pairwise(edges)] for x in q]
         check_ragged(found, self.truth(rows, scene, causal=causal), edges, roundings_of(found[0]))
         tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
         plan = self.run(
-            jaxkv.plan_decode, cache, tables, lengths, num_heads=self.heads, total=len(q[0]), dtype=q[0].dtype, **keywords
+            jaxkv.plan_decode,
+            cache,
+            tables,
+            lengths,
+            num_heads=self.heads,
+            total=len(q[0]),
+            dtype=q[0].dtype,
+            **keywords,
         )
         for a, b in zip(self.decode(q, cache, scene, 1, plan=plan, **keywords), found, strict=True):
             assert_same_bits(a, b)
