@@ -87,7 +87,7 @@ class DecodeMLA(Queries):
     result = "attention"
 
     @classmethod
-    def optional(cls):
+    def optional(cls) -> tuple[str, ...]:
         """`cu_q_lens` (ragged query tokens) and `sinks`."""
         return ("cu_q_lens", "sinks", PER_HEAD)
 
