@@ -12,8 +12,8 @@ from jaxkv_kernels.addressing.slots import MAX_SLOTS
 from jaxkv_kernels.formats.entries import Entry
 
 FLOATS = ("bfloat16", "float16", "float32")
-MAY_BE_EMPTY = ("T", "n")
-"""Axes that may have length 0: T new tokens and n blocks.  All other axes must have at least one element."""
+MAY_BE_EMPTY = ("T", "n", "P")
+"""Axes that may have length 0: T new tokens, n blocks and P values of a rotary part.  All other axes must have at least one element."""
 
 
 class Dims:

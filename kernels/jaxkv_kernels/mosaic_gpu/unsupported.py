@@ -261,8 +261,15 @@ def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
         yield from _entries_converted(entry, pages, itemsize)
 
 
+def _empty_parts(entry) -> Iterator[str]:
+    for size in entry.sizes:
+        if not size:
+            yield "part of 0 values: supports positive numbers of values"
+
+
 def _entries_copied(entry, pages, itemsize) -> Iterator[str]:
     """Reasons against moving entries by bulk copies."""
+    yield from _empty_parts(entry)
     yield from _unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
     yield from _unaligned(_steps(pages, ("layer", "token", "head")), itemsize)
     token = pages.num_heads * entry.nbytes
@@ -277,6 +284,7 @@ def _entries_copied(entry, pages, itemsize) -> Iterator[str]:
 
 def _entries_converted(entry, pages, itemsize) -> Iterator[str]:
     """Reasons against encoding or decoding entries by lanes."""
+    yield from _empty_parts(entry)
     for size in entry.sizes:
         if size % CHUNK:
             yield f"part of {size} values: supports multiples of {CHUNK} where they are converted"

@@ -189,6 +189,12 @@ class DecodeMLA(DecodeMLAChecks):
         q = queries(entry, len(scene.lengths), tokens, self.heads)
         self.check(q, scene.cache(layout_of("BLNHC", entry), 0), scene, 0, window=window)
 
+    def test_latents_without_a_rotary_part(self):
+        entry = replace(self.entry(), rope=0)
+        scene = scenes.scene(entry)
+        q = queries(entry, len(scene.lengths), self.tokens, self.heads)
+        self.check(q, scene.cache(layout_of("BLNHC", entry), 1), scene, 1)
+
     def test_sinks(self):
         entry = self.entry()
         scene = scenes.scene(entry)
