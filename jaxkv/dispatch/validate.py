@@ -13,7 +13,8 @@ from jaxkv_kernels.formats.entries import Entry
 
 FLOATS = ("bfloat16", "float16", "float32")
 MAY_BE_EMPTY = ("T", "n", "P")
-"""Axes that may have length 0: T new tokens, n blocks and P values of a rotary part.  All other axes must have at least one element."""
+"""Axes that may have length 0: T new tokens, n blocks and P values of a rotary part.  All other axes must have at least
+one element."""
 
 
 class Dims:
