@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.expert_groups import expert_groups, usual_rows
+from jaxkv_kernels.tile_scaled import TileScaled
 
 MOST_ROWS = 256
 """The most rows of a tile on CPUs."""
@@ -70,5 +71,6 @@ def _swiglu(inner: str, outer: str, x, gate, up, down):
         precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
+    gate, up, down = (w.dequantised(x.dtype) if isinstance(w, TileScaled) else w for w in (gate, up, down))
     values = jax.nn.silu(product(inner, x, gate)) * product(inner, x, up)
     return product(outer, values.astype(x.dtype), down)
