@@ -74,7 +74,9 @@ def _check_scaled(dims: Dims, name: str, matrix: TileScaled, axes: str) -> None:
     stack, *sizes = (dims[axis] for axis in axes.split())
     shape, scales = (stack, *map(num_tiles, sizes)), matrix.scales
     if getattr(scales, "shape", None) != shape or scales.dtype != jnp.float32:
-        raise ValueError(f"`{name}.scales` is {describe(scales)}: expected float32{list(shape)}, one per 128 x 128 values")
+        raise ValueError(
+            f"`{name}.scales` is {describe(scales)}: expected float32{list(shape)}, one per 128 x 128 values"
+        )
 
 
 def _sample():

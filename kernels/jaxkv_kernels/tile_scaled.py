@@ -1,6 +1,6 @@
 """`TileScaled`: a weight in float8 with one scale per tile of 128 x 128 values, as DeepSeek publishes V3 and V3.2."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 TILE = 128
 """Rows and columns of a tile."""
+LARGEST = 448.0
+"""The largest e4m3 value."""
 
 
 def num_tiles(size: int) -> int:
@@ -23,10 +25,13 @@ class TileScaled:
     Args:
       values: float8_e4m3fn [..., out, in].
       scales: float32 [..., ceil(out / 128), ceil(in / 128)].
+      e4m3_products: whether products round activations to e4m3, with a scale per 128 values, as DeepSeek's reference
+        implementation does.  By default, activations keep their precision.
     """
 
     values: Any
     scales: Any
+    e4m3_products: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,7 +45,7 @@ class TileScaled:
 
     def __getitem__(self, index) -> "TileScaled":
         """A weight of a stack, by its index along the first axis."""
-        return TileScaled(self.values[index], self.scales[index])
+        return TileScaled(self.values[index], self.scales[index], self.e4m3_products)
 
     def dequantised(self, dtype) -> jax.Array:
         """The weight: products in float32, rounded once to `dtype`."""
@@ -50,3 +55,22 @@ class TileScaled:
         tiles = jnp.broadcast_to(self.scales[..., :, None, :, None], (*stack, down, TILE, across, TILE))
         factors = tiles.reshape(*stack, down * TILE, across * TILE)
         return (self.values.astype(jnp.float32) * factors[..., :rows, :columns]).astype(dtype)
+
+    def operands(self, x) -> tuple[jax.Array, jax.Array]:
+        """x [..., in] and the weight as they are multiplied, both of the dtype of x."""
+        return (rounded_to_e4m3(x) if self.e4m3_products else x), self.dequantised(x.dtype)
+
+
+def rounded_to_e4m3(x) -> jax.Array:
+    """x [..., n] with every 128 consecutive values rounded to e4m3 numbers times a float32 scale, in the dtype of x.
+
+    The scale is the largest magnitude divided by 448, the largest e4m3 value.  Source: `act_quant` in
+    `inference/kernel.py` of https://huggingface.co/deepseek-ai/DeepSeek-V3.
+    """
+    size = x.shape[-1]
+    wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -size % TILE)])
+    wide = wide.reshape(*x.shape[:-1], -1, TILE)
+    largest = jnp.abs(wide).max(axis=-1, keepdims=True)
+    scale = jnp.where(largest > 0, largest / LARGEST, 1)
+    rounded = jnp.clip(wide / scale, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
+    return rounded.reshape(*x.shape[:-1], -1)[..., :size].astype(x.dtype)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv.models.weights import fp8
+from jaxkv.models.weights.safetensors_file import SafetensorsFile
+from jaxkv_kernels.tile_scaled import TileScaled
 from models.published import FP8
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
@@ -56,8 +59,8 @@ def folders(request, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_model_is_that_of_the_expanded_weights(folders, dtype):
-    small, whole = (jaxkv.models.load(folder, dtype=dtype) for folder in folders)
+def test_weights_can_be_expanded(folders, dtype):
+    small, whole = (jaxkv.models.load(folder, dtype=dtype, fp8_weights="expand") for folder in folders)
     assert jax.tree.structure(small) == jax.tree.structure(whole)
     assert jax.tree.all(jax.tree.map(np.array_equal, small.params, whole.params))
     assert jaxkv.models.fingerprint(small) == jaxkv.models.fingerprint(whole)
@@ -68,7 +71,7 @@ def test_the_model_is_that_of_the_expanded_weights(folders, dtype):
 def test_tiles_at_the_edges(shape, dtype):
     stored, scales = tiled(shape, np.random.default_rng(1))
     assert fp8.scale_shape(shape) == scales.shape
-    found = fp8.dequantised(stored, scales, dtype)
+    found = TileScaled(jnp.asarray(stored), jnp.asarray(scales)).dequantised(dtype)
     assert found.dtype == dtype
     assert np.array_equal(found, expanded(stored, scales).astype(dtype))
 
@@ -111,14 +114,9 @@ SCALES = f"{WEIGHT}_scale_inv"
 @pytest.mark.parametrize("folders", ["deepseek_v3"], indirect=True)
 def test_wrong_scales_are_rejected(folders, change, words):
     folder, _ = folders
-    stored = fp8.Float8File(folder / FILE)
-    with safetensors.safe_open(folder / FILE, "numpy") as file:
-        weights = {
-            name: stored.read(name) if file.get_slice(name).get_dtype() == "F8_E4M3" else file.get_tensor(name)
-            for name in file.keys()  # noqa: SIM118 (not a dict)
-        }
+    with SafetensorsFile(folder / FILE) as file:
+        weights = {name: file.read(name, tuple(slice(0, n) for n in of.shape)) for name, of in file.entries.items()}
     change(weights)
-    weights = {name: np.array(value) for name, value in weights.items()}
     safetensors.numpy.save_file(weights, folder / FILE)
     with pytest.raises(ValueError, match=".*".join(map(re.escape, [str(folder / FILE), *words]))) as error:
         jaxkv.models.load(folder)

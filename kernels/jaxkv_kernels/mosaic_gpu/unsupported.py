@@ -231,6 +231,8 @@ def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
     x, gate = arrays["x"], arrays["gate"]
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         yield f"`x` of {x.dtype}: supports bfloat16 and float16"
+    if isinstance(gate, TileScaled) and gate.e4m3_products:
+        yield "activations rounded to e4m3: supports weights in float8 with activations that keep their precision"
     step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")
     for name, size in (("tokens", x.shape[1]), ("inner sizes", gate.shape[1])):
         if size % step:

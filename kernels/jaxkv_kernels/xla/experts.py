@@ -68,9 +68,10 @@ def _swiglu(inner: str, outer: str, x, gate, up, down):
     """The SwiGLU feed-forward by the products `inner` and `outer`, in float32; operands keep their dtype."""
 
     def product(equation, a, b):
+        if isinstance(b, TileScaled):
+            a, b = b.operands(a)
         precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
-    gate, up, down = (w.dequantised(x.dtype) if isinstance(w, TileScaled) else w for w in (gate, up, down))
     values = jax.nn.silu(product(inner, x, gate)) * product(inner, x, up)
     return product(outer, values.astype(x.dtype), down)

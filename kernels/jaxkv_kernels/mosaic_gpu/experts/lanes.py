@@ -1,4 +1,4 @@
-"""What one lane does to load e4m3 weights as operands of wgmma (`e4m3.py` has the order of values): MLIR, inline PTX."""
+"""What one lane does to load e4m3 weights as operands of wgmma (`e4m3.py` has their order): MLIR and inline PTX."""
 
 from typing import Any
 

@@ -51,7 +51,7 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
       rows: [P, D], grouped by expert.
       matrices: gate and up [E, I, D], for the result silu(gate row) * (up row); or one [E, I, D], for its product.
         They have the dtype of `rows`, or are e4m3.
-      scales: for e4m3 matrices, the scales of each, float32 [E, ceil(I / 128), D / 128].  The values of a row, and those
+      scales: for e4m3 matrices, the scales of each, float32 [E, ceil(I / 128), D / 128].  Values of rows, and those
         of the result, are then in the order of `e4m3.in_positions`.
       tiles: experts [M], first rows [M] and sizes [M], both in units of 8 rows, and the number of tiles [1].
       following: the matrices of a call on the result, which follows this one; it has the same `tiles`, and none
@@ -203,9 +203,7 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
 
                 def step(k, totals):
                     stage = stage_of(n + k)
-                    factors = [
-                        scale_refs[half if gated else 0][expert, row, k] for half, row in enumerate(scale_rows)
-                    ]
+                    factors = [scale_refs[half if gated else 0][expert, row, k] for half, row in enumerate(scale_rows)]
                     plgpu.barrier_wait(full.at[stage])
 
                     def operands(half):

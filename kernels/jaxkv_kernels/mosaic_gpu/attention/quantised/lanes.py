@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
