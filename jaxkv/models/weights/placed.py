@@ -44,17 +44,26 @@ class Placed:
 
     def add(self, expert: int, read: Read) -> None:
         """Reads a weight (`expert` 0), or that of an expert: on each device its part."""
+        found: dict[Index, jax.Array] = {}
         for device, index in self.indices.items():
-            if not self._stacked:
-                self._shards[device] = read(index, device)
-                continue
-            experts, *rest = index
-            if not experts.start <= expert < experts.stop:
-                continue
-            if device not in self._shards:
-                shape = [part.stop - part.start for part in index]
-                self._shards[device] = jnp.zeros(shape, self._dtype, device=device)
-            self._shards[device] = _set(self._shards[device], read(tuple(rest), device), expert - experts.start)
+            own = index
+            if self._stacked:
+                experts, *rest = index
+                if not experts.start <= expert < experts.stop:
+                    continue
+                own = tuple(rest)
+            found[own] = jax.device_put(found[own], device) if own in found else read(own, device)
+            if self._stacked:
+                self._set(device, index, found[own], expert - experts.start)
+            else:
+                self._shards[device] = found[own]
+
+    def _set(self, device, index: Index, piece, expert: int) -> None:
+        """Writes a weight to a device's part of a stack."""
+        if device not in self._shards:
+            shape = [of.stop - of.start for of in index]
+            self._shards[device] = jnp.zeros(shape, self._dtype, device=device)
+        self._shards[device] = _set(self._shards[device], piece, expert)
 
     def array(self) -> jax.Array:
         """The array, after all of its weights have been added."""
