@@ -33,6 +33,17 @@ class TileScaled:
     scales: Any
     e4m3_products: bool = field(default=False, metadata={"static": True})
 
+    @classmethod
+    def of(cls, weight) -> "TileScaled":
+        """Quantises a weight [..., out, in]: the largest magnitude of a tile becomes 448, the largest e4m3 value."""
+        *stack, rows, columns = weight.shape
+        down, across = num_tiles(rows), num_tiles(columns)
+        padding = [(0, 0)] * len(stack) + [(0, down * TILE - rows), (0, across * TILE - columns)]
+        tiles = jnp.pad(weight.astype(jnp.float32), padding).reshape(*stack, down, TILE, across, TILE)
+        scales = _scales(jnp.abs(tiles).max(axis=(-3, -1)))
+        values = _rounded(tiles / scales[..., :, None, :, None]).reshape(*stack, down * TILE, across * TILE)
+        return cls(values[..., :rows, :columns], scales)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight: [..., out, in]."""
@@ -70,7 +81,16 @@ def rounded_to_e4m3(x) -> jax.Array:
     size = x.shape[-1]
     wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -size % TILE)])
     wide = wide.reshape(*x.shape[:-1], -1, TILE)
-    largest = jnp.abs(wide).max(axis=-1, keepdims=True)
-    scale = jnp.where(largest > 0, largest / LARGEST, 1)
-    rounded = jnp.clip(wide / scale, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
+    scales = _scales(jnp.abs(wide).max(axis=-1, keepdims=True))
+    rounded = _rounded(wide / scales).astype(jnp.float32) * scales
     return rounded.reshape(*x.shape[:-1], -1)[..., :size].astype(x.dtype)
+
+
+def _scales(largest) -> jax.Array:
+    """The scales of groups whose largest magnitudes these are; 1 for zeros."""
+    return jnp.where(largest > 0, largest / LARGEST, 1)
+
+
+def _rounded(x) -> jax.Array:
+    """x as e4m3; the division by a scale may have rounded it to more than the largest value."""
+    return jnp.clip(x, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
