@@ -317,7 +317,7 @@ class Experts(Case):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The number of experts, those chosen per token, the width of tokens, the inner size; weights in float8 or not."""
+        """The number of experts, those chosen per token, the width of tokens, the inner size; float8 weights or not."""
         count, sizes = pick(rng, 1, 3, 8, 40), (20, 64, 64, 128, 192)
         options = {
             "experts": count,

@@ -82,7 +82,7 @@ def load(
         leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp))
         paths, weights = zip(*leaves, strict=True)
         _check(checkpoint, config, weights, mtp=mtp)
-        arrays = []
+        arrays: list[_Plain | _Scaled] = []
         for path, weight in zip(paths, weights, strict=True):
             stays = fp8_weights != "expand" and weight.may_stay_fp8 and all(map(checkpoint.is_fp8, weight.all_names()))
             kind = partial(_Scaled, e4m3_products=fp8_weights == "e4m3") if stays else _Plain
@@ -90,8 +90,9 @@ def load(
         pieces = [(i, *piece) for i, weight in enumerate(weights) for piece in enumerate(weight.all_names())]
         for i, expert, name in progress(pieces):
             arrays[i].add(expert, name)
-        arrays = [array.result() for array in arrays]
-    return build.model(jax.tree.unflatten(structure, arrays))
+        tree = jax.tree.unflatten(structure, [array.result() for array in arrays])
+        del arrays  # so that weights which the model rearranges are freed
+    return build.model(tree)
 
 
 def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight], *, mtp: bool) -> None:
@@ -102,8 +103,8 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight
     for name, own in copies.items():
         for row in range(0, config.vocab_size, ROWS):
             index = slice(row, min(row + ROWS, config.vocab_size)), slice(0, config.hidden_size)
-            some = (expanded_part(checkpoint, weight, jnp.float32, index, None) for weight in (name, own))
-            if not np.array_equal(*some):
+            left, right = (expanded_part(checkpoint, weight, jnp.float32, index, None) for weight in (name, own))
+            if not np.array_equal(left, right):
                 raise ValueError(
                     f"{checkpoint.file_of(name)}: weight {name!r} differs from {own!r}: config.json ties them"
                 )

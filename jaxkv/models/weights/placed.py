@@ -36,7 +36,7 @@ class Placed:
             else {sharding: (slice(None),) * len(shape)}
         )
         self.indices: dict[Any, Index] = {
-            device: tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+            device: tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), shape, strict=True))
             for device, index in parts.items()
         }
         """The part of each device of this process."""
@@ -46,24 +46,23 @@ class Placed:
         """Reads a weight (`expert` 0), or that of an expert: on each device its part."""
         found: dict[Index, jax.Array] = {}
         for device, index in self.indices.items():
-            own = index
+            own, position = index, None
             if self._stacked:
-                experts, *rest = index
-                if not experts.start <= expert < experts.stop:
+                own, position = index[1:], expert - index[0].start
+                if not 0 <= position < index[0].stop - index[0].start:
                     continue
-                own = tuple(rest)
             found[own] = jax.device_put(found[own], device) if own in found else read(own, device)
-            if self._stacked:
-                self._set(device, index, found[own], expert - experts.start)
-            else:
+            if position is None:
                 self._shards[device] = found[own]
+            else:
+                self._shards[device] = _set(self._stack(device), found[own], position)
 
-    def _set(self, device, index: Index, piece, expert: int) -> None:
-        """Writes a weight to a device's part of a stack."""
+    def _stack(self, device) -> jax.Array:
+        """The part of a stack that a device has so far; zeros if nothing has been read."""
         if device not in self._shards:
-            shape = [of.stop - of.start for of in index]
-            self._shards[device] = jnp.zeros(shape, self._dtype, device=device)
-        self._shards[device] = _set(self._shards[device], piece, expert)
+            shape = [of.stop - of.start for of in self.indices[device]]
+            return jnp.zeros(shape, self._dtype, device=device)
+        return self._shards[device]
 
     def array(self) -> jax.Array:
         """The array, after all of its weights have been added."""
