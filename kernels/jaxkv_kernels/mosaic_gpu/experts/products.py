@@ -36,6 +36,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
+from jaxkv_kernels.mosaic_gpu.runtime.registers import store as store_registers
 from jaxkv_kernels.mosaic_gpu.runtime.registers import zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.tile_scaled import TILE
@@ -44,7 +45,9 @@ RESERVED = 2048
 """Bytes of shared memory for barriers and alignment."""
 
 
-def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConfig, interpret: bool) -> jax.Array:
+def products(
+    rows, matrices, scales, tiles, following=(), *, parts: int = 0, config: ExpertsConfig, interpret: bool
+) -> jax.Array:
     """The products of each row with the matrices of its expert.
 
     Args:
@@ -56,11 +59,13 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
       tiles: experts [M], first rows [M] and sizes [M], both in units of 8 rows, and the number of tiles [1].
       following: the matrices of a call on the result, which follows this one; it has the same `tiles`, and none
         following it.
+      parts: if positive, rows are multiplied with one matrix [1, I, D], of which each tile takes one of so many equal
+        parts of the summed dimension: `tiles` has numbers of parts instead of experts.
       config: the configuration.
       interpret: whether the kernel is interpreted.
 
     Returns:
-      [P, I].  Rows of no tile are undefined.
+      [P, I], or with `parts` the sum of each part, float32 [parts, I, P].  Rows of no tile are undefined.
     """
     num_rows, depth = rows.shape
     width = matrices[0].shape[1]
@@ -69,7 +74,7 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
     outputs = features if gated else 2 * features  # features of the result per work tile
     per_tile = -(-width // outputs)
     step_size = TILE if scales else STEP
-    steps = depth // step_size
+    steps = depth // step_size // max(parts, 1)
     stages = min(config.stages, _room(config, step_size, rows.dtype.itemsize, matrices[0].dtype.itemsize))
     ctas = 2 if interpret else MULTIPROCESSORS
 
@@ -80,8 +85,10 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
         next_refs, (out_ref, w_s, x_s, out_s, full, free, *a_s) = refs[: len(following)], refs[len(following) :]
         expert_ref, start_ref, size_ref, count_ref = tile_refs
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-        if following:
+        early = not following and not parts  # whether the kernel before this one has the tiles and the weights
+        if not early:
             wait_for_previous(interpret=interpret)
+        if following:
             pdl_launch_dependents((*tile_refs, *next_refs), interpret=interpret)
         count = floordiv(jnp.maximum(count_ref[0] * per_tile - cta, 0) + (ctas - 1), ctas)
 
@@ -94,6 +101,11 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
             tile = floordiv(number, per_tile)
             return tile, (number - tile * per_tile) * outputs
 
+        def matrix_and_step(tile):
+            """The matrix of a tile of rows, and its first step."""
+            number = expert_ref[tile]
+            return (jnp.int32(0), number * steps) if parts else (number, jnp.int32(0))
+
         def producer():
             if consumers > 1:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
@@ -101,17 +113,20 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
             def loads(i):
                 """Functions that start the copies of a step of work tile i: of weights, and of rows."""
                 tile, feature = work_tile(i)
-                expert, first = expert_ref[tile], start_ref[tile] * ALIGN
+                (expert, first_step), first = matrix_and_step(tile), start_ref[tile] * ALIGN
+
+                def columns(k):
+                    return pl.ds((first_step + k) * step_size, step_size)
 
                 def weights(k):
                     stage = stage_of(i * steps + k)
                     for half in range(2):
                         matrix, start = (weight_refs[half], 0) if gated else (weight_refs[0], half * features)
-                        source = matrix.at[expert, pl.ds(feature + start, features), pl.ds(k * step_size, step_size)]
+                        source = matrix.at[expert, pl.ds(feature + start, features), columns(k)]
                         plgpu.copy_gmem_to_smem(source, w_s.at[stage, half], full.at[stage])
 
                 def rows(k):
-                    source = rows_ref.at[pl.ds(first, tile_rows), pl.ds(k * step_size, step_size)]
+                    source = rows_ref.at[pl.ds(first, tile_rows), columns(k)]
                     stage = stage_of(i * steps + k)
                     plgpu.copy_gmem_to_smem(source, x_s.at[stage], full.at[stage])
 
@@ -123,7 +138,7 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
                 pl.when(count > 0)(lambda: pl.loop(0, ahead)(loads(jnp.int32(0))[operand]))
 
             load_first(0)
-            if not following:
+            if early:
                 wait_for_previous(interpret=interpret)
             load_first(1)
 
@@ -180,7 +195,7 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
 
             def multiply_scaled(n, tile, feature):
                 """The same with e4m3 weights: the products of a step are multiplied by their tiles' scales."""
-                expert = expert_ref[tile]
+                expert, first_step = matrix_and_step(tile)
                 # Of a tile of features beyond the last, nothing is stored.
                 starts = (feature, feature) if gated else (feature, feature + features)
                 scale_rows = [jnp.minimum(floordiv(start, TILE), scale_refs[0].shape[1] - 1) for start in starts]
@@ -203,7 +218,7 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
 
                 def step(k, totals):
                     stage = stage_of(n + k)
-                    factors = [scale_refs[half if gated else 0][expert, row, k] for half, row in enumerate(scale_rows)]
+                    factors = [scale_refs[half if gated else 0][expert, row, first_step + k] for half, row in enumerate(scale_rows)]
                     plgpu.barrier_wait(full.at[stage])
 
                     def operands(half):
@@ -238,6 +253,14 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
                             part = own.at[pl.ds(i * ALIGN, ALIGN)]
                             plgpu.copy_smem_to_gmem(part, out_ref.at[pl.ds((first + i) * ALIGN, ALIGN), columns])
 
+            def store_sums(values, tile, feature):
+                """Stores a [64, rows] tile as it is."""
+
+                @pl.when(feature < width)
+                def _():
+                    place = pl.ds(feature, FEATURES), pl.ds(start_ref[tile] * ALIGN, tile_rows)
+                    store_registers(out_ref.at[expert_ref[tile], *place], values)
+
             def run(i, _):
                 tile, feature = work_tile(i)
                 feature = feature + wg * FEATURES
@@ -245,25 +268,26 @@ def products(rows, matrices, scales, tiles, following=(), *, config: ExpertsConf
                 if gated:
                     store(_silu(first) * second, tile, feature)
                 else:
-                    store(first, tile, feature)
-                    store(second, tile, feature + features)
+                    for half, values in enumerate((first, second)):
+                        (store_sums if parts else store)(values, tile, feature + half * features)
 
             lax.fori_loop(0, count, run, None)
             plgpu.wait_smem_to_gmem(0)
 
         lax.cond(wg == consumers, producer, consumer)
 
+    out = ((parts, width, num_rows), jnp.float32) if parts else ((num_rows, width), rows.dtype)
     return kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
         waits=True,
-        out_type=jax.ShapeDtypeStruct((num_rows, width), rows.dtype),
+        out_type=jax.ShapeDtypeStruct(*out),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=consumers + 1,
         thread_name="wg",
-        kernel_name="experts_gate_up" if gated else "experts_down",
+        kernel_name="experts_gate_up" if gated else "linear_parts" if parts else "experts_down",
         scratch_types=[
             swizzled(stages, 2, features, step_size, dtype=matrices[0].dtype),
             swizzled(stages, tile_rows, step_size, dtype=rows.dtype),
