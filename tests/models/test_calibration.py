@@ -253,8 +253,9 @@ KV_SCALES = {"k_scale": np.float32(1), "v_scale": np.float32(1)}
         ("deepseek_v3", {"v_scale": np.float32(1)}, ["v_scale", "only scale of its layer", "expected a k_scale"]),
         ("llama", {**KV_SCALES, "k_scale": np.float32(0)}, ["k_scale", "holds 0.0", "positive"]),
         ("deepseek_v3", {"k_scale": np.float32(np.inf)}, ["k_scale", "holds inf", "finite"]),
-        ("deepseek_v3", {"k_scale": np.float32(np.nan)}, ["k_scale", "NaN"]),
+        ("deepseek_v3", {"k_scale": np.float32(np.nan)}, ["k_scale", "holds nan", "finite"]),
         ("llama", {**KV_SCALES, "k_scale": np.ones(3, np.float32)}, ["shape (3,)", "1 value, or one per head, 2"]),
+        ("deepseek_v3", {"k_scale": np.int64(1)}, ["k_scale", "has dtype I64", "BF16, F16, F32"]),
         ("deepseek_v3", {"k_scale": np.ones(4, np.float32)}, ["shape (4,)", "expected 1 value"]),
         ("llama", {**KV_SCALES, "attn.k_scale": np.float32(1)}, ["k_scale", "is the same scale as", "attn.k_scale"]),
         ("llama", {**KV_SCALES, "kv_scale": np.float32(1)}, ["kv_scale", "is the same scale as", "self_attn.k_scale"]),
@@ -271,6 +272,15 @@ def test_wrong_scales_are_rejected(family, scales, words, tmp_path):
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value), error.value
+
+
+def test_a_scale_that_the_index_does_not_name_is_rejected(tmp_path):
+    folder = shutil.copytree(RECORDED / "deepseek_v3_sharded", tmp_path, dirs_exist_ok=True)
+    name, shard = ATTENTION.format(0) + "k_scale", folder / "model-00001-of-00002.safetensors"
+    weights = safetensors.numpy.load_file(shard)
+    safetensors.numpy.save_file({**weights, name: np.ones(1, np.float32)}, shard)
+    with pytest.raises(ValueError, match=rf"index\.json: weight '{re.escape(name)}' is not where the index expects it"):
+        models.load(folder, entry_format="fp8")
 
 
 def test_what_cannot_be_calibrated_is_rejected():

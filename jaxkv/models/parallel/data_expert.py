@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jaxkv.models.parallel import exchange
 from jaxkv.models.parallel.data import DataParallel
-from jaxkv.models.parallel.expert import check_experts, is_stack, local_experts
+from jaxkv.models.parallel.expert import check_experts, local_experts, of_experts
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DataExpertParallel(DataParallel):
 
     @override
     def spec(self, path, ndim):
-        return PartitionSpec(self.axis) if is_stack(path, ndim) else PartitionSpec()
+        return PartitionSpec(self.axis) if of_experts(path) else PartitionSpec()
 
     @override
     def routed(self, experts, tokens, chosen, shares, count):

@@ -38,9 +38,7 @@ class ExpertParallel(TensorParallel):
 
     @override
     def spec(self, path, ndim):
-        # A single expert, while weights are loaded, is divided as by tensor parallelism: each device receives a part of
-        # it from the host.  The parts are gathered when the expert is written to the stack of its device.
-        return PartitionSpec(self.axis) if is_stack(path, ndim) else super().spec(path, ndim)
+        return PartitionSpec(self.axis) if of_experts(path) else super().spec(path, ndim)
 
     @override
     def routed(self, experts, tokens, chosen, shares, count):
@@ -61,9 +59,9 @@ def check_experts(config: ModelConfig, devices: int, otherwise: str) -> None:
         )
 
 
-def is_stack(path, ndim: int) -> bool:
-    """Whether a weight is a stack of experts, given its path and number of axes."""
-    return ndim == 3 and any(getattr(key, "key", None) == "experts" for key in path)
+def of_experts(path) -> bool:
+    """Whether a weight, given its path, is a stack of those of experts."""
+    return any(getattr(key, "key", None) == "experts" for key in path)
 
 
 def local_experts(experts, count: int, axis: str) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv.models.config import GQA, ModelConfig
 from jaxkv.models.parallel.base import Parallel
-from jaxkv.models.weights.checkpoint import Checkpoint
+from jaxkv.models.weights.checkpoint import DTYPES, Checkpoint
 
 NAME = re.compile(
     r"model\.layers\.(?P<layer>[0-9]{1,9})\.self_attn\."
@@ -84,7 +84,11 @@ def placed(scales: dict[str, np.ndarray], parallel: Parallel) -> dict[str, jax.A
 
 def _read_one(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The scale `name`, of that shape: () or [heads]."""
-    scale = checkpoint.read(name, np.float32).astype(np.float32)
+    if not checkpoint.holds(name):
+        raise checkpoint.error(name, "is not where the index expects it")
+    if checkpoint.dtype(name) not in DTYPES:
+        raise checkpoint.error(name, f"has dtype {checkpoint.dtype(name)}: expected one of {', '.join(DTYPES)}")
+    scale = checkpoint.read(name, tuple(slice(0, size) for size in checkpoint.shape(name))).astype(np.float32)
     if scale.size not in (1, *shape):
         expected = "1 value" if shape == () else f"1 value, or one per head, {shape[0]}"
         raise checkpoint.error(name, f"has shape {scale.shape}: expected {expected}")
