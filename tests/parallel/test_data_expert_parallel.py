@@ -18,6 +18,7 @@ from jaxkv import models, serving
 from jaxkv.models.parallel import exchange
 from jaxkv.models.parallel.expert import local_experts
 from models.mtp_checkpoint import with_mtp
+from support.cases import slow
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 
@@ -95,10 +96,12 @@ def generate(model, prompts, count):
     return np.stack(found, 1)[: len(prompts)].tolist()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
-@pytest.mark.parametrize("room", [None, 5], ids=["gathered", "sent"])
+@pytest.mark.parametrize(
+    ("family", "room"),
+    [("deepseek_v32", None), ("deepseek_v3", 5), slow("deepseek_v3", None), slow("deepseek_v32", 5)],
+)
 def test_tokens_on_eight_devices(family, room, tmp_path, monkeypatch):
-    """With room for 5 tokens per pair of devices, a prefill takes several rounds."""
+    """Tokens are gathered, or sent: with room for 5 tokens per pair of devices, a prefill takes several rounds."""
     monkeypatch.setattr(exchange, "capacity", lambda *sizes: room)
     prompts, right = recorded(family)
     model = models.load(with_24_experts(tmp_path, family), dtype="float32", parallel=divided(8))
