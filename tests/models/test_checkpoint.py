@@ -216,7 +216,7 @@ def test_the_indexer_needs_the_latent_of_the_queries(tmp_path):
     folder = copied("deepseek_v32", tmp_path)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "q_lora_rank": None}))
-    rejects(folder, "config.json", "`q_lora_rank` is None", "indexer")
+    rejects(folder, "config.json", "`q_lora_rank` is None", "an integer")
     (folder / "config.json").write_text(json.dumps({**values, "index_head_dim": 4}))
     rejects(folder, "config.json", "`index_head_dim` is 4", "at least `qk_rope_head_dim`, which is 8")
 

@@ -17,7 +17,7 @@ import jaxkv.models
 from jaxkv.cli import main
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
-ALIKE = {"deepseek_v3", "deepseek_v3_yarn", "moonlight"}
+ALIKE = {"axk1", "deepseek_v3", "deepseek_v3_yarn", "moonlight"}
 """Families whose configurations have the keys of another's."""
 FAMILIES = sorted({path.parent.name for path in RECORDED.glob("*/config.json")} - ALIKE)
 INDEX = "model.safetensors.index.json"

@@ -16,6 +16,7 @@ from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = [
+    "axk1",
     "deepseek_v2",
     "deepseek_v2_lite",
     "deepseek_v3",

@@ -1,10 +1,11 @@
 """The supported families of models.  Each has a file here, and each architecture an entry in `FAMILIES`."""
 
-from jaxkv.models.families import deepseek, llama, youtu
+from jaxkv.models.families import axk1, deepseek, llama, youtu
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.json_object import JsonObject
 
 FAMILIES: dict[str, Family] = {
+    "AXK1ForCausalLM": axk1.AXK1,
     "DeepseekV2ForCausalLM": deepseek.V2,
     "DeepseekV3ForCausalLM": deepseek.V3,  # also used by checkpoints of Moonlight and Kimi-K2
     "DeepseekV32ForCausalLM": deepseek.V32,

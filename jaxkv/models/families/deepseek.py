@@ -17,19 +17,20 @@ from jaxkv.models.layers.mla import attention as mla_attention
 
 
 def _read_v2(fields: JsonObject) -> ModelConfig:
-    return _read(fields, mla.read(fields), _experts_v2)
+    return read(fields, mla.read(fields), _experts_v2)
 
 
 def _read_v3(fields: JsonObject) -> ModelConfig:
-    return _read(fields, mla.read(fields), experts.read)
+    return read(fields, mla.read(fields), experts.read)
 
 
 def _read_v32(fields: JsonObject) -> ModelConfig:
-    attention = mla.read(fields)
-    return _read(fields, replace(attention, indexer=_indexer(fields, attention)), experts.read)
+    attention = mla.read(fields, q_latent=True)  # the indexer's queries are made from it, too
+    return read(fields, replace(attention, indexer=_indexer(fields, attention)), experts.read)
 
 
-def _read(fields: JsonObject, attention: MLA, read_experts) -> ModelConfig:
+def read(fields: JsonObject, attention: MLA, read_experts) -> ModelConfig:
+    """The configuration of a model with this attention; `read_experts(fields)` reads its experts."""
     return decoder.read(fields, attention, rope.read_yarn(fields), experts.read_layers(fields, read_experts))
 
 
@@ -40,8 +41,6 @@ def _experts_v2(fields: JsonObject) -> Experts:
 
 
 def _indexer(fields: JsonObject, attention: MLA) -> Indexer:
-    if attention.q_lora_rank is None:
-        raise fields.error("q_lora_rank", "an integer: the indexer's queries are made from the latent of the queries")
     head_dim = fields.integer("index_head_dim")
     if head_dim < attention.rotary_dim:
         raise fields.error("index_head_dim", f"at least `qk_rope_head_dim`, which is {attention.rotary_dim}")

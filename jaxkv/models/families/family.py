@@ -26,3 +26,5 @@ class Family:
     """`block(model, weights, x, cache, batch, layer)` computes a layer; it returns the cache and x [B, Q, hidden]."""
     arrange: Callable[..., Layer] = lambda config, attention, layer: layer
     """`arrange(config, config.attention, layer)` converts the arrays of `weights` to those that `block` uses."""
+    unused: str = ""
+    """A regular expression of the names of weights that published checkpoints contain but the model does not use."""

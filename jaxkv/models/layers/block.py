@@ -1,4 +1,7 @@
-"""A layer: attention and feed-forward, each with a norm before it and a residual connection."""
+"""A layer: attention and feed-forward, each with a norm before it and a residual connection.
+
+The feed-forward may have another norm after it (A.X K1).
+"""
 
 from collections.abc import Callable
 
@@ -23,6 +26,9 @@ def pre_norm(attention: Callable[..., tuple[KVCache, jax.Array]]) -> Callable[..
         cache, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
         x = x + total(out)
         normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
-        return cache, x + total(feed_forward(config.experts, weights, normed, model.parallel))
+        out = total(feed_forward(config.experts, weights, normed, model.parallel))
+        if "feed_forward_post_norm" in weights:
+            out = rms_norm(out, weights["feed_forward_post_norm"], config.rms_norm_eps)
+        return cache, x + out
 
     return block

@@ -12,7 +12,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
-from jaxkv.models.weights.parameters import all_names, copied, parameters, unused
+from jaxkv.models.weights.parameters import copied, parameters, required_names, unused
 from jaxkv.models.weights.weight import Weight
 
 
@@ -62,8 +62,8 @@ def load(
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel, mtp)
     with Checkpoint(path) as checkpoint:
-        checkpoint.check_names(all_names(config, mtp=mtp))
-        leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp))
+        checkpoint.check_names(required_names(config, mtp=mtp))
+        leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp, names=checkpoint.names))
         paths, weights = zip(*leaves, strict=True)
         _check(checkpoint, config, weights, mtp=mtp)
         pieces = [(i, *piece) for i, weight in enumerate(weights) for piece in enumerate(weight.all_names())]

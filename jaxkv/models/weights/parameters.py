@@ -1,7 +1,7 @@
 """The names and shapes of a checkpoint's weights, arranged as the model uses them."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -18,20 +18,26 @@ MTP = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_
 """The modules of an MTP layer (see `unused`) besides those of a decoder layer."""
 
 
-def parameters(config: ModelConfig, *, mtp: bool) -> dict[str, Any]:
+def parameters(config: ModelConfig, *, mtp: bool, names: Container[str] | None = None) -> dict[str, Any]:
     """A tree of `Weight`s: "embed", "norm", "head" (unless tied to the embedding) and "layers", a tree per layer.
 
-    With `mtp`, also "mtp": the layer of multi-token prediction, which has its decoder layer as "layer".
+    With `mtp`, also "mtp": the layer of multi-token prediction, which has its decoder layer as "layer".  With the
+    `names` of a checkpoint's weights, optional weights that it lacks are None.
     """
     tree = {**_outside_layers(config), "layers": tuple(_layers(config))}
-    return {**tree, "mtp": _mtp(config)} if mtp else tree
+    if mtp:
+        tree["mtp"] = _mtp(config)
+    if names is None:
+        return tree
+    return jax.tree.map(lambda weight: None if weight.optional and weight.name not in names else weight, tree)
 
 
-def all_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
-    """The names of all weights of the model, one by one: a wrong configuration may have billions."""
+def required_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
+    """The names of all weights that a checkpoint must have, one by one: a wrong configuration may have billions."""
     for tree in chain([_outside_layers(config)], _layers(config), [_mtp(config)] if mtp else []):
         for weight in jax.tree.leaves(tree):
-            yield from weight.all_names()
+            if not weight.optional:
+                yield from weight.all_names()
 
 
 def _outside_layers(config: ModelConfig) -> dict[str, Weight]:
@@ -75,9 +81,12 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
     - Layers of multi-token prediction (MTP, arXiv 2412.19437, section 2.2; V3, V3.2, GLM-4.7-Flash), numbered after the
       model's layers.  They only draft tokens.  Each has an `eh_proj`; any other layer past `num_hidden_layers` is not
       counted as unused, because config.json should have included it.
+    - The `unused` ones of the family.
     """
-    names, found = set(names), set()
+    family, names, found = FAMILIES[config.architecture], set(names), set()
     for name in names:
+        if family.unused and re.fullmatch(family.unused, name):
+            found.add(name)
         match = re.fullmatch(r"model\.layers\.([0-9]{1,9})\.(self_attn\.rotary_emb\.inv_freq|eh_proj\.weight)", name)
         if match and match[2].endswith("inv_freq"):
             found.add(name)

@@ -19,6 +19,8 @@ class Weight:
     experts: int = 0
     exact: bool = False
     """Whether the weight is kept in float32 whatever the model's dtype, because routing and scoring use float32."""
+    optional: bool = False
+    """Whether a checkpoint may lack the weight; the tree then has None in its place."""
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """The configuration and weights that the decoders of all families have in common."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxkv.dispatch.validate import FLOATS
@@ -76,6 +77,11 @@ def _stop_tokens(fields: JsonObject, vocab_size: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+def of_layer(layer: int) -> Callable[..., Weight]:
+    """The function `weight(name, *shape, **options)`, which returns a `Weight` of the layer of that number."""
+    return lambda name, *shape, **options: Weight(f"model.layers.{layer}.{name}", shape, **options)
+
+
 def weights(attention, config: ModelConfig, layer: int) -> dict[str, Any]:
     """The weights of a layer: of a norm, attention, a second norm, and a feed-forward, which is dense or has experts.
 
@@ -85,10 +91,7 @@ def weights(attention, config: ModelConfig, layer: int) -> dict[str, Any]:
       config: the model's configuration.
       layer: the number of the layer, from 0.
     """
-
-    def weight(name: str, *shape: int, **options) -> Weight:
-        return Weight(f"model.layers.{layer}.{name}", shape, **options)
-
+    weight = of_layer(layer)
     tree: dict[str, Any] = {
         "attention_norm": weight("input_layernorm.weight", config.hidden_size),
         "attention": attention(config, config.attention, weight),
