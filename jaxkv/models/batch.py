@@ -31,6 +31,11 @@ class Batch:
     expanded: bool = field(metadata={"static": True})
     """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
 
+    selected: jax.Array | None = None
+    """int32 [B, Q, K], the slots that the last layer with an indexer has selected, for layers that share them; None
+    before that layer, and if all layers have an indexer, or none.
+    """
+
     @classmethod
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
         """Makes the batch from the arguments of `prefill`; `slot_mapping` is [B, Q]."""

@@ -66,11 +66,17 @@ class Experts:
 
 @dataclass(frozen=True)
 class Indexer:
-    """The sparse indexer of DeepSeek V3.2."""
+    """The sparse indexer of DeepSeek V3.2 and GLM-5."""
 
     heads: int
     head_dim: int
     topk: int
+    interleaved: bool = False
+    """Whether rotary embedding rotates the pairs (x[2i], x[2i + 1]); otherwise (x[i], x[i + half])."""
+    layers: tuple[int, ...] | None = None
+    """The layers that select tokens, in order; each other layer shares the selection of the last of them before it.
+    None if all layers select.
+    """
 
 
 @dataclass(frozen=True)

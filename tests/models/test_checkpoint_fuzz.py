@@ -22,6 +22,9 @@ ALIKE = {"axk1", "deepseek_v3", "deepseek_v3_yarn", "moonlight"}
 FAMILIES = sorted({path.parent.name for path in RECORDED.glob("*/config.json")} - ALIKE)
 INDEX = "model.safetensors.index.json"
 
+Q_LATENT = {"deepseek_v32", "glm5"}
+"""Families that have no configuration without a latent of the queries."""
+
 IGNORED = {
     "attention_dropout",
     "bos_token_id",
@@ -41,6 +44,7 @@ IGNORED = {
 """Keys of the recorded configurations on which no model depends."""
 IGNORED_BESIDE = {
     "deepseek_v32": {"first_k_dense_replace"},  # has mlp_layer_types, too
+    "glm5": {"first_k_dense_replace"},
     "deepseek_v2_lite": {"n_group", "topk_group"},  # greedy
 }
 NOT_IGNORED = {"llama": {"head_dim", "num_key_value_heads"}}
@@ -51,6 +55,7 @@ ABSENT = {
     "beta_slow": 1,
     "eos_token_id": None,
     "hidden_act": "silu",
+    "indexer_types": None,
     "mlp_bias": False,
     "mlp_layer_types": None,
     "moe_layer_freq": 1,
@@ -77,7 +82,7 @@ ABSENT_IN = {
 }
 NEEDED_IN = {"deepseek_v2": {"topk_method"}, "deepseek_v2_lite": {"topk_method"}}
 NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
-NULLABLE |= {"num_nextn_predict_layers"}
+NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}
 NULLABLE |= NOT_IGNORED["llama"]
 """Keys whose null stands for their absence."""
 OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}
@@ -198,7 +203,7 @@ def test_nulls(configuration):
             assert configuration.read() == configuration.config
         elif key in NULLABLE:
             configuration.check_absent(path)
-        elif key == "q_lora_rank" and configuration.family != "deepseek_v32":
+        elif key == "q_lora_rank" and configuration.family not in Q_LATENT:
             assert configuration.read().attention.q_lora_rank is None  # a configuration of its own, for other weights
         else:
             configuration.check_refused(f"`{'.'.join(path)}`", OTHER_NAMES.get(key, key))

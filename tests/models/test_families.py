@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import safetensors.numpy
 
 from jaxkv import models
 from jaxkv.models.layers.routing import route
+from models.published import PUBLISHED
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
 FILE = "model.safetensors"
@@ -66,3 +68,62 @@ class TestAXK1:
 
     def test_queries_have_a_latent(self, tmp_path):
         rejects(changed("axk1", tmp_path, q_lora_rank=None), "`q_lora_rank` is None", "an integer")
+
+
+class TestGLM5:
+    @staticmethod
+    def read(**values):
+        config = models.ModelConfig.from_json({**PUBLISHED["GLM-5"], **values})
+        assert config.indexer.interleaved
+        return config
+
+    def test_the_layers_with_an_indexer(self):
+        full = self.read()
+        assert full.indexer.layers is None
+        # Of 78 layers, 21 store indexer keys: the figure for GLM-5.2 in https://github.com/ROCm/ATOM/issues/2231.
+        every = self.read(index_topk_freq=4)
+        assert every.indexer.layers == (0, *range(1, 78, 4))
+        assert len(every.indexer.layers) == 21
+        pattern = "".join("F" if layer in every.indexer.layers else "S" for layer in range(78))
+        types = [{"F": "full", "S": "shared"}[letter] for letter in pattern]
+        assert self.read(index_topk_pattern=pattern) == self.read(index_topk_pattern=types) == every
+        assert self.read(indexer_types=types, index_topk_pattern="F" * 78) == every  # the first key counts
+        assert self.read(index_topk_freq=4, index_skip_topk_offset=5).indexer.layers == (
+            0,
+            1,
+            2,
+            3,
+            4,
+            *range(8, 78, 4),
+        )
+        assert self.read(indexer_types=["full"] * 78) == full
+
+    def test_the_cache_has_indexer_keys_of_these_layers_only(self):
+        config = models.ModelConfig.read(RECORDED / "glm5")
+        assert config.indexer.layers == (0, 2)
+        layout = models.load(RECORDED / "glm5").layout(4)
+        assert (layout["latent"].num_layers, layout["indexer"].num_layers) == (3, 2)
+        values = json.loads((RECORDED / "glm5" / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+        model = jax.eval_shape(partial(models.random_model, models.ModelConfig.from_json(values), mtp=True))
+        assert "indexer" in model.params["mtp"]["layer"]["attention"]  # that of MTP selects by itself
+        assert (model.layout(4)["latent"].num_layers, model.layout(4)["indexer"].num_layers) == (4, 3)
+
+    def test_an_indexer_in_a_layer_that_shares_is_not_ignored(self, tmp_path):
+        rejects(changed("glm5", tmp_path, indexer_types=["full", "shared", "shared"]), "does not have", ".2.self_attn.")
+        rejects(changed("glm5", tmp_path, indexer_types=["full"] * 3), "lacks", ".1.self_attn.indexer.")
+
+    @pytest.mark.parametrize(
+        ("values", "words"),
+        [
+            ({"indexer_types": ["shared", "full", "full"]}, ["`indexer_types` is ['shared'", "the first of which"]),
+            ({"indexer_types": ["full", "full"]}, ["`indexer_types`", "each of 3 layers"]),
+            ({"indexer_types": ["full", "full", "none"]}, ["`indexer_types`", "'full' or 'shared'"]),
+            ({"indexer_types": None, "index_topk_pattern": "FXF"}, ["`index_topk_pattern` is 'FXF'"]),
+            ({"indexer_types": None, "index_topk_freq": 0}, ["`index_topk_freq` is 0"]),
+            ({"rope_interleave": False}, ["`rope_interleave` is False"]),
+            ({"indexer_rope_interleave": False}, ["`indexer_rope_interleave` is False"]),
+            ({"q_lora_rank": None}, ["`q_lora_rank` is None"]),
+        ],
+    )
+    def test_unsupported_configurations_are_rejected(self, tmp_path, values, words):
+        rejects(changed("glm5", tmp_path, **values), "config.json", *words)

@@ -24,6 +24,7 @@ FAMILIES = [
     "deepseek_v3_sharded",
     "deepseek_v3_yarn",
     "glm4_moe_lite",
+    "glm5",
     "kimi",
     "llama",
     "moonlight",
@@ -35,6 +36,9 @@ BLOCK_SIZE = 64
 STEPS = 64
 TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 
+SPARSE = {"deepseek_v32", "glm5"}
+"""Families whose latents and indexer keys share their blocks, which therefore need a block to be one run of memory."""
+
 HEADS = {"llama"}
 """Families whose cache has several heads, so that all six orders differ."""
 
@@ -44,12 +48,11 @@ WHOLE_PROMPTS = [
     ("llama", "BHLNC"),
 ]
 """All families run in chunks, on block-major caches."""
-# Latents and indexer keys that share their blocks need a block to be one run of memory.
 LAYOUTS = [
     (family, order) if (family, order) in WHOLE_PROMPTS else slow(family, order)
     for family in FAMILIES
     for order in (jaxkv.ORDERS if family in HEADS else ORDERS)
-    if family != "deepseek_v32" or order[0] == "B"
+    if family not in SPARSE or order[0] == "B"
 ]
 
 

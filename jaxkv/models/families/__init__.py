@@ -1,6 +1,6 @@
 """The supported families of models.  Each has a file here, and each architecture an entry in `FAMILIES`."""
 
-from jaxkv.models.families import axk1, deepseek, llama, youtu
+from jaxkv.models.families import axk1, deepseek, glm5, llama, youtu
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.json_object import JsonObject
 
@@ -10,6 +10,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": deepseek.V3,  # also used by checkpoints of Moonlight and Kimi-K2
     "DeepseekV32ForCausalLM": deepseek.V32,
     "Glm4MoeLiteForCausalLM": deepseek.V3,
+    "GlmMoeDsaForCausalLM": glm5.GLM5,
     "LlamaForCausalLM": llama.LLAMA,
     "YoutuForCausalLM": youtu.YOUTU,
 }

@@ -8,6 +8,7 @@ from jaxkv.models.families import deepseek
 from jaxkv.models.families.parts import decoder, experts, mla
 from jaxkv.models.json_object import JsonObject
 
+
 def _read(fields: JsonObject) -> ModelConfig:
     return deepseek.read(fields, mla.read(fields, q_latent=True), experts.read)
 
@@ -22,6 +23,4 @@ def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
 
 
 # Published checkpoints also have the norm in dense layers, which do not use it.
-AXK1 = replace(
-    deepseek.V3, read=_read, weights=_weights, unused=r"model\.layers\.[0-9]+\.post_mlp_layernorm\.weight"
-)
+AXK1 = replace(deepseek.V3, read=_read, weights=_weights, unused=r"model\.layers\.[0-9]+\.post_mlp_layernorm\.weight")

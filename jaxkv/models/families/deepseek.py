@@ -26,7 +26,7 @@ def _read_v3(fields: JsonObject) -> ModelConfig:
 
 def _read_v32(fields: JsonObject) -> ModelConfig:
     attention = mla.read(fields, q_latent=True)  # the indexer's queries are made from it, too
-    return read(fields, replace(attention, indexer=_indexer(fields, attention)), experts.read)
+    return read(fields, replace(attention, indexer=read_indexer(fields, attention)), experts.read)
 
 
 def read(fields: JsonObject, attention: MLA, read_experts) -> ModelConfig:
@@ -40,7 +40,8 @@ def _experts_v2(fields: JsonObject) -> Experts:
     return experts.read_routing(fields, "softmax", grouped=grouped, normalize=False)
 
 
-def _indexer(fields: JsonObject, attention: MLA) -> Indexer:
+def read_indexer(fields: JsonObject, attention: MLA) -> Indexer:
+    """The indexer of V3.2, for this attention."""
     head_dim = fields.integer("index_head_dim")
     if head_dim < attention.rotary_dim:
         raise fields.error("index_head_dim", f"at least `qk_rope_head_dim`, which is {attention.rotary_dim}")
@@ -48,7 +49,7 @@ def _indexer(fields: JsonObject, attention: MLA) -> Indexer:
 
 
 def _attention_weights(config: ModelConfig, attention: MLA, weight) -> dict[str, Any]:
-    """The weights of MLA and, for V3.2, of the indexer."""
+    """The weights of MLA and, for V3.2 and GLM-5, of the indexer."""
     tree, indexer, prefix = mla.weights(config, attention, weight), attention.indexer, "self_attn.indexer"
     if indexer is not None:
         tree["indexer"] = {

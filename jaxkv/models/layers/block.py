@@ -14,21 +14,25 @@ from jaxkv.models.layers.linear import rms_norm
 from jaxkv.models.model import Model
 
 
-def pre_norm(attention: Callable[..., tuple[KVCache, jax.Array]]) -> Callable[..., tuple[KVCache, jax.Array]]:
+Part = Callable[..., tuple[KVCache, Batch, jax.Array]]
+
+
+def pre_norm(attention: Part) -> Part:
     """The layer function with the given attention.
 
-    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.
+    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.  Both return the cache, the batch for
+    later layers, and their output [B, Q, hidden].
     """
 
-    def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+    def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, Batch, jax.Array]:
         config, total = model.config, model.parallel.total
         normed = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
-        cache, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
+        cache, batch, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
         x = x + total(out)
         normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
         out = total(feed_forward(config.experts, weights, normed, model.parallel))
         if "feed_forward_post_norm" in weights:
             out = rms_norm(out, weights["feed_forward_post_norm"], config.rms_norm_eps)
-        return cache, x + out
+        return cache, batch, x + out
 
     return block

@@ -1,5 +1,6 @@
 """Multi-head latent attention over the cache."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,10 +21,12 @@ LATENT_EPS = 1e-6
 """
 
 
-def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+def attention(
+    model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer
+) -> tuple[KVCache, Batch, jax.Array]:
     """Stores the entries of x and attends to all cached tokens.
 
-    x and the result are [B, Q, hidden].
+    x and the result are [B, Q, hidden].  The batch returned is that for later layers.
 
     If devices divide the heads, the result is this device's term of a sum over devices.
     """
@@ -53,18 +56,22 @@ def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batc
             q_nope, q_pe, weights["w_uk"], weights["w_uv"], cache, batch.block_tables, batch.seq_lens, scale=scale,
             **options,
         )  # fmt: skip
-        return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+        return cache, batch, linear(out.reshape(*x.shape[:2], -1), weights["o"])
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
     if config.indexer is None:
         out = model.parallel.decode_mla(
             q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, scale=scale, plan=batch.plan, **options
         )
     else:
-        chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
-        cache, slots = chosen
+        slots = batch.selected
+        if "indexer" in weights:
+            chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
+            cache, slots = chosen
+            if config.indexer.layers is not None:
+                batch = replace(batch, selected=slots)
         out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, scale=scale, **options)
     out = product("bqhr,hvr->bqhv", out, weights["w_uv"])
-    return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+    return cache, batch, linear(out.reshape(*x.shape[:2], -1), weights["o"])
 
 
 def _softmax_scale(config: MLA, rotary: Rope) -> float:
