@@ -82,8 +82,8 @@ class Model:
         `num_blocks` and `block_size` are those of block tables and slots.  On several devices, `parallel` decides which
         part of them each device holds.
 
-        For a model with an indexer (V3.2, GLM-5), the result is a view of the group "latent".  `copy_blocks`, `read_blocks`
-        and `write_blocks` still move whole blocks, including the indexer's keys.
+        For a model with an indexer (V3.2, GLM-5), the result is a view of the group "latent".  `copy_blocks`,
+        `read_blocks` and `write_blocks` still move whole blocks, including the indexer's keys.
         """
         layout = self.layout(num_blocks, block_size, order)
         return self.parallel.zeros(layout["latent"] if isinstance(layout, PackedLayout) else layout)

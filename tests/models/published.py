@@ -118,6 +118,20 @@ LLAMA_ROPE = {
 NO_GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 # Of V3, V3.2 and Kimi-K2 as published; conversions to bf16 have none.
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+KIMI_K2 = {
+    **PUBLISHED_V3,
+    **NO_GROUPS,
+    "eos_token_id": 163585,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "vocab_size": 163840,
+}
 # The config.json of the families' checkpoints, with the values that the model depends on but `quantization_config`.
 PUBLISHED = {
     # The values by default of `AXK1Config` in transformers 5.23.0, which are those of skt/A.X-K1.
@@ -201,19 +215,20 @@ PUBLISHED = {
         "routed_scaling_factor": 2.446,
         "vocab_size": 163840,
     },
-    "Kimi-K2": {
-        **PUBLISHED_V3,
-        **NO_GROUPS,
-        "eos_token_id": 163585,
-        "max_position_embeddings": 131072,
-        "model_type": "kimi_k2",
-        "n_routed_experts": 384,
-        "num_attention_heads": 64,
-        "num_nextn_predict_layers": 0,
-        "rope_scaling": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
-        "rope_theta": 50000.0,
-        "routed_scaling_factor": 2.827,
-        "vocab_size": 163840,
+    "Kimi-K2": KIMI_K2,
+    # The text model is Kimi-K2's, trained further.  The stop token and the length are those in generation_config.json
+    # of tiny-random/kimi-k2.5, which was adapted from moonshotai/Kimi-K2.5; the length is `factor` x 4,096.
+    "Kimi-K2.5": {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": {
+            **KIMI_K2,
+            "eos_token_id": 163586,
+            "max_position_embeddings": 262144,
+            "rope_scaling": {**YARN, "factor": 64.0},
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {},
     },
     "GLM-4.7-Flash": {
         "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -253,8 +268,8 @@ PUBLISHED = {
         "v_head_dim": 256,
         "vocab_size": 154880,
     },
-    # The values by default of `GlmMoeDsaConfig` in transformers 5.23.0, which are those of zai-org/GLM-5; the tokens that
-    # end a text, `rope_theta` and the MTP layer are those that xLLM's reader of this checkpoint has by default.
+    # The values by default of `GlmMoeDsaConfig` in transformers 5.23.0, which are those of zai-org/GLM-5; the stop
+    # tokens, `rope_theta` and the MTP layer are those that xLLM's reader of this checkpoint has by default.
     "GLM-5": {
         "architectures": ["GlmMoeDsaForCausalLM"],
         "attention_bias": False,

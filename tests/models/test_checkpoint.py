@@ -196,14 +196,15 @@ def test_json_files_that_cannot_be_read(shards, name, text, words):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_supported(name):
-    values = PUBLISHED[name]
-    config = jaxkv.models.ModelConfig.from_json(json.loads(json.dumps(values)))
+    whole = PUBLISHED[name]
+    values = whole.get("text_config", whole)
+    config = jaxkv.models.ModelConfig.from_json(json.loads(json.dumps(whole)))
     assert config.num_layers == values["num_hidden_layers"]
     assert config.dtype == "bfloat16"
     assert (config.rope.scaling is not None) == (values.get("rope_scaling") is not None)
     stop = values["eos_token_id"]
     assert config.stop_tokens == (tuple(stop) if isinstance(stop, list) else (stop,))
-    assert jaxkv.models.ModelConfig.from_json({**values, "quantization_config": FP8}) == config
+    assert jaxkv.models.ModelConfig.from_json({**whole, "quantization_config": FP8}) == config
 
 
 def test_one_value_written_as_an_integer_or_a_float_is_one_model():

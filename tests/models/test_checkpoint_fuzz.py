@@ -42,12 +42,25 @@ IGNORED = {
     "use_cache",
 }
 """Keys of the recorded configurations on which no model depends."""
+IGNORED_OBJECTS = {"vision_config"}
+"""Objects of the recorded configurations on which no model depends."""
 IGNORED_BESIDE = {
     "deepseek_v32": {"first_k_dense_replace"},  # has mlp_layer_types, too
     "glm5": {"first_k_dense_replace"},
+    "kimi_k25": {
+        "dtype",  # of the whole; the text model's is `torch_dtype`
+        "image_token_id",
+        "projection_hidden_size",
+        "projection_layer_norm_eps",
+        "text_config.tie_word_embeddings",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_start_token_id",
+    },
     "deepseek_v2_lite": {"n_group", "topk_group"},  # greedy
 }
-NOT_IGNORED = {"llama": {"head_dim", "num_key_value_heads"}}
+NOT_IGNORED = {"kimi_k25": {"text_config.model_type"}, "llama": {"head_dim", "num_key_value_heads"}}
 """Keys on which models of a family depend all the same."""
 ABSENT = {
     "attention_bias": False,
@@ -80,7 +93,11 @@ ABSENT_IN = {
     },
     "youtu": {"tie_word_embeddings": True},
 }
-NEEDED_IN = {"deepseek_v2": {"topk_method"}, "deepseek_v2_lite": {"topk_method"}}
+NEEDED_IN = {
+    "deepseek_v2": {"topk_method"},
+    "deepseek_v2_lite": {"topk_method"},
+    "kimi_k25": {"tie_word_embeddings"},
+}
 NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
 NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}
 NULLABLE |= NOT_IGNORED["llama"]
@@ -118,7 +135,7 @@ def keys_of(values, parent=()):
     """The paths of all keys, of nested objects, too."""
     for key, value in values.items():
         yield (*parent, key)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in IGNORED_OBJECTS:
             yield from keys_of(value, (*parent, key))
 
 
@@ -136,11 +153,17 @@ class Configuration:
         self.family, self.folder, self.file = family, folder, folder / "config.json"
         self.values = json.loads((RECORDED / family / "config.json").read_text())
         self.config = jaxkv.models.ModelConfig.from_json(self.values)
-        self.ignored = (IGNORED | IGNORED_BESIDE.get(family, set())) - NOT_IGNORED.get(family, set())
+        self.ignored = IGNORED | IGNORED_BESIDE.get(family, set())
+        self.used = NOT_IGNORED.get(family, set())
         self.absent = {**ABSENT, "tie_word_embeddings": False, **ABSENT_IN.get(family, {})}
         for key in NEEDED_IN.get(family, ()):
             del self.absent[key]
         self.generator = random.Random(0)
+
+    def ignores(self, path):
+        """Whether the model does not depend on the key."""
+        names = {path[-1], ".".join(path)}
+        return bool(names & self.ignored) and not names & self.used
 
     def read(self):
         return jaxkv.models.ModelConfig.read(self.folder)
@@ -165,7 +188,7 @@ class Configuration:
     def check_absent(self, path):
         """The configuration, written without a key, is rejected or has the default of that key."""
         key = path[-1]
-        if key in self.ignored:
+        if self.ignores(path):
             assert self.read() == self.config
         elif key in self.absent and not self.is_needed(path):
             standing_for = self.with_value(path, self.absent[key])
@@ -199,7 +222,7 @@ def test_nulls(configuration):
     for path in keys_of(configuration.values):
         configuration.write(configuration.with_value(path, None))
         key = path[-1]
-        if holder(configuration.values, path)[key] is None or key in configuration.ignored:
+        if holder(configuration.values, path)[key] is None or configuration.ignores(path):
             assert configuration.read() == configuration.config
         elif key in NULLABLE:
             configuration.check_absent(path)
@@ -214,7 +237,7 @@ def test_values_of_other_types(configuration):
         value = holder(configuration.values, path)[path[-1]]
         for other in WRONG_TYPES[type(value)]:
             configuration.write(configuration.with_value(path, other))
-            if path[-1] in configuration.ignored:
+            if configuration.ignores(path):
                 assert configuration.read() == configuration.config
             elif (path[-1], other) == ("beta_slow", 0.5):
                 assert configuration.read().rope.scaling.beta_slow == 0.5  # an integer in the file, and yet any number

@@ -127,3 +127,51 @@ class TestGLM5:
     )
     def test_unsupported_configurations_are_rejected(self, tmp_path, values, words):
         rejects(changed("glm5", tmp_path, **values), "config.json", *words)
+
+
+class TestKimiK25:
+    def test_weights_of_the_images_model_are_skipped(self, tmp_path):
+        def change(weights):
+            for name in list(weights):
+                if not name.startswith("language_model."):
+                    del weights[name]
+
+        model = models.load(RECORDED / "kimi_k25")
+        assert_same(models.load(changed("kimi_k25", tmp_path, change)), model)
+        # Transformers saves another name of the architecture.
+        folder = changed("kimi_k25", tmp_path, architectures=["Kimi_K25ForConditionalGeneration"])
+        assert_same(models.load(folder), model)
+
+    def test_other_weights_are_not(self, tmp_path):
+        for name in ("other.weight", "model.layers.0.input_layernorm.weight", "language_model.vision_tower.weight"):
+            folder = changed("kimi_k25", tmp_path, lambda weights, name=name: weights.update({name: np.ones(48)}))
+            rejects(folder, "does not have", repr(name))
+        name = "language_model.model.layers.1.mlp.gate.weight"
+        rejects(changed("kimi_k25", tmp_path, lambda weights: weights.pop(name)), "lacks", name)
+
+    def test_published_weights_of_the_text_model_are_skipped(self, tmp_path):
+        def change(weights):
+            layer = "language_model.model.layers"
+            for name in list(weights):
+                if name.startswith(f"{layer}.1."):
+                    weights[name.replace(f"{layer}.1.", f"{layer}.2.")] = weights[name]
+            weights[f"{layer}.2.eh_proj.weight"] = np.ones((48, 96), np.float32)
+            weights[f"{layer}.0.self_attn.rotary_emb.inv_freq"] = np.ones(4)
+
+        assert_same(models.load(changed("kimi_k25", tmp_path, change)), models.load(RECORDED / "kimi_k25"))
+
+    def test_a_tied_head(self, tmp_path):
+        folder = changed("kimi_k25", tmp_path, lambda weights: weights.pop("language_model.lm_head.weight"))
+        rejects(folder, "lacks", "language_model.lm_head.weight")
+        folder = changed("kimi_k25", tmp_path, tie_word_embeddings=True)
+        rejects(folder, "language_model.lm_head.weight", "differs from", "language_model.model.embed_tokens.weight")
+        tied = changed("kimi_k25", tmp_path, lambda w: w.pop("language_model.lm_head.weight"), tie_word_embeddings=True)
+        assert "head" not in models.load(tied).params
+
+    def test_published_int4_weights_are_rejected(self, tmp_path):
+        text = json.loads((RECORDED / "kimi_k25" / "config.json").read_text())["text_config"]
+        text["quantization_config"] = {"format": "pack-quantized", "quant_method": "compressed-tensors"}
+        folder = changed("kimi_k25", tmp_path, text_config=text)
+        rejects(
+            folder, "config.json", "`text_config.quantization_config.quant_method` is 'compressed-tensors'", "'fp8'"
+        )

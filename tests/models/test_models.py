@@ -26,6 +26,7 @@ FAMILIES = [
     "glm4_moe_lite",
     "glm5",
     "kimi",
+    "kimi_k25",
     "llama",
     "moonlight",
     "youtu",

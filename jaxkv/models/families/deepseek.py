@@ -29,9 +29,13 @@ def _read_v32(fields: JsonObject) -> ModelConfig:
     return read(fields, replace(attention, indexer=read_indexer(fields, attention)), experts.read)
 
 
-def read(fields: JsonObject, attention: MLA, read_experts) -> ModelConfig:
-    """The configuration of a model with this attention; `read_experts(fields)` reads its experts."""
-    return decoder.read(fields, attention, rope.read_yarn(fields), experts.read_layers(fields, read_experts))
+def read(fields: JsonObject, attention: MLA, read_experts, outer: JsonObject | None = None) -> ModelConfig:
+    """The configuration of a model with this attention; `read_experts(fields)` reads its experts.
+
+    `outer` is as in `decoder.read`.
+    """
+    layers = experts.read_layers(fields, read_experts)
+    return decoder.read(fields, attention, rope.read_yarn(fields), layers, outer=outer)
 
 
 def _experts_v2(fields: JsonObject) -> Experts:

@@ -30,5 +30,7 @@ class Family:
     """
     arrange: Callable[..., Layer] = lambda config, attention, layer: layer
     """`arrange(config, config.attention, layer)` converts the arrays of `weights` to those that `block` uses."""
+    prefix: str = ""
+    """What the names of all weights begin with in checkpoints; `weights` returns names without it."""
     unused: str = ""
     """A regular expression of the names of weights that published checkpoints contain but the model does not use."""

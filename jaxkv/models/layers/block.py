@@ -13,15 +13,14 @@ from jaxkv.models.layers.feed_forward import feed_forward
 from jaxkv.models.layers.linear import rms_norm
 from jaxkv.models.model import Model
 
-
 Part = Callable[..., tuple[KVCache, Batch, jax.Array]]
 
 
 def pre_norm(attention: Part) -> Part:
     """The layer function with the given attention.
 
-    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.  Both return the cache, the batch for
-    later layers, and their output [B, Q, hidden].
+    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.  Both return the cache, the batch
+    for later layers, and their output [B, Q, hidden].
     """
 
     def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, Batch, jax.Array]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -43,12 +44,21 @@ def required_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
 def _outside_layers(config: ModelConfig) -> dict[str, Weight]:
     hidden, vocab = config.hidden_size, config.vocab_size
     tree = {"embed": Weight(EMBED, (vocab, hidden)), "norm": Weight("model.norm.weight", (hidden,))}
-    return tree if config.tie_word_embeddings else {**tree, "head": Weight(HEAD, (vocab, hidden))}
+    return _named(config, tree if config.tie_word_embeddings else {**tree, "head": Weight(HEAD, (vocab, hidden))})
 
 
 def _layers(config: ModelConfig) -> Iterator[Layer]:
-    layer_weights = FAMILIES[config.architecture].weights
-    return (layer_weights(config, layer) for layer in range(config.num_layers))
+    return (_layer(config, layer) for layer in range(config.num_layers))
+
+
+def _layer(config: ModelConfig, layer: int) -> Layer:
+    return _named(config, FAMILIES[config.architecture].weights(config, layer))
+
+
+def _named(config: ModelConfig, tree: Any) -> Any:
+    """The tree with the names that the checkpoint has, which begin with the family's prefix."""
+    prefix = FAMILIES[config.architecture].prefix
+    return jax.tree.map(lambda weight: replace(weight, name=prefix + weight.name), tree)
 
 
 def _mtp(config: ModelConfig) -> Layer:
@@ -56,7 +66,7 @@ def _mtp(config: ModelConfig) -> Layer:
     hidden, layer = config.hidden_size, config.num_layers
     sizes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "shared_head.norm": (hidden,)}
     tree = {name: Weight(f"model.layers.{layer}.{name}.weight", shape) for name, shape in sizes.items()}
-    return {**tree, "layer": FAMILIES[config.architecture].weights(config, layer)}
+    return {**_named(config, tree), "layer": _layer(config, layer)}
 
 
 def copied(config: ModelConfig, *, mtp: bool) -> dict[str, str]:
@@ -70,7 +80,8 @@ def copied(config: ModelConfig, *, mtp: bool) -> dict[str, str]:
     if mtp:
         shared = {"embed_tokens": EMBED, "shared_head.head": head}
         found |= {f"model.layers.{config.num_layers}.{name}.weight": own for name, own in shared.items()}
-    return found
+    prefix = FAMILIES[config.architecture].prefix
+    return {prefix + name: prefix + own for name, own in found.items()}
 
 
 def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
@@ -84,10 +95,11 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
     - The `unused` ones of the family.
     """
     family, names, found = FAMILIES[config.architecture], set(names), set()
+    of_layer = re.escape(family.prefix) + r"model\.layers\.([0-9]{1,9})\."
     for name in names:
         if family.unused and re.fullmatch(family.unused, name):
             found.add(name)
-        match = re.fullmatch(r"model\.layers\.([0-9]{1,9})\.(self_attn\.rotary_emb\.inv_freq|eh_proj\.weight)", name)
+        match = re.fullmatch(of_layer + r"(self_attn\.rotary_emb\.inv_freq|eh_proj\.weight)", name)
         if match and match[2].endswith("inv_freq"):
             found.add(name)
         elif match and int(match[1]) >= config.num_layers:
@@ -96,7 +108,7 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
 
 
 def _mtp_names(config: ModelConfig, layer: int) -> set[str]:
-    decoder = jax.tree.leaves(FAMILIES[config.architecture].weights(config, layer))
-    names = {name for weight in decoder for name in weight.all_names()}
-    names |= {f"model.layers.{layer}.{name}.weight" for name in MTP}
+    prefix = FAMILIES[config.architecture].prefix
+    names = {name for weight in jax.tree.leaves(_layer(config, layer)) for name in weight.all_names()}
+    names |= {f"{prefix}model.layers.{layer}.{name}.weight" for name in MTP}
     return names | {f"{name}{fp8.SUFFIX}" for name in names}

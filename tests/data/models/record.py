@@ -31,6 +31,7 @@ Running it again with the same versions on the same machine gives the same bytes
 
 import itertools
 import json
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -39,6 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -342,6 +344,11 @@ def save(model: torch.nn.Module, family: str, folder: Path) -> None:
     (folder / "generation_config.json").unlink()  # says nothing
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # save_pretrained hides them from other users
+        if "text_config" in FAMILIES[family][1]:
+            # Published checkpoints say `layers`; save_pretrained renames them as it does those of the images' model.
+            saved, published = "language_model.model.blocks.", "language_model.model.layers."
+            weights = {re.sub(f"^{re.escape(saved)}", published, name): held for name, held in load_file(file).items()}
+            save_file(weights, file, metadata={"format": "pt"})
     if family in PUBLISHED:
         path = folder / "config.json"
         config = {**json.loads(path.read_text()), **PUBLISHED[family]}

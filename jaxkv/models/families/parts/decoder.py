@@ -21,22 +21,27 @@ def read(
     layers: tuple[int, Experts | None] | None = None,
     *,
     tied: bool = False,
+    outer: JsonObject | None = None,
 ) -> ModelConfig:
     """Makes the configuration from the given parts and the keys that all families share.
 
     Args:
-      fields: the object of `config.json`.
+      fields: the object of `config.json`, or the one in it that describes the text model.
       attention: the attention of every layer.
       rope: the rotary embedding.
       layers: the number of leading dense layers, and the experts of the others; None if all layers are dense.
       tied: whether the head is tied to the embedding if `tie_word_embeddings` is absent.
+      outer: the object of `config.json`, if `fields` is one in it.  The architecture and `tie_word_embeddings` are read
+        from it.
     """
-    if fields.value("quantization_config", None) not in (None, {}):
-        _check_quantisation(fields.child("quantization_config"))
+    outer = outer or fields
+    for held in (fields, outer):
+        if held.value("quantization_config", None) not in (None, {}):
+            _check_quantisation(held.child("quantization_config"))
     fields.choice("hidden_act", "silu", default="silu")
     fields.choice("attention_bias", False, default=False)
     fields.choice("mlp_bias", False, default=False)
-    (architecture,) = fields.value("architectures")
+    (architecture,) = outer.value("architectures")
     vocab_size, num_layers = fields.integer("vocab_size"), fields.integer("num_hidden_layers")
     num_dense_layers, experts = layers or (num_layers, None)
     return ModelConfig(
@@ -48,7 +53,7 @@ def read(
         num_heads=fields.integer("num_attention_heads"),
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=tied),
+        tie_word_embeddings=outer.flag("tie_word_embeddings", default=tied),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         stop_tokens=_stop_tokens(fields, vocab_size),
         dtype=fields.choice(fields.spelling("dtype", "torch_dtype"), *FLOATS),
