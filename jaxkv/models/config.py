@@ -52,6 +52,7 @@ class Experts:
     """The mixture of experts: sizes, and how tokens are routed."""
 
     count: int
+    """The experts that have weights."""
     per_token: int
     groups: int
     groups_per_token: int
@@ -62,6 +63,9 @@ class Experts:
     scale: float
     intermediate_size: int
     shared_intermediate_size: int
+    """0 if there is no shared expert."""
+    zero_count: int = 0
+    """Experts without weights, numbered after the others, that return their input (LongCat-Flash)."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,15 @@ class ModelConfig:
     experts: Experts | None
     num_nextn_predict_layers: int = 0
     """Layers of multi-token prediction in the checkpoint, which draft tokens (see `speculative.py`)."""
+    attentions_per_layer: int = 1
+    """Each has a layer of the cache.  With 2 (LongCat-Flash), each is followed by a dense feed-forward, beside which a
+    layer has experts.
+    """
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether a layer has a dense feed-forward, of `intermediate_size`."""
+        return self.experts is None or self.num_dense_layers > 0 or self.attentions_per_layer > 1
 
     @property
     def indexer(self) -> Indexer | None:

@@ -199,7 +199,7 @@ def test_published_configurations_are_supported(name):
     whole = PUBLISHED[name]
     values = whole.get("text_config", whole)
     config = jaxkv.models.ModelConfig.from_json(json.loads(json.dumps(whole)))
-    assert config.num_layers == values["num_hidden_layers"]
+    assert config.num_layers == values.get("num_hidden_layers", values.get("num_layers"))
     assert config.dtype == "bfloat16"
     assert (config.rope.scaling is not None) == (values.get("rope_scaling") is not None)
     stop = values["eos_token_id"]

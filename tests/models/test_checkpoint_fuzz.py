@@ -22,7 +22,7 @@ ALIKE = {"axk1", "deepseek_v3", "deepseek_v3_yarn", "moonlight"}
 FAMILIES = sorted({path.parent.name for path in RECORDED.glob("*/config.json")} - ALIKE)
 INDEX = "model.safetensors.index.json"
 
-Q_LATENT = {"deepseek_v32", "glm5"}
+Q_LATENT = {"deepseek_v32", "glm5", "longcat_flash"}
 """Families that have no configuration without a latent of the queries."""
 
 IGNORED = {
@@ -60,7 +60,11 @@ IGNORED_BESIDE = {
     },
     "deepseek_v2_lite": {"n_group", "topk_group"},  # greedy
 }
-NOT_IGNORED = {"kimi_k25": {"text_config.model_type"}, "llama": {"head_dim", "num_key_value_heads"}}
+NOT_IGNORED = {
+    "kimi_k25": {"text_config.model_type"},
+    "llama": {"head_dim", "num_key_value_heads"},
+    "longcat_flash": {"head_dim"},
+}
 """Keys on which models of a family depend all the same."""
 ABSENT = {
     "attention_bias": False,
@@ -91,6 +95,12 @@ ABSENT_IN = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "rope_theta": 10000.0,
     },
+    "longcat_flash": {
+        "dtype": "bfloat16",
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+        "rope_theta": 1e7,
+    },
     "youtu": {"tie_word_embeddings": True},
 }
 NEEDED_IN = {
@@ -100,8 +110,8 @@ NEEDED_IN = {
 }
 NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
 NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}
-NULLABLE |= NOT_IGNORED["llama"]
 """Keys whose null stands for their absence."""
+NULLABLE_IN = {"llama": NOT_IGNORED["llama"]}
 OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}
 """What an error may name instead of an absent key: another spelling."""
 WRONG_TYPES = {
@@ -224,7 +234,7 @@ def test_nulls(configuration):
         key = path[-1]
         if holder(configuration.values, path)[key] is None or configuration.ignores(path):
             assert configuration.read() == configuration.config
-        elif key in NULLABLE:
+        elif key in NULLABLE | NULLABLE_IN.get(configuration.family, set()):
             configuration.check_absent(path)
         elif key == "q_lora_rank" and configuration.family not in Q_LATENT:
             assert configuration.read().attention.q_lora_rank is None  # a configuration of its own, for other weights

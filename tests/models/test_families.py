@@ -175,3 +175,68 @@ class TestKimiK25:
         rejects(
             folder, "config.json", "`text_config.quantization_config.quant_method` is 'compressed-tensors'", "'fp8'"
         )
+
+
+class TestLongCatFlash:
+    def test_a_layer_of_the_cache_per_attention(self):
+        model = models.load(RECORDED / "longcat_flash")
+        assert (model.config.num_layers, len(model.params["layers"]), model.layout(4).num_layers) == (2, 2, 4)
+
+    def test_the_scales_of_queries_and_latents_are_in_the_norms(self):
+        config = models.ModelConfig.from_json(PUBLISHED["LongCat-Flash"])
+        assert (config.hidden_size, config.attention.q_lora_rank, config.attention.kv_lora_rank) == (6144, 1536, 512)
+        weights = safetensors.numpy.load_file(RECORDED / "longcat_flash" / FILE)
+        for layer, tree in enumerate(models.load(RECORDED / "longcat_flash").params["layers"]):
+            for i, half in enumerate(tree["halves"]):
+                for name, rank in (("q_a", 24), ("kv_a", 128)):
+                    norm = weights[f"model.layers.{layer}.self_attn.{i}.{name}_layernorm.weight"]
+                    right = norm.astype(np.float64) * np.sqrt(48 / rank)
+                    np.testing.assert_allclose(half["attention"][f"{name}_norm"], right, rtol=2**-23)
+
+    def test_most_tokens_choose_experts_of_both_kinds(self):
+        """In the recorded model: 8 experts with weights, 4 without."""
+        model = models.load(RECORDED / "longcat_flash")
+        x = jax.random.normal(jax.random.key(0), (200, 48))
+        for layer in model.params["layers"]:
+            chosen, _ = route(model.config.experts, layer["mixture"], x)
+            counts = np.bincount(np.asarray(chosen).reshape(-1), minlength=12)
+            assert counts[:8].sum() > 200
+            assert counts[8:].sum() > 100
+
+    def test_weights_without_a_use_are_skipped(self, tmp_path):
+        name = "model.layers.0.mlp.experts.8.{}_proj.weight"
+
+        def published(weights):  # not those that transformers saves for experts that have none
+            for expert in weights.copy():
+                if any(f"experts.{i}." in expert for i in range(8, 12)):
+                    del weights[expert]
+            weights["model.mtp.layers.0.eh_proj.weight"] = np.ones((48, 96), np.float32)
+
+        assert name.format("up") in safetensors.numpy.load_file(RECORDED / "longcat_flash" / FILE)
+        folder = changed("longcat_flash", tmp_path, published)
+        assert_same(models.load(folder), models.load(RECORDED / "longcat_flash"))
+        down = np.ones((48, 16), np.float32)
+        folder = changed("longcat_flash", tmp_path, lambda weights: weights.update({name.format("down"): down}))
+        rejects(folder, "does not have", name.format("down"))
+        with pytest.raises(ValueError, match="`num_nextn_predict_layers` is 0"):
+            models.load(RECORDED / "longcat_flash", mtp=True)
+
+    @pytest.mark.parametrize(
+        ("values", "words"),
+        [
+            ({"mla_scale_q_lora": False}, ["`mla_scale_q_lora` is False"]),
+            ({"mla_scale_kv_lora": False}, ["`mla_scale_kv_lora` is False"]),
+            ({"attention_method": "MHA"}, ["`attention_method` is 'MHA'"]),
+            ({"zero_expert_type": "zero"}, ["`zero_expert_type` is 'zero'", "'identity'"]),
+            ({"router_bias": True}, ["`router_bias` is True"]),
+            ({"norm_topk_prob": True}, ["`norm_topk_prob` is True"]),
+            ({"rope_interleave": False}, ["`rope_interleave` is False"]),
+            ({"head_dim": 64}, ["`head_dim` is 64", "8"]),
+            ({"moe_topk": 13}, ["`moe_topk` is 13", "8 + 4 experts"]),
+            ({"ffn_hidden_size": 0}, ["`ffn_hidden_size` is 0"]),
+            ({"num_layers": "2"}, ["`num_layers` is '2'"]),
+            ({"routed_scaling_factor": -1}, ["`routed_scaling_factor` is -1", "0 < `routed_scaling_factor`"]),
+        ],
+    )
+    def test_unsupported_configurations_are_rejected(self, tmp_path, values, words):
+        rejects(changed("longcat_flash", tmp_path, **values), "config.json", *words)

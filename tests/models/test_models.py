@@ -28,6 +28,7 @@ FAMILIES = [
     "kimi",
     "kimi_k25",
     "llama",
+    "longcat_flash",
     "moonlight",
     "youtu",
 ]

@@ -1,6 +1,6 @@
 """The supported families of models.  Each has a file here, and each architecture an entry in `FAMILIES`."""
 
-from jaxkv.models.families import axk1, deepseek, glm5, kimi_k25, llama, youtu
+from jaxkv.models.families import axk1, deepseek, glm5, kimi_k25, llama, longcat_flash, youtu
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.json_object import JsonObject
 
@@ -14,6 +14,7 @@ FAMILIES: dict[str, Family] = {
     "KimiK25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in published checkpoints
     "Kimi_K25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in those that transformers saves
     "LlamaForCausalLM": llama.LLAMA,
+    "LongcatFlashForCausalLM": longcat_flash.LONGCAT_FLASH,
     "YoutuForCausalLM": youtu.YOUTU,
 }
 """Families by the architecture that `config.json` names."""

@@ -7,7 +7,7 @@ from jaxkv.dispatch.validate import FLOATS
 from jaxkv.models.config import GQA, MLA, Experts, ModelConfig, Rope
 from jaxkv.models.families.parts import experts as mixture
 from jaxkv.models.families.parts.feed_forward import feed_forward
-from jaxkv.models.json_object import JsonObject
+from jaxkv.models.json_object import REQUIRED, JsonObject
 from jaxkv.models.weights import fp8
 from jaxkv.models.weights.weight import Weight
 
@@ -21,6 +21,7 @@ def read(
     layers: tuple[int, Experts | None] | None = None,
     *,
     tied: bool = False,
+    dtype: Any = REQUIRED,
     outer: JsonObject | None = None,
 ) -> ModelConfig:
     """Makes the configuration from the given parts and the keys that all families share.
@@ -31,6 +32,7 @@ def read(
       rope: the rotary embedding.
       layers: the number of leading dense layers, and the experts of the others; None if all layers are dense.
       tied: whether the head is tied to the embedding if `tie_word_embeddings` is absent.
+      dtype: the dtype if `dtype` is absent; by default, the key is required.
       outer: the object of `config.json`, if `fields` is one in it.  The architecture and `tie_word_embeddings` are read
         from it.
     """
@@ -56,7 +58,7 @@ def read(
         tie_word_embeddings=outer.flag("tie_word_embeddings", default=tied),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         stop_tokens=_stop_tokens(fields, vocab_size),
-        dtype=fields.choice(fields.spelling("dtype", "torch_dtype"), *FLOATS),
+        dtype=fields.choice(fields.spelling("dtype", "torch_dtype"), *FLOATS, default=dtype),
         rope=rope,
         attention=attention,
         experts=experts,
