@@ -63,7 +63,9 @@ def _read_experts(fields: JsonObject) -> Experts:
 
 
 def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
-    weight, hidden, experts = decoder.of_layer(layer), config.hidden_size, config.experts
+    weight, hidden = decoder.of_layer(layer), config.hidden_size
+    attention: Any = config.attention
+    experts: Any = config.experts
     routes = experts.count + experts.zero_count
 
     def half(i: int) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
 
         return {
             "attention_norm": weight(f"input_layernorm.{i}.weight", hidden),
-            "attention": mla.weights(config, config.attention, numbered),
+            "attention": mla.weights(config, attention, numbered),
             "feed_forward_norm": weight(f"post_attention_layernorm.{i}.weight", hidden),
             "dense": feed_forward(weight, f"mlps.{i}", hidden, config.intermediate_size),
         }
@@ -91,7 +93,8 @@ def _arrange(config: ModelConfig, attention: MLA, layer: dict[str, Any]) -> dict
     def scaled(half: dict[str, Any]) -> dict[str, Any]:
         half = mla.arrange(config, attention, half)
         part = dict(half["attention"])
-        for name, rank in (("q_a_norm", attention.q_lora_rank), ("kv_a_norm", attention.kv_lora_rank)):
+        ranks: dict[str, Any] = {"q_a_norm": attention.q_lora_rank, "kv_a_norm": attention.kv_lora_rank}
+        for name, rank in ranks.items():
             factor = (config.hidden_size / rank) ** 0.5
             part[name] = (part[name].astype("float32") * factor).astype(part[name].dtype)
         return {**half, "attention": part}

@@ -1,10 +1,14 @@
 """The layer of LongCat-Flash (arXiv 2509.01322, section 2.2): two attentions, and experts beside what follows one.
 
-x = x + attention_0(norm x)
-y = norm x;  x = x + dense_0(y)              experts(y) may be computed at any time from here
-x = x + attention_1(norm x)
-x = x + dense_1(norm x) + experts(y)
+    x = x + attention_0(norm x)
+    y = norm x;  x = x + dense_0(y)
+    x = x + attention_1(norm x)
+    x = x + dense_1(norm x) + experts(y)
+
+experts(y) depends on nothing after y, so that it may run beside the rest.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +27,20 @@ from jaxkv.models.parallel.base import Parallel
 def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, Batch, jax.Array]:
     """The layer, whose attentions have the layers 2 * `layer` and 2 * `layer` + 1 of the cache."""
     config, total = model.config, model.parallel.total
+    options: Any = config.attention
+    experts: Any = config.experts
 
     def half(i: int, x, cache: KVCache):
         part = weights["halves"][i]
         normed = rms_norm(x, part["attention_norm"], config.rms_norm_eps)
         place = 2 * layer + jnp.int32(i)
-        cache, _, out = attention(model, config.attention, part["attention"], normed, cache, batch, place)
+        cache, _, out = attention(model, options, part["attention"], normed, cache, batch, place)
         x = x + total(out)
         normed = rms_norm(x, part["feed_forward_norm"], config.rms_norm_eps)
         return cache, x, normed, dense(part["dense"], normed)
 
     cache, x, normed, out = half(0, x, cache)
-    divided, whole = _experts(config.experts, weights["mixture"], normed, model.parallel)
+    divided, whole = _experts(experts, weights["mixture"], normed, model.parallel)
     cache, x, _, last = half(1, x + total(out), cache)
     return cache, batch, x + total(last + divided) + whole
 

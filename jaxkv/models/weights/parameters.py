@@ -25,7 +25,7 @@ def parameters(config: ModelConfig, *, mtp: bool, names: Container[str] | None =
     With `mtp`, also "mtp": the layer of multi-token prediction, which has its decoder layer as "layer".  With the
     `names` of a checkpoint's weights, optional weights that it lacks are None.
     """
-    tree = {**_outside_layers(config), "layers": tuple(_layers(config))}
+    tree: dict[str, Any] = {**_outside_layers(config), "layers": tuple(_layers(config))}
     if mtp:
         tree["mtp"] = _mtp(config)
     if names is None:
