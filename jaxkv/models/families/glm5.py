@@ -43,7 +43,7 @@ def _types(fields: JsonObject, num_layers: int) -> list[str]:
 
 
 def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
-    tree, selecting = deepseek.V32.weights(config, layer), config.indexer and config.indexer.layers
+    tree, selecting = deepseek.V32.weights(config, layer), config.indexer.layers if config.indexer else None
     if selecting is not None and layer < config.num_layers and layer not in selecting:
         del tree["attention"]["indexer"]
     return tree
