@@ -18,7 +18,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
   `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
-- **Experts**: `grouped_swiglu`, feed-forwards of which each token passes through a few.
+- **Experts**: `grouped_swiglu`, feed-forwards of which each token passes through a few, and `TileScaled`, a weight in
+  float8.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
@@ -47,6 +48,7 @@ from jaxkv.ops.sparse import decode_mla_sparse
 from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
 from jaxkv.support import Explanation, explain
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.tile_scaled import TileScaled
 
 __all__ = [
     "ORDERS",
@@ -60,6 +62,7 @@ __all__ = [
     "MLAEntry",
     "PackedLayout",
     "Strides",
+    "TileScaled",
     "checked",
     "convert_blocks",
     "copy_blocks",

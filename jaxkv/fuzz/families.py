@@ -317,20 +317,21 @@ class Experts(Case):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The number of experts, the chosen ones per token, the width of tokens and the inner size of experts."""
+        """The number of experts, those chosen per token, the width of tokens, the inner size; float8 weights or not."""
         count, sizes = pick(rng, 1, 3, 8, 40), (20, 64, 64, 128, 192)
         options = {
             "experts": count,
             "chosen": pick(rng, 1, 2, 6),
             "width": pick(rng, *sizes),
             "inner": pick(rng, *sizes),
+            "fp8": pick(rng, False, False, True),
         }
         return {"count": pick(rng, 1, 2, 33, 200), "options": options}
 
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of tokens and weights."""
-        count, _, width, inner = self._sizes
+        count, _, width, inner, _ = self._sizes
         matrices = [(count, inner, width), (count, inner, width), (count, width, inner)]
         return [(shape, self.dtype) for shape in ((self.count, width), *matrices)]
 
@@ -349,6 +350,9 @@ class Experts(Case):
     def arguments(self, cache, values, draw, layer):
         """Tokens, experts and their weights."""
         tokens, *matrices = values
+        if self._sizes[-1]:
+            known = not isinstance(tokens, jax.ShapeDtypeStruct)
+            matrices = [jaxkv.TileScaled.of(m) if known else jax.eval_shape(jaxkv.TileScaled.of, m) for m in matrices]
         return (tokens, draw.index[0], draw.keywords["weights"], *matrices), {}
 
     def run(self, cache, values, draw, layer, implementation):

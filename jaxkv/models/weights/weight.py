@@ -22,6 +22,14 @@ class Weight:
     optional: bool = False
     """Whether a checkpoint may lack the weight; the tree then has None in its place."""
 
+    expanded: bool = False
+    """Whether the weight is expanded to the model's dtype if it is in float8, because it is not only multiplied."""
+
+    @property
+    def may_stay_fp8(self) -> bool:
+        """Whether the model can use the weight in float8 with a scale per tile."""
+        return len(self.shape) == 2 and not self.exact and not self.expanded
+
     @property
     def stacked_shape(self) -> tuple[int, ...]:
         """The shape of the whole stack."""

@@ -16,6 +16,7 @@ from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.experts.config import STEP
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
+from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
@@ -230,9 +231,12 @@ def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
     x, gate = arrays["x"], arrays["gate"]
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         yield f"`x` of {x.dtype}: supports bfloat16 and float16"
+    if isinstance(gate, TileScaled) and gate.e4m3_products:
+        yield "activations rounded to e4m3: supports weights in float8 with activations that keep their precision"
+    step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")
     for name, size in (("tokens", x.shape[1]), ("inner sizes", gate.shape[1])):
-        if size % STEP:
-            yield f"{name} of {size} values: supports multiples of {STEP}"
+        if size % step:
+            yield f"{name} of {size} values: supports multiples of {step}{kind}"
 
 
 def copied(entry, dtypes) -> bool:
