@@ -84,6 +84,16 @@ class Indexer:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """The scaling of queries by position (Llama 4, Mistral 4): those at position p are multiplied by
+    1 + beta * ln(1 + floor(p / original_length)).
+    """
+
+    beta: float
+    original_length: int
+
+
+@dataclass(frozen=True)
 class MLA:
     """Multi-head latent attention."""
 
@@ -94,6 +104,7 @@ class MLA:
     qk_rope_head_dim: int
     v_head_dim: int
     indexer: Indexer | None = None
+    query_scale: QueryScale | None = None
 
     @property
     def rotary_dim(self) -> int:

@@ -201,7 +201,8 @@ def test_published_configurations_are_supported(name):
     config = jaxkv.models.ModelConfig.from_json(json.loads(json.dumps(whole)))
     assert config.num_layers == values.get("num_hidden_layers", values.get("num_layers"))
     assert config.dtype == "bfloat16"
-    assert (config.rope.scaling is not None) == (values.get("rope_scaling") is not None)
+    scaling = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    assert (config.rope.scaling is not None) == ("factor" in scaling)
     stop = values["eos_token_id"]
     assert config.stop_tokens == (tuple(stop) if isinstance(stop, list) else (stop,))
     assert jaxkv.models.ModelConfig.from_json({**whole, "quantization_config": FP8}) == config

@@ -101,12 +101,14 @@ ABSENT_IN = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
         "rope_theta": 1e7,
     },
+    "mistral4": {"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1},
     "youtu": {"tie_word_embeddings": True},
 }
 NEEDED_IN = {
     "deepseek_v2": {"topk_method"},
     "deepseek_v2_lite": {"topk_method"},
     "kimi_k25": {"tie_word_embeddings"},
+    "mistral4": {"rope_parameters"},
 }
 NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
 NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import jaxkv
 from jaxkv import models
+from jaxkv.models.layers.rope import query_scales
 from jaxkv.models.layers.routing import route
 from models.published import PUBLISHED
 
@@ -240,3 +242,85 @@ class TestLongCatFlash:
     )
     def test_unsupported_configurations_are_rejected(self, tmp_path, values, words):
         rejects(changed("longcat_flash", tmp_path, **values), "config.json", *words)
+
+
+class TestMistral4:
+    EXPERTS = "model.layers.1.mlp.experts"
+
+    @staticmethod
+    def with_images(folder):
+        """The recorded model as the text model of a checkpoint of Mistral Small 4."""
+        text = json.loads((RECORDED / "mistral4" / "config.json").read_text())
+        config = {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {name: value for name, value in text.items() if name != "architectures"},
+            "tie_word_embeddings": False,
+        }
+        weights = safetensors.numpy.load_file(RECORDED / "mistral4" / FILE)
+        weights = {f"language_model.{name}": value for name, value in weights.items()}
+        for name in ("vision_tower.patch_conv.weight", "multi_modal_projector.norm.weight"):
+            weights[name] = np.ones(4, np.float32)
+        safetensors.numpy.save_file(weights, folder / FILE)
+        (folder / "config.json").write_text(json.dumps(config))
+        return config
+
+    def test_the_text_model_of_a_model_for_images(self, tmp_path):
+        config = self.with_images(tmp_path)
+        assert_same(models.load(tmp_path), models.load(RECORDED / "mistral4"))
+        for key, value in (("model_type", "mistral"), ("llama_4_scaling_beta", None)):
+            text = json.loads(json.dumps(config["text_config"]))
+            (text if key in text else text["rope_parameters"])[key] = value
+            (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text}))
+            rejects(tmp_path, "config.json", f"{key}` is {value!r}")
+        del config["tie_word_embeddings"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        rejects(tmp_path, "config.json", "no `tie_word_embeddings`")
+
+    def test_experts_packed_in_two_tensors(self, tmp_path):
+        weights = safetensors.numpy.load_file(RECORDED / "mistral4" / FILE)
+        stacks = models.load(RECORDED / "mistral4").params["layers"][1]["mixture"]["experts"]
+        both, down = weights[f"{self.EXPERTS}.gate_up_proj"], weights[f"{self.EXPERTS}.down_proj"]
+        assert (both.shape, down.shape) == ((8, 32, 48), (8, 48, 16))
+        np.testing.assert_array_equal(stacks["gate"], both[:, :16])
+        np.testing.assert_array_equal(stacks["up"], both[:, 16:])
+        np.testing.assert_array_equal(stacks["down"], down)
+        name = f"{self.EXPERTS}.gate_up_proj"
+        rejects(changed("mistral4", tmp_path, lambda weights: weights.pop(name)), "lacks", name)
+        rejects(
+            changed("mistral4", tmp_path, n_routed_experts=2**31 - 1), "(8, 48, 16)", "expected (2147483647, 48, 16)"
+        )
+
+        def change(weights):
+            weights[name][3, 20, 7] = np.nan
+
+        rejects(changed("mistral4", tmp_path, change), name, "1 NaN")
+
+    def test_the_scales_of_queries(self):
+        scale = models.ModelConfig.from_json(PUBLISHED["Mistral Small 4"]).attention.query_scale
+        positions = np.asarray([-3, 0, 8191, 8192, 16384, 1048575])
+        right = 1 + 0.1 * np.log(np.asarray([1, 1, 1, 2, 3, 128]))
+        np.testing.assert_allclose(query_scales(scale, positions), right, rtol=2**-22)
+
+    def test_hopper_kernels_reject_its_entries_with_a_reason(self):
+        config = models.ModelConfig.from_json(PUBLISHED["Mistral Small 4"])
+        model = jax.eval_shape(partial(models.random_model, config))
+        cache = jax.eval_shape(lambda: model.cache(8))
+        q, q_pe = (jax.ShapeDtypeStruct((2, 32, size), "bfloat16") for size in (256, 64))
+        index = jax.ShapeDtypeStruct((2, 4), "int32"), jax.ShapeDtypeStruct((2,), "int32")
+        found = jaxkv.explain(jaxkv.decode_mla, q, q_pe, cache, *index, layer=0, scale=1.0)
+        assert "entries of 256 + 64 values: supports 512 + 64" in found.reasons["mosaic_gpu"]
+        assert found.chosen == "xla"
+
+    @pytest.mark.parametrize(
+        ("values", "words"),
+        [
+            ({"n_group": 2}, ["`n_group` is 2", "expected 1"]),
+            ({"topk_group": 2}, ["`topk_group` is 2", "expected 1"]),
+            ({"rope_parameters": {"rope_type": "default"}}, ["`rope_parameters.rope_type` is 'default'", "'yarn'"]),
+            ({"rope_parameters": {"rope_type": "yarn"}}, ["no `rope_parameters.llama_4_scaling_beta`"]),
+            ({"partial_rotary_factor": 1.0}, ["`partial_rotary_factor` is 1.0", "0.5"]),
+            ({"qk_nope_head_dim": 48}, ["`rope_parameters.partial_rotary_factor` is 0.5", "0.25"]),
+        ],
+    )
+    def test_unsupported_configurations_are_rejected(self, tmp_path, values, words):
+        rejects(changed("mistral4", tmp_path, **values), "config.json", *words)

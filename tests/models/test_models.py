@@ -29,6 +29,7 @@ FAMILIES = [
     "kimi_k25",
     "llama",
     "longcat_flash",
+    "mistral4",
     "moonlight",
     "youtu",
 ]

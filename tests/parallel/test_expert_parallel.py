@@ -81,6 +81,15 @@ def test_experts_without_weights_count_once(divided):
     assert np.abs(one - many).max() < 1e-5 * np.abs(one).max()
 
 
+@pytest.mark.parametrize("divided", [models.TensorParallel, models.ExpertParallel])
+def test_experts_packed_in_one_tensor_are_divided(divided):
+    whole, many = (models.load(FOLDER / "mistral4", parallel=parallel) for parallel in (None, divided(mesh_of(2), "x")))
+    for (path, array), one in zip(jax.tree.leaves_with_path(many.params), jax.tree.leaves(whole.params), strict=True):
+        assert_same_bits(array, one, path)
+        if any(getattr(key, "key", None) == "experts" for key in path):
+            assert array.addressable_shards[1].data.size == one.size // 2
+
+
 def test_every_device_holds_its_experts_whole():
     whole, divided = models.load(FOLDER / "deepseek_v3"), load("deepseek_v3", 4)
     stacks = 0

@@ -77,6 +77,11 @@ def serve(engine, family, count=12):
         pytest.param("youtu", partial(context, 8, 2), id="context 8 by block"),
         pytest.param("glm5", partial(context, 2, 4), id="sparse context 2"),  # some layers share selected tokens
         pytest.param("deepseek_v32", partial(context, 2, 4), id="sparse context 2, V3.2", marks=pytest.mark.slow),
+        # What these divide is divided in other families, too.
+        *(
+            pytest.param(family, partial(tensor, 2), id=f"tensor 2, {family}", marks=pytest.mark.slow)
+            for family in ("axk1", "glm5", "kimi_k25", "longcat_flash", "mistral4")
+        ),
         pytest.param("llama", partial(tensor, 2), id="KV heads"),
         pytest.param("llama", partial(context, 4, 2), id="KV context", marks=pytest.mark.slow),
     ],

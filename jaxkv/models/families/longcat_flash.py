@@ -69,8 +69,8 @@ def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
     routes = experts.count + experts.zero_count
 
     def half(i: int) -> dict[str, Any]:
-        def numbered(name: str, *shape: int):
-            return weight(name.replace("self_attn.", f"self_attn.{i}."), *shape)
+        def numbered(name: str, *shape: int, **options):
+            return weight(name.replace("self_attn.", f"self_attn.{i}."), *shape, **options)
 
         return {
             "attention_norm": weight(f"input_layernorm.{i}.weight", hidden),

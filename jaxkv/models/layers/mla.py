@@ -35,6 +35,8 @@ def attention(
         q_source = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], LATENT_EPS)
     q = linear(q_source, weights["q"])
     q = q.reshape(*x.shape[:2], model.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
+    if batch.query_scales is not None:
+        q = q * batch.query_scales.astype(q.dtype)[:, :, None, None]
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
     kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
