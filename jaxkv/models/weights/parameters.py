@@ -94,12 +94,12 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
     - Layers of multi-token prediction (MTP, arXiv 2412.19437, section 2.2; V3, V3.2, GLM-4.7-Flash), numbered after the
       model's layers.  They only draft tokens.  Each has an `eh_proj`; any other layer past `num_hidden_layers` is not
       counted as unused, because config.json should have included it.
-    - The `unused` ones of the family.
+    - The `unused` ones of the family, and their scales.
     """
     family, names, found = FAMILIES[config.architecture], set(names), set()
     of_layer = re.escape(family.prefix) + r"model\.layers\.([0-9]{1,9})\."
     for name in names:
-        if family.unused and re.fullmatch(family.unused, name):
+        if family.unused and re.fullmatch(family.unused, name.removesuffix(fp8.SUFFIX)):
             found.add(name)
         match = re.fullmatch(of_layer + r"(self_attn\.rotary_emb\.inv_freq|eh_proj\.weight)", name)
         if match and match[2].endswith("inv_freq"):
