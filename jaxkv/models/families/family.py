@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.json_object import JsonObject
 
@@ -23,10 +22,10 @@ class Family:
     """Reads the configuration from `config.json`; ValueError if a key is missing or a value is not supported."""
     weights: Callable[[ModelConfig, int], Layer]
     """The names and shapes of the weights of the layer of that number."""
-    block: Callable[..., tuple[KVCache, Batch, jax.Array]]
+    block: Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
     """`block(model, weights, x, cache, batch, layer)` computes a layer.
 
-    It returns the cache, the batch for later layers, and x [B, Q, hidden].
+    It returns the cache, the slots selected for later layers (`Batch.selected`), and x [B, Q, hidden].
     """
     arrange: Callable[..., Layer] = lambda config, attention, layer: layer
     """`arrange(config, config.attention, layer)` converts the arrays of `weights` to those that `block` uses."""

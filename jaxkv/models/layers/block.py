@@ -13,25 +13,25 @@ from jaxkv.models.layers.feed_forward import feed_forward
 from jaxkv.models.layers.linear import rms_norm
 from jaxkv.models.model import Model
 
-Part = Callable[..., tuple[KVCache, Batch, jax.Array]]
+Part = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
 
 
 def pre_norm(attention: Part) -> Part:
     """The layer function with the given attention.
 
-    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.  Both return the cache, the batch
-    for later layers, and their output [B, Q, hidden].
+    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.  Both return the cache, the slots
+    selected for later layers (`Batch.selected`), and their output [B, Q, hidden].
     """
 
-    def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, Batch, jax.Array]:
+    def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer):
         config, total = model.config, model.parallel.total
         normed = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
-        cache, batch, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
+        cache, selected, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
         x = x + total(out)
         normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
         out = total(feed_forward(config.experts, weights, normed, model.parallel))
         if "feed_forward_post_norm" in weights:
             out = rms_norm(out, weights["feed_forward_post_norm"], config.rms_norm_eps)
-        return cache, batch, x + out
+        return cache, selected, x + out
 
     return block

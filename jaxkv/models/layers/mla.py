@@ -1,6 +1,5 @@
 """Multi-head latent attention over the cache."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,12 +22,22 @@ LATENT_EPS = 1e-6
 
 def attention(
     model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer
-) -> tuple[KVCache, Batch, jax.Array]:
+) -> tuple[KVCache, jax.Array | None, jax.Array]:
     """Stores the entries of x and attends to all cached tokens.
 
-    x and the result are [B, Q, hidden].  The batch returned is that for later layers.
+    If devices divide the heads, the output is this device's term of a sum over devices.
 
-    If devices divide the heads, the result is this device's term of a sum over devices.
+    Args:
+      model: the model.
+      config: the model's attention.
+      weights: the weights of this layer's attention.
+      x: [B, Q, hidden].
+      cache: the model's cache.
+      batch: the new tokens.
+      layer: traced int32 scalar.
+
+    Returns:
+      The cache; the slots selected for later layers, as in `Batch.selected`; and the output [B, Q, hidden].
     """
     q_source = x
     if config.q_lora_rank is not None:
@@ -58,8 +67,9 @@ def attention(
             q_nope, q_pe, weights["w_uk"], weights["w_uv"], cache, batch.block_tables, batch.seq_lens, scale=scale,
             **options,
         )  # fmt: skip
-        return cache, batch, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+        return cache, None, linear(out.reshape(*x.shape[:2], -1), weights["o"])
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
+    selected = None
     if config.indexer is None:
         out = model.parallel.decode_mla(
             q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, scale=scale, plan=batch.plan, **options
@@ -69,11 +79,10 @@ def attention(
         if "indexer" in weights:
             chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
             cache, slots = chosen
-            if config.indexer.layers is not None:
-                batch = replace(batch, selected=slots)
+        selected = None if config.indexer.layers is None else slots
         out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, scale=scale, **options)
     out = product("bqhr,hvr->bqhv", out, weights["w_uv"])
-    return cache, batch, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+    return cache, selected, linear(out.reshape(*x.shape[:2], -1), weights["o"])
 
 
 def _softmax_scale(config: MLA, rotary: Rope) -> float:

@@ -24,7 +24,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 
 
-def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, Batch, jax.Array]:
+def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, None, jax.Array]:
     """The layer, whose attentions have the layers 2 * `layer` and 2 * `layer` + 1 of the cache."""
     config, total = model.config, model.parallel.total
     options: Any = config.attention
@@ -42,7 +42,7 @@ def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tupl
     cache, x, normed, out = half(0, x, cache)
     divided, whole = _experts(experts, weights["mixture"], normed, model.parallel)
     cache, x, _, last = half(1, x + total(out), cache)
-    return cache, batch, x + total(last + divided) + whole
+    return cache, None, x + total(last + divided) + whole
 
 
 def _experts(config: Experts, weights, x, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
