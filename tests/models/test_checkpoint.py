@@ -214,15 +214,6 @@ def test_one_value_written_as_an_integer_or_a_float_is_one_model():
     assert repr(jaxkv.models.ModelConfig.from_json(floats)) == repr(integers)  # fingerprints are made from it
 
 
-def test_the_indexer_needs_the_latent_of_the_queries(tmp_path):
-    folder = copied("deepseek_v32", tmp_path)
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "q_lora_rank": None}))
-    rejects(folder, "config.json", "`q_lora_rank` is None", "an integer")
-    (folder / "config.json").write_text(json.dumps({**values, "index_head_dim": 4}))
-    rejects(folder, "config.json", "`index_head_dim` is 4", "at least `qk_rope_head_dim`, which is 8")
-
-
 def test_a_folder_without_a_checkpoint(tmp_path):
     rejects(tmp_path, str(tmp_path), "config.json")
     shutil.copy(RECORDED / "deepseek_v3" / "config.json", tmp_path)

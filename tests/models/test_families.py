@@ -42,6 +42,12 @@ def rejects(folder, *words):
     assert "\n" not in str(error.value)
 
 
+def test_the_indexer_of_v32(tmp_path):
+    rejects(changed("deepseek_v32", tmp_path, q_lora_rank=None), "config.json", "`q_lora_rank` is None", "an integer")
+    words = "config.json", "`index_head_dim` is 4", "at least `qk_rope_head_dim`, which is 8"
+    rejects(changed("deepseek_v32", tmp_path, index_head_dim=4), *words)
+
+
 class TestAXK1:
     BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
