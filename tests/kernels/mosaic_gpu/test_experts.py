@@ -12,12 +12,14 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config
+from jaxkv_kernels.mosaic_gpu.experts.linear import parts_of
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
 from support import suites
 from support.cases import slow
 from support.hopper import kernel_operands, on_hopper, read_early
 from support.suites.experts import arguments, scaled
+from support.suites.linear import operands
 
 
 class Mosaic:
@@ -38,6 +40,30 @@ class TestExperts(Mosaic, suites.Experts):
     @pytest.mark.parametrize("tokens", [1, 100, 2000])
     def test_weights_in_float8_of_a_published_size(self, tokens):
         self.check(scaled(arguments(tokens, count=16, chosen=6, width=2048, inner=1408)))
+
+
+@on_hopper
+class TestLinear(Mosaic, suites.Linear):
+    """The whole suite, on the GPU."""
+
+    gaps = (*Mosaic.gaps, "tokens of 200")
+
+    @pytest.mark.parametrize(("tokens", "width", "results"), [(1, 16384, 7168), (32, 7168, 576), (256, 1536, 24576)])
+    def test_published_sizes(self, tokens, width, results):
+        self.check(*operands(tokens, width, results))
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedLinear(Mosaic, suites.Linear):
+    """One and several tiles of rows and parts of the summed dimension."""
+
+    gaps = (*Mosaic.gaps, "tokens of 200")
+    test_products_are_those_of_float64 = None
+    test_sizes = None
+
+    @pytest.mark.parametrize(("tokens", "width", "results"), [(5, 256, 192), slow(70, 384, 64)])
+    def test_parts(self, tokens, width, results):
+        self.check(*operands(tokens, width, results))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -106,6 +132,18 @@ def test_published_sizes_lower(tokens, sizes):
 @pytest.mark.parametrize("sizes", [(6, 64, 2048, 1408), slow((8, 256, 7168, 2048))])
 def test_published_sizes_in_float8_lower(tokens, dtype, sizes):
     check_lowering(shapes(tokens, *sizes, jnp.dtype(dtype), fp8=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"), [((7168, 16384), 2), ((576, 7168), 14), slow((24576, 1536), 2), slow((2048, 7168), 8)]
+)
+@pytest.mark.parametrize("tokens", [1, slow(256)])
+def test_weights_of_dense_products_lower(tokens, sizes, parts):
+    assert tokens > 1 or parts_of(sizes, 1, 1) == parts
+    weight = jax.eval_shape(TileScaled.of, jax.ShapeDtypeStruct(sizes, jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((tokens, sizes[1]), jnp.bfloat16)
+    run = mosaic_gpu.KERNELS["scaled_linear"].run
+    assert kernel_operands(jax.jit(run).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text())
 
 
 def check_lowering(arguments):
