@@ -15,6 +15,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   read them back.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, for many new tokens;
+  `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
   `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
@@ -42,7 +43,11 @@ from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, 
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
 from jaxkv.ops.prefill import prefill_mla
+<<<<<<< HEAD
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
+=======
+from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
+>>>>>>> main
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import decode_mla_sparse
 from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
@@ -77,9 +82,11 @@ __all__ = [
     "implementations",
     "indexer_logits",
     "merge_states",
+    "mla_ragged_paged_attention",
     "plan_decode",
     "positions_to_slots",
     "prefill_mla",
+    "ragged_paged_attention",
     "ragged_slots",
     "read_blocks",
     "scaled_linear",

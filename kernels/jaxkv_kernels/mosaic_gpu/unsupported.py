@@ -40,7 +40,14 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
+    yield from _window(options)
     yield from too_large(options)
+
+
+def _window(options: Mapping[str, Any]) -> Iterator[str]:
+    """A reason against attending to latents with a window."""
+    if options["window"] is not None:
+        yield f"`window` of {options['window']} with latents: supports None"
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -104,6 +111,8 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
     else:
         yield from _attention(entry, pages, arrays["buffer"])
+    if entry.one_head:
+        yield from _window(options)
     yield from _query_dtype(entry, options["dtype"], "queries")
 
 
@@ -272,8 +281,15 @@ def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
         yield from _entries_converted(entry, pages, itemsize)
 
 
+def _empty_parts(entry) -> Iterator[str]:
+    for size in entry.sizes:
+        if not size:
+            yield "part of 0 values: supports positive numbers of values"
+
+
 def _entries_copied(entry, pages, itemsize) -> Iterator[str]:
     """Reasons against moving entries by bulk copies."""
+    yield from _empty_parts(entry)
     yield from _unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
     yield from _unaligned(_steps(pages, ("layer", "token", "head")), itemsize)
     token = pages.num_heads * entry.nbytes
@@ -288,6 +304,7 @@ def _entries_copied(entry, pages, itemsize) -> Iterator[str]:
 
 def _entries_converted(entry, pages, itemsize) -> Iterator[str]:
     """Reasons against encoding or decoding entries by lanes."""
+    yield from _empty_parts(entry)
     for size in entry.sizes:
         if size % CHUNK:
             yield f"part of {size} values: supports multiples of {CHUNK} where they are converted"
