@@ -43,11 +43,8 @@ from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, 
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
 from jaxkv.ops.prefill import prefill_mla
-<<<<<<< HEAD
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
-=======
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
->>>>>>> main
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import decode_mla_sparse
 from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
