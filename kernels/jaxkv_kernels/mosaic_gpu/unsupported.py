@@ -238,7 +238,7 @@ def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
     """Reasons against a `grouped_swiglu` call."""
     del options
     x, gate = arrays["x"], arrays["gate"]
-    yield from _tokens(x, gate)
+    yield from _tokens(x)
     step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")
     for name, size in (("tokens", x.shape[1]), ("inner sizes", gate.shape[1])):
         if size % step:
@@ -249,19 +249,17 @@ def scaled_linear(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iter
     """Reasons against a `scaled_linear` call."""
     del options
     x, weight = arrays["x"], arrays["weight"]
-    yield from _tokens(x, weight)
+    yield from _tokens(x)
     if x.shape[1] % TILE:
         yield f"tokens of {x.shape[1]} values: supports multiples of {TILE}"
     if weight.shape[0] % FEATURES:
         yield f"results of {weight.shape[0]} values: supports multiples of {FEATURES}"
 
 
-def _tokens(x, weight) -> Iterator[str]:
-    """Reasons against multiplying tokens x with such a weight."""
+def _tokens(x) -> Iterator[str]:
+    """A reason against tokens of such a dtype."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         yield f"`x` of {x.dtype}: supports bfloat16 and float16"
-    if isinstance(weight, TileScaled) and weight.e4m3_products:
-        yield "activations rounded to e4m3: supports weights in float8 with activations that keep their precision"
 
 
 def copied(entry, dtypes) -> bool:

@@ -15,7 +15,7 @@ from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, default_config
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.tile_scaled import TileScaled
+from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 
 
@@ -32,13 +32,18 @@ def _swiglu(x, experts, weights, gate, up, down, *, config, interpret):
     groups = expert_groups(experts, gate.shape[0], tile=config.rows, align=ALIGN)
     tiles = groups.experts, groups.starts // ALIGN, groups.sizes // ALIGN, groups.count.reshape(1)
     rows, first, second, scales = x[groups.tokens], (gate, up), (down,), ((), ())
-    if scaled := isinstance(gate, TileScaled):
-        rows = in_positions(rows)
+    scaled = isinstance(gate, TileScaled)
+    rounds = scaled and gate.e4m3_products
+    if scaled:
+        rows = in_positions(rounded_to_e4m3(rows) if rounds else rows)
         scales = (gate.scales, up.scales), (down.scales,)
         first, second = (gate.values, up.values), (down.values,)
     options = {"config": config, "interpret": interpret}
-    inner = products(rows, first, scales[0], tiles, (*second, *scales[1]), **options)
-    results = products(inner, second, scales[1], tiles, **options)
+    following = () if rounds else (*second, *scales[1])
+    inner = products(rows, first, scales[0], tiles, following, **options)
+    if rounds:
+        inner = rounded_to_e4m3(inner)  # each 128 values have another order, but are the same
+    results = products(inner, second, scales[1], tiles, early=not rounds, **options)
     total = jnp.zeros(x.shape, jnp.float32)
     for rows, shares in zip(groups.rows.T, weights.T, strict=True):
         chosen = results.at[rows].get(mode="clip").astype(jnp.float32)
