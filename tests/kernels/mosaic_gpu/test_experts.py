@@ -11,7 +11,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
-from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config
+from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.linear import parts_of
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
@@ -196,6 +196,9 @@ def test_tiles_hold_the_rows_of_most_experts():
     assert default_config(1, 6, 64).rows == 8
     assert default_config(128, 768, 64).rows == 24
     assert default_config(8192, 8192 * 6, 64) == ExpertsConfig(rows=128, consumers=2)
+    assert default_config_of_fp8(1, 6, 64, 1408) == ExpertsConfig(rows=8, consumers=1)
+    assert default_config_of_fp8(1, 8, 256, 2048) == ExpertsConfig(rows=8, consumers=2)
+    assert default_config_of_fp8(8192, 8192 * 6, 64, 1408) == ExpertsConfig(rows=112, consumers=2)
 
 
 @pytest.mark.parametrize("wrong", [{"rows": 12}, {"rows": 0}, {"rows": 400}, {"consumers": 3}, {"stages": 1}])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.expert_groups import expert_groups
-from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, default_config
+from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
@@ -23,7 +23,9 @@ def grouped_swiglu(x, experts, weights, gate, up, down):
     """Maps x [T, D], of which each token has chosen K experts, to [T, D]."""
     if not experts.size:
         return jnp.zeros_like(x)
-    config = configuration(default_config(x.shape[0], experts.size, gate.shape[0]))
+    sizes = x.shape[0], experts.size, gate.shape[0]
+    fp8 = isinstance(gate, TileScaled)
+    config = configuration(default_config_of_fp8(*sizes, gate.shape[1]) if fp8 else default_config(*sizes))
     return _swiglu(x, experts, weights, gate, up, down, config=config, interpret=bool(interpreting.value))
 
 
