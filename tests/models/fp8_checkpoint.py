@@ -38,11 +38,16 @@ def expanded(stored, scales):
 def save(folder, values, weights):
     """Writes `small`, with float8 weights, and `whole`, with their values in float32; returns both folders.
 
-    As published, the products of the layers are in float8, but for the router and the indexer's weights of heads.
+    As published, the products of the layers are in float8, but for the router, the indexer's weights of heads, and copies
+    of the embedding and the head.
     """
     rng, small, whole = np.random.default_rng(0), {}, {}
     for name, value in weights.items():
-        if ".layers." in name and value.ndim == 2 and not re.search(r"mlp\.gate\.|weights_proj", name):
+        if (
+            ".layers." in name
+            and value.ndim == 2
+            and not re.search(r"mlp\.gate\.|weights_proj|embed_tokens|shared_head", name)
+        ):
             stored, scales = tiled(value.shape, rng)
             small[name], small[f"{name}_scale_inv"] = stored, scales
             rows, columns = value.shape
