@@ -416,6 +416,10 @@ class Linear(Case):
         (_, width), (_, results) = self.options
         return [((self.count, width), self.dtype), ((results, width), self.dtype)]
 
+    def index(self, rng, live) -> Index:
+        """No integers."""
+        return (), {}
+
     def arguments(self, cache, values, draw, layer):
         """Tokens and the weight in float8."""
         return (values[0], *_in_float8(values[1:])), {}
