@@ -140,6 +140,7 @@ def _models() -> Iterator[Workload]:
         yield experts(requests=tokens, tokens=256, chosen=8)
     for tokens in (1, 32, 128, 8192):
         yield experts(requests=tokens, tokens=64, chosen=6, format="fp8")
+    for tokens in (1, 32, 128):
         yield experts(requests=tokens, tokens=256, chosen=8, format="fp8")
     for tokens in (1, 32, 128):
         yield workload(suite="models", operation="scaled_linear", requests=tokens, tokens=16384, chosen=7168, layers=1)
