@@ -1,5 +1,6 @@
 """Reading checkpoints: missing, damaged and unsupported parts are rejected, with the file and the key or weight."""
 
+import itertools
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 import jaxkv.models
+from jaxkv.models.weights import safetensors_file
 from models.published import FP8, LLAMA_2, LLAMA_3, LLAMA_ROPE, PUBLISHED, PUBLISHED_V2, YARN
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
@@ -441,3 +443,16 @@ def test_older_spellings_of_rope_mean_the_same(folder):
     configure(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "yarn", **yarn})
     assert jaxkv.models.ModelConfig.read(folder) == new
     assert new.rope.scaling.factor == 4
+
+
+@pytest.mark.parametrize("band", [1, 100, 2**23])
+def test_parts_of_a_weight(tmp_path, monkeypatch, band):
+    monkeypatch.setattr(safetensors_file, "BAND_BYTES", band)
+    weight = np.random.default_rng(0).standard_normal((23, 6), np.float32)
+    safetensors.numpy.save_file({"first": np.ones(3, np.float16), "weight": weight}, tmp_path / "file")
+    with safetensors_file.SafetensorsFile(tmp_path / "file") as file:
+        for rows, columns in itertools.product((slice(0, 23), slice(5, 22)), (slice(0, 6), slice(2, 5))):
+            assert np.array_equal(file.read("weight", (rows, columns)), weight[rows, columns])
+        (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-100])
+        with pytest.raises(ValueError, match="has been truncated"):
+            file.read("weight", (slice(0, 23), slice(0, 6)))

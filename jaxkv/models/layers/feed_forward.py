@@ -6,7 +6,7 @@ from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
-from jaxkv.ops.experts import grouped_swiglu
+from jaxkv.ops.products import grouped_swiglu
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax.Array:
