@@ -190,7 +190,7 @@ def attend_few_rows(
 
                 @pl.when(masked)
                 def _():
-                    clear_values(k.at[stage], 0, LATENT, table, request, i * TILE, length)
+                    clear_values(k, (stage,), 0, LATENT, table, request, i * TILE, length, interpret=interpret)
 
                 values = k.at[stage, :, pl.ds(0, LATENT)].transpose((1, 0))
                 acc, _ = multiply_add(acc, values, p.transpose((1, 0)), scratch=p if interpret else None)

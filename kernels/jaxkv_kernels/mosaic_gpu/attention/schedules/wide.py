@@ -317,7 +317,8 @@ def attend_wide(
                 return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
             def clear(i, t, request, length):
-                clear_values(k.at[opaque_zero(i) + t, side], 0, HALF, table, request, (2 * i + t) * TILE, length)
+                place, first_token = (opaque_zero(i) + t, jnp.int32(side)), (2 * i + t) * TILE
+                clear_values(k, place, 0, HALF, table, request, first_token, length, interpret=interpret)
 
             def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
