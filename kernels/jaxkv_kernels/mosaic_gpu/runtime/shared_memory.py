@@ -1,6 +1,5 @@
 """Shared memory for TMA and wgmma, and prefetches to the L2 cache."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ def zero_rows(ref, place: tuple[Any, ...], first: int, count: int, low, high, *,
         place = arith.shli(thread, c32(4))  # lanes take consecutive chunks of one or more column tiles
         row = arith.andi(arith.shrui(thread, c32(3)), c32(tile_rows - 1))
         column_tile = arith.shrui(place, c32(10))
-        start = arith.addi(arith.muli(index, c32(math.prod((rows, columns, 2)))), place)
+        start = arith.addi(arith.muli(index, c32(2 * rows * columns)), place)
         start = at(mgpu.utils.memref_ptr(ref), start)
         for group in range(rows // tile_rows):
             own = arith.addi(row, c32(group * tile_rows))
@@ -61,7 +60,7 @@ def zero_rows(ref, place: tuple[Any, ...], first: int, count: int, low, high, *,
                 left = count // tile_columns - done
                 if left < at_once:
                     has_tile = arith.cmpi(arith.CmpIPredicate.ult, column_tile, c32(left))
-                    own = arith.select(has_tile, own, c32(-1))
+                    own = arith.select(has_tile, own, c32(2**31 - 1))
                 offset = (group * groups + first // tile_columns + done) * tile_nbytes
                 ptx(instruction.format(offset), start, own, low, high, c32(0))
 
