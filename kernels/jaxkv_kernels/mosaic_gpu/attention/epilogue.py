@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
+from jaxkv_kernels.mosaic_gpu.attention.direct_stores import store_tile
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, store
@@ -71,6 +72,8 @@ class HalvesEpilogue:
     """Rows per tile to store in the log-sum-exps of whole requests: TMA does not clip 1-D copies at the array's end."""
     value_scale: Any = None
     """A factor of the results, if any."""
+    is_direct: bool = False
+    """Whether values are stored from registers, and not staged."""
 
     def store(
         self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None
@@ -86,9 +89,11 @@ class HalvesEpilogue:
         rows = pl.ds(self.first_row, TILE)
 
         def store_values(values, to, place):
+            if self.is_direct:
+                return store_tile(values, to, place, self.first_row, side * HALF)
             stage[...] = values
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, to.at[place, rows, pl.ds(side * HALF, HALF)])
+            return plgpu.copy_smem_to_gmem(stage, to.at[place, rows, pl.ds(side * HALF, HALF)])
 
         def finalize(*sinks):
             self.stats[1 + side] = row_sum.sum(axis=1)

@@ -113,6 +113,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 
+STAGED = False
+
+
 def attend_wide(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
     *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale: Any = None,
@@ -124,6 +127,7 @@ def attend_wide(
     batch, rows, _ = q_latent.shape
     row_tiles = -(-rows // TILE)
     quantised = isinstance(config, QuantisedWideConfig)
+    staged = STAGED or quantised or interpret  # whether K1 stages results
     cluster = 2 if row_tiles % 2 == 0 else 1
     groups = row_tiles // cluster
     view = token_rows(pages)
@@ -264,7 +268,9 @@ def attend_wide(
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile, _, in_cache = load_work()
             value_scale = kv_scale_refs[0][0] if quantised else None
-            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
+            epilogue = HalvesEpilogue(
+                results, stats, wait_for_both, softmax, first_row, stored, value_scale, not staged
+            )  # fmt: skip
             scale = scale_ref[0] * LOG2E
 
             def load_queries():
@@ -327,6 +333,11 @@ def attend_wide(
                     pl.when(masked)(partial(clear, i, t, request, length))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
 
+            def free_unless_staging(i, last):
+                """Frees this side's half of K1, if it is not to stage the results."""
+                free = partial(plgpu.barrier_arrive, k_free[2 + side])
+                pl.when(i != last)(free) if staged else free()
+
             def share_max(running_max):
                 stats[0] = running_max
 
@@ -358,9 +369,7 @@ def attend_wide(
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
                 acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, length, masked, acc)
 
-                @pl.when(i != last)
-                def _():
-                    plgpu.barrier_arrive(k_free[2])
+                free_unless_staging(i, last)
 
                 return acc, max1, row_sum
 
@@ -388,9 +397,7 @@ def attend_wide(
                 late = partial(share, w16, 1) if quantised else None
                 acc, _ = add_values(w16, i, 1, request, length, masked, acc, meanwhile=late)
 
-                @pl.when(i != last)
-                def _():
-                    plgpu.barrier_arrive(k_free[3])
+                free_unless_staging(i, last)
 
                 return acc, max1, row_sum + added
 
@@ -417,7 +424,8 @@ def attend_wide(
                 stage = stages.at[opaque_zero(last) + 1, side]
                 epilogue.store(side, acc, row_sum, running_max, request, split, stage)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(k_free[2 + side])
+                if staged:
+                    plgpu.barrier_arrive(k_free[2 + side])
                 return ahead
 
             lax.fori_loop(first, end, run, first_tile)
