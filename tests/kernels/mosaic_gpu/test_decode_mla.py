@@ -181,7 +181,9 @@ def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
     )
 
     def decode(*arrays):
-        return mosaic_gpu.KERNELS["decode_mla"].run(*arrays, None, pages=layout.pages, entry=entry, logit_cap=cap)
+        return mosaic_gpu.KERNELS["decode_mla"].run(
+            *arrays, None, pages=layout.pages, entry=entry, logit_cap=cap, window=None
+        )
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

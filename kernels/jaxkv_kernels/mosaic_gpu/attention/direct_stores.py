@@ -32,9 +32,7 @@ def store_tile(values, to, place, first_row, first_column: int) -> None:
         thread = arith.remui(mgpu.utils.thread_idx(), c32(mgpu.utils.WARPGROUP_SIZE))
         lane, warp = arith.andi(thread, c32(31)), arith.shrui(thread, c32(5))
         quad_lane = arith.andi(lane, c32(3))
-        is_set = [
-            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad_lane, c32(bit)), c32(0)) for bit in (1, 2)
-        ]
+        is_set = [arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad_lane, c32(bit)), c32(0)) for bit in (1, 2)]
         own_row = arith.addi(first_row, arith.addi(arith.shli(warp, c32(4)), arith.shrui(lane, c32(2))))
 
         def transposed(four):

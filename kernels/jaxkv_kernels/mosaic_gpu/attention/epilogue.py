@@ -72,13 +72,11 @@ class HalvesEpilogue:
     """Rows per tile to store in the log-sum-exps of whole requests: TMA does not clip 1-D copies at the array's end."""
     value_scale: Any = None
     """A factor of the results, if any."""
-    is_direct: bool = False
-    """Whether values are stored from registers, and not staged."""
 
     def store(
         self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None
     ) -> None:
-        """Starts the stores of consumer `side`, staged in shared memory `stage` [64, 256].
+        """Starts the stores of consumer `side`: of values from registers, or staged in shared memory `stage` [64, 256].
 
         A negative `split` means that the results are those of a whole request.
 
@@ -89,7 +87,7 @@ class HalvesEpilogue:
         rows = pl.ds(self.first_row, TILE)
 
         def store_values(values, to, place):
-            if self.is_direct:
+            if stage is None:
                 return store_tile(values, to, place, self.first_row, side * HALF)
             stage[...] = values
             plgpu.commit_smem()

@@ -113,9 +113,6 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 
-STAGED = False
-
-
 def attend_wide(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
     *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale: Any = None,
@@ -127,7 +124,6 @@ def attend_wide(
     batch, rows, _ = q_latent.shape
     row_tiles = -(-rows // TILE)
     quantised = isinstance(config, QuantisedWideConfig)
-    staged = STAGED or quantised or interpret  # whether K1 stages results
     cluster = 2 if row_tiles % 2 == 0 else 1
     groups = row_tiles // cluster
     view = token_rows(pages)
@@ -268,9 +264,7 @@ def attend_wide(
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile, _, in_cache = load_work()
             value_scale = kv_scale_refs[0][0] if quantised else None
-            epilogue = HalvesEpilogue(
-                results, stats, wait_for_both, softmax, first_row, stored, value_scale, not staged
-            )  # fmt: skip
+            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
             scale = scale_ref[0] * LOG2E
 
             def load_queries():
@@ -336,7 +330,7 @@ def attend_wide(
             def free_unless_staging(i, last):
                 """Frees this side's half of K1, if it is not to stage the results."""
                 free = partial(plgpu.barrier_arrive, k_free[2 + side])
-                pl.when(i != last)(free) if staged else free()
+                pl.when(i != last)(free) if quantised else free()
 
             def share_max(running_max):
                 stats[0] = running_max
@@ -421,10 +415,12 @@ def attend_wide(
                     carry = lax.fori_loop(begin, end, pair, carry)
                 acc, running_max, row_sum = carry
 
-                stage = stages.at[opaque_zero(last) + 1, side]
+                stage = stages.at[opaque_zero(last) + 1, side] if quantised else None
+                if interpret and not quantised:
+                    stage = memory["results"].at[side]
                 epilogue.store(side, acc, row_sum, running_max, request, split, stage)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                if staged:
+                if quantised:
                     plgpu.barrier_arrive(k_free[2 + side])
                 return ahead
 
