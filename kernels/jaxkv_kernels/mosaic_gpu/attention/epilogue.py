@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
-from jaxkv_kernels.mosaic_gpu.attention.direct_stores import store_tile
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, store
@@ -76,29 +75,39 @@ class HalvesEpilogue:
     def store(
         self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None
     ) -> None:
-        """Starts the stores of consumer `side`: of values from registers, or staged in shared memory `stage` [64, 256].
+        """Starts the stores of consumer `side`, staged in shared memory `stage` [64, 256].
 
         A negative `split` means that the results are those of a whole request.
 
         `load_sinks` returns the sinks of the rows, in base 2.  They are not applied to splits, because `combine`
         applies them.
         """
+
+        def finalize(*sinks):
+            return self.finalize(side, row_sum, running_max, *sinks)
+
+        self.store_final(side, acc, finalize, request, split, stage, load_sinks)
+
+    def finalize(self, side: int, row_sum, running_max, *sinks):
+        """What `OnlineSoftmax.finalize` returns of the row sums of both consumers, which both call this."""
+        self.stats[1 + side] = row_sum.sum(axis=1)
+        self.wait_for_both()
+        sums = plgpu.load(self.stats.at[1], layout=ROW) + plgpu.load(self.stats.at[2], layout=ROW)
+        inverse, lse = self.softmax.finalize(sums, running_max, *sinks)
+        return (inverse if self.value_scale is None else inverse * self.value_scale), lse
+
+    def store_final(
+        self, side: int, acc, finalize: Callable[..., Any], request, split, stage,
+        load_sinks: Callable[[], Any] | None = None,
+    ) -> None:  # fmt: skip
+        """As `store`, with `finalize` to get the factors that normalize `acc`, and log-sum-exps in base 2."""
         out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = self.refs
         rows = pl.ds(self.first_row, TILE)
 
         def store_values(values, to, place):
-            if stage is None:
-                return store_tile(values, to, place, self.first_row, side * HALF)
             stage[...] = values
             plgpu.commit_smem()
-            return plgpu.copy_smem_to_gmem(stage, to.at[place, rows, pl.ds(side * HALF, HALF)])
-
-        def finalize(*sinks):
-            self.stats[1 + side] = row_sum.sum(axis=1)
-            self.wait_for_both()
-            sums = plgpu.load(self.stats.at[1], layout=ROW) + plgpu.load(self.stats.at[2], layout=ROW)
-            inverse, lse = self.softmax.finalize(sums, running_max, *sinks)
-            return (inverse if self.value_scale is None else inverse * self.value_scale), lse
+            plgpu.copy_smem_to_gmem(stage, to.at[place, rows, pl.ds(side * HALF, HALF)])
 
         @pl.when(split < 0)
         def _():

@@ -81,6 +81,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import (
+    CTAS,
     HALF,
     PAIR,
     TILE,
@@ -96,6 +97,13 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copi
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide_memory import barriers, plain_types, quantised_types
+from jaxkv_kernels.mosaic_gpu.attention.sharing import (
+    PLACES,
+    Exchange,
+    SharedEpilogue,
+    exchange_types,
+    own_steps,
+)
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
@@ -124,7 +132,7 @@ def attend_wide(
     batch, rows, _ = q_latent.shape
     row_tiles = -(-rows // TILE)
     quantised = isinstance(config, QuantisedWideConfig)
-    cluster = 2 if row_tiles % 2 == 0 else 1
+    cluster = 2 if row_tiles % 2 == 0 else 1  # CTAs that share key tiles by multicast
     groups = row_tiles // cluster
     view = token_rows(pages)
     dtype = q_latent.dtype
@@ -134,12 +142,20 @@ def attend_wide(
     multicast: Any = {"collective_axes": "cta"} if cluster > 1 else {}
     prefetching = config.prefetch and cluster > 1 and pages.token_stride == pages.width
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+    outputs = result_types(
+        (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=padded, split_lse=row_tiles * TILE, scales=2
+    )
+    sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}
+    scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, **sizes)
+    if plan.shared:
+        exchanged, scratch = exchange_types(plan.num_partitions, TILE, HALF, dtype)
+        outputs, scratch_types = (*outputs, *exchanged), scratch_types | scratch
 
     def body(
         q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, *refs, stats, operands: Any = None, **memory
     ):  # fmt: skip
-        *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[:-5]
-        results = refs[-5:]
+        *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[: -len(outputs)]
+        results, exchange_refs = refs[-len(outputs) :][:5], refs[-len(outputs) :][5:]
         # Views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
         if quantised:
             (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = (memory[n] for n in ("q", "qr", "k", "r"))
@@ -154,15 +170,18 @@ def attend_wide(
         r_landed = [memory["r_landed"].at[n] for n in range(2)] if quantised else r_full
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
-        row_tile = group * cluster + cta
+        row_tile = group if plan.shared else group * cluster + cta
         first_row = row_tile * TILE
         table = PageTable(table_ref, pages)
+
+        def own_part(tile):
+            return own_steps(tile, cta, PAIR) if plan.shared else tile
 
         def load_work():
             """The work of this CTA, and the layer, in independent loads."""
             first, end, tile = load_work_range(partitions_ref, partition)
             layer = layer_ref[0]
-            return first, end, tile, layer, (layer >= 0) & (layer < pages.num_layers)
+            return first, end, own_part(tile), layer, (layer >= 0) & (layer < pages.num_layers)
 
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
@@ -234,7 +253,7 @@ def attend_wide(
                         convert(1)
                     # After the copies are issued, since spilling these values to local memory would wait for the load.
                     next_tile = lax.cond(
-                        i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
+                        i == begin, lambda: own_part(load_work_tile(work_tiles_ref, n + 1))[:3], lambda: next_tile
                     )
                     return used + 1, ahead, next_tile
 
@@ -264,7 +283,13 @@ def attend_wide(
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile, _, in_cache = load_work()
             value_scale = kv_scale_refs[0][0] if quantised else None
-            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
+            storing = results, stats, wait_for_both, softmax, first_row, stored, value_scale
+            if plan.shared:
+                places = tuple(ref.at[partition] for ref in exchange_refs)
+                exchange = Exchange(places, **{name: memory[name] for name in ("rows", "sent", "arrived")}, cta=cta)
+                epilogue: HalvesEpilogue = SharedEpilogue(*storing, exchange=exchange)
+            else:
+                epilogue = HalvesEpilogue(*storing)
             scale = scale_ref[0] * LOG2E
 
             def load_queries():
@@ -327,11 +352,6 @@ def attend_wide(
                     pl.when(masked)(partial(clear, i, t, request, length))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
 
-            def free_unless_staging(i, last):
-                """Frees this side's half of K1, if it is not to stage the results."""
-                free = partial(plgpu.barrier_arrive, k_free[2 + side])
-                pl.when(i != last)(free) if quantised else free()
-
             def share_max(running_max):
                 stats[0] = running_max
 
@@ -363,7 +383,9 @@ def attend_wide(
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
                 acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, length, masked, acc)
 
-                free_unless_staging(i, last)
+                @pl.when(i != last)
+                def _():
+                    plgpu.barrier_arrive(k_free[2])
 
                 return acc, max1, row_sum
 
@@ -391,14 +413,16 @@ def attend_wide(
                 late = partial(share, w16, 1) if quantised else None
                 acc, _ = add_values(w16, i, 1, request, length, masked, acc, meanwhile=late)
 
-                free_unless_staging(i, last)
+                @pl.when(i != last)
+                def _():
+                    plgpu.barrier_arrive(k_free[3])
 
                 return acc, max1, row_sum + added
 
             step = (pair0, pair1)[side]
 
             def run(n, tile: WorkTile):
-                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                ahead = own_part(load_work_tile(work_tiles_ref, n + 1))  # the loads proceed while this one is computed
                 request, begin, end, length, unmasked_end, split, _ = tile
                 length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
                 queries = load_queries()
@@ -415,13 +439,14 @@ def attend_wide(
                     carry = lax.fori_loop(begin, end, pair, carry)
                 acc, running_max, row_sum = carry
 
-                stage = stages.at[opaque_zero(last) + 1, side] if quantised else None
-                if interpret and not quantised:
-                    stage = memory["results"].at[side]
-                epilogue.store(side, acc, row_sum, running_max, request, split, stage)
+                stage = stages.at[opaque_zero(last) + 1, side]
+                found = side, acc, row_sum, running_max, request, split, stage
+                if isinstance(epilogue, SharedEpilogue):
+                    epilogue.store_shared(*found, place=lax.rem(n - first, jnp.int32(PLACES)))
+                else:
+                    epilogue.store(*found)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                if quantised:
-                    plgpu.barrier_arrive(k_free[2 + side])
+                plgpu.barrier_arrive(k_free[2 + side])
                 return ahead
 
             lax.fori_loop(first, end, run, first_tile)
@@ -429,21 +454,16 @@ def attend_wide(
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
-    sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}
-    scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, **sizes)
     kv_scales = [jnp.reshape(kv_scale, (1,))] if quantised else []
 
-    return kernel(
+    found = kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
-        out_type=result_types(
-            (batch,), plan.max_splits, dtype,
-            rows=rows, width=LATENT, lse=padded, split_lse=row_tiles * TILE, scales=2,
-        ),
+        out_type=outputs,
         grid=(groups, plan.num_partitions),
         grid_names=("group", "partition"),
-        cluster=(cluster,),
+        cluster=(CTAS if plan.shared else cluster,),
         cluster_names=("cta",),
         num_threads=3,
         thread_name="wg",
@@ -453,3 +473,4 @@ def attend_wide(
         q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
+    return found[:5]

@@ -30,7 +30,6 @@ def plain_types(dtype, *, copies: int, cluster: int, interpret: bool) -> dict[st
         "p_ready": plgpu.Barrier(num_barriers=2),
         "both": plgpu.Barrier(num_arrivals=2),
         **_operands(4, dtype, interpret),
-        **({"results": swizzled(2, TILE, HALF, dtype=dtype)} if interpret else {}),
     }
 
 
