@@ -61,7 +61,10 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
         lengths = tuple(np.random.default_rng(count).integers(0, 700, count).tolist())
         lengths = (0, 1, 64, 128, 129, 9000, *lengths[6:])
         scene = suites.scenes.scene(self.entry(), lengths=lengths)
-        cache, q = scene.cache(suites.layout_of("BLNHC", self.entry()), 1), suites.queries(self.entry(), count, tokens, heads)
+        cache, q = (
+            scene.cache(suites.layout_of("BLNHC", self.entry()), 1),
+            suites.queries(self.entry(), count, tokens, heads),
+        )
 
         found = self.check(q, cache, scene, 1)
         assert_same_bits(self.check(q, cache, scene, 1)[0], found[0])

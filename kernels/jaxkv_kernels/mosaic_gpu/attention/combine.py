@@ -10,7 +10,7 @@ among its warps:
 
 Timeline of a CTA.  `->` names the barrier that a line waits for; `stored` and `merged` are barriers 0 and 1.
 
-    look up the request and its splits        -> wait_for_previous
+    look up the request and its splits        -> wait_for_previous, if there are any
     per group of splits, usually only one:
       load log-sum-exps, scales and values of all splits of the group
       add them by an online softmax over log-sum-exps (base 2)

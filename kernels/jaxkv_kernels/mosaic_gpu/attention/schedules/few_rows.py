@@ -8,7 +8,9 @@ few queries its columns:
 
 The schedule is memory-bound: the tensor cores are busy for half of the time that a tile takes to load.
 
-Work.  A CTA of two warpgroups walks its partition of the plan: work tiles, each a range of key tiles of a request.
+Work.  A CTA of two warpgroups walks its partition of the plan: work tiles, each a range of key tiles of a request.  If
+the plan is shared, a cluster of two CTAs walks a partition.  Each CTA has half of the keys of a work tile.  At its end,
+the second CTA sends its result to the first one, which merges and stores it (`sharing.py`).
 
 Timeline, downwards; `->` names the barrier that a line waits for.
 

@@ -3,7 +3,9 @@
 Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its partition of
 the plan: work tiles, each a range of pairs of key tiles of a request.  If the rows of a request are an even number of
 tiles (65 to 128 rows, say), two CTAs form a cluster, and TMA multicast brings each key tile to both.  With an odd
-number (up to 64 rows, or 129 to 192) there is no cluster.
+number (up to 64 rows, or 129 to 192) there is no such cluster.  If the plan is shared, which takes a single tile of
+rows, two CTAs form a cluster as well: each has half of the keys of a work tile, and the two merge their results at its
+end (`sharing.py`).
 
 Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O,
 64 x 256 float32 in 128 registers per lane.  `->` names the barrier that a line waits for (producer: on the next line).
@@ -17,7 +19,7 @@ Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer war
     (-> k_full[0], k_full[1])      O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
                                      arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
 
-Only clusters prefetch to the L2 cache, and only if `prefetch` is set and tokens are contiguous.  If a pair needs a
+Only CTAs that share key tiles prefetch to the L2 cache, and only if `prefetch` is set and tokens are contiguous.  If a pair needs a
 mask, scores are masked before the softmax, and each consumer zeroes the values of unseen tokens in its own half of the
 tile before it multiplies them.
 
@@ -47,27 +49,6 @@ the same, with these differences, which leave enough registers for the producer:
 Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
 lane for consumers and 72 for the producer.
 
-Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
-    q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] (1)
-    q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
-                       last time (1).  So the queries of the next work tile are loaded while this one ends.
-    k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
-    k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
-                       cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the
-                       result of a work tile, and are freed once TMA has read it.
-    s_issued           S0's products have been issued (1)
-    p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
-    both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
-                       the row sums of both are in stats[1:3]
-These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after K0
-has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
-the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
-TMA or wgmma after commit_smem, or after `both`.
-
-Epilogue.  Whole results need the row sums of both consumers.  A split stores its values before those are known: each
-consumer divides its half of a row by the half's own largest magnitude.  Only the scales and log-sum-exps, stored after
-the values, wait for the row sums of the other consumer.
-
 Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1 KiB = 225 KiB of
 227.  Registers: 240 per lane for consumers, 24 for the producer.
 """
@@ -80,6 +61,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.mosaic_gpu.attention import sharing
 from jaxkv_kernels.mosaic_gpu.attention.config import (
     CTAS,
     HALF,
@@ -97,13 +79,6 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copi
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide_memory import barriers, plain_types, quantised_types
-from jaxkv_kernels.mosaic_gpu.attention.sharing import (
-    PLACES,
-    Exchange,
-    SharedEpilogue,
-    exchange_types,
-    own_steps,
-)
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
@@ -148,7 +123,7 @@ def attend_wide(
     sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}
     scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, **sizes)
     if plan.shared:
-        exchanged, scratch = exchange_types(plan.num_partitions, TILE, HALF, dtype)
+        exchanged, scratch = sharing.exchange_types(plan.num_partitions, TILE, HALF, dtype)
         outputs, scratch_types = (*outputs, *exchanged), scratch_types | scratch
 
     def body(
@@ -175,7 +150,7 @@ def attend_wide(
         table = PageTable(table_ref, pages)
 
         def own_part(tile):
-            return own_steps(tile, cta, PAIR) if plan.shared else tile
+            return sharing.own_steps(tile, cta, PAIR) if plan.shared else tile
 
         def load_work():
             """The work of this CTA, and the layer, in independent loads."""
@@ -286,8 +261,10 @@ def attend_wide(
             storing = results, stats, wait_for_both, softmax, first_row, stored, value_scale
             if plan.shared:
                 places = tuple(ref.at[partition] for ref in exchange_refs)
-                exchange = Exchange(places, **{name: memory[name] for name in ("rows", "sent", "arrived")}, cta=cta)
-                epilogue: HalvesEpilogue = SharedEpilogue(*storing, exchange=exchange)
+                exchange = sharing.Exchange(
+                    places, **{name: memory[name] for name in ("rows", "sent", "arrived")}, cta=cta
+                )
+                epilogue: HalvesEpilogue = sharing.SharedEpilogue(*storing, exchange=exchange)
             else:
                 epilogue = HalvesEpilogue(*storing)
             scale = scale_ref[0] * LOG2E
@@ -441,8 +418,8 @@ def attend_wide(
 
                 stage = stages.at[opaque_zero(last) + 1, side]
                 found = side, acc, row_sum, running_max, request, split, stage
-                if isinstance(epilogue, SharedEpilogue):
-                    epilogue.store_shared(*found, place=lax.rem(n - first, jnp.int32(PLACES)))
+                if isinstance(epilogue, sharing.SharedEpilogue):
+                    epilogue.store_shared(*found, place=lax.rem(n - first, jnp.int32(sharing.PLACES)))
                 else:
                     epilogue.store(*found)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
