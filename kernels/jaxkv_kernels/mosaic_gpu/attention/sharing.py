@@ -57,7 +57,7 @@ def exchange_types(partitions: int, rows: int, columns: int, dtype) -> tuple[tup
 class Exchange:
     """Sends the results of a work tile to the other CTA, or receives them."""
 
-    refs: tuple[Any, Any]
+    refs: tuple[Any, ...]
     """The places of this cluster in device memory: values [PLACES, CTAS, rows, columns], and [PLACES, CTAS, 2, rows]
     log-sum-exps (base 2) and scales."""
     rows: Any
@@ -67,6 +67,11 @@ class Exchange:
     arrived: Any
     """The barrier of the copies to this CTA (2)."""
     cta: Any
+
+    @classmethod
+    def of(cls, refs, partition, memory: dict[str, Any], cta) -> "Exchange":
+        """From the results and the scratch memory of a kernel; see `exchange_types`."""
+        return cls(tuple(ref.at[partition] for ref in refs), memory["rows"], memory["sent"], memory["arrived"], cta)
 
     def send(self, values, place) -> None:
         """Sends `values`, in shared memory, and `rows[0]`; returns when they are in device memory."""

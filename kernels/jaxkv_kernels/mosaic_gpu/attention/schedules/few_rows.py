@@ -224,8 +224,7 @@ def attend_few_rows(
 
             def merge(n, values, lse):
                 """Merges the results of both CTAs in the first one."""
-                places = tuple(ref.at[partition] for ref in exchange_refs)
-                exchange = Exchange(places, **exchange_memory, cta=cta)
+                exchange = Exchange.of(exchange_refs, partition, exchange_memory, cta)
                 place, staged = lax.rem(n - first, jnp.int32(PLACES)), q.at[query_stage_of(n)]
 
                 def send():

@@ -19,9 +19,9 @@ Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer war
     (-> k_full[0], k_full[1])      O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
                                      arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
 
-Only CTAs that share key tiles prefetch to the L2 cache, and only if `prefetch` is set and tokens are contiguous.  If a pair needs a
-mask, scores are masked before the softmax, and each consumer zeroes the values of unseen tokens in its own half of the
-tile before it multiplies them.
+Only CTAs that share key tiles prefetch to the L2 cache, and only if `prefetch` is set and tokens are contiguous.  If a
+pair needs a mask, scores are masked before the softmax, and each consumer zeroes the values of unseen tokens in its own
+half of the tile before it multiplies them.
 
 Around the pairs of a work tile:
 
@@ -259,14 +259,10 @@ def attend_wide(
             first, end, first_tile, _, in_cache = load_work()
             value_scale = kv_scale_refs[0][0] if quantised else None
             storing = results, stats, wait_for_both, softmax, first_row, stored, value_scale
+            epilogue = HalvesEpilogue(*storing)
             if plan.shared:
-                places = tuple(ref.at[partition] for ref in exchange_refs)
-                exchange = sharing.Exchange(
-                    places, **{name: memory[name] for name in ("rows", "sent", "arrived")}, cta=cta
-                )
-                epilogue: HalvesEpilogue = sharing.SharedEpilogue(*storing, exchange=exchange)
-            else:
-                epilogue = HalvesEpilogue(*storing)
+                exchange = sharing.Exchange.of(exchange_refs, partition, memory, cta)
+                epilogue = sharing.SharedEpilogue(*storing, exchange=exchange)
             scale = scale_ref[0] * LOG2E
 
             def load_queries():
