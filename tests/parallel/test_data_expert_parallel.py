@@ -149,6 +149,10 @@ def evenly(rng):
     return rng.permutation(EXPERTS)[:CHOSEN]
 
 
+def with_skipped_ids(rng):
+    return [-1, *rng.permutation(EXPERTS)[: CHOSEN - 2], -1]
+
+
 def to_one_device(rng):
     return [14, 15, rng.integers(14)]
 
@@ -163,7 +167,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("choose", [evenly, to_one_device])
+@pytest.mark.parametrize("choose", [evenly, with_skipped_ids, to_one_device])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_token_is_dropped(way, choose):
     tokens, chosen, shares, matrices = sizes(20, choose)

@@ -6,7 +6,7 @@ from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
-from jaxkv.ops.experts import grouped_swiglu
+from jaxkv.ops.products import grouped_swiglu
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax.Array:
@@ -26,12 +26,18 @@ def dense(weights, x) -> jax.Array:
 
 def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden]."""
-    tokens = x.reshape(-1, x.shape[-1])
-    chosen, shares = route(config, weights, tokens)
-    stacks = [weights["experts"][name] for name in ("gate", "up", "down")]
+    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]))
+    return routed(config, weights["experts"], x, chosen, shares, parallel) + dense(weights["shared"], x)
+
+
+def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel) -> jax.Array:
+    """The weighted sum of each token's experts, of which those with id -1 are skipped.
+
+    x and the result are [..., hidden]; `chosen` and `shares` are from `route`.
+    """
+    stacks = weights["gate"], weights["up"], weights["down"]
 
     def experts(tokens, chosen, shares):
         return grouped_swiglu(tokens, chosen, shares, *stacks)
 
-    routed = parallel.routed(experts, tokens, chosen, shares, config.count)
-    return routed.reshape(x.shape) + dense(weights["shared"], x)
+    return parallel.routed(experts, x.reshape(-1, x.shape[-1]), chosen, shares, config.count).reshape(x.shape)

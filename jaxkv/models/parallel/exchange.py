@@ -64,7 +64,7 @@ def sent(
     Args:
       experts: as in `gathered`.
       tokens: [T, D], the tokens of this device.
-      chosen: int32 [T, K], ids of experts.
+      chosen: int32 [T, K], ids of experts; -1 is skipped.
       shares: float32 [T, K], the weights of the experts.
       axis: the mesh axis of the devices.
       held: experts per device.
@@ -85,7 +85,7 @@ def _sent(experts, tokens, chosen, shares, axis, held, capacity) -> jax.Array:
     routing, nothing = _packed(chosen, shares), _packed(jnp.full_like(chosen, -1), jnp.zeros_like(shares))
     # A token's result from a device is added once, with the first of its experts there.
     first = ~jnp.tril(owner[:, :, None] == owner[:, None, :], -1).any(axis=-1)
-    at = jnp.take_along_axis(place, owner, axis=1)  # [T, K]
+    at = jnp.take_along_axis(place, jnp.maximum(owner, 0), axis=1)  # [T, K]
 
     def moved(x):
         return lax.all_to_all(x, axis, split_axis=0, concat_axis=0)
@@ -98,7 +98,7 @@ def _sent(experts, tokens, chosen, shares, axis, held, capacity) -> jax.Array:
         flat = (x.reshape(devices * capacity, -1) for x in (received, ids, weights))
         back = moved(experts(*flat).reshape(received.shape))
         now = at - i * capacity
-        arrived = first & (now >= 0) & (now < capacity)
+        arrived = first & (owner >= 0) & (now >= 0) & (now < capacity)
         terms = back[owner, jnp.clip(now, 0, capacity - 1)].astype(jnp.float32)  # [T, K, D]
         return total + jnp.where(arrived[..., None], terms, 0).sum(axis=1)
 

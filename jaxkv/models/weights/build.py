@@ -68,7 +68,7 @@ class Build:
         if "mtp" in params:
             params["mtp"]["layer"] = arrange(config, config.attention, params["mtp"]["layer"])
         if self.scales_entries and scales is None:
-            layers = config.num_layers + ("mtp" in params)
-            scales = {name: np.ones(shape, np.float32) for name, shape in entry_scales.shapes(config, layers).items()}
+            shapes = entry_scales.shapes(config, mtp="mtp" in params)
+            scales = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
         params["entry_scales"] = entry_scales.placed(scales or {}, self.parallel)
         return Model(params, config, self._entry_format, self._implementation, self.parallel)

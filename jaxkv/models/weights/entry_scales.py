@@ -13,11 +13,12 @@ import jax
 import numpy as np
 
 from jaxkv.models.config import GQA, ModelConfig
+from jaxkv.models.families import FAMILIES
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.checkpoint import DTYPES, Checkpoint
 
 NAME = re.compile(
-    r"model\.layers\.(?P<layer>[0-9]{1,9})\.self_attn\."
+    r"(?P<prefix>.*?)model\.layers\.(?P<layer>[0-9]{1,9})\.self_attn\.(?:(?P<attention>[0-9])\.)?"
     r"(?:(?:attn\.|attn_mqa\.)?(?P<plain>k|v|kv|q|prob)_scale"
     r"|(?P<proj>[qkv])_proj\.(?:(?P=proj)_scale|output_scale))"
 )
@@ -26,27 +27,36 @@ NAME = re.compile(
 The last two are unused: operations do not quantise queries or probabilities."""
 
 
-def names_of(names: Iterable[str]) -> set[str]:
+def names_of(config: ModelConfig, names: Iterable[str]) -> set[str]:
     """Those of `names` that are names of scales, used or not."""
-    return set(_matches(names))
+    return set(_matches(config, names))
 
 
-def _matches(names: Iterable[str]) -> dict[str, re.Match[str]]:
-    """The matches of those of `names` that are names of scales, in the order of the alphabet."""
-    return {name: match for name in sorted(names) if (match := NAME.fullmatch(name))}
+def _matches(config: ModelConfig, names: Iterable[str]) -> dict[str, re.Match[str]]:
+    """The matches of those of `names` that are names of scales, in the order of the alphabet.
+
+    The attentions of a layer are numbered only if it has several.
+    """
+    prefix, numbers = FAMILIES[config.architecture].prefix, [str(i) for i in range(config.attentions_per_layer)]
+    numbers = numbers if len(numbers) > 1 else [None]
+    matches = {name: match for name in sorted(names) if (match := NAME.fullmatch(name))}
+    return {
+        name: match for name, match in matches.items() if match["prefix"] == prefix and match["attention"] in numbers
+    }
 
 
-def shapes(config: ModelConfig, layers: int) -> dict[str, tuple[int, ...]]:
+def shapes(config: ModelConfig, *, mtp: bool) -> dict[str, tuple[int, ...]]:
     """The names and shapes of a model's scales, one per layer of the cache and, for keys and values, per head.
 
-    The names are arguments of the operations.
+    The names are arguments of the operations.  With `mtp`, the layer of multi-token prediction is the last.
     """
+    layers = config.num_layers * config.attentions_per_layer + mtp
     if isinstance(config.attention, GQA):
         return dict.fromkeys(("k_scale", "v_scale"), (layers, config.attention.num_kv_heads))
     return {"kv_scale": (layers,)}
 
 
-def read(checkpoint: Checkpoint, config: ModelConfig, layers: int) -> dict[str, np.ndarray]:
+def read(checkpoint: Checkpoint, config: ModelConfig, *, mtp: bool) -> dict[str, np.ndarray]:
     """The scales of the model as `shapes` describes them, in float32; 1 for layers whose scales are not in the files.
 
     A scale of keys or values may be a single number, or one per head.
@@ -54,10 +64,12 @@ def read(checkpoint: Checkpoint, config: ModelConfig, layers: int) -> dict[str, 
     ValueError if a scale has another shape, is not finite and positive, is stored twice, or is missing although the
     checkpoint has the other one of the layer.
     """
-    scales = {name: np.ones(shape, np.float32) for name, shape in shapes(config, layers).items()}
+    scales = {name: np.ones(shape, np.float32) for name, shape in shapes(config, mtp=mtp).items()}
     stored: dict[tuple[int, str], str] = {}
-    for name, match in _matches(checkpoint.names).items():
-        layer, kind = int(match["layer"]), match["plain"] or match["proj"]
+    layers = len(next(iter(scales.values())))
+    for name, match in _matches(config, checkpoint.names).items():
+        layer = int(match["layer"]) * config.attentions_per_layer + int(match["attention"] or 0)
+        kind = match["plain"] or match["proj"]
         if layer >= layers or kind in ("q", "prob"):
             continue
         for of in kind:  # `kv` is the scale of both
