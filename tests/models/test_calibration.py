@@ -75,7 +75,7 @@ def error(model, right, prompt):
     return np.median(np.linalg.norm(found - right, axis=-1) / np.linalg.norm(right, axis=-1))
 
 
-@pytest.mark.parametrize("family", ["youtu", slow("deepseek_v3"), slow("deepseek_v32"), "llama"])
+@pytest.mark.parametrize("family", ["youtu", slow("deepseek_v3"), slow("deepseek_v32"), slow("longcat_flash"), "llama"])
 def test_calibrated_scales_beat_scale_1_on_a_model_with_large_entries(family, tmp_path):
     folder = checkpoint(tmp_path, family, enlarge)
     short, *_, long = sorted(prompts(family), key=len)

@@ -110,7 +110,7 @@ def test_tokens_on_eight_devices(family, room, tmp_path, monkeypatch):
 
 @pytest.mark.slow  # more devices, with more experts, are above
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("family", ["deepseek_v2_lite", "deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "longcat_flash"])
 def test_tokens_with_several_requests_per_device(family, devices):
     prompts, right = recorded(family)
     model = models.load(FOLDER / family, dtype="float32", parallel=divided(devices))
