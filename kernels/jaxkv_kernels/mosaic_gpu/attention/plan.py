@@ -4,8 +4,8 @@ The tokens of a request are counted in steps: pairs of 64-token tiles, or single
 default, the steps of all requests are laid end to end, and the line is divided into equal partitions: as many as fill
 the GPU, with a CTA for each partition, tile of rows and KV head.  Several divisions are compared: into as many
 partitions as fill the GPU or somewhat fewer, with and without gaps between requests, which stand for the cost of
-beginning and ending a request, and one that leaves all requests whole, if there are enough partitions.  The division with the least estimated time is used: the time of its longest partition
-and of combining its splits.
+beginning and ending a request, and one that leaves all requests whole, if there are enough partitions.  The division
+with the least estimated time is used: the time of its longest partition and of combining its splits.
 A batch-invariant plan splits a request by its own length alone.
 
 A work tile is the part of a request that lies in one partition.  The work tiles of a request that was divided store
