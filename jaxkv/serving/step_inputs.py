@@ -3,24 +3,45 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models.sampling import sample
+from jaxkv.models.decoder import NewTokens
 from jaxkv.serving.request import Request
+
+ON_DEVICE = -1
+"""Stands for a token that an earlier step has sampled, and that the host has not read yet."""
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a request, which a step processes in one row."""
+
+    request: Request
+    start: int
+    end: int
+    samples: bool
+    """Whether these tokens are the request's last, so that the step samples the next one."""
+
+    @classmethod
+    def of(cls, request: Request, start: int, most: int) -> "Span":
+        """The tokens from position `start` on, at most `most`."""
+        end = min(start + most, request.length)
+        return cls(request, start, end, end == request.length)
 
 
 class Rows(NamedTuple):
-    """One row per request; NumPy arrays on the host, JAX arrays inside a program."""
+    """One row per span; NumPy arrays on the host, JAX arrays inside a program."""
 
     tokens: Any
-    """int32 [B, Q], new tokens, aligned to the end."""
+    """int32 [B, Q], new tokens, aligned to the end; `ON_DEVICE` for the request's last token on the device."""
     seq_lens: Any
-    """int32 [B], the new tokens included; 0 for a row without a request."""
+    """int32 [B], the new tokens included; 0 for a row without a span."""
     block_tables: Any
     """int32 [B, M]."""
     slot_mapping: Any
     """int32 [B, Q]; -1 for padding."""
+    places: Any
+    """int32 [B], where the request's last token is kept on the device; out of range if the row samples none."""
     temperature: Any
     """float32 [B]."""
     top_p: Any
@@ -29,33 +50,37 @@ class Rows(NamedTuple):
     """uint32 [B]."""
 
     @classmethod
-    def of(cls, requests: Sequence[Request], count: int, columns: int, *, table_blocks: int, block_size: int) -> "Rows":
-        """The next tokens of each request, at most `columns`, in `count` rows.  Rows without a request are empty."""
+    def of(cls, spans: Sequence[Span], count: int, columns: int, *, table_blocks: int, block_size: int) -> "Rows":
+        """The tokens of the spans, at most `columns` each, in `count` rows.  Rows without a span are empty."""
         rows = cls(
             tokens=np.zeros((count, columns), np.int32),
             seq_lens=np.zeros(count, np.int32),
             block_tables=np.full((count, table_blocks), -1, np.int32),
             slot_mapping=np.full((count, columns), -1, np.int32),
+            places=np.full(count, np.iinfo(np.int32).max, np.int32),
             temperature=np.zeros(count, np.float32),
             top_p=np.ones(count, np.float32),
             seeds=np.zeros(count, np.uint32),
         )
-        for row, request in enumerate(requests):
-            new = min(columns, request.missing)
-            end = request.cached + new
-            positions, blocks = np.arange(request.cached, end), np.asarray(request.blocks, np.int32)
-            rows.tokens[row, columns - new :] = request.tokens[request.cached : end]
+        for row, span in enumerate(spans):
+            request, start, end, samples = span
+            first, known = columns - (end - start), request.tokens[start:end]
+            rows.tokens[row, first : first + len(known)] = known
+            rows.tokens[row, first + len(known) :] = ON_DEVICE
             rows.seq_lens[row] = end
+            blocks, positions = np.asarray(request.blocks, np.int32), np.arange(start, end)
             rows.block_tables[row, : len(blocks)] = blocks
-            slots = blocks[positions // block_size] * block_size + positions % block_size
-            rows.slot_mapping[row, columns - new :] = slots
-            rows.temperature[row] = request.sampling.temperature
-            rows.top_p[row] = request.sampling.top_p
-            rows.seeds[row] = request.sampling.seed
+            rows.slot_mapping[row, first:] = blocks[positions // block_size] * block_size + positions % block_size
+            if samples:
+                rows.places[row] = request.place
+                rows.temperature[row] = request.sampling.temperature
+                rows.top_p[row] = request.sampling.top_p
+                rows.seeds[row] = request.sampling.seed
         return rows
 
-    def draw(self, logits) -> jax.Array:
-        """Samples the next token of each row, int32 [B], from logits [B, V]; -1 if they are NaN."""
-        # The position of the next token is the length so far, so its random numbers do not depend on the step or the
-        # row.
-        return sample(logits, self.temperature, self.top_p, self.seeds, self.seq_lens)
+    def new_tokens(self, last) -> NewTokens:
+        """The batch for `models.step`, given the last token of each place, int32 [places]."""
+        # The last token is -1 if its logits were NaN.  The request has ended then, but the host does not know it yet.
+        kept = jnp.maximum(last.at[self.places].get(mode="fill", fill_value=0), 0)
+        tokens = jnp.where(self.tokens == ON_DEVICE, kept[:, None], self.tokens)
+        return NewTokens(tokens, self.seq_lens, self.block_tables, self.slot_mapping)

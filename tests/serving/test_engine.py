@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models.sampling import Sampling
-from jaxkv.serving import engine as engine_module
+from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
 from support import toy_model
@@ -71,9 +71,7 @@ def test_the_stream_is_what_the_requests_hold():
 
 def test_twenty_requests_join_and_leave_with_one_trace_of_each_program(monkeypatch):
     chex.clear_trace_counter()
-    for program in ("_prefill_step", "_decode_step"):
-        once = chex.assert_max_traces(getattr(engine_module, program), n=1)
-        monkeypatch.setattr(engine_module, program, once)
+    monkeypatch.setattr(program, "run_step", chex.assert_max_traces(program.run_step, n=2))
     served, rng = engine(), np.random.default_rng(0)
     requests, concurrent = [], set()
     while len(requests) < 20 or served.running or served.waiting:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import KVCache, models
-from jaxkv.serving import engine as engine_module
+from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.step_inputs import Rows
 from support.cases import slow
@@ -38,9 +38,7 @@ def recorded(family, request, known=0):
 @pytest.fixture
 def one_trace(monkeypatch):
     chex.clear_trace_counter()
-    for program in ("_prefill_step", "_decode_step"):
-        once = chex.assert_max_traces(getattr(engine_module, program), n=1)
-        monkeypatch.setattr(engine_module, program, once)
+    monkeypatch.setattr(program, "run_step", chex.assert_max_traces(program.run_step, n=2))
 
 
 @pytest.mark.parametrize("family", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "deepseek_v32", "llama"])
@@ -94,7 +92,7 @@ def test_no_program_copies_the_cache(program, count, columns):
     assert layout.nbytes > 400e6
     cache = KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
     rows = Rows.of([], count, columns, table_blocks=8, block_size=64)
-    step = jax.jit(getattr(engine_module, program), donate_argnames="cache")
+    step = jax.jit(getattr(program_module, program), donate_argnames="cache")
     memory = step.lower(model(), cache, rows).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= layout.nbytes
     assert memory.temp_size_in_bytes < layout.nbytes / 10
