@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import jaxkv.models
+from jaxkv.bench import model_steps
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.cli import main, step
 
@@ -15,7 +16,7 @@ MODELS = Path(__file__).parents[1] / "data" / "models"
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
-    monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(model_steps, "LEAST_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -30,10 +31,10 @@ def test_sizes_and_the_time_of_a_step_are_printed(family, form, capsys):
 
 @pytest.mark.parametrize("family", ["deepseek_v2_lite", "llama"])
 def test_the_step_attends_to_full_caches(family):
-    tables = step._tables(3, 130)
+    tables = model_steps.block_tables(3, 130)
     assert sorted(tables.reshape(-1)) == list(range(9))
     model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / family))
-    cache = step._filled(model, tables.size)
+    cache = model_steps.filled(model, tables.size)
     assert (cache.buffer != 0).mean() > 0.99
 
 
@@ -46,7 +47,7 @@ def test_the_share_of_the_kernels_is_printed(monkeypatch, capsys):
         return KernelTimes(10e-3, kernels)
 
     monkeypatch.setattr(step, "time_kernels", timed)
-    monkeypatch.setattr(step, "_seconds", lambda model, cache, tokens, index: (20e-3, cache))
+    monkeypatch.setattr(model_steps, "step_seconds", lambda step, model, cache, index: (20e-3, cache))
     main(["step", str(MODELS / "deepseek_v3" / "config.json"), "--requests", "1", "--tokens", "1"])
     printed = capsys.readouterr().out
     assert "a step of 1 request x 1 token: " in printed
@@ -84,7 +85,7 @@ def test_only_out_of_memory_errors_are_reported_as_such(error, raised, message, 
     def fail(model, num_blocks):
         raise jax.errors.JaxRuntimeError(error)
 
-    monkeypatch.setattr(step, "_filled", fail)
+    monkeypatch.setattr(model_steps, "filled", fail)
     with pytest.raises(raised, match=message):
         main(["step", str(MODELS / "deepseek_v3"), "--requests", "2", "--tokens", "1"])
     assert not capsys.readouterr().out
