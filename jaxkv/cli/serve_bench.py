@@ -35,10 +35,14 @@ ROOM = 1.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options: the model, the engine's sizes, and the requests."""
     random_models.add_arguments(parser)
-    parser.add_argument("--max-requests", type=positive, default=256, metavar="N", help="requests that run at once (256)")
+    parser.add_argument(
+        "--max-requests", type=positive, default=256, metavar="N", help="requests that run at once (256)"
+    )
     parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
     parser.add_argument("--max-chunks", type=positive, default=8, metavar="N", help="chunks per step (8)")
-    parser.add_argument("--blocks", type=positive, metavar="N", help=f"blocks of {BLOCK_SIZE} tokens; default by length")
+    parser.add_argument(
+        "--blocks", type=positive, metavar="N", help=f"blocks of {BLOCK_SIZE} tokens; default by length"
+    )
     many = "requests per load; default four times those that run at once"
     parser.add_argument("--requests", type=positive, metavar="N", help=many)
     parser.add_argument("--prompt", type=positive, default=512, metavar="N", help="mean tokens of a prompt (512)")
@@ -120,7 +124,9 @@ def _lengths(args: argparse.Namespace) -> "Lengths":
 
     count = args.requests or 4 * args.max_requests
     if count <= args.max_requests:
-        raise ValueError(f"--requests is {count}: expected more than --max-requests {args.max_requests}, so that some wait")
+        raise ValueError(
+            f"--requests is {count}: expected more than --max-requests {args.max_requests}, so that some wait"
+        )
     if args.lengths:
         return Lengths.read(args.lengths, count)
     return Lengths.drawn(count, args.prompt, args.output)

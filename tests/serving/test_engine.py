@@ -230,36 +230,6 @@ def test_the_checkpoints_stop_tokens_are_the_default():
     assert other.generated == right(prompt(11), 8)
 
 
-def test_a_cancelled_request_releases_its_blocks():
-    served = engine(num_blocks=10)
-    requests = [served.submit(prompt(16, seed=n), max_tokens=8) for n in range(3)]
-    served.step()
-    for request in requests[::2]:
-        served.cancel(request)
-    finish(served)
-    assert [request.finish_reason for request in requests] == ["cancelled", "length", "cancelled"]
-    assert requests[1].generated == right(requests[1].prompt, 8)
-    with pytest.raises(ValueError, match="`request` neither waits nor runs: it ended with 'length'"):
-        served.cancel(requests[1])
-
-
-def test_cancel_inside_run_ends_the_stream_of_the_request():
-    served = engine()
-    # The last prompt is short: the step that prefills it also decodes, and so draws two of its tokens.
-    requests = [served.submit(prompt(length), max_tokens=8) for length in (9, 10, 3)]
-    cancelled, late = {}, []
-    for request, _ in served.run():
-        late += [request] if request in cancelled else []
-        if request is requests[0] and len(request.generated) == 4:
-            cancelled[requests[1]] = served.cancel(requests[1])
-        if request is requests[2] and request not in cancelled:
-            cancelled[request] = served.cancel(request)
-    assert len(cancelled) == 2
-    assert not late
-    assert [request.finish_reason for request in requests] == ["length", "cancelled", "cancelled"]
-    assert requests[0].generated == right(requests[0].prompt, 8)
-
-
 def test_logits_that_are_nan_end_only_their_request():
     bad = 5
     poisoned = {**PARAMS, "embedding": PARAMS["embedding"].copy()}
