@@ -96,7 +96,7 @@ class Rates:
         return cls(prefill=prompts * prompt / prefilling, decode=max_requests / decoding)
 
     def allowed(self, lengths: Lengths) -> float:
-        """Output tokens per second of requests of these lengths, if prefills and decode steps alternate without gaps."""
+        """Output tokens per second of requests of these lengths, if prefills and decode steps alternate."""
         per_output = lengths.prompts.mean() / lengths.outputs.mean()
         return 1 / (per_output / self.prefill + 1 / self.decode)
 

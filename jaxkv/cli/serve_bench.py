@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cli import random_models
-from jaxkv.cli.options import output_file, positive
+from jaxkv.cli.options import integer, output_file, positive
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted, size
 from jaxkv.terminal.memory import nbytes
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxkv.models import Model
 
 BLOCK_SIZE = 64
+MOST_REQUESTS = 2**20
 ROOM = 1.5
 """The default number of blocks, relative to those of as many requests of mean length as run at once."""
 
@@ -35,16 +36,14 @@ ROOM = 1.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options: the model, the engine's sizes, and the requests."""
     random_models.add_arguments(parser)
-    parser.add_argument(
-        "--max-requests", type=positive, default=256, metavar="N", help="requests that run at once (256)"
-    )
+    count = integer(1, MOST_REQUESTS)
+    parser.add_argument("--max-requests", type=count, default=256, metavar="N", help="requests that run at once (256)")
     parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
     parser.add_argument("--max-chunks", type=positive, default=8, metavar="N", help="chunks per step (8)")
-    parser.add_argument(
-        "--blocks", type=positive, metavar="N", help=f"blocks of {BLOCK_SIZE} tokens; default by length"
-    )
+    blocks = f"blocks of {BLOCK_SIZE} tokens in the cache; by default enough for the requests that run at once"
+    parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
     many = "requests per load; default four times those that run at once"
-    parser.add_argument("--requests", type=positive, metavar="N", help=many)
+    parser.add_argument("--requests", type=count, metavar="N", help=many)
     parser.add_argument("--prompt", type=positive, default=512, metavar="N", help="mean tokens of a prompt (512)")
     parser.add_argument("--output", type=positive, default=256, metavar="N", help="mean tokens of an answer (256)")
     lengths = "file with a line for each request: its prompt and output tokens; instead of drawn lengths"

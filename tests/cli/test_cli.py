@@ -24,7 +24,7 @@ HOSTILE = [
 REQUIRED = {
     "generate": ["--model", "/no/such"],
     "parallel": ["context"],
-    **dict.fromkeys(("step", "ttft", "serve-bench"), ["/no/such"]),
+    **{command: ["/no/such"] for command in ("step", "ttft", "serve-bench")},
 }
 
 

@@ -115,15 +115,18 @@ class TestAhead:
             assert request.generated == right(request.prompt, 4)
 
     def test_a_block_that_has_been_computed_is_not_awaited(self):
-        served = engine(num_blocks=10)
-        # Both compute the first block; only one of them is found by its content, and it is evicted first.
+        served = engine(num_blocks=7)
+        # Both compute the first block; only that of the first is found by its content, and it is evicted.
         first, second = served.submit(prompt(3), max_tokens=2), served.submit(prompt(3), max_tokens=21)
         while not first.finish_reason:
             served.step()
-        other = served.submit(prompt(15, seed=1), max_tokens=2)
+        other = served.submit(prompt(17, seed=1), max_tokens=2)
         while not other.finish_reason:
             served.step()
         third = served.submit((*prompt(3), *right(prompt(3), 2)), max_tokens=2)
+        served._extend_keys(third)
+        assert second.keys[0] == third.keys[0]
+        assert served.pool.find(third.keys[0]) is None
         while not third.finish_reason:
             served.step()
         assert not second.finish_reason
