@@ -153,7 +153,13 @@ class Bench:
         """A new engine with an empty cache."""
         from jaxkv.serving import Engine
 
-        sizes = {"num_blocks": self._num_blocks, "block_size": BLOCK_SIZE, "chunk": self._chunk, "max_requests": 1}
+        sizes = {
+            "num_blocks": self._num_blocks,
+            "block_size": BLOCK_SIZE,
+            "chunk": self._chunk,
+            "max_chunks": 1,
+            "max_requests": 1,
+        }
         max_len = self._num_blocks * BLOCK_SIZE
         engine = Engine(self._model, **sizes, order=self._order, max_len=max_len, offload=host)
         engine.warm_up()
