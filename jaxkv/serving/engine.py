@@ -24,7 +24,7 @@ from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import BELOW, Prefix
 from jaxkv.serving.prefix_stats import PrefixCacheStats
 from jaxkv.serving.request import Request, uncancelled
-from jaxkv.serving.step_inputs import Rows, Span
+from jaxkv.serving.step_inputs import Choices, Rows, Span
 from jaxkv.serving.tiers import Tiers
 
 GREEDY = Sampling()
@@ -36,7 +36,7 @@ class Engine:
     """Serves requests from one cache.
 
     Every step decodes one token of every request whose prompt is complete, and prefills chunks of one or more prompts.
-    Two programs of static shapes are compiled, for steps with and without chunks.  If blocks run out, new requests
+    The layers are compiled for two static shapes, of steps with and without chunks.  If blocks run out, new requests
     wait.  If a running request needs a block and none is free, the most recent request of the lowest priority is
     preempted and recomputed later.
 
@@ -120,7 +120,10 @@ class Engine:
         self._new: list[tuple[Request, int]] = []
         """Tokens that have been read, and that `step` has not returned yet."""
         # The cache is donated, so that it is updated in place.
-        self._step = jax.jit(program.run_step, donate_argnames=("cache", "last"))
+        self._layers = jax.jit(program.run_layers, donate_argnames="cache")
+        self._likeliest, self._draw = (
+            jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)
+        )
         copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
         self._copy = jax.jit(copy, donate_argnums=0)
 
@@ -211,11 +214,12 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles the programs by running them without requests, so that later steps do not compile."""
         inputs = [self._batches([], [])[1:], self._batches([], [])]
-        lowered = [self._step.lower(self.model, self.cache, self._last, *batches) for batches in inputs]
+        lowered = [self._layers.lower(self.model, self.cache, self._last, *batches) for batches in inputs]
         with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda step: step.compile(), lowered))
+            list(threads.map(lambda layers: layers.compile(), lowered))
         for batches in inputs:
-            self.cache, self._last, _ = self._step(self.model, self.cache, self._last, *batches)
+            for sample in (self._likeliest, self._draw):
+                self._run(batches, {}, sample)
         self.cache = self.tiers.warm_up(self._copy(self.cache, _ids(NOWHERE), _ids(NOWHERE)))
 
     def _launch(self) -> bool:
@@ -232,13 +236,21 @@ class Engine:
         batches, first = self._batches(chunks, decoded), self.max_chunks
         if not chunks:
             batches, first = batches[1:], 0
-        self.cache, self._last, drawn = self._step(self.model, self.cache, self._last, *batches)
+        spans = {**dict(enumerate(chunks)), **dict(enumerate(decoded, first))}
+        greedy = all(span.request.sampling.temperature == 0 for span in spans.values())
+        drawn = self._run(batches, spans, self._likeliest if greedy else self._draw)
         drawn.copy_to_host_async()
-        self._launched.append((drawn, {**dict(enumerate(chunks)), **dict(enumerate(decoded, first))}))
-        for request, _, end, samples in (*chunks, *decoded):
+        self._launched.append((drawn, spans))
+        for request, _, end, samples in spans.values():
             request.cached = end
             request.unread += samples
         return True
+
+    def _run(self, batches: list[Rows], spans: dict[int, Span], sample) -> jax.Array:
+        """Runs the layers and a program that chooses the next token of each row, and returns these tokens."""
+        self.cache, logits = self._layers(self.model, self.cache, self._last, *batches)
+        self._last, drawn = sample(logits, self._last, Choices.of(spans, len(logits)))
+        return drawn
 
     def _chunks(self) -> list[Span]:
         """The next chunks of prompts."""

@@ -1,26 +1,35 @@
-"""The program that the engine runs on the device."""
+"""The programs that the engine runs on the device.
+
+A step is two programs: all layers, and the choice of the next tokens.  The second exists without random numbers too,
+because drawing tokens sorts the vocabulary.  The host knows which of them a step needs.  If the device decided, the
+host would wait for its decision.
+"""
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
+from jaxkv.models import sampling
 from jaxkv.models.decoder import step
 from jaxkv.models.model import Model
-from jaxkv.models.sampling import sample
-from jaxkv.serving.step_inputs import Rows
+from jaxkv.serving.step_inputs import Choices, Rows
 
 
-def run_step(model: Model, cache: KVCache, last, *batches: Rows) -> tuple[KVCache, jax.Array, jax.Array]:
-    """A step on one or more batches, given the last sampled tokens of running requests by place.
+def run_layers(model: Model, cache: KVCache, last, *batches: Rows) -> tuple[KVCache, jax.Array]:
+    """The cache and the logits of each row of all batches, given the last tokens of running requests by place."""
+    return step(model, cache, *[rows.new_tokens(last) for rows in batches])
 
-    Returns the cache, the last sampled tokens after the step, and the sampled token of each row of all batches, int32;
-    -1 if its logits are NaN.
-    """
-    cache, logits = step(model, cache, *[rows.new_tokens(last) for rows in batches])
-    temperature, top_p, seeds, lengths, places = (
-        jnp.concatenate([getattr(rows, name) for rows in batches])
-        for name in ("temperature", "top_p", "seeds", "seq_lens", "places")
-    )
+
+def likeliest(logits, last, choices: Choices) -> tuple[jax.Array, jax.Array]:
+    """The last tokens after the step, and the most likely token of each row, int32; -1 if its logits are NaN."""
+    return _kept(sampling.likeliest(logits), last, choices)
+
+
+def draw(logits, last, choices: Choices) -> tuple[jax.Array, jax.Array]:
+    """The same with tokens that are drawn at random in rows whose temperature is not 0."""
     # The position of the next token is the length so far, so its random numbers do not depend on the step or the row.
-    drawn = sample(logits, temperature, top_p, seeds, lengths)
-    return cache, last.at[places].set(drawn, mode="drop"), drawn
+    options = choices.temperature, choices.top_p, choices.seeds, choices.lengths
+    return _kept(sampling.draw(logits, *options), last, choices)
+
+
+def _kept(tokens, last, choices: Choices) -> tuple[jax.Array, jax.Array]:
+    return last.at[choices.places].set(tokens, mode="drop"), tokens

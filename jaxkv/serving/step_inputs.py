@@ -1,6 +1,6 @@
-"""`Rows`: the inputs of a step, as arrays of static shape."""
+"""The inputs of a step, as arrays of static shape."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """One row per span; NumPy arrays on the host, JAX arrays inside a program."""
+    """A batch with one row per span; NumPy arrays on the host, JAX arrays inside a program."""
 
     tokens: Any
     """int32 [B, Q], new tokens, aligned to the end; `ON_DEVICE` for the request's last token on the device."""
@@ -41,13 +41,7 @@ class Rows(NamedTuple):
     slot_mapping: Any
     """int32 [B, Q]; -1 for padding."""
     places: Any
-    """int32 [B], where the request's last token is kept on the device; out of range if the row samples none."""
-    temperature: Any
-    """float32 [B]."""
-    top_p: Any
-    """float32 [B]."""
-    seeds: Any
-    """uint32 [B]."""
+    """int32 [B], where the request's last token is kept on the device."""
 
     @classmethod
     def of(cls, spans: Sequence[Span], count: int, columns: int, *, table_blocks: int, block_size: int) -> "Rows":
@@ -57,13 +51,9 @@ class Rows(NamedTuple):
             seq_lens=np.zeros(count, np.int32),
             block_tables=np.full((count, table_blocks), -1, np.int32),
             slot_mapping=np.full((count, columns), -1, np.int32),
-            places=np.full(count, np.iinfo(np.int32).max, np.int32),
-            temperature=np.zeros(count, np.float32),
-            top_p=np.ones(count, np.float32),
-            seeds=np.zeros(count, np.uint32),
+            places=np.zeros(count, np.int32),
         )
-        for row, span in enumerate(spans):
-            request, start, end, samples = span
+        for row, (request, start, end, _) in enumerate(spans):
             first, known = columns - (end - start), request.tokens[start:end]
             rows.tokens[row, first : first + len(known)] = known
             rows.tokens[row, first + len(known) :] = ON_DEVICE
@@ -71,16 +61,46 @@ class Rows(NamedTuple):
             blocks, positions = np.asarray(request.blocks, np.int32), np.arange(start, end)
             rows.block_tables[row, : len(blocks)] = blocks
             rows.slot_mapping[row, first:] = blocks[positions // block_size] * block_size + positions % block_size
-            if samples:
-                rows.places[row] = request.place
-                rows.temperature[row] = request.sampling.temperature
-                rows.top_p[row] = request.sampling.top_p
-                rows.seeds[row] = request.sampling.seed
+            rows.places[row] = request.place
         return rows
 
     def new_tokens(self, last) -> NewTokens:
         """The batch for `models.step`, given the last token of each place, int32 [places]."""
         # The last token is -1 if its logits were NaN.  The request has ended then, but the host does not know it yet.
-        kept = jnp.maximum(last.at[self.places].get(mode="fill", fill_value=0), 0)
+        kept = jnp.maximum(last[self.places], 0)
         tokens = jnp.where(self.tokens == ON_DEVICE, kept[:, None], self.tokens)
         return NewTokens(tokens, self.seq_lens, self.block_tables, self.slot_mapping)
+
+
+class Choices(NamedTuple):
+    """How the next tokens are chosen, with one row for each row of all batches."""
+
+    places: Any
+    """int32 [B], where the token is kept on the device; out of range if the row samples none."""
+    lengths: Any
+    """int32 [B], the length of the request so far."""
+    temperature: Any
+    """float32 [B]."""
+    top_p: Any
+    """float32 [B]."""
+    seeds: Any
+    """uint32 [B]."""
+
+    @classmethod
+    def of(cls, spans: Mapping[int, Span], count: int) -> "Choices":
+        """The choices of `count` rows, given the spans by row."""
+        choices = cls(
+            places=np.full(count, np.iinfo(np.int32).max, np.int32),
+            lengths=np.zeros(count, np.int32),
+            temperature=np.zeros(count, np.float32),
+            top_p=np.ones(count, np.float32),
+            seeds=np.zeros(count, np.uint32),
+        )
+        for row, (request, _, end, samples) in spans.items():
+            if samples:
+                sampling = request.sampling
+                for array, value in zip(
+                    choices, (request.place, end, sampling.temperature, sampling.top_p, sampling.seed), strict=True
+                ):
+                    array[row] = value
+        return choices

@@ -12,7 +12,7 @@ import pytest
 import jaxkv
 from jaxkv import models, parallel, serving
 from jaxkv.offload import HostPool
-from jaxkv.serving.program import run_step
+from jaxkv.serving.program import run_layers
 from jaxkv.serving.step_inputs import Rows
 from support import toy_model
 from support.compare import assert_close, assert_same_bits
@@ -184,7 +184,7 @@ def test_no_program_copies_the_cache(divided):
     layout = cache.layout
     assert layout.nbytes > 100e6
     rows = Rows.of([], 4, 1, table_blocks=8, block_size=64)
-    program = jax.jit(run_step, donate_argnums=(1, 2)).lower(model, cache, np.zeros(4, np.int32), rows)
+    program = jax.jit(run_layers, donate_argnums=1).lower(model, cache, np.zeros(4, np.int32), rows)
     memory = program.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= layout.nbytes
     assert memory.temp_size_in_bytes < layout.nbytes / 10

@@ -71,7 +71,8 @@ def test_the_stream_is_what_the_requests_hold():
 
 def test_twenty_requests_join_and_leave_with_one_trace_of_each_program(monkeypatch):
     chex.clear_trace_counter()
-    monkeypatch.setattr(program, "run_step", chex.assert_max_traces(program.run_step, n=2))
+    for function in ("run_layers", "likeliest", "draw"):  # for steps with and without chunks
+        monkeypatch.setattr(program, function, chex.assert_max_traces(getattr(program, function), n=2))
     served, rng = engine(), np.random.default_rng(0)
     requests, concurrent = [], set()
     while len(requests) < 20 or served.running or served.waiting:
