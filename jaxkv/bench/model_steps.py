@@ -18,6 +18,8 @@ LEAST_SECONDS = 1.0
 """Consecutive steps are timed for at least this long."""
 Index = tuple[jax.Array, jax.Array, jax.Array]
 """`seq_lens`, `block_tables` and `slot_mapping` of `prefill` or `decode`."""
+Step = Callable[[Model, jaxkv.KVCache, jax.Array, Index], tuple[jaxkv.KVCache, jax.Array]]
+"""`decode_step` or `prefill_step`."""
 
 
 def blocks_for(tokens: int) -> int:
@@ -83,12 +85,14 @@ def prefill_step(model: Model, cache: jaxkv.KVCache, tokens, index: Index) -> tu
     return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def step_seconds(
-    step: Callable[..., tuple[jaxkv.KVCache, jax.Array]], model: Model, cache: jaxkv.KVCache, index: Index
-) -> tuple[float, jaxkv.KVCache]:
+def compile_step(step: Step, model: Model, cache: jaxkv.KVCache, index: Index) -> None:
+    """Compiles the program that `step_seconds` runs, which may be done in a thread."""
+    _program(step).lower(model, cache, _first(index), index).compile()
+
+
+def step_seconds(step: Step, model: Model, cache: jaxkv.KVCache, index: Index) -> tuple[float, jaxkv.KVCache]:
     """Seconds per step, over steps that each use the previous one's tokens; and the cache, which is donated."""
-    program: Any = jax.jit(step, donate_argnums=1)
-    tokens = jnp.zeros(len(index[0]), jnp.int32)
+    program, tokens = _program(step), _first(index)
     for _ in range(2):  # the first run compiles
         cache, tokens = jax.block_until_ready(program(model, cache, tokens, index))
     count, start = 0, time.perf_counter()
@@ -98,3 +102,12 @@ def step_seconds(
         jax.block_until_ready(tokens)
         count += 10
     return (time.perf_counter() - start) / count, cache
+
+
+def _program(step: Step) -> Any:
+    return jax.jit(step, donate_argnums=1)
+
+
+def _first(index: Index) -> jax.Array:
+    """The tokens with which the first step begins."""
+    return jnp.zeros(len(index[0]), jnp.int32)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -83,22 +84,41 @@ class Rates:
     decode: float
     """Output tokens per second."""
 
-    @classmethod
-    def measure(cls, model: Model, lengths: Lengths, max_requests: int) -> "Rates":
-        """Times a prefill of prompts of mean length, and a decode step of `max_requests` requests in mid-answer."""
-        prompt = max(round(lengths.prompts.mean()), 1)
-        prompts = max(min(PREFILL_TOKENS // prompt, max_requests), 1)
-        decode = model_steps.decode_index(max_requests, lengths.running)
-        prefill = model_steps.prefill_index(prompts, prompt)
-        cache = model_steps.filled(model, max(decode[1].size, prefill[1].size))
-        decoding, cache = model_steps.step_seconds(model_steps.decode_step, model, cache, decode)
-        prefilling, cache = model_steps.step_seconds(model_steps.prefill_step, model, cache, prefill)
-        return cls(prefill=prompts * prompt / prefilling, decode=max_requests / decoding)
-
     def allowed(self, lengths: Lengths) -> float:
         """Output tokens per second of requests of these lengths, if prefills and decode steps alternate."""
         per_output = lengths.prompts.mean() / lengths.outputs.mean()
         return 1 / (per_output / self.prefill + 1 / self.decode)
+
+
+class Alone:
+    """A prefill of prompts of mean length, and a decode step of `max_requests` requests in the middle of their outputs.
+
+    Args:
+      model: the model.
+      lengths: those of the requests.
+      max_requests: requests that run at once.
+    """
+
+    def __init__(self, model: Model, lengths: Lengths, max_requests: int):
+        self._model, prompt = model, max(round(lengths.prompts.mean()), 1)
+        prompts = max(min(PREFILL_TOKENS // prompt, max_requests), 1)
+        self._decode = model_steps.decode_index(max_requests, lengths.running)
+        self._prefill = model_steps.prefill_index(prompts, prompt)
+        self._cache = model_steps.filled(model, max(self._decode[1].size, self._prefill[1].size))
+
+    def compile(self) -> None:
+        """Compiles the two programs, which may be done in a thread."""
+        with ThreadPoolExecutor() as threads:
+            steps = (model_steps.decode_step, self._decode), (model_steps.prefill_step, self._prefill)
+            list(threads.map(lambda step: model_steps.compile_step(step[0], self._model, self._cache, step[1]), steps))
+
+    def measure(self) -> Rates:
+        """Times consecutive runs of each program.  The cache is freed, so this can be called only once."""
+        cache = self._cache
+        del self._cache
+        decoding, cache = model_steps.step_seconds(model_steps.decode_step, self._model, cache, self._decode)
+        prefilling, cache = model_steps.step_seconds(model_steps.prefill_step, self._model, cache, self._prefill)
+        return Rates(prefill=self._prefill[-1].size / prefilling, decode=len(self._decode[0]) / decoding)
 
 
 @dataclass(frozen=True)

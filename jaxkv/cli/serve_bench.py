@@ -8,14 +8,13 @@ rate at which saturation serves them.
 
 import argparse
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jaxlib
 import numpy as np
 
-import jaxkv
 from jaxkv.cli import random_models
 from jaxkv.cli.options import integer, output_file, positive
 from jaxkv.terminal.files import write_json
@@ -64,15 +63,16 @@ def run(args: argparse.Namespace) -> int:
     num_blocks = max(num_blocks, math.ceil(lengths.longest / BLOCK_SIZE))
     model = random_models.random_model(args, num_blocks, BLOCK_SIZE)
     print(_about(model, lengths))
-    notice("timing prefill and decode alone")
-    rates = serving.Rates.measure(model, lengths, args.max_requests)
+    alone = serving.Alone(model, lengths, args.max_requests)
+    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
+    engine = Engine(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_len=lengths.longest, **sizes)
+    notice("compiling")
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda compile: compile(), (engine.warm_up, alone.compile)))
+    rates = alone.measure()
     allowed = rates.allowed(lengths)
     print(f"alone: prefill {rates.prefill:,.0f} tokens/s, decode {rates.decode:,.0f} tokens/s")
     print(f"these allow {allowed:,.0f} output tokens/s")
-    notice("compiling the engine")
-    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
-    engine = Engine(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_len=lengths.longest, **sizes)
-    engine.warm_up()
     count = len(lengths.prompts)
     served = serving.serve(engine, lengths, np.zeros(count))
     saturation = served.throughput(*served.saturated)
@@ -86,13 +86,7 @@ def run(args: argparse.Namespace) -> int:
         print(_line(loads[-1]))
     if args.json:
         about = {
-            "device": jax.devices()[0].device_kind,
-            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
-            "model": {
-                "architecture": model.config.architecture,
-                "layers": model.config.num_layers,
-                "entries": model.entry_format,
-            },
+            **random_models.described(model),
             "engine": {"num_blocks": num_blocks, **sizes},
             "requests": {
                 "count": count,

@@ -15,7 +15,6 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import jaxlib
 import numpy as np
 
 import jaxkv
@@ -77,13 +76,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(wrong) or f"every case found the expected prefix and generated the same {NEW_TOKENS} tokens")
     if args.json:
         about = {
-            "device": jax.devices()[0].device_kind,
-            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
-            "model": {
-                "architecture": model.config.architecture,
-                "layers": model.config.num_layers,
-                "entries": model.entry_format,
-            },
+            **random_models.described(model),
             "prefix": {"tokens": args.prefix, "bytes": bench.nbytes, "order": args.order, "chunk": args.chunk},
             "ms": ms,
             "wrong": wrong,
