@@ -84,19 +84,25 @@ def test_the_engine(family, divided):
     # 14 blocks of 16 tokens, which the longest request needs: some wait, some are computed again; requests of one
     # prompt share blocks, and copy the last of them.
     model = load(family, divided())
-    shared, sent_back = serve(serving.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64), family)
+    shared, sent_back = serve(
+        serving.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2), family
+    )
     assert shared
     assert sent_back
 
 
 @pytest.mark.parametrize("family", [SMALL, "llama"])
 def test_replicas_serve_the_recorded_prompts(family):
-    served = serving.Replicas(load(family, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    served = serving.Replicas(
+        load(family, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
+    )
     serve(served, family, count=8)
 
 
 def test_replicas():
-    served = serving.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    served = serving.Replicas(
+        load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
+    )
     assert [engine.cache.buffer.devices() for engine in served.engines] == [{device} for device in jax.devices()[:2]]
     served.warm_up()
     requests = [served.submit([3, 1, 4], max_tokens=2) for _ in range(4)]
@@ -115,7 +121,9 @@ def test_replicas():
 
 
 def test_where_a_replica_raises_the_others_keep_their_tokens(monkeypatch):
-    served = serving.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    served = serving.Replicas(
+        load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
+    )
     requests = [served.submit([3, 1, 4], max_tokens=3) for _ in range(2)]
     broken, healthy = served.engines
     with monkeypatch.context() as patch:
