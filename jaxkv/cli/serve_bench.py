@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = integer(1, MOST_REQUESTS)
     parser.add_argument("--max-requests", type=count, default=256, metavar="N", help="requests that run at once (256)")
     parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
-    parser.add_argument("--max-chunks", type=positive, default=8, metavar="N", help="chunks per step (8)")
+    parser.add_argument("--max-chunks", type=positive, default=10, metavar="N", help="chunks per step (10)")
     blocks = f"blocks of {BLOCK_SIZE} tokens in the cache; by default enough for the requests that run at once"
     parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
     many = "requests per load; default four times those that run at once"

@@ -105,14 +105,15 @@ class Engine:
             max_len = min(num_blocks * block_size, model.config.max_position_embeddings)
         else:
             max_len = positive_int("max_len", max_len)
-        self.table_blocks = _blocks(max_len, block_size)
+        self._tables = np.full((self.max_requests, _blocks(max_len, block_size)), -1, np.int32)
+        """The block tables of running requests, by place."""
         self._submitted = 0
         self.waiting: list[Request] = []
         """Waiting requests, in the order in which they join: by priority, then by age."""
         self.running: list[Request] = []
         """Running requests, in the same order.  The last is preempted first."""
         self._places = list(range(self.max_requests))
-        """Free places in `_last`."""
+        """Free places of running requests."""
         self._last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
         """The last sampled token of every running request, on the device."""
         self._launched: deque[tuple[jax.Array, dict[int, Span]]] = deque()
@@ -165,7 +166,7 @@ class Engine:
             raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
         # The last token needs no entry, because no token attends to it.
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
-        table, cache = (blocks * self.block_size for blocks in (self.table_blocks, self.pool.num_blocks))
+        table, cache = (blocks * self.block_size for blocks in (self._tables.shape[1], self.pool.num_blocks))
         if entries > min(table, cache):
             raise ValueError(
                 f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries: a request's "
@@ -215,20 +216,26 @@ class Engine:
         """Compiles the programs by running them without requests, so that later steps do not compile."""
         inputs = [self._batches([], [])[1:], self._batches([], [])]
         lowered = [self._layers.lower(self.model, self.cache, self._last, *batches) for batches in inputs]
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda layers: layers.compile(), lowered))
+        samplers = self._likeliest, self._draw
         for batches in inputs:
-            for sample in (self._likeliest, self._draw):
+            rows = sum(len(batch.seq_lens) for batch in batches)
+            logits = jax.device_put(np.zeros((rows, self.model.config.vocab_size), np.float32), self._last.sharding)
+            lowered += [sample.lower(logits, self._last, Choices.of({}, rows)) for sample in samplers]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda step: step.compile(), lowered))
+        for batches in inputs:
+            for sample in samplers:
                 self._run(batches, {}, sample)
         self.cache = self.tiers.warm_up(self._copy(self.cache, _ids(NOWHERE), _ids(NOWHERE)))
 
     def _launch(self) -> bool:
         """Launches a step on the next tokens of the running requests; False if there are none."""
         for request in list(self.running):
-            if request.missing == 1:
+            if request.missing == 1 and request.length > len(request.blocks) * self.block_size:
                 self._make_room(request)
-        while self._has_room_for_chunks() and self._admit():
-            pass
+        room = self.max_chunks - sum(map(self._chunks_of, self.running))
+        while room > 0 and (joined := self._admit()):
+            room -= self._chunks_of(joined)
         decoded = [Span.of(request, request.cached, 1) for request in self.running if request.missing == 1]
         chunks = self._chunks()
         if not decoded and not chunks:
@@ -261,13 +268,14 @@ class Engine:
                 chunks += [Span.of(request, start, self.chunk) for start in starts[: self.max_chunks - len(chunks)]]
         return chunks
 
-    def _has_room_for_chunks(self) -> bool:
-        """Whether the chunks of running requests leave room in the next step."""
-        return len(self._chunks()) < self.max_chunks
+    def _chunks_of(self, request: Request) -> int:
+        """The number of chunks of a request's missing tokens; 0 if the next step decodes it."""
+        missing = request.missing
+        return _blocks(missing, self.chunk) if missing > 1 else 0
 
     def _batches(self, chunks: list[Span], decoded: list[Span]) -> list[Rows]:
         """The inputs of a step."""
-        sizes = {"table_blocks": self.table_blocks, "block_size": self.block_size}
+        sizes = {"tables": self._tables, "block_size": self.block_size}
         return [
             Rows.of(chunks, self.max_chunks, self.chunk, **sizes),
             Rows.of(decoded, self.max_requests, 1, **sizes),
@@ -295,22 +303,25 @@ class Engine:
             if request.finish_reason:
                 self._leave(request)
 
-    def _admit(self) -> bool:
-        """Admits the first waiting request if there is a place and enough blocks, or if preemption can free them."""
+    def _admit(self) -> Request | None:
+        """Admits the first waiting request if there is a place and enough blocks, or if preemption can free them.
+
+        Returns the request.
+        """
         if not self.waiting:
-            return False
+            return None
         request = self.waiting[0]
         if not self._places and self.running[-1].priority >= request.priority:
-            return False
+            return None
         self._extend_keys(request)
         count = _blocks(len(request.tokens), self.block_size)
         while True:
             prefix = Prefix.of(request, self.running, self.pool, self.tiers, self.block_size)
             if prefix.awaited:
-                return False
+                return None
             if not self._places or prefix.takes(count, self.pool) > self.pool.num_free:
                 if not self._preempt_for(request, count, prefix):
-                    return False
+                    return None
             elif BELOW in prefix.blocks:
                 self._load(request, prefix)  # all blocks that could be loaded are on the device then
             else:
@@ -319,11 +330,12 @@ class Engine:
         insort(self.running, request, key=_rank)
         request.place = self._places.pop()
         request.blocks = [self.pool.share(block) for block in prefix.blocks]
+        self._tables[request.place, : len(request.blocks)] = request.blocks
         request.cached = request.filled = prefix.tokens
         self.prefix_stats.tokens += len(request.tokens)
         self.prefix_stats.found += prefix.tokens
         self._own(request)
-        return True
+        return request
 
     def _preempt_for(self, request: Request, count: int, prefix: Prefix) -> bool:
         """Frees the place and the blocks of one running request of lower priority than a waiting one of `count` blocks.
@@ -372,9 +384,10 @@ class Engine:
 
     def _fill(self, span: Span) -> None:
         """Registers the keys of the blocks that became full with these tokens, and stores them in the tiers."""
-        request = span.request
+        request, filled = span.request, range(span.start // self.block_size, span.end // self.block_size)
+        if not filled:
+            return
         self._extend_keys(request)
-        filled = range(span.start // self.block_size, span.end // self.block_size)
         contents = {request.keys[index]: request.blocks[index] for index in filled}
         for key, block in contents.items():
             self.pool.name(block, key)
@@ -401,6 +414,7 @@ class Engine:
                 request.blocks[index] = self.pool.take()
                 self.cache = self._copy(self.cache, _ids(shared), _ids(request.blocks[index]))
                 self.pool.release(shared)
+            self._tables[request.place, index] = request.blocks[index]
 
     def _leave(self, request: Request) -> None:
         """Removes a request from the batch and releases its blocks.  Blocks that other requests share remain held.
@@ -409,6 +423,7 @@ class Engine:
         """
         self.running.remove(request)
         self._places.append(request.place)
+        self._tables[request.place] = -1
         self._release(request.blocks)
         request.blocks, request.cached, request.filled, request.place = [], 0, 0, -1
 

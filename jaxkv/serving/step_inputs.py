@@ -44,24 +44,31 @@ class Rows(NamedTuple):
     """int32 [B], where the request's last token is kept on the device."""
 
     @classmethod
-    def of(cls, spans: Sequence[Span], count: int, columns: int, *, table_blocks: int, block_size: int) -> "Rows":
-        """The tokens of the spans, at most `columns` each, in `count` rows.  Rows without a span are empty."""
+    def of(cls, spans: Sequence[Span], count: int, columns: int, *, tables: np.ndarray, block_size: int) -> "Rows":
+        """The tokens of the spans, at most `columns` each, in `count` rows.  Rows without a span are empty.
+
+        `tables` are the block tables of running requests by place, int32 [places, M].
+        """
+        used = len(spans)
         rows = cls(
             tokens=np.zeros((count, columns), np.int32),
             seq_lens=np.zeros(count, np.int32),
-            block_tables=np.full((count, table_blocks), -1, np.int32),
+            block_tables=np.full((count, tables.shape[1]), -1, np.int32),
             slot_mapping=np.full((count, columns), -1, np.int32),
             places=np.zeros(count, np.int32),
         )
+        rows.places[:used] = places = [span.request.place for span in spans]
+        rows.seq_lens[:used] = [span.end for span in spans]
+        rows.block_tables[:used] = tables[places]
         for row, (request, start, end, _) in enumerate(spans):
             first, known = columns - (end - start), request.tokens[start:end]
             rows.tokens[row, first : first + len(known)] = known
             rows.tokens[row, first + len(known) :] = ON_DEVICE
-            rows.seq_lens[row] = end
-            blocks, positions = np.asarray(request.blocks, np.int32), np.arange(start, end)
-            rows.block_tables[row, : len(blocks)] = blocks
-            rows.slot_mapping[row, first:] = blocks[positions // block_size] * block_size + positions % block_size
-            rows.places[row] = request.place
+        positions = rows.seq_lens[:used, None] - columns + np.arange(columns, dtype=np.int32)
+        starts = np.asarray([span.start for span in spans], np.int32)[:, None]
+        blocks = np.take_along_axis(rows.block_tables[:used], np.maximum(positions, 0) // block_size, axis=1)
+        slots = blocks * block_size + positions % block_size
+        rows.slot_mapping[:used] = np.where(positions < starts, -1, slots)
         return rows
 
     def new_tokens(self, last) -> NewTokens:
@@ -96,11 +103,12 @@ class Choices(NamedTuple):
             top_p=np.ones(count, np.float32),
             seeds=np.zeros(count, np.uint32),
         )
-        for row, (request, _, end, samples) in spans.items():
-            if samples:
-                sampling = request.sampling
-                for array, value in zip(
-                    choices, (request.place, end, sampling.temperature, sampling.top_p, sampling.seed), strict=True
-                ):
-                    array[row] = value
+        sampled = {row: span for row, span in spans.items() if span.samples}
+        rows = list(sampled)
+        choices.places[rows] = [span.request.place for span in sampled.values()]
+        choices.lengths[rows] = [span.end for span in sampled.values()]
+        samplings = [span.request.sampling for span in sampled.values()]
+        choices.temperature[rows] = [sampling.temperature for sampling in samplings]
+        choices.top_p[rows] = [sampling.top_p for sampling in samplings]
+        choices.seeds[rows] = [sampling.seed for sampling in samplings]
         return choices
