@@ -1,7 +1,6 @@
-"""Times of whole steps of a model: caches with random entries, and consecutive steps without waiting for the host."""
+"""Whole steps of a model: caches with random entries, and consecutive steps that do not wait for the host."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,26 +10,16 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.models import Model, decode, prefill
+from jaxkv.models import Model, prefill
 
 BLOCK_SIZE = 64
 LEAST_SECONDS = 1.0
 """Consecutive steps are timed for at least this long."""
-Index = tuple[jax.Array, jax.Array, jax.Array]
-"""`seq_lens`, `block_tables` and `slot_mapping` of `prefill` or `decode`."""
-Step = Callable[[Model, jaxkv.KVCache, jax.Array, Index], tuple[jaxkv.KVCache, jax.Array]]
-"""`decode_step` or `prefill_step`."""
 
 
 def blocks_for(tokens: int) -> int:
     """Blocks of a request of so many tokens."""
     return -(-tokens // BLOCK_SIZE)
-
-
-def block_tables(requests: int, tokens: int) -> np.ndarray:
-    """int32 [requests, blocks]: block tables with shuffled blocks, as after hours of service."""
-    blocks = blocks_for(tokens)
-    return np.random.default_rng(0).permutation(requests * blocks).astype(np.int32).reshape(requests, blocks)
 
 
 def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
@@ -58,56 +47,52 @@ def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
     return jax.jit(fill)()
 
 
-def decode_index(requests: int, tokens: int) -> Index:
-    """The index of a decode step of `requests` with `tokens` cached tokens each, the new one included."""
-    tables = block_tables(requests, tokens)
-    slots = tables[:, -1] * BLOCK_SIZE + (tokens - 1) % BLOCK_SIZE
-    return jnp.full(requests, tokens, jnp.int32), jnp.asarray(tables), jnp.asarray(slots)
+class Steps:
+    """Consecutive steps of requests with the same number of cached tokens; each call makes the next step.
+
+    Args:
+      model: the model.
+      cache: with a block for each of `blocks_for(tokens) * requests`; steps donate it and replace it in `self.cache`.
+      requests: rows of the batch.
+      tokens: cached tokens of each request, the new ones included.
+      new_tokens: new tokens of each request; 1 for a decode step.
+    """
+
+    def __init__(self, model: Model, cache: jaxkv.KVCache, *, requests: int, tokens: int, new_tokens: int = 1):
+        self.cache, self._model = cache, model
+        self.new_tokens = requests * new_tokens
+        """New tokens per step, of all requests."""
+        # Shuffled blocks, as after hours of service.
+        tables = np.random.default_rng(0).permutation(requests * blocks_for(tokens)).astype(np.int32)
+        tables = jnp.asarray(tables.reshape(requests, -1))
+        positions = jnp.broadcast_to(jnp.arange(tokens - new_tokens, tokens), (requests, new_tokens))
+        slots = jaxkv.slots_for(tables, positions, block_size=BLOCK_SIZE)
+        self._index = jnp.full(requests, tokens, jnp.int32), tables, slots
+        self._tokens = jnp.zeros((requests, new_tokens), jnp.int32)
+        self._run: Any = jax.jit(_step, donate_argnums=1)
+
+    def compile(self) -> None:
+        """Compiles the step, which may be done in a thread."""
+        self._run.lower(self._model, self.cache, self._tokens, self._index).compile()
+
+    def __call__(self) -> jax.Array:
+        """Makes a step; returns its tokens."""
+        self.cache, self._tokens = self._run(self._model, self.cache, self._tokens, self._index)
+        return self._tokens
+
+    def seconds(self) -> float:
+        """Seconds per step, over steps that each use the previous one's tokens."""
+        for _ in range(2):  # the first run compiles
+            jax.block_until_ready(self())
+        count, start = 0, time.perf_counter()
+        while time.perf_counter() - start < LEAST_SECONDS:
+            jax.block_until_ready([self() for _ in range(10)])
+            count += 10
+        return (time.perf_counter() - start) / count
 
 
-def prefill_index(requests: int, tokens: int) -> Index:
-    """The index of a prefill of `requests` prompts of `tokens` tokens each."""
-    tables = jnp.asarray(block_tables(requests, tokens))
-    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (requests, tokens))
-    return jnp.full(requests, tokens, jnp.int32), tables, jaxkv.slots_for(tables, positions, block_size=BLOCK_SIZE)
-
-
-def decode_step(model: Model, cache: jaxkv.KVCache, tokens, index: Index) -> tuple[jaxkv.KVCache, jax.Array]:
-    """A decode step: the cache, and the most likely next token of each request."""
-    cache, logits = decode(model, cache, tokens, *index)
-    return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def prefill_step(model: Model, cache: jaxkv.KVCache, tokens, index: Index) -> tuple[jaxkv.KVCache, jax.Array]:
-    """A prefill that begins each prompt with a token of the previous result; its result is that of `decode_step`."""
-    chunk = jnp.broadcast_to(tokens[:, None], index[-1].shape)
-    cache, logits = prefill(model, cache, chunk, *index)
-    return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def compile_step(step: Step, model: Model, cache: jaxkv.KVCache, index: Index) -> None:
-    """Compiles the program that `step_seconds` runs, which may be done in a thread."""
-    _program(step).lower(model, cache, _first(index), index).compile()
-
-
-def step_seconds(step: Step, model: Model, cache: jaxkv.KVCache, index: Index) -> tuple[float, jaxkv.KVCache]:
-    """Seconds per step, over steps that each use the previous one's tokens; and the cache, which is donated."""
-    program, tokens = _program(step), _first(index)
-    for _ in range(2):  # the first run compiles
-        cache, tokens = jax.block_until_ready(program(model, cache, tokens, index))
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < LEAST_SECONDS:
-        for _ in range(10):
-            cache, tokens = program(model, cache, tokens, index)
-        jax.block_until_ready(tokens)
-        count += 10
-    return (time.perf_counter() - start) / count, cache
-
-
-def _program(step: Step) -> Any:
-    return jax.jit(step, donate_argnums=1)
-
-
-def _first(index: Index) -> jax.Array:
-    """The tokens with which the first step begins."""
-    return jnp.zeros(len(index[0]), jnp.int32)
+def _step(model: Model, cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KVCache, jax.Array]:
+    """A step: the cache, and the tokens with the most likely next one of each request at the end."""
+    cache, logits = prefill(model, cache, tokens, *index)
+    drawn = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    return cache, jnp.concatenate([tokens[:, 1:], drawn], axis=1)

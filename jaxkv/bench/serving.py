@@ -100,25 +100,24 @@ class Alone:
     """
 
     def __init__(self, model: Model, lengths: Lengths, max_requests: int):
-        self._model, prompt = model, max(round(lengths.prompts.mean()), 1)
+        prompt = max(round(lengths.prompts.mean()), 1)
         prompts = max(min(PREFILL_TOKENS // prompt, max_requests), 1)
-        self._decode = model_steps.decode_index(max_requests, lengths.running)
-        self._prefill = model_steps.prefill_index(prompts, prompt)
-        self._cache = model_steps.filled(model, max(self._decode[1].size, self._prefill[1].size))
+        blocks_for = model_steps.blocks_for
+        num_blocks = max(max_requests * blocks_for(lengths.running), prompts * blocks_for(prompt))
+        cache = model_steps.filled(model, num_blocks)
+        self._decode = model_steps.Steps(model, cache, requests=max_requests, tokens=lengths.running)
+        self._prefill = model_steps.Steps(model, cache, requests=prompts, tokens=prompt, new_tokens=prompt)
 
     def compile(self) -> None:
-        """Compiles the two programs, which may be done in a thread."""
+        """Compiles both, which may be done in a thread."""
         with ThreadPoolExecutor() as threads:
-            steps = (model_steps.decode_step, self._decode), (model_steps.prefill_step, self._prefill)
-            list(threads.map(lambda step: model_steps.compile_step(step[0], self._model, self._cache, step[1]), steps))
+            list(threads.map(model_steps.Steps.compile, (self._decode, self._prefill)))
 
     def measure(self) -> Rates:
-        """Times consecutive runs of each program.  The cache is freed, so this can be called only once."""
-        cache = self._cache
-        del self._cache
-        decoding, cache = model_steps.step_seconds(model_steps.decode_step, self._model, cache, self._decode)
-        prefilling, cache = model_steps.step_seconds(model_steps.prefill_step, self._model, cache, self._prefill)
-        return Rates(prefill=self._prefill[-1].size / prefilling, decode=len(self._decode[0]) / decoding)
+        """Times consecutive steps of each."""
+        decode = self._decode.new_tokens / self._decode.seconds()
+        self._prefill.cache = self._decode.cache  # which the steps have donated
+        return Rates(prefill=self._prefill.new_tokens / self._prefill.seconds(), decode=decode)
 
 
 @dataclass(frozen=True)

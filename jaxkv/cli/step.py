@@ -5,16 +5,18 @@ The weights are random, which does not change the time.  Every request has the s
 
 import argparse
 import re
+from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
-import jaxkv
-from jaxkv.bench.kernel_times import time_kernels
+from jaxkv.bench.kernel_times import kernels_of
 from jaxkv.cli import random_models
 from jaxkv.cli.options import positive
 from jaxkv.terminal.formatting import counted, size
 from jaxkv.terminal.memory import nbytes
+
+if TYPE_CHECKING:
+    from jaxkv.bench.model_steps import Steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,28 +38,18 @@ def run(args: argparse.Namespace) -> int:
     cache = jax.block_until_ready(model_steps.filled(model, num_blocks))
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
     print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
-    index = model_steps.decode_index(args.requests, args.tokens)
-    seconds, cache = model_steps.step_seconds(model_steps.decode_step, model, cache, index)
+    steps = model_steps.Steps(model, cache, requests=args.requests, tokens=args.tokens)
+    del cache  # which the steps donate
+    seconds = steps.seconds()
     rate = args.requests / seconds
     print(f"a step of {batch}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
-    _print_kernels(model, cache, index, seconds)
+    _print_kernels(steps, seconds)
     return 0
 
 
-def _print_kernels(model, cache, index, seconds: float) -> None:
+def _print_kernels(steps: "Steps", seconds: float) -> None:
     """Prints the fraction of a step in which the GPU runs kernels, and the fraction of this library's kernels."""
-    from jaxkv.bench.model_steps import decode_step
-
-    buffer, layout = jax.new_ref(cache.buffer), cache.layout
-    del cache  # the steps below would otherwise need memory for a second cache
-
-    def once(buffer, model, tokens, index):
-        cache, tokens = decode_step(model, jaxkv.KVCache(buffer[...], layout), tokens, index)
-        buffer[...] = cache.buffer
-        return tokens
-
-    tokens = jnp.zeros(len(index[0]), jnp.int32)
-    found = time_kernels(once, buffer, model, tokens, index, repeats=3)
+    found = kernels_of(steps, repeats=3)
     if found is None:
         return
     own = [(name, took) for name, took in found.kernels if _is_own(name)]
