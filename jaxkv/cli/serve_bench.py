@@ -95,7 +95,11 @@ def run(args: argparse.Namespace) -> int:
             },
             "alone": {"prefill": rates.prefill, "decode": rates.decode},
             "allowed": allowed,
-            "saturation": {"output_tokens_per_s": saturation, "fraction": saturation / allowed},
+            "saturation": {
+                "output_tokens_per_s": saturation,
+                "fraction": saturation / allowed,
+                "between_tokens_ms": serving.percentiles(served.between),
+            },
             "loads": loads,
         }
         write_json(args.json, about)
