@@ -67,18 +67,28 @@ class Batch:
     """int32 [B * Q], the slots of the new tokens in this device's cache."""
     parts: tuple[Part, ...]
 
+    query_scales: jax.Array | None = None
+    """float32, the shape of the tokens: the factors of the queries of MLA; None if the model has none."""
+
+    selected: jax.Array | None = None
+    """int32 [B, Q, K] or [1, T, K], the slots that the last layer with an indexer has selected, for layers that share
+    them; None before that layer, and if all layers have an indexer, or none.
+    """
+
     @classmethod
     def of(cls, model: Model, cache: KVCache, batches: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> "Batch":
         """Makes the batch from `seq_lens`, `block_tables` and `slot_mapping` [B, Q] of each part."""
         slots = jnp.concatenate([slot_mapping.reshape(-1) for *_, slot_mapping in batches])
-        positions = []
+        config, positions = model.config, []
         for seq_lens, _, slot_mapping in batches:
             q_len = slot_mapping.shape[1]
             positions.append(seq_lens[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None])
+        scale = config.attention.query_scale if isinstance(config.attention, MLA) else None
         return cls(
-            *rope.angles(model.config, joined(positions)),
+            *rope.angles(config, joined(positions)),
             model.parallel.slots(slots, cache.layout),
             tuple(Part.of(model, cache, *batch) for batch in batches),
+            None if scale is None else rope.query_scales(scale, joined(positions)),
         )
 
     def divided(self, x) -> list[jax.Array]:

@@ -1,6 +1,7 @@
 """The decoder: embedding, layers, final norm and head."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import batched
 from typing import Any, NamedTuple
@@ -131,7 +132,8 @@ def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.A
     for layer, weights in enumerate(model.params["layers"]):
         # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.
         weights, cache = lax.optimization_barrier((weights, cache))
-        cache, x = block(weights, x, cache, batch, jnp.int32(layer))
+        cache, selected, x = block(weights, x, cache, batch, jnp.int32(layer))
+        batch = replace(batch, selected=selected)
     return cache, tuple(batch.divided(x))
 
 

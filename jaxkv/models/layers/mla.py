@@ -21,18 +21,32 @@ LATENT_EPS = 1e-6
 """
 
 
-def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+def attention(
+    model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer
+) -> tuple[KVCache, jax.Array | None, jax.Array]:
     """Stores the entries of x and attends to all cached tokens.
 
-    x and the result are [B, Q, hidden].
+    If devices divide the heads, the output is this device's term of a sum over devices.
 
-    If devices divide the heads, the result is this device's term of a sum over devices.
+    Args:
+      model: the model.
+      config: the model's attention.
+      weights: the weights of this layer's attention.
+      x: [B, Q, hidden].
+      cache: the model's cache.
+      batch: the new tokens.
+      layer: traced int32 scalar.
+
+    Returns:
+      The cache; the slots selected for later layers, as in `Batch.selected`; and the output [B, Q, hidden].
     """
     q_source = x
     if config.q_lora_rank is not None:
         q_source = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], LATENT_EPS)
     q = linear(q_source, weights["q"])
     q = q.reshape(*x.shape[:2], model.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
+    if batch.query_scales is not None:
+        q = q * batch.query_scales.astype(q.dtype)[:, :, None, None]
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
     kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
@@ -49,15 +63,19 @@ def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batc
     cache = write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
 
     options["scale"] = _softmax_scale(config, model.config.rope)
+    selected = None
     if config.indexer is None:
         attend = partial(_attend, model, weights, cache, options=options)
         out = batch.attend(attend, q_nope, q_pe)
     else:
-        chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
-        cache, slots = chosen
+        slots = batch.selected
+        if "indexer" in weights:
+            chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
+            cache, slots = chosen
+        selected = None if config.indexer.layers is None else slots
         attend = partial(_attend_sparse, model, weights, cache, options=options)
         out = batch.attend(attend, q_nope, q_pe, slots)
-    return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+    return cache, selected, linear(out.reshape(*x.shape[:2], -1), weights["o"])
 
 
 def _attend(model: Model, weights, cache: KVCache, part: Part, q_nope, q_pe, *, options) -> jax.Array:
