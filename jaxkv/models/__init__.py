@@ -13,7 +13,7 @@ weights needs the extra `jaxkv[models]`.
 
 from jaxkv.models.calibration import calibrate
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import decode, forward, head, prefill
+from jaxkv.models.decoder import NewTokens, decode, forward, head, prefill, step
 from jaxkv.models.model import Model
 from jaxkv.models.parallel import (
     ContextParallel,
@@ -36,6 +36,7 @@ __all__ = [
     "ExpertParallel",
     "Model",
     "ModelConfig",
+    "NewTokens",
     "OneDevice",
     "Sampling",
     "TensorParallel",
@@ -49,5 +50,6 @@ __all__ = [
     "mtp_forward",
     "prefill",
     "random_model",
+    "step",
     "verify",
 ]
