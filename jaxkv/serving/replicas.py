@@ -34,11 +34,6 @@ class Replicas:
         if not isinstance(model.parallel, DataParallel):
             found = type(model.parallel).__name__
             raise ValueError(f"`model` has `parallel` {found}: expected DataParallel; for others, use `Engine`")
-        if isinstance(model.parallel, DataExpertParallel):
-            raise ValueError(
-                "`model` has `parallel` DataExpertParallel, whose devices step together, and replicas do not: expected "
-                "DataParallel; `models.prefill` and `models.decode` run such a model"
-            )
         if "offload" in options:
             raise ValueError("`offload` is given: expected none, because several engines cannot share a pool")
         self.engines = [Engine(replica, **options) for replica in model.parallel.replicas(model)]
