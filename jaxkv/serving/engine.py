@@ -24,7 +24,7 @@ from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import BELOW, Prefix
 from jaxkv.serving.prefix_stats import PrefixCacheStats
 from jaxkv.serving.request import Request, uncancelled
-from jaxkv.serving.step_inputs import Choices, Rows, Span
+from jaxkv.serving.step_inputs import NOTHING, Choices, Rows, Span, Spans
 from jaxkv.serving.tiers import Tiers
 
 GREEDY = Sampling()
@@ -114,7 +114,7 @@ class Engine:
         """Running requests, in the same order.  The last is preempted first."""
         self._places = list(range(self.max_requests))
         """Free places of running requests."""
-        self._last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
+        self.last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
         """The last sampled token of every running request, on the device."""
         self._launched: deque[tuple[jax.Array, dict[int, Span]]] = deque()
         """Steps whose tokens have not been read: the sampled tokens, and the span of each row."""
@@ -206,30 +206,37 @@ class Engine:
         If the logits of a request are NaN, it ends with `finish_reason` "nan" and no further token; the others
         continue.
         """
-        launched = self._launch()
-        while len(self._launched) > launched:
-            self._read()
-        new, self._new = self._new, []
-        return new
+        if spans := self.plan():
+            self.cache, logits = self._layers(self.model, self.cache, self.last, *self.batches(spans))
+            self.launched(spans, logits)
+        return self.read(behind=spans is not None)
 
     def warm_up(self) -> None:
         """Compiles the programs by running them without requests, so that later steps do not compile."""
-        inputs = [self._batches([], [])[1:], self._batches([], [])]
-        lowered = [self._layers.lower(self.model, self.cache, self._last, *batches) for batches in inputs]
-        samplers = self._likeliest, self._draw
+        inputs = [self.batches(NOTHING), self.batches(NOTHING, chunks=True)]
+        lowered = [self._layers.lower(self.model, self.cache, self.last, *batches) for batches in inputs]
         for batches in inputs:
             rows = sum(len(batch.seq_lens) for batch in batches)
-            logits = jax.device_put(np.zeros((rows, self.model.config.vocab_size), np.float32), self._last.sharding)
-            lowered += [sample.lower(logits, self._last, Choices.of({}, rows)) for sample in samplers]
+            logits = jax.device_put(np.zeros((rows, self.model.config.vocab_size), np.float32), self.last.sharding)
+            samplers = self._likeliest, self._draw
+            lowered += [sample.lower(logits, self.last, Choices.of({}, rows)) for sample in samplers]
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda step: step.compile(), lowered))
         for batches in inputs:
-            for sample in samplers:
-                self._run(batches, {}, sample)
+            self.cache, logits = self._layers(self.model, self.cache, self.last, *batches)
+            self.warm_up_after(logits)
+
+    def warm_up_after(self, logits) -> None:
+        """Compiles the programs that follow the layers, given logits without requests."""
+        for sample in (self._likeliest, self._draw):
+            self._sample(sample, logits, {})
         self.cache = self.tiers.warm_up(self._copy(self.cache, _ids(NOWHERE), _ids(NOWHERE)))
 
-    def _launch(self) -> bool:
-        """Launches a step on the next tokens of the running requests; False if there are none."""
+    # A step consists of the following methods, and of a program between them.  `Lockstep` runs that program for the
+    # engines of several devices.
+
+    def plan(self) -> Spans | None:
+        """The tokens that the next step processes, for which requests have blocks then; None if there are none."""
         for request in list(self.running):
             if request.missing == 1 and request.length > len(request.blocks) * self.block_size:
                 self._make_room(request)
@@ -238,25 +245,38 @@ class Engine:
             room -= self._chunks_of(joined)
         decoded = [Span.of(request, request.cached, 1) for request in self.running if request.missing == 1]
         chunks = self._chunks()
-        if not decoded and not chunks:
-            return False
-        batches, first = self._batches(chunks, decoded), self.max_chunks
-        if not chunks:
-            batches, first = batches[1:], 0
-        spans = {**dict(enumerate(chunks)), **dict(enumerate(decoded, first))}
-        greedy = all(span.request.sampling.temperature == 0 for span in spans.values())
-        drawn = self._run(batches, spans, self._likeliest if greedy else self._draw)
+        return Spans(chunks, decoded) if chunks or decoded else None
+
+    def batches(self, spans: Spans, *, chunks: bool = False) -> list[Rows]:
+        """The inputs of a step on these tokens.  It has rows for chunks if there are any, or if `chunks`."""
+        sizes = {"tables": self._tables, "block_size": self.block_size}
+        rows = [Rows.of(spans.decoded, self.max_requests, 1, **sizes)]
+        if spans.chunks or chunks:
+            rows = [Rows.of(spans.chunks, self.max_chunks, self.chunk, **sizes), *rows]
+        return rows
+
+    def launched(self, spans: Spans, logits) -> None:
+        """Samples the tokens of a step on these tokens, given the logits of its rows, and takes note of it."""
+        first = len(logits) - self.max_requests
+        rows = {**dict(enumerate(spans.chunks)), **dict(enumerate(spans.decoded, first))}
+        greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
+        drawn = self._sample(self._likeliest if greedy else self._draw, logits, rows)
         drawn.copy_to_host_async()
-        self._launched.append((drawn, spans))
-        for request, _, end, samples in spans.values():
+        self._launched.append((drawn, rows))
+        for request, _, end, samples in rows.values():
             request.cached = end
             request.unread += samples
-        return True
 
-    def _run(self, batches: list[Rows], spans: dict[int, Span], sample) -> jax.Array:
-        """Runs the layers and a program that chooses the next token of each row, and returns these tokens."""
-        self.cache, logits = self._layers(self.model, self.cache, self._last, *batches)
-        self._last, drawn = sample(logits, self._last, Choices.of(spans, len(logits)))
+    def read(self, *, behind: bool) -> list[tuple[Request, int]]:
+        """Reads the tokens of the launched steps, or of all but the last if `behind`; returns the new tokens."""
+        while len(self._launched) > behind:
+            self._read()
+        new, self._new = self._new, []
+        return new
+
+    def _sample(self, sample, logits, rows: dict[int, Span]) -> jax.Array:
+        """Runs a program that chooses the next token of each row, and returns these tokens."""
+        self.last, drawn = sample(logits, self.last, Choices.of(rows, len(logits)))
         return drawn
 
     def _chunks(self) -> list[Span]:
@@ -272,14 +292,6 @@ class Engine:
         """The number of chunks of a request's missing tokens; 0 if the next step decodes it."""
         missing = request.missing
         return _blocks(missing, self.chunk) if missing > 1 else 0
-
-    def _batches(self, chunks: list[Span], decoded: list[Span]) -> list[Rows]:
-        """The inputs of a step."""
-        sizes = {"tables": self._tables, "block_size": self.block_size}
-        return [
-            Rows.of(chunks, self.max_chunks, self.chunk, **sizes),
-            Rows.of(decoded, self.max_requests, 1, **sizes),
-        ]
 
     def _read(self) -> None:
         """Waits for the oldest launched step and appends its tokens to their requests."""

@@ -8,6 +8,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.parallel.data_expert import DataExpertParallel
 from jaxkv.serving.engine import Engine
+from jaxkv.serving.lockstep import Lockstep
 from jaxkv.serving.request import Request, uncancelled
 
 
@@ -18,8 +19,11 @@ class Replicas:
     device.  Devices step at the same time, each driven by a thread.  With several processes, each serves its own
     requests on its own devices.
 
+    If the devices also divide the experts (`DataExpertParallel`), they step together, in one program (`Lockstep`), and
+    one process has them all.
+
     Args:
-      model: from `jaxkv.models.load`, with `DataParallel`.
+      model: from `jaxkv.models.load`, with `DataParallel` or `DataExpertParallel`.
       **options: those of `Engine`, except `offload`; `num_blocks` and `max_requests` are per device.
 
     Raises:
@@ -30,14 +34,12 @@ class Replicas:
         if not isinstance(model.parallel, DataParallel):
             found = type(model.parallel).__name__
             raise ValueError(f"`model` has `parallel` {found}: expected DataParallel; for others, use `Engine`")
-        if isinstance(model.parallel, DataExpertParallel):
-            raise ValueError(
-                "`model` has `parallel` DataExpertParallel, whose devices step together, and replicas do not: expected "
-                "DataParallel; `models.prefill` and `models.decode` run such a model"
-            )
         if "offload" in options:
             raise ValueError("`offload` is given: expected none, because several engines cannot share a pool")
         self.engines = [Engine(replica, **options) for replica in model.parallel.replicas(model)]
+        self._lockstep = None
+        if isinstance(model.parallel, DataExpertParallel):
+            self._lockstep = Lockstep(model, model.parallel, self.engines)
         self._threads = ThreadPoolExecutor(len(self.engines))
         self._drawn: list[tuple[Request, int]] = []
         """Tokens of finished steps that have not been returned yet."""
@@ -61,6 +63,8 @@ class Replicas:
 
         If an engine raises, the others finish their step first, and the next call returns their tokens.
         """
+        if self._lockstep is not None:
+            return list(uncancelled(self._lockstep.step()))
         steps = [self._threads.submit(engine.step) for engine in self.engines]
         wait(steps)
         self._drawn += chain.from_iterable(step.result() for step in steps if step.exception() is None)
@@ -71,7 +75,10 @@ class Replicas:
 
     def warm_up(self) -> None:
         """Compiles all programs, so that later steps do not compile."""
-        list(self._threads.map(Engine.warm_up, self.engines))
+        if self._lockstep is not None:
+            self._lockstep.warm_up()
+        else:
+            list(self._threads.map(Engine.warm_up, self.engines))
 
 
 def _load(engine: Engine) -> int:

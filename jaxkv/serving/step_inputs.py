@@ -29,6 +29,18 @@ class Span(NamedTuple):
         return cls(request, start, end, end == request.length)
 
 
+class Spans(NamedTuple):
+    """What a step processes."""
+
+    chunks: list[Span]
+    """Chunks of prompts."""
+    decoded: list[Span]
+    """The last tokens of requests whose prompts are complete."""
+
+
+NOTHING = Spans([], [])
+
+
 class Rows(NamedTuple):
     """A batch with one row per span; NumPy arrays on the host, JAX arrays inside a program."""
 

@@ -230,6 +230,53 @@ def test_every_device_holds_its_experts_and_all_else():
     assert [shard.data.size for shard in model.cache(**sizes).buffer.addressable_shards] == [one] * 4
 
 
+SIZES = dict(num_blocks=14, block_size=16, max_requests=2, chunk=16, max_chunks=2)
+
+
+class TestServing:
+    @pytest.mark.parametrize(
+        ("family", "devices"), [("deepseek_v3", 4), pytest.param("deepseek_v32", 2, marks=pytest.mark.slow)]
+    )
+    def test_replicas_serve_the_recorded_prompts(self, family, devices):
+        """Engines have different numbers of requests, and some have none while others prefill."""
+        model = models.load(FOLDER / family, dtype="float32", parallel=divided(devices))
+        served = serving.Replicas(model, **SIZES)
+        served.warm_up()
+        assert [engine.cache.buffer.devices() for engine in served.engines] == [{x} for x in jax.devices()[:devices]]
+        prompts, right = recorded(family)
+        order = [4, 0, 1, 2, 3, 0, 2]
+        requests = [served.submit(prompts[i], max_tokens=8 + i, stop=()) for i in order]
+        stream = list(served.run())
+        for i, request in zip(order, requests, strict=True):
+            assert request.generated == right[i][: 8 + i]
+            assert [token for owner, token in stream if owner is request] == request.generated
+        for engine in served.engines:
+            assert not engine.running
+            assert engine.pool.num_free == engine.pool.num_blocks
+
+    def test_requests_join_while_others_run(self):
+        model = models.load(FOLDER / "deepseek_v2_lite", dtype="float32", parallel=divided(2))
+        served = serving.Replicas(model, **SIZES)
+        prompts, right = recorded("deepseek_v2_lite")
+        first = served.submit(prompts[0], max_tokens=12, stop=())
+
+        def places():
+            return [engine.cache.buffer.unsafe_buffer_pointer() for engine in served.engines]
+
+        before = places()
+        for _ in range(4):
+            served.step()
+        assert places() == before  # caches are updated in place
+        cancelled, second = (served.submit(prompts[i], max_tokens=6, stop=()) for i in (1, 2))
+        served.step()
+        served.cancel(cancelled)
+        list(served.run())
+        assert first.generated == right[0][:12]
+        assert second.generated == right[2][:6]
+        assert cancelled.finish_reason == "cancelled"
+        assert served.step() == []  # nothing is left
+
+
 @pytest.mark.slow  # the MTP layer is a decoder layer like others
 def test_drafts(tmp_path):
     folder, _ = with_mtp(tmp_path)
@@ -247,6 +294,17 @@ def test_drafts(tmp_path):
     assert_same_bits(found[1], np.tile(found[0], (4, 1)))
 
 
+def on_two_axes():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    serving.Replicas(models.load(FOLDER / "deepseek_v3", parallel=models.DataExpertParallel(mesh, "x")), num_blocks=4)
+
+
+def generate_rows(rows):
+    model = models.load(FOLDER / "deepseek_v2_lite", parallel=divided(2))
+    empty = jnp.zeros((rows, 1), jnp.int32)
+    models.prefill(model, model.cache(1), empty, empty[:, 0], empty, empty)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -259,9 +317,10 @@ def test_drafts(tmp_path):
             "`parallel` divides experts, and the model has none: expected DataParallel",
         ),
         (
-            lambda: serving.Replicas(models.load(FOLDER / "deepseek_v3", parallel=divided(2)), num_blocks=4),
-            "`model` has `parallel` DataExpertParallel, whose devices step together",
+            lambda: serving.Engine(models.load(FOLDER / "deepseek_v3", parallel=divided(2)), num_blocks=4),
+            "`model` is data parallel.*expected `Replicas`",
         ),
+        (on_two_axes, "on a mesh of {'x': 2, 'y': 2}.*expected 'x' as the only axis"),
         (
             lambda: generate_rows(3),
             "`tokens` has 3 rows: expected a multiple of the 2 devices",
@@ -271,9 +330,3 @@ def test_drafts(tmp_path):
 def test_mistakes_are_rejected(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def generate_rows(rows):
-    model = models.load(FOLDER / "deepseek_v2_lite", parallel=divided(2))
-    empty = jnp.zeros((rows, 1), jnp.int32)
-    models.prefill(model, model.cache(1), empty, empty[:, 0], empty, empty)

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("toy")
 def calls(monkeypatch):
     """How many chunks were prefilled, and how many tokens decoded."""
     counted = Counter()
-    batches = Engine._batches
+    batches = Engine.batches
 
-    def counting(self, chunks, decoded):
-        counted.update({"chunks": len(chunks), "decoded": len(decoded)})
-        return batches(self, chunks, decoded)
+    def counting(self, spans):
+        counted.update({"chunks": len(spans.chunks), "decoded": len(spans.decoded)})
+        return batches(self, spans)
 
-    monkeypatch.setattr(Engine, "_batches", counting)
+    monkeypatch.setattr(Engine, "batches", counting)
     return counted
 
 

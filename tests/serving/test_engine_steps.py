@@ -43,14 +43,13 @@ def finish(served):
 def launched(monkeypatch):
     """The inputs of each step: a list of batches."""
     steps = []
-    batches = Engine._batches
+    batches = Engine.batches
 
-    def recorded(self, chunks, decoded):
-        rows = batches(self, chunks, decoded)
-        steps.append([*rows] if chunks else rows[1:])
-        return rows
+    def recorded(self, spans):
+        steps.append(batches(self, spans))
+        return steps[-1]
 
-    monkeypatch.setattr(Engine, "_batches", recorded)
+    monkeypatch.setattr(Engine, "batches", recorded)
     return steps
 
 

@@ -31,6 +31,11 @@ class Parallel(ABC):
         """In how many equal parts the rows of a batch are divided.  Each part has requests and a cache of its own."""
         return 1
 
+    @property
+    def inside(self) -> "Parallel":
+        """This division for code inside `run` that calls steps of the model, on one device's arrays."""
+        return self
+
     @abstractmethod
     def check(self, config: ModelConfig) -> None:
         """ValueError if a model of that configuration cannot be divided in this way."""

@@ -31,6 +31,11 @@ class DataExpertParallel(DataParallel):
       ValueError: the mesh has no such axis.
     """
 
+    @property
+    @override
+    def inside(self):
+        return _Inside(self.mesh, self.axis)
+
     @override
     def check(self, config):
         check_experts(config, self.num_devices, "DataParallel")
@@ -49,3 +54,12 @@ class DataExpertParallel(DataParallel):
             return exchange.gathered(held, tokens, chosen, shares, axis=self.axis)
         each = count // self.num_devices
         return exchange.sent(held, tokens, chosen, shares, axis=self.axis, held=each, capacity=room)
+
+
+@dataclass(frozen=True)
+class _Inside(DataExpertParallel):
+    """`DataExpertParallel` on one device, which has its part of all arrays already."""
+
+    @override
+    def run(self, function, model, cache, *batch):
+        return function(model, cache, *batch)
