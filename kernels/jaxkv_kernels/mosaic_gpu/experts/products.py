@@ -41,22 +41,26 @@ RESERVED = 2048
 """Bytes of shared memory for barriers and alignment."""
 
 
-def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, interpret: bool) -> jax.Array:
+def products(
+    rows, matrices, tiles, following=(), *, num_rows: int, config: ExpertsConfig, interpret: bool
+) -> jax.Array:
     """The products of each row with the matrices of its expert.
 
     Args:
-      rows: [P, D], grouped by expert.
+      rows: [P, D], grouped by expert; or [config.rows, D], which every tile multiplies.
       matrices: gate and up [E, I, D], for the result silu(gate row) * (up row); or one [E, I, D], for its product.
       tiles: experts [M], first rows [M] and sizes [M], both in units of 8 rows, and the number of tiles [1].
       following: the matrices of a call on the result, which follows this one; it has the same `tiles`, and none
         following it.
+      num_rows: P, the rows of the result.
       config: the configuration.
       interpret: whether the kernel is interpreted.
 
     Returns:
       [P, I].  Rows of no tile are undefined.
     """
-    num_rows, depth = rows.shape
+    depth = rows.shape[1]
+    same_rows = len(rows) < num_rows
     width = matrices[0].shape[1]
     gated = len(matrices) == 2
     consumers, features, tile_rows = config.consumers, config.features, config.rows
@@ -93,7 +97,8 @@ def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, inte
             def loads(i):
                 """Functions that start the copies of a step of work tile i: of weights, and of rows."""
                 tile, feature = work_tile(i)
-                expert, first = expert_ref[tile], start_ref[tile] * ALIGN
+                expert = expert_ref[tile]
+                first = 0 if same_rows else start_ref[tile] * ALIGN
 
                 def weights(k):
                     stage = stage_of(i * steps + k)
