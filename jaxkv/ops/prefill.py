@@ -20,8 +20,13 @@ from jaxkv_kernels.xla import expanded
 EXPANDED_BYTES = 2**28
 """The default bound on the bytes of the expanded keys and values of a chunk: 26,214 tokens for 16 heads of 192 and 128
 values in bfloat16, 3,276 tokens for 128."""
-ALIGNED = 128
+ALIGNED = 1024
 """Chunks of this many tokens or more are multiples of it."""
+
+FULL_ROWS = 2 * 132 * 128
+"""Query rows (requests x heads x tokens) that fill a Hopper GPU: two work tiles of 128 rows per multiprocessor."""
+LEAST_KEYS = 1024
+"""The least keys of a part of a chunk."""
 
 
 def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
@@ -155,21 +160,30 @@ def _prefill(q, w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, op
     padding = tokens - new
     q = _shifted(q, padding)
 
-    def part(first, counts, size, *, causal):
-        """Attention to `counts` [B] tokens, at most `size`, from positions `first` [B] on."""
-        kv_c, k_pe = _gathered(cache, block_tables, first, counts, size, q.dtype, options)
-        k, v = _expanded(kv_c, k_pe, w_uk, w_uv)
-        return attention(q, k, v, new, counts, scale=scale, causal=causal)
+    def keys_and_values(first, counts, size):
+        """Those of `counts` [B] tokens, at most `size`, from positions `first` [B] on."""
+        return _expanded(*_gathered(cache, block_tables, first, counts, size, q.dtype, options), w_uk, w_uv)
 
-    found = part(cached, new, tokens, causal=True)
+    found = attention(q, *keys_and_values(cached, new, tokens), new, new, scale=scale, causal=True)
     if (most := table_tokens(block_tables, cache.layout.block_size) - tokens) > 0:
         size = _chunk(most, most_bytes // (batch * heads * (key_dim + value_dim) * q.dtype.itemsize))
+        splits = 1 if attention is expanded.attention else _splits(size, batch * heads * tokens)
 
         def with_chunk(i, state):
-            out, lse = state
             first = jnp.minimum(i * size, cached)
-            other_out, other_lse = part(first, jnp.minimum(cached - first, size), size, causal=False)
-            return _merged(out, lse, other_out, other_lse)
+            counts = jnp.minimum(cached - first, size)
+            k, v = keys_and_values(first, counts, size)
+            if splits == 1:
+                return _merged(*state, *attention(q, k, v, new, counts, scale=scale, causal=False))
+            # Parts of the keys become requests of their own.
+            k, v = (x.reshape(batch * splits, size // splits, *x.shape[2:]) for x in (k, v))
+            starts = jnp.arange(splits, dtype=jnp.int32) * (size // splits)
+            lengths = jnp.clip(counts[:, None] - starts, 0, size // splits).reshape(-1)
+            queries, q_lens = (jnp.repeat(x, splits, axis=0) for x in (q, new))
+            parts = attention(queries, k, v, q_lens, lengths, scale=scale, causal=False)
+            for out, lse in zip(*(jnp.moveaxis(x.reshape(batch, splits, *x.shape[1:]), 1, 0) for x in parts), strict=True):
+                state = _merged(*state, out, lse)
+            return state
 
         def with_cached(out, lse):
             out, lse = lax.fori_loop(0, -(-cached.max() // size), with_chunk, (out.astype(jnp.float32), lse))
@@ -202,8 +216,23 @@ def _only_xla(implementation) -> bool:
 
 
 def _chunk(most: int, tokens: int) -> int:
-    """Tokens per chunk, at least 1 and at most `most`, given the number of `tokens` that memory allows."""
-    return min(tokens // ALIGNED * ALIGNED or max(tokens, 1), most)
+    """Tokens per chunk, at least 1 and at most `most`, given the number of `tokens` that memory allows.
+
+    The chunks of `most` tokens are about equal.
+    """
+    tokens = max(tokens, 1)
+    equal = -(-most // -(-most // tokens))
+    if tokens < ALIGNED:
+        return min(equal, most)
+    return min(-(-equal // ALIGNED) * ALIGNED, tokens // ALIGNED * ALIGNED, most)
+
+
+def _splits(size: int, rows: int) -> int:
+    """Into how many parts the keys of a chunk are divided, so that work tiles of 128 query rows fill a GPU."""
+    splits = 1
+    while rows * splits < FULL_ROWS and size % (2 * splits * LEAST_KEYS) == 0:
+        splits *= 2
+    return splits
 
 
 def _merged(out, lse, other_out, other_lse) -> tuple[jax.Array, jax.Array]:
