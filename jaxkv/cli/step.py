@@ -1,23 +1,26 @@
-"""Time a decode step of a whole model on this machine, given its config.json.
+"""Time a decode step of a whole model on this machine, given its config.json, or a step of a prefill.
 
-The weights are random, which does not change the time.  Every request has the same number of cached tokens.
+The weights are random, which does not change the time.  Every request has the same number of cached tokens.  On NVIDIA
+GPUs, the time of a step is divided into kinds of kernels, and the gaps between kernels.
 """
 
 import argparse
-import re
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax import lax
 
 import jaxkv
+from jaxkv.bench import shares
 from jaxkv.bench.kernel_times import time_kernels
 from jaxkv.cli import random_models
-from jaxkv.cli.options import positive
+from jaxkv.cli.options import output_file, positive
+from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted, size
 from jaxkv.terminal.memory import nbytes
 
@@ -33,14 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options: the model, the batch, and the format and layout of the cache."""
     random_models.add_arguments(parser)
     parser.add_argument("--requests", type=positive, default=32, metavar="N", help="rows of the batch (32)")
-    tokens = "cached tokens of each request, the new one included (4096)"
+    tokens = "cached tokens of each request, the new ones included (4096)"
     parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help=tokens)
+    new = "new tokens of each request (1); with more, the step is that of a prefill"
+    parser.add_argument("--new-tokens", type=positive, default=1, metavar="N", help=new)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the sizes, the time of a step and, on NVIDIA GPUs, the time of its kernels."""
+    """Prints the sizes, the time of a step and, on NVIDIA GPUs, the shares of kernels and gaps."""
+    if args.new_tokens > args.tokens:
+        raise ValueError(f"--new-tokens is {args.new_tokens}: expected at most the {args.tokens} --tokens")
     model = random_models.random_model(args, args.requests * _per_request(args.tokens), BLOCK_SIZE)
     config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
+    if args.new_tokens > 1:
+        batch += f", {args.new_tokens:,} of them new"
     tables = _tables(args.requests, args.tokens)
     cache = jax.block_until_ready(
         _filled(model, tables.size)
@@ -48,13 +58,27 @@ def run(args: argparse.Namespace) -> int:
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
     print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
     lengths = jnp.full(args.requests, args.tokens, jnp.int32)
-    slots = jnp.asarray(tables[:, -1] * BLOCK_SIZE + (args.tokens - 1) % BLOCK_SIZE)
+    positions = jnp.broadcast_to(jnp.arange(args.tokens - args.new_tokens, args.tokens), (args.requests, args.new_tokens))
+    slots = jaxkv.slots_for(jnp.asarray(tables), positions, block_size=BLOCK_SIZE)
     index = lengths, jnp.asarray(tables), slots
-    first = jnp.zeros(args.requests, jnp.int32)
+    first = jnp.zeros((args.requests, args.new_tokens), jnp.int32)
     seconds, cache = _seconds(model, cache, first, index)
-    rate = args.requests / seconds
+    rate = args.requests * args.new_tokens / seconds
     print(f"a step of {batch}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
-    _print_kernels(model, cache, first, index, seconds)
+    found = _shares(model, cache, first, index, seconds)
+    if args.json:
+        about = {
+            "device": jax.devices()[0].device_kind,
+            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
+            "model": {"architecture": config.architecture, "layers": config.num_layers, "entries": model.entry_format},
+            "bytes": {"weights": nbytes(model.params), "cache": cache.buffer.nbytes},
+            "requests": args.requests,
+            "tokens": args.tokens,
+            "new_tokens": args.new_tokens,
+            "ms": 1e3 * seconds,
+            "shares_ms": {name: 1e3 * took for name, took in found.items()},
+        }
+        write_json(args.json, about)
     return 0
 
 
@@ -95,11 +119,12 @@ def _filled(model: "Model", num_blocks: int) -> jaxkv.KVCache:
 
 
 def _step(model: "Model", cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KVCache, jax.Array]:
-    """A decode step: the cache, and the most likely next token of each request."""
-    from jaxkv.models import decode
+    """A step of tokens [B, Q]: the cache, and the tokens with the most likely next one of each request at the end."""
+    from jaxkv.models import prefill
 
-    cache, logits = decode(model, cache, tokens, *index)
-    return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    cache, logits = prefill(model, cache, tokens, *index)
+    drawn = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+    return cache, jnp.concatenate([tokens[:, 1:], drawn], axis=1)
 
 
 def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
@@ -116,8 +141,8 @@ def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
     return (time.perf_counter() - start) / count, cache
 
 
-def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
-    """Prints the fraction of a step in which the GPU runs kernels, and the fraction of this library's kernels."""
+def _shares(model, cache, tokens, index, seconds: float) -> dict[str, float]:
+    """Prints and returns how a step of `seconds` is spent, as `shares` does; empty if kernels cannot be timed."""
     buffer, layout = jax.new_ref(cache.buffer), cache.layout
     del cache  # the steps below would otherwise need memory for a second cache
 
@@ -128,16 +153,7 @@ def _print_kernels(model, cache, tokens, index, seconds: float) -> None:
 
     found = time_kernels(once, buffer, model, tokens, index, repeats=3)
     if found is None:
-        return
-    own = [(name, took) for name, took in found.kernels if _is_own(name)]
-    busy, ours = sum(took for _, took in found.kernels), sum(took for _, took in own)
-    print(
-        f"kernels: {len(found.kernels)} per step, {1e3 * busy:.3f} ms ({busy / seconds:.0%} of the step); "
-        f"those of jaxkv: {len(own)}, {1e3 * ours:.3f} ms ({ours / seconds:.0%})"
-    )
-
-
-def _is_own(kernel: str) -> bool:
-    """Whether the kernel of that name belongs to this library.  Those of `xla` cannot be recognised."""
-    # The names of this library's Triton kernels begin with an underscore.
-    return kernel.endswith("mosaic_gpu_kernel") or re.match("_[a-z]", kernel) is not None
+        return {}
+    divided = shares.shares(found.kernels, seconds)
+    print(f"{len(found.kernels)} kernels per step: {shares.described(divided, seconds)}")
+    return divided
