@@ -31,6 +31,12 @@ FULL_ROWS = 2 * 132 * 128
 LEAST_KEYS = 1024
 """The least keys of a part of a chunk."""
 
+FEW_CHUNKS = 2
+"""Up to so many chunks, GPUs compute all of them, even if there are fewer cached tokens.
+
+XLA's loops and conditions wait for the host, which cost 0.46 ms per layer on an H200.  A chunk without tokens takes
+about 0.15 ms: its keys and values are expanded, but cuDNN skips them."""
+
 
 def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
     """Whether `prefill_mla` needs fewer flops than `decode_mla` for `q_len` new tokens and a long context.
@@ -262,7 +268,7 @@ def _aligned(context: _Context, q) -> tuple[jax.Array, jax.Array]:
             parts = (jnp.moveaxis(x.reshape(batch, splits, *x.shape[1:]), 1, 0) for x in parts)
             return reduce(_merged, zip(*parts, strict=True), state)
 
-        found = _with_chunks(found, -(-cached.max() // size), with_chunk)
+        found = _with_chunks(found, with_chunk, -(-cached.max() // size), None if module is expanded else -(-most // size))
     out, lse = found
     return _padded(out, padding, 0), _padded(lse, padding, -jnp.inf)
 
@@ -297,7 +303,8 @@ def _prefilling(context: _Context, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
     rows, heads, _ = q.shape
     if not len(context.block_tables):
         return jnp.zeros((rows, heads, context.w_uv.shape[1]), q.dtype), jnp.full((rows, heads), -jnp.inf)
-    attend = partial(context.attention(q).ragged_attention, scale=context.scale)
+    module = context.attention(q)
+    attend = partial(module.ragged_attention, scale=context.scale)
     lengths, ends = context.lengths, jnp.clip(cu_q_lens[1:], 0, rows)
     new = jnp.clip(jnp.minimum(lengths, ends - jnp.clip(cu_q_lens[:-1], 0, rows)), 0)
     cached = lengths - new
@@ -315,12 +322,20 @@ def _prefilling(context: _Context, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
         first, last = (jnp.clip(bound - before[:-1], 0, cached) for bound in (i * size, (i + 1) * size))
         return _merged(state, part(first, last - first, size, causal=False))
 
-    return _with_chunks(found, -(-before[-1] // size), with_chunk)
+    most = None if module is expanded else -(-len(lengths) * context.capacity // size)
+    return _with_chunks(found, with_chunk, -(-before[-1] // size), most)
 
 
-def _with_chunks(found, count, with_chunk) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) `found`, merged with those of `count` chunks by `with_chunk(i, found)`."""
+def _with_chunks(found, with_chunk, count, most: int | None) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) `found`, merged with those of `count` chunks by `with_chunk(i, found)`.
+
+    `most` is the most chunks that there may be, if the device is a GPU.
+    """
     dtype = found[0].dtype
+    if most is not None and most <= FEW_CHUNKS:
+        found = found[0].astype(jnp.float32), found[1]
+        out, lse = reduce(lambda state, i: with_chunk(jnp.int32(i), state), range(most), found)
+        return out.astype(dtype), lse
 
     def merged(out, lse):
         out, lse = lax.fori_loop(0, count, with_chunk, (out.astype(jnp.float32), lse))

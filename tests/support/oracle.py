@@ -129,12 +129,15 @@ def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=N
     return out, lse
 
 
-def experts(x, experts, weights, gate, up, down):
-    """Tokens x [T, D] through their experts [T, K] of gate, up [E, I, D] and down [E, D, I], summed by `weights`."""
+def experts(x, experts, weights, gate, up, down, rounded=lambda values: values):
+    """Tokens x [T, D] through their experts [T, K] of gate, up [E, I, D] and down [E, D, I], summed by `weights`.
+
+    `rounded` is applied to the values before `down`.
+    """
     out = np.zeros_like(x)
     for t, k in np.ndindex(*experts.shape):
         if 0 <= experts[t, k] < len(gate):
             e = int(experts[t, k])
             inner = gate[e] @ x[t]
-            out[t] += weights[t, k] * (down[e] @ (inner / (1 + np.exp(-inner)) * (up[e] @ x[t])))
+            out[t] += weights[t, k] * (down[e] @ rounded(inner / (1 + np.exp(-inner)) * (up[e] @ x[t])))
     return out

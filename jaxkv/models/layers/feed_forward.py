@@ -7,6 +7,7 @@ from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.experts import grouped_swiglu
+from jaxkv_kernels.tile_scaled import TileScaled
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax.Array:
@@ -26,8 +27,10 @@ def dense(weights, x) -> jax.Array:
 
 def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden]."""
+    experts, shared = ([weights[name][part] for part in ("gate", "up", "down")] for name in ("experts", "shared"))
     tokens = x.reshape(-1, x.shape[-1])
     chosen, shares = route(config, weights, tokens)
-    chosen, experts = parallel.local_experts(chosen, config.count), weights["experts"]
-    routed = grouped_swiglu(tokens, chosen, shares, experts["gate"], experts["up"], experts["down"])
-    return routed.reshape(x.shape) + dense(weights["shared"], x)
+    chosen = parallel.local_experts(chosen, config.count)
+    if any(isinstance(weight, TileScaled) for weight in shared):
+        return grouped_swiglu(tokens, chosen, shares, *experts).reshape(x.shape) + dense(weights["shared"], x)
+    return grouped_swiglu(tokens, chosen, shares, *experts, shared=tuple(shared)).reshape(x.shape)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.expert_groups import expert_groups, usual_rows
+from jaxkv_kernels.tile_scaled import TileScaled
 
 MOST_ROWS = 256
 """The most rows of a tile on CPUs."""
@@ -13,12 +14,19 @@ MOST_RESULTS = 2**27
 
 
 @jax.jit
-def grouped_swiglu(x, experts, weights, gate, up, down):
-    """Maps x [T, D], of which each token has chosen K experts, to [T, D]."""
+def grouped_swiglu(x, experts, weights, gate, up, down, shared=None):
+    """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
+    if shared is not None:
+        return grouped_swiglu(x, experts, weights, gate, up, down) + shared_swiglu(x, *shared)
     if not experts.size:
         return jnp.zeros_like(x)
     # XLA does not execute branches in parallel on GPUs: there, products of all experts take less time.
     return lax.platform_dependent(x, experts, weights, gate, up, down, cpu=by_tiles, default=all_experts)
+
+
+def shared_swiglu(x, gate, up, down):
+    """The result [T, D] of the expert through which all tokens x [T, D] pass."""
+    return _swiglu("td,id->ti", "ti,di->td", x, gate, up, down).astype(x.dtype)
 
 
 def by_tiles(x, experts, weights, gate, up, down):
@@ -67,6 +75,8 @@ def _swiglu(inner: str, outer: str, x, gate, up, down):
     """The SwiGLU feed-forward by the products `inner` and `outer`, in float32; operands keep their dtype."""
 
     def product(equation, a, b):
+        if isinstance(b, TileScaled):
+            a, b = b.operands(a)
         precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 

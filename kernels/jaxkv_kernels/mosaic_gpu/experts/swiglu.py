@@ -7,6 +7,9 @@ XLA prepares their rows, and adds up the experts' results:
   kernels.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
   (`expert_groups.py`).
+
+The expert of all tokens is computed by the same kernels, as further experts that every token has chosen, if its inner
+size is a multiple of theirs.
 """
 
 from functools import partial
@@ -16,31 +19,63 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.expert_groups import chosen_experts, expert_groups
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, default_config
+from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import configuration
+from jaxkv_kernels.xla.experts import shared_swiglu
 
 
-def grouped_swiglu(x, experts, weights, gate, up, down):
-    """Maps x [T, D], of which each token has chosen K experts, to [T, D]."""
+def grouped_swiglu(x, experts, weights, gate, up, down, shared=None):
+    """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
+    if shared is not None and not (experts.size and _joins(gate, shared)):
+        return grouped_swiglu(x, experts, weights, gate, up, down) + shared_swiglu(x, *shared)
     if not experts.size:
         return jnp.zeros_like(x)
     config = configuration(default_config(x.shape[0], experts.size, gate.shape[0]))
-    return _swiglu(x, experts, weights, gate, up, down, config=config, interpret=bool(interpreting.value))
+    return _swiglu(x, experts, weights, gate, up, down, shared, config=config, interpret=bool(interpreting.value))
+
+
+def _joins(gate, shared) -> bool:
+    """Whether the expert of all tokens can be divided into experts like those of `gate`."""
+    return not isinstance(gate, TileScaled) and len(shared[0]) % gate.shape[1] == 0
 
 
 @partial(jax.jit, static_argnames=("config", "interpret"))
-def _swiglu(x, experts, weights, gate, up, down, *, config, interpret):
-    rows, places, tiles, num_rows = (_of_all if len(x) <= config.rows else _of_groups)(x, experts, len(gate), config)
+def _swiglu(x, experts, weights, gate, up, down, shared, *, config, interpret):
+    count, more, more_first, more_second = gate.shape[0], 0, (), ()
+    if shared is not None:
+        more = len(shared[0]) // gate.shape[1]
+        experts, weights = _with_shared(experts, weights, count, more)
+        more_first = tuple(matrix.reshape(more, -1, x.shape[1]) for matrix in shared[:2])
+        more_second = (shared[2].reshape(x.shape[1], more, -1),)
+    prepare = _of_all if len(x) <= config.rows else _of_groups
+    rows, places, tiles, num_rows = prepare(x, experts, count + more, config)
+    first, second, scales = (gate, up), (down,), ((), ())
+    if scaled := isinstance(gate, TileScaled):
+        rows = in_positions(rows)
+        scales = (gate.scales, up.scales), (down.scales,)
+        first, second = (gate.values, up.values), (down.values,)
     options = {"num_rows": num_rows, "config": config, "interpret": interpret}
-    inner = products(rows, (gate, up), tiles, (down,), **options)
-    results = products(inner, (down,), tiles, **options)
+    following = *second, *more_second, *scales[1]
+    inner = products(rows, first, scales[0], tiles, following, shared=more_first, **options)
+    results = products(inner, second, scales[1], tiles, shared=more_second, **options)
     total = jnp.zeros(x.shape, jnp.float32)
     for rows, shares in zip(places.T, weights.T, strict=True):
         chosen = results.at[rows].get(mode="clip").astype(jnp.float32)
         # Select instead of multiplying by 0: rows that no tile has written may hold anything.
         total += jnp.where((rows < num_rows)[:, None], chosen * shares[:, None], 0)
-    return total.astype(x.dtype)
+    return (from_positions(total) if scaled else total).astype(x.dtype)
+
+
+def _with_shared(experts, weights, count: int, more: int) -> tuple[jax.Array, jax.Array]:
+    """The choices and weights of tokens that have also chosen the `more` experts after the first `count`."""
+    rows = len(experts)
+    added = jnp.broadcast_to(jnp.arange(count, count + more, dtype=jnp.int32), (rows, more))
+    experts = jnp.where((experts >= 0) & (experts < count), experts, -1)
+    weights = jnp.concatenate([weights, jnp.ones((rows, more), jnp.float32)], axis=1)
+    return jnp.concatenate([experts, added], axis=1), weights
 
 
 def _of_groups(x, experts, num_experts: int, config):
