@@ -17,7 +17,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv.bench import shares
-from jaxkv.bench.kernel_times import time_kernels
+from jaxkv.bench.kernel_times import kernels_of
 from jaxkv.cli import random_models
 from jaxkv.cli.options import output_file, positive
 from jaxkv.terminal.files import write_json
@@ -61,17 +61,18 @@ def run(args: argparse.Namespace) -> int:
     positions = jnp.broadcast_to(jnp.arange(args.tokens - args.new_tokens, args.tokens), (args.requests, args.new_tokens))
     slots = jaxkv.slots_for(jnp.asarray(tables), positions, block_size=BLOCK_SIZE)
     index = lengths, jnp.asarray(tables), slots
-    first = jnp.zeros((args.requests, args.new_tokens), jnp.int32)
-    seconds, cache = _seconds(model, cache, first, index)
+    steps = Steps(model, cache, jnp.zeros((args.requests, args.new_tokens), jnp.int32), index)
+    del cache  # which the steps donate
+    seconds = _seconds(steps)
     rate = args.requests * args.new_tokens / seconds
     print(f"a step of {batch}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
-    found = _shares(model, cache, first, index, seconds)
+    found = _shares(steps, seconds)
     if args.json:
         about = {
             "device": jax.devices()[0].device_kind,
             "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
             "model": {"architecture": config.architecture, "layers": config.num_layers, "entries": model.entry_format},
-            "bytes": {"weights": nbytes(model.params), "cache": cache.buffer.nbytes},
+            "bytes": {"weights": nbytes(model.params), "cache": steps.cache.buffer.nbytes},
             "requests": args.requests,
             "tokens": args.tokens,
             "new_tokens": args.new_tokens,
@@ -118,8 +119,21 @@ def _filled(model: "Model", num_blocks: int) -> jaxkv.KVCache:
     return jax.jit(fill)()
 
 
+class Steps:
+    """A compiled step, of tokens [B, Q] of each request, and its state: each call makes the next step."""
+
+    def __init__(self, model: "Model", cache: jaxkv.KVCache, tokens, index):
+        self._model, self._index = model, index
+        self.cache, self._tokens = cache, tokens
+        self._run: Any = jax.jit(_step, donate_argnums=1)
+
+    def __call__(self) -> jax.Array:
+        self.cache, self._tokens = self._run(self._model, self.cache, self._tokens, self._index)
+        return self._tokens
+
+
 def _step(model: "Model", cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KVCache, jax.Array]:
-    """A step of tokens [B, Q]: the cache, and the tokens with the most likely next one of each request at the end."""
+    """A step: the cache, and the tokens with the most likely next one of each request at the end."""
     from jaxkv.models import prefill
 
     cache, logits = prefill(model, cache, tokens, *index)
@@ -127,31 +141,20 @@ def _step(model: "Model", cache: jaxkv.KVCache, tokens, index) -> tuple[jaxkv.KV
     return cache, jnp.concatenate([tokens[:, 1:], drawn], axis=1)
 
 
-def _seconds(model, cache, tokens, index) -> tuple[float, jaxkv.KVCache]:
-    """Seconds per step, over steps that each use the previous one's tokens; and the cache."""
-    step: Any = jax.jit(_step, donate_argnums=1)
+def _seconds(steps: Steps) -> float:
+    """Seconds per step, over steps that each use the previous one's tokens."""
     for _ in range(2):  # the first run compiles
-        cache, tokens = jax.block_until_ready(step(model, cache, tokens, index))
+        jax.block_until_ready(steps())
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < LEAST_SECONDS:
-        for _ in range(10):
-            cache, tokens = step(model, cache, tokens, index)
-        jax.block_until_ready(tokens)
+        jax.block_until_ready([steps() for _ in range(10)])
         count += 10
-    return (time.perf_counter() - start) / count, cache
+    return (time.perf_counter() - start) / count
 
 
-def _shares(model, cache, tokens, index, seconds: float) -> dict[str, float]:
+def _shares(steps: Steps, seconds: float) -> dict[str, float]:
     """Prints and returns how a step of `seconds` is spent, as `shares` does; empty if kernels cannot be timed."""
-    buffer, layout = jax.new_ref(cache.buffer), cache.layout
-    del cache  # the steps below would otherwise need memory for a second cache
-
-    def once(buffer, model, tokens, index):
-        cache, tokens = _step(model, jaxkv.KVCache(buffer[...], layout), tokens, index)
-        buffer[...] = cache.buffer
-        return tokens
-
-    found = time_kernels(once, buffer, model, tokens, index, repeats=3)
+    found = kernels_of(steps, repeats=3)
     if found is None:
         return {}
     divided = shares.shares(found.kernels, seconds)

@@ -52,12 +52,12 @@ def test_shares_are_printed_and_recorded(monkeypatch, capsys, tmp_path):
         ("loop_add_fusion", 1e-3),
     )
 
-    def timed(call, *args, repeats):
-        jax.block_until_ready(jax.jit(call)(*args))
+    def timed(run, *, repeats):
+        jax.block_until_ready(run())
         return KernelTimes(10e-3, kernels)
 
-    monkeypatch.setattr(step, "time_kernels", timed)
-    monkeypatch.setattr(step, "_seconds", lambda model, cache, tokens, index: (20e-3, cache))
+    monkeypatch.setattr(step, "kernels_of", timed)
+    monkeypatch.setattr(step, "_seconds", lambda steps: 20e-3)
     file = tmp_path / "step.json"
     options = ["--requests", "1", "--tokens", "1", "--json", str(file)]
     main(["step", str(MODELS / "deepseek_v3" / "config.json"), *options])
