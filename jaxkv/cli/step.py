@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
     print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
     lengths = jnp.full(args.requests, args.tokens, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(args.tokens - args.new_tokens, args.tokens), (args.requests, args.new_tokens))
+    positions = jnp.broadcast_to(
+        jnp.arange(args.tokens - args.new_tokens, args.tokens), (args.requests, args.new_tokens)
+    )
     slots = jaxkv.slots_for(jnp.asarray(tables), positions, block_size=BLOCK_SIZE)
     index = lengths, jnp.asarray(tables), slots
     steps = Steps(model, cache, jnp.zeros((args.requests, args.new_tokens), jnp.int32), index)

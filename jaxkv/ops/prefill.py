@@ -268,7 +268,9 @@ def _aligned(context: _Context, q) -> tuple[jax.Array, jax.Array]:
             parts = (jnp.moveaxis(x.reshape(batch, splits, *x.shape[1:]), 1, 0) for x in parts)
             return reduce(_merged, zip(*parts, strict=True), state)
 
-        found = _with_chunks(found, with_chunk, -(-cached.max() // size), None if module is expanded else -(-most // size))
+        found = _with_chunks(
+            found, with_chunk, -(-cached.max() // size), None if module is expanded else -(-most // size)
+        )
     out, lse = found
     return _padded(out, padding, 0), _padded(lse, padding, -jnp.inf)
 

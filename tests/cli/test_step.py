@@ -89,7 +89,10 @@ def test_the_configuration_may_have_any_name(tmp_path, capsys):
         (["nowhere/config.json"], "`path` is 'nowhere/config.json'"),
         (["/nowhere"], "`path` is '/nowhere'"),
         ([str(MODELS / "deepseek_v3"), "--tokens", "1", "--implementation", "mosaic_gpu"], "mosaic_gpu: "),
-        ([str(MODELS / "deepseek_v3"), "--tokens", "1", "--new-tokens", "2"], "--new-tokens is 2: expected at most the 1"),
+        (
+            [str(MODELS / "deepseek_v3"), "--tokens", "1", "--new-tokens", "2"],
+            "--new-tokens is 2: expected at most the 1",
+        ),
     ],
 )
 def test_misuse_is_reported(arguments, message):

@@ -66,9 +66,15 @@ class ExpertChecks(Suite):
         expected += oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in shared))
         assert_close(found, expected, roundings=64 if found.dtype == "float32" else 4, magnitude=1)
         # Ids that do not exist are not those of the shared expert.
-        none = self.run(jaxkv.grouped_swiglu, x, jnp.full_like(experts, len(matrices[0])), shares, *matrices, shared=shared)
-        assert_close(none, oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in shared)),
-                     roundings=64 if found.dtype == "float32" else 4, magnitude=1)
+        none = self.run(
+            jaxkv.grouped_swiglu, x, jnp.full_like(experts, len(matrices[0])), shares, *matrices, shared=shared
+        )
+        assert_close(
+            none,
+            oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in shared)),
+            roundings=64 if found.dtype == "float32" else 4,
+            magnitude=1,
+        )
 
 
 class Experts(ExpertChecks):
