@@ -130,6 +130,7 @@ class Steps:
         self._run: Any = jax.jit(_step, donate_argnums=1)
 
     def __call__(self) -> jax.Array:
+        """Makes a step; returns its tokens."""
         self.cache, self._tokens = self._run(self._model, self.cache, self._tokens, self._index)
         return self._tokens
 

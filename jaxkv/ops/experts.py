@@ -64,8 +64,9 @@ def _bind(x, experts, weights, gate, up, down, shared=None) -> Call:
             _check_scaled(dims, name, matrix, axes)
         else:
             raise ValueError(f"`{name}` is {describe(matrix)}: expected a TileScaled, as `{min(scaled)}` is one")
-    for number, axes in enumerate(("S D", "S D", "D S") if shared is not None else ()):
-        dims.check(f"shared[{number}]", shared[number], axes, (str(x.dtype),))
+    if shared is not None:
+        for number, (matrix, axes) in enumerate(zip(shared, ("S D", "S D", "D S"), strict=True)):
+            dims.check(f"shared[{number}]", matrix, axes, (str(x.dtype),))
     experts = int32(experts)
     if checking():
         require(experts < dims["E"], "experts", experts, f"there are {dims['E']} experts")

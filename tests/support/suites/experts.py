@@ -62,19 +62,12 @@ class ExpertChecks(Suite):
         found = self.run(jaxkv.grouped_swiglu, *arguments, shared=shared)
         assert found.dtype == x.dtype
         one = np.zeros((len(x), 1), np.int32), np.ones((len(x), 1))
-        expected = oracle.experts(*map(in_float64, arguments))
-        expected += oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in shared))
-        assert_close(found, expected, roundings=64 if found.dtype == "float32" else 4, magnitude=1)
+        alone = oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in shared))
+        tolerance = {"roundings": 64 if found.dtype == "float32" else 4, "magnitude": 1}
+        assert_close(found, oracle.experts(*map(in_float64, arguments)) + alone, **tolerance)
         # Ids that do not exist are not those of the shared expert.
-        none = self.run(
-            jaxkv.grouped_swiglu, x, jnp.full_like(experts, len(matrices[0])), shares, *matrices, shared=shared
-        )
-        assert_close(
-            none,
-            oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in shared)),
-            roundings=64 if found.dtype == "float32" else 4,
-            magnitude=1,
-        )
+        missing = jnp.full_like(experts, len(matrices[0]))
+        assert_close(self.run(jaxkv.grouped_swiglu, x, missing, shares, *matrices, shared=shared), alone, **tolerance)
 
 
 class Experts(ExpertChecks):
