@@ -53,7 +53,7 @@ def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
 LEAST_ON_GPUS = 1024
 """New tokens per request from which on models expand keys and values on GPUs.
 
-With 512, expansion was slower on an H200 (see `prefers_expansion`); with 8,192, it was faster.  Nothing in between was
+With 512, expansion was not faster on an H200 (see `prefers_expansion`); with 8,192, it was.  Nothing in between was
 measured."""
 
 
@@ -64,8 +64,9 @@ def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, v
     must be at least `LEAST_ON_GPUS` new tokens.
 
     Flops are not everything.  In a layer of DeepSeek-V2-Lite (16 heads, bfloat16) on an H200, the attention kernel of
-    8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 7,680 cached ones, it takes 0.16 ms instead
-    of 0.20, but the expansion and the loop over chunks cost more than that saves: a layer takes 1.8 ms instead of 1.5.
+    8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 32,256 cached ones, it takes 0.34 ms instead
+    of 0.77, but expanding the cached tokens takes another 0.31 and what is around it 0.05, and all of this, also if fewer
+    tokens are cached than the tables have room for.
     """
     pays = expansion_pays(q_len, latent=latent, nope=nope, value=value)
     if jax.default_backend() != "gpu" or _only_xla(implementation):
