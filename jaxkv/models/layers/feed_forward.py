@@ -6,7 +6,7 @@ from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
-from jaxkv.ops.experts import grouped_swiglu
+from jaxkv.ops.products import grouped_swiglu
 from jaxkv_kernels.tile_scaled import TileScaled
 
 
@@ -27,10 +27,19 @@ def dense(weights, x) -> jax.Array:
 
 def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden]."""
-    experts, shared = ([weights[name][part] for part in ("gate", "up", "down")] for name in ("experts", "shared"))
-    tokens = x.reshape(-1, x.shape[-1])
-    chosen, shares = route(config, weights, tokens)
-    chosen = parallel.local_experts(chosen, config.count)
+    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]))
+    given = config, weights["experts"], x, chosen, shares, parallel
+    shared = tuple(weights["shared"][part] for part in ("gate", "up", "down"))
     if any(isinstance(weight, TileScaled) for weight in shared):
-        return grouped_swiglu(tokens, chosen, shares, *experts).reshape(x.shape) + dense(weights["shared"], x)
-    return grouped_swiglu(tokens, chosen, shares, *experts, shared=tuple(shared)).reshape(x.shape)
+        return routed(*given) + dense(weights["shared"], x)
+    return routed(*given, shared=shared)
+
+
+def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel, shared=None) -> jax.Array:
+    """The weighted sum of each token's experts, of which those with id -1 are skipped, plus the shared expert, if any.
+
+    x and the result are [..., hidden]; `chosen` and `shares` are from `route`; `shared` as in `grouped_swiglu`.
+    """
+    chosen, tokens = parallel.local_experts(chosen, config.count), x.reshape(-1, x.shape[-1])
+    experts = weights["gate"], weights["up"], weights["down"]
+    return grouped_swiglu(tokens, chosen, shares, *experts, shared=shared).reshape(x.shape)

@@ -3,7 +3,7 @@
 Two products by experts (`products.py`) do the work: gate and up, of which the kernel stores silu(gate) * up, and down.
 XLA prepares their rows, and adds up the experts' results:
 
-- If a tile has room for all tokens, each chosen expert multiplies all of them (`chosen_experts`), which takes few
+- If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them (`chosen_experts`), which takes few
   kernels.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
   (`expert_groups.py`).
@@ -18,18 +18,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.expert_groups import chosen_experts, expert_groups
-from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, MOST_ROWS, default_config
+from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, MOST_ROWS, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.tile_scaled import TileScaled
+from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.experts import shared_swiglu
 
 
 def grouped_swiglu(x, experts, weights, gate, up, down, shared=None):
     """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
-    config = configuration(default_config(x.shape[0], experts.size, gate.shape[0]))
+    if not len(x):
+        return jnp.zeros_like(x)
+    sizes = x.shape[0], experts.size, gate.shape[0]
+    fp8 = isinstance(gate, TileScaled)
+    config = configuration(default_config_of_fp8(*sizes, gate.shape[1]) if fp8 else default_config(*sizes))
     if shared is not None and not (experts.size and _joins(gate, shared, len(x), config)):
         return grouped_swiglu(x, experts, weights, gate, up, down) + shared_swiglu(x, *shared)
     if not experts.size:
@@ -57,17 +61,21 @@ def _swiglu(x, experts, weights, gate, up, down, shared, *, config, interpret):
         experts, weights = _with_shared(experts, weights, count, more)
         more_first = tuple(matrix.reshape(more, -1, x.shape[1]) for matrix in shared[:2])
         more_second = (shared[2].reshape(x.shape[1], more, -1),)
-    prepare = _of_all if len(x) <= config.rows else _of_groups
+    scaled = isinstance(gate, TileScaled)
+    prepare = _of_all if len(x) <= config.rows and not scaled else _of_groups
     rows, places, tiles, num_rows = prepare(x, experts, count + more, config)
     first, second, scales = (gate, up), (down,), ((), ())
-    if scaled := isinstance(gate, TileScaled):
-        rows = in_positions(rows)
+    rounds = scaled and gate.e4m3_products
+    if scaled:
+        rows = in_positions(rounded_to_e4m3(rows) if rounds else rows)
         scales = (gate.scales, up.scales), (down.scales,)
         first, second = (gate.values, up.values), (down.values,)
     options = {"num_rows": num_rows, "config": config, "interpret": interpret}
-    following = *second, *more_second, *scales[1]
+    following = () if rounds else (*second, *more_second, *scales[1])
     inner = products(rows, first, scales[0], tiles, following, shared=more_first, **options)
-    results = products(inner, second, scales[1], tiles, shared=more_second, **options)
+    if rounds:
+        inner = rounded_to_e4m3(inner)  # each 128 values have another order, but are the same
+    results = products(inner, second, scales[1], tiles, early=not rounds, shared=more_second, **options)
     total = jnp.zeros(x.shape, jnp.float32)
     for rows, shares in zip(places.T, weights.T, strict=True):
         chosen = results.at[rows].get(mode="clip").astype(jnp.float32)
