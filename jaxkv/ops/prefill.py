@@ -65,8 +65,8 @@ def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, v
 
     Flops are not everything.  In a layer of DeepSeek-V2-Lite (16 heads, bfloat16) on an H200, the attention kernel of
     8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 32,256 cached ones, it takes 0.34 ms instead
-    of 0.77, but expanding the cached tokens takes another 0.31 and what is around it 0.05, and all of this, also if fewer
-    tokens are cached than the tables have room for.
+    of 0.77, but expanding the cached tokens takes another 0.31, and what is around it 0.05.  Tables with room for more
+    tokens than are cached make that worse (see `FEW_CHUNKS`).
     """
     pays = expansion_pays(q_len, latent=latent, nope=nope, value=value)
     if jax.default_backend() != "gpu" or _only_xla(implementation):

@@ -3,8 +3,8 @@
 Two products by experts (`products.py`) do the work: gate and up, of which the kernel stores silu(gate) * up, and down.
 XLA prepares their rows, and adds up the experts' results:
 
-- If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them (`chosen_experts`), which takes few
-  kernels.  Reading the weights takes longer than the products.
+- If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them
+  (`chosen_experts`), which takes few kernels.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
   (`expert_groups.py`).
 
