@@ -7,12 +7,12 @@ KINDS = {
     "experts": r"experts_",
     "collectives": r"nccl|all_?(reduce|gather|to_?all)",
     "attention": r"^_?(decode|plan|indexer|select|attend|combine|merge)_?|sdpa|fmha|flash|topk_",
-    "cache": r"entries",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|split_?k|dot",
 }
 """What a kernel computes, by a pattern that its name contains.  The first that fits is its kind.
 
-Products are those of dense weights, by XLA or cuBLAS.  Kernels that fit none are XLA's fusions and copies: "others".
+Products are those of dense weights, by XLA or cuBLAS.  Kernels that fit none are "others": XLA's fusions, among which
+are its products of a weight and a single token, and copies of entries.
 """
 
 

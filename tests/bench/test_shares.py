@@ -12,7 +12,7 @@ NAMES = {
     "indexer_logits_mosaic_gpu_kernel": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_128x128x192": "attention",
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "collectives",
-    "store_entries_mosaic_gpu_kernel": "cache",
+    "store_mosaic_gpu_kernel": "others",
     "gemm_fusion_dot_12": "products",
     "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT": "products",
     "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "products",
