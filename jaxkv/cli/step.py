@@ -1,17 +1,19 @@
-"""Time a decode step of a whole model on this machine, given its config.json.
+"""Time a decode step of a whole model on this machine, given its config.json, or a step of a prefill.
 
-The weights are random, which does not change the time.  Every request has the same number of cached tokens.
+The weights are random, which does not change the time.  Every request has the same number of cached tokens.  On NVIDIA
+GPUs, the time of a step is divided into kinds of kernels, and the gaps between kernels.
 """
 
 import argparse
-import re
 from typing import TYPE_CHECKING
 
 import jax
 
+from jaxkv.bench import shares
 from jaxkv.bench.kernel_times import kernels_of
 from jaxkv.cli import random_models
-from jaxkv.cli.options import positive
+from jaxkv.cli.options import output_file, positive
+from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted, size
 from jaxkv.terminal.memory import nbytes
 
@@ -23,44 +25,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options: the model, the batch, and the format and layout of the cache."""
     random_models.add_arguments(parser)
     parser.add_argument("--requests", type=positive, default=32, metavar="N", help="rows of the batch (32)")
-    tokens = "cached tokens of each request, the new one included (4096)"
+    tokens = "cached tokens of each request, the new ones included (4096)"
     parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help=tokens)
+    new = "new tokens of each request (1); with more, the step is that of a prefill"
+    parser.add_argument("--new-tokens", type=positive, default=1, metavar="N", help=new)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the sizes, the time of a step and, on NVIDIA GPUs, the time of its kernels."""
+    """Prints the sizes, the time of a step and, on NVIDIA GPUs, the shares of kernels and gaps."""
+    # Imported here, because the other commands do not need the models.
     from jaxkv.bench import model_steps
 
+    if args.new_tokens > args.tokens:
+        raise ValueError(f"--new-tokens is {args.new_tokens}: expected at most the {args.tokens} --tokens")
     num_blocks = args.requests * model_steps.blocks_for(args.tokens)
     model = random_models.random_model(args, num_blocks, model_steps.BLOCK_SIZE)
     config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
+    if args.new_tokens > 1:
+        batch += f", {args.new_tokens:,} of them new"
     # Raises here, before anything is printed, if the model does not fit.
     cache = jax.block_until_ready(model_steps.filled(model, num_blocks))
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
     print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
-    steps = model_steps.Steps(model, cache, requests=args.requests, tokens=args.tokens)
+    sizes = {"requests": args.requests, "tokens": args.tokens, "new_tokens": args.new_tokens}
+    steps = model_steps.Steps(model, cache, **sizes)
     del cache  # which the steps donate
     seconds = steps.seconds()
-    rate = args.requests / seconds
+    rate = args.requests * args.new_tokens / seconds
     print(f"a step of {batch}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
-    _print_kernels(steps, seconds)
+    found = _shares(steps, seconds)
+    if args.json:
+        about = {
+            **random_models.described(model),
+            "bytes": {"weights": nbytes(model.params), "cache": steps.cache.buffer.nbytes},
+            **sizes,
+            "ms": 1e3 * seconds,
+            "shares_ms": {name: 1e3 * took for name, took in found.items()},
+        }
+        write_json(args.json, about)
     return 0
 
 
-def _print_kernels(steps: "Steps", seconds: float) -> None:
-    """Prints the fraction of a step in which the GPU runs kernels, and the fraction of this library's kernels."""
+def _shares(steps: "Steps", seconds: float) -> dict[str, float]:
+    """Prints and returns how a step of `seconds` is spent, as `shares` does; empty if kernels cannot be timed."""
     found = kernels_of(steps, repeats=3)
     if found is None:
-        return
-    own = [(name, took) for name, took in found.kernels if _is_own(name)]
-    busy, ours = sum(took for _, took in found.kernels), sum(took for _, took in own)
-    print(
-        f"kernels: {len(found.kernels)} per step, {1e3 * busy:.3f} ms ({busy / seconds:.0%} of the step); "
-        f"those of jaxkv: {len(own)}, {1e3 * ours:.3f} ms ({ours / seconds:.0%})"
-    )
-
-
-def _is_own(kernel: str) -> bool:
-    """Whether the kernel of that name belongs to this library.  Those of `xla` cannot be recognised."""
-    # The names of this library's Triton kernels begin with an underscore.
-    return kernel.endswith("mosaic_gpu_kernel") or re.match("_[a-z]", kernel) is not None
+        return {}
+    divided = shares.shares(found.kernels, seconds)
+    print(f"{len(found.kernels)} kernels per step: {shares.described(divided, seconds)}")
+    return divided

@@ -10,6 +10,7 @@ import argparse
 import math
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +19,8 @@ import jax
 import numpy as np
 
 import jaxkv
+from jaxkv.bench import shares
+from jaxkv.bench.kernel_times import KernelTimes, kernels_of
 from jaxkv.cli import random_models
 from jaxkv.cli.options import output_file, output_folder, positive
 from jaxkv.offload import DiskPool, HostPool
@@ -64,9 +67,14 @@ def run(args: argparse.Namespace) -> int:
         bench = Bench(model, args.prefix, args.chunk, args.order, args.disk or Path(scratch))
         print(bench)
         rounds = [bench.round() for _ in range(1 + args.rounds)][1:]
+        kernels = bench.cold_kernels()
     ms = {name: [1e3 * cases[name].seconds for cases in rounds] for name in rounds[0]}
     for name, times in ms.items():
         print(f"{name:7}{median(times):10.2f} ms ({min(times):.2f} to {max(times):.2f})")
+    cold = median(ms["cold"]) / 1e3
+    divided = shares.shares(kernels.kernels, cold) if kernels else {}
+    if divided:
+        print(f"cold: {shares.described(divided, cold)}")
     wrong = [
         f"{name}, round {number}: {case.found} tokens found, then {case.tokens} drawn; cold {cases['cold'].tokens}"
         for number, cases in enumerate(rounds, 1)
@@ -79,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             **random_models.described(model),
             "prefix": {"tokens": args.prefix, "bytes": bench.nbytes, "order": args.order, "chunk": args.chunk},
             "ms": ms,
+            "cold_shares_ms": {name: 1e3 * took for name, took in divided.items()},
             "wrong": wrong,
         }
         write_json(args.json, about)
@@ -130,14 +139,28 @@ class Bench:
 
     def round(self) -> dict[str, Case]:
         """Serves one new prompt in every case (computed, found on the device, in host memory, on disk)."""
-        # Without a seed, because the folder may hold blocks of the same prompt from an earlier run.
-        prompt = np.random.default_rng().integers(0, self._model.config.vocab_size, self._prefix + 1).tolist()
+        prompt = self._new_prompt()
         engine = self._engine(self._host)
         cases = {"cold": _served(engine, prompt), "device": _served(engine, prompt)}
         cases["host"] = _served(self._engine(self._host), prompt)
         self._host.flush()
         cases["disk"] = _served(self._engine(self._pool()), prompt)
         return cases
+
+    def cold_kernels(self) -> KernelTimes | None:
+        """The kernels that compute a new prompt, up to its first token; None if they cannot be timed."""
+        engine = cache(lambda: self._engine(self._host))  # made by the first call, and not at all without a GPU
+
+        def serve():
+            engine().submit(self._new_prompt(), max_tokens=1, stop=())
+            for _ in engine().run():
+                pass
+
+        return kernels_of(serve, repeats=1)
+
+    def _new_prompt(self) -> list[int]:
+        # Without a seed, because the folder may hold blocks of the same prompt from an earlier run.
+        return np.random.default_rng().integers(0, self._model.config.vocab_size, self._prefix + 1).tolist()
 
     def _pool(self) -> HostPool:
         return HostPool(self._layout, 2 * self._num_blocks, disk=self._disk)

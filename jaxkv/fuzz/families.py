@@ -353,22 +353,29 @@ class Experts(Case):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The number of experts, those chosen per token, the width of tokens, the inner size; float8 weights or not."""
+        """The number of experts, those chosen per token, the width of tokens, the inner size; float8 weights or not.
+
+        Last, the inner size of the expert of all tokens, or 0.
+        """
         count, sizes = pick(rng, 1, 3, 8, 40), (20, 64, 64, 128, 192)
+        inner = pick(rng, *sizes)
         options = {
             "experts": count,
             "chosen": pick(rng, 1, 2, 6),
             "width": pick(rng, *sizes),
-            "inner": pick(rng, *sizes),
+            "inner": inner,
             "fp8": pick(rng, False, False, True),
+            "shared": pick(rng, 0, 0, inner, 2 * inner, 72),
         }
         return {"count": pick(rng, 1, 2, 33, 200), "options": options}
 
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of tokens and weights."""
-        count, _, width, inner, _ = self._sizes
+        count, _, width, inner, _, shared = self._sizes
         matrices = [(count, inner, width), (count, inner, width), (count, width, inner)]
+        if shared:
+            matrices += [(shared, width), (shared, width), (width, shared)]
         return [(shape, self.dtype) for shape in ((self.count, width), *matrices)]
 
     @property
@@ -386,9 +393,11 @@ class Experts(Case):
     def arguments(self, cache, values, draw, layer):
         """Tokens, experts and their weights."""
         tokens, *matrices = values
-        if self._sizes[-1]:
+        matrices, shared = matrices[:3], tuple(matrices[3:])
+        if self._sizes[4]:
             matrices = _in_float8(matrices)
-        return (tokens, draw.index[0], draw.keywords["weights"], *matrices), {}
+        options = {"shared": shared} if shared else {}
+        return (tokens, draw.index[0], draw.keywords["weights"], *matrices), options
 
     def run(self, cache, values, draw, layer, implementation):
         """The result for matrices with which sums are about 1."""

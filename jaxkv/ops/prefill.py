@@ -1,5 +1,7 @@
 """Attention of many new tokens to the cache, by keys and values that are expanded from latents."""
 
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -10,8 +12,9 @@ from jax import lax
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.validate import check_cache, entry_scale, in_float32, int32, layer_index, mla_dims, positive_int
-from jaxkv.ops.attention import check_entries
+from jaxkv.ops.attention import check_entries, decode_mla
 from jaxkv.ops.gathers import gather_mla
+from jaxkv.ops.plan import DecodePlan
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.addressing.slots import lengths_in_table, table_tokens
 from jaxkv_kernels.formats.entries import MLAEntry
@@ -20,8 +23,19 @@ from jaxkv_kernels.xla import expanded
 EXPANDED_BYTES = 2**28
 """The default bound on the bytes of the expanded keys and values of a chunk: 26,214 tokens for 16 heads of 192 and 128
 values in bfloat16, 3,276 tokens for 128."""
-ALIGNED = 128
+ALIGNED = 1024
 """Chunks of this many tokens or more are multiples of it."""
+
+FULL_ROWS = 2 * 132 * 128
+"""Query rows (requests x heads x tokens) that fill a Hopper GPU: two work tiles of 128 rows per multiprocessor."""
+LEAST_KEYS = 1024
+"""The least keys of a part of a chunk."""
+
+FEW_CHUNKS = 2
+"""Up to so many chunks, GPUs compute all of them, even if there are fewer cached tokens.
+
+XLA's loops and conditions wait for the host, which cost 0.46 ms per layer on an H200.  A chunk without tokens takes
+about 0.15 ms: its keys and values are expanded, but cuDNN skips them."""
 
 
 def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
@@ -39,7 +53,7 @@ def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
 LEAST_ON_GPUS = 1024
 """New tokens per request from which on models expand keys and values on GPUs.
 
-With 512, expansion was slower on an H200 (see `prefers_expansion`); with 8,192, it was faster.  Nothing in between was
+With 512, expansion was not faster on an H200 (see `prefers_expansion`); with 8,192, it was.  Nothing in between was
 measured."""
 
 
@@ -50,8 +64,9 @@ def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, v
     must be at least `LEAST_ON_GPUS` new tokens.
 
     Flops are not everything.  In a layer of DeepSeek-V2-Lite (16 heads, bfloat16) on an H200, the attention kernel of
-    8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 7,680 cached ones, it takes 0.16 ms instead
-    of 0.20, but the expansion and the loop over chunks cost more than that saves: a layer takes 1.8 ms instead of 1.5.
+    8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 32,256 cached ones, it takes 0.34 ms instead
+    of 0.77, but expanding the cached tokens takes another 0.31, and what is around it 0.05.  Tables with room for more
+    tokens than are cached make that worse (see `FEW_CHUNKS`).
     """
     pays = expansion_pays(q_len, latent=latent, nope=nope, value=value)
     if jax.default_backend() != "gpu" or _only_xla(implementation):
@@ -71,6 +86,9 @@ def prefill_mla(
     layer,
     scale,
     kv_scale=None,
+    cu_q_lens=None,
+    num_decodes: int = 0,
+    plan: DecodePlan | None = None,
     expanded_bytes: int = EXPANDED_BYTES,
     return_lse: bool = False,
     implementation=None,
@@ -91,6 +109,11 @@ def prefill_mla(
     The last Q tokens of each request are expanded and attended to at once.  Earlier tokens are expanded in chunks of
     bounded memory, in a loop over the longest request; the parts are merged by their log-sum-exps.
 
+    With `cu_q_lens`, the batch is ragged: requests have different numbers of query tokens, and their rows follow one
+    another.  The cached tokens of all requests are then expanded in chunks of one sequence, so that the work depends on
+    how many there are, not on the longest request.  Requests that are decoding may come first: `decode_mla` computes
+    the rows of the first `num_decodes` requests, because expanding cached tokens does not pay for one query token.
+
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
     multiples of 8.  As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may
     then reach those that do not see it.  All other calls, and those with `implementation="xla"`, run on XLA.  Tokens
@@ -98,8 +121,8 @@ def prefill_mla(
     masked, but has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
 
     Args:
-      q_nope: float [B, Q, H, N], queries without their rotary part.
-      q_pe: [B, Q, H, P], rotary queries after RoPE, the dtype of `q_nope`.
+      q_nope: float [B, Q, H, N], queries without their rotary part; [T, H, N] with `cu_q_lens`.
+      q_pe: [B, Q, H, P] or [T, H, P], rotary queries after RoPE, the dtype of `q_nope`.
       w_uk: [H, N, R], the dtype of `q_nope`.
       w_uv: [H, V, R], the dtype of `q_nope`.
       cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
@@ -109,23 +132,32 @@ def prefill_mla(
       layer: int, or traced int32 scalar.
       scale: static number, the model's own softmax scale.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
+      cu_q_lens: int32 [B + 1], for a ragged batch: running sum of the numbers of query tokens, from 0.  The queries of
+        request b are rows cu_q_lens[b] to cu_q_lens[b + 1] - 1, and belong to its last tokens.  Rows from cu_q_lens[B]
+        on are padding.
+      num_decodes: static number of requests at the beginning of a ragged batch that are decoding.  Each has one row:
+        cu_q_lens[b] is b for b = 0 to `num_decodes`.  Its `seq_lens` may be 0.
+      plan: what `plan_decode` returned for the requests that are decoding, as in `decode_mla`.
       expanded_bytes: static bound on the bytes of the expanded keys and values of a chunk of earlier tokens; 256 MiB by
-        default.  Temporary memory is up to about four times that.  A chunk has at least one token of each request, even
-        if that exceeds the bound.  The last Q tokens are expanded at once, because queries and results are as large.
+        default.  Temporary memory is up to about four times that.  A chunk has at least one token of each request (one
+        token in all with `cu_q_lens`), even if that exceeds the bound.  The new tokens are expanded at once, because
+        queries and results are as large.
       return_lse: also return the log-sum-exp of the scores.
       implementation: None (the best that supports the call), a name, or a sequence of names, for reading the cache.
 
     Returns:
-      out [B, Q, H, V], of q_nope's dtype; with `return_lse` also lse, float32 [B, Q, H], natural logarithm.  A query
-      that sees no token gets 0 and -inf.
+      out [B, Q, H, V] or [T, H, V], of q_nope's dtype; with `return_lse` also lse, float32 [B, Q, H] or [T, H], natural
+      logarithm.  A query that sees no token gets 0 and -inf, and so does padding.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong.
+      ValueError: a shape, dtype, static layer or scale is wrong; `num_decodes` exceeds the requests or the rows;
+        `num_decodes` or `plan` is passed without `cu_q_lens`, or `plan` was made for another shape or dtype.
     """
     check_cache(cache, MLAEntry)
     dims, dtype = mla_dims(cache), (str(getattr(q_nope, "dtype", None)),)
-    dims.check("q_nope", q_nope, "B Q H N")
-    dims.check("q_pe", q_pe, "B Q H P", dtype)
+    rows = "B Q" if cu_q_lens is None else "T"
+    dims.check("q_nope", q_nope, f"{rows} H N")
+    dims.check("q_pe", q_pe, f"{rows} H P", dtype)
     dims.check("w_uk", w_uk, "H N R", dtype)
     dims.check("w_uv", w_uv, "H V R", dtype)
     dims.check_ints("block_tables", block_tables, "B M")
@@ -134,51 +166,213 @@ def prefill_mla(
     most_bytes = positive_int("expanded_bytes", expanded_bytes, below=None)
     block_tables, seq_lens, layer = int32(block_tables), int32(seq_lens), layer_index(layer, cache)
     options = {"layer": layer, "kv_scale": entry_scale("kv_scale", kv_scale, cache), "implementation": implementation}
+    if cu_q_lens is not None:
+        dims.check_running_sum("cu_q_lens", cu_q_lens)
+        cu_q_lens = int32(cu_q_lens)
+    _check_decodes(num_decodes, plan, cu_q_lens, dims)
     # As for kernels: the user's program may have stricter rules than JAX's default ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         if checks.checking():
             check_entries(cache, block_tables, jnp.zeros_like(seq_lens), seq_lens, layer)
-        q = jnp.concatenate([q_nope, q_pe], axis=-1)
-        out, lse = _prefill(q, w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, options)
+            _check_rows(cu_q_lens, len(q_nope), num_decodes)
+        context = _Context(w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, options)
+        if cu_q_lens is None:
+            out, lse = _aligned(context, jnp.concatenate([q_nope, q_pe], axis=-1))
+        else:
+            out, lse = _ragged(context, q_nope, q_pe, cu_q_lens, num_decodes, plan)
     return (out, lse) if return_lse else out
 
 
-def _prefill(q, w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, options) -> tuple[jax.Array, jax.Array]:
-    """`prefill_mla` of queries [B, Q, H, N + P]: out and lse.  `options` are those of `gather_mla`."""
-    batch, tokens, heads, key_dim = q.shape
-    value_dim = w_uv.shape[1]
-    attention = _attention(q.dtype, key_dim, value_dim, options["implementation"])
-    lengths = lengths_in_table(seq_lens, block_tables, cache.layout.block_size)
+@dataclass(frozen=True)
+class _Context:
+    """What queries attend to: the arguments of `prefill_mla`, checked."""
+
+    w_uk: jax.Array
+    w_uv: jax.Array
+    cache: KVCache
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    scale: float
+    most_bytes: int
+    options: dict[str, Any]
+    """Those of `gather_mla`."""
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a request."""
+        return table_tokens(self.block_tables, self.cache.layout.block_size)
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Tokens of each request."""
+        return lengths_in_table(self.seq_lens, self.block_tables, self.cache.layout.block_size)
+
+    def chunk(self, most: int, q, sequences: int = 1) -> int:
+        """Tokens per chunk of at most `most` earlier tokens, of each of `sequences`."""
+        heads, value_dim, _ = self.w_uv.shape
+        return _chunk(most, self.most_bytes // (sequences * heads * (q.shape[-1] + value_dim) * q.dtype.itemsize))
+
+    def attention(self, q):
+        """The module whose functions compute attention of queries [..., D] to expanded keys and values."""
+        if _only_xla(self.options["implementation"]):
+            return expanded
+        return expanded if any(cudnn.unsupported_reasons(q.dtype, q.shape[-1], self.w_uv.shape[1])) else cudnn
+
+    def latents(self, first, counts, total: int, dtype) -> tuple[jax.Array, jax.Array]:
+        """kv_c [total, R] and k_pe [total, P] of `counts` [B] tokens per request, from positions `first` [B] on."""
+        runs = _running_sum(counts)
+        options = {**self.options, "total": total, "dtype": dtype, "seq_starts": first}
+        return gather_mla(self.cache, self.block_tables, runs, **options)
+
+    def expand(self, kv_c, k_pe) -> tuple[jax.Array, jax.Array]:
+        """Keys [..., H, N + P] and values [..., H, V] of latents [..., R] and rotary keys [..., P]."""
+        # Products of float32 values must not be rounded to tf32.
+        precision = lax.Precision.HIGHEST if kv_c.dtype == jnp.float32 else None
+        k_nope = jnp.einsum("...r,hnr->...hn", kv_c, self.w_uk, precision=precision)
+        v = jnp.einsum("...r,hvr->...hv", kv_c, self.w_uv, precision=precision)
+        k_pe = jnp.broadcast_to(k_pe[..., None, :], (*k_nope.shape[:-1], k_pe.shape[-1]))
+        return jnp.concatenate([k_nope, k_pe], axis=-1), v
+
+
+def _aligned(context: _Context, q) -> tuple[jax.Array, jax.Array]:
+    """`prefill_mla` of queries [B, Q, H, N + P], aligned to the end: out and lse."""
+    batch, tokens, heads, _ = q.shape
+    module = context.attention(q)
+    attend = partial(module.attention, scale=context.scale)
+    lengths = context.lengths
     new = jnp.minimum(lengths, tokens)
     cached = lengths - new
     # A request of fewer than Q tokens has padding before them.  It moves to the end, where masks expect it.
     padding = tokens - new
     q = _shifted(q, padding)
 
-    def part(first, counts, size, *, causal):
-        """Attention to `counts` [B] tokens, at most `size`, from positions `first` [B] on."""
-        kv_c, k_pe = _gathered(cache, block_tables, first, counts, size, q.dtype, options)
-        k, v = _expanded(kv_c, k_pe, w_uk, w_uv)
-        return attention(q, k, v, new, counts, scale=scale, causal=causal)
+    def keys_and_values(first, counts, size):
+        """Those of `counts` [B] tokens, at most `size`, from positions `first` [B] on."""
+        packed = context.latents(first, counts, batch * size, q.dtype)
+        return context.expand(*(_unpacked(x, counts, size) for x in packed))
 
-    found = part(cached, new, tokens, causal=True)
-    if (most := table_tokens(block_tables, cache.layout.block_size) - tokens) > 0:
-        size = _chunk(most, most_bytes // (batch * heads * (key_dim + value_dim) * q.dtype.itemsize))
+    found = attend(q, *keys_and_values(cached, new, tokens), new, new, causal=True)
+    if (most := context.capacity - tokens) > 0:
+        size = context.chunk(most, q, batch)
+        splits = 1 if module is expanded else _splits(size, batch * heads * tokens)
 
         def with_chunk(i, state):
-            out, lse = state
             first = jnp.minimum(i * size, cached)
-            other_out, other_lse = part(first, jnp.minimum(cached - first, size), size, causal=False)
-            return _merged(out, lse, other_out, other_lse)
+            counts = jnp.minimum(cached - first, size)
+            k, v = keys_and_values(first, counts, size)
+            # Parts of the keys become requests of their own.
+            k, v = (x.reshape(batch * splits, size // splits, *x.shape[2:]) for x in (k, v))
+            starts = jnp.arange(splits, dtype=jnp.int32) * (size // splits)
+            kv_lens = jnp.clip(counts[:, None] - starts, 0, size // splits).reshape(-1)
+            queries, q_lens = (jnp.repeat(x, splits, axis=0) for x in (q, new))
+            parts = attend(queries, k, v, q_lens, kv_lens, causal=False)
+            parts = (jnp.moveaxis(x.reshape(batch, splits, *x.shape[1:]), 1, 0) for x in parts)
+            return reduce(_merged, zip(*parts, strict=True), state)
 
-        def with_cached(out, lse):
-            out, lse = lax.fori_loop(0, -(-cached.max() // size), with_chunk, (out.astype(jnp.float32), lse))
-            return out.astype(q.dtype), lse
-
-        # Without cached tokens, the results are not converted to float32 and back.
-        found = lax.cond(cached.max() > 0, with_cached, lambda *found: found, *found)
+        found = _with_chunks(
+            found, with_chunk, -(-cached.max() // size), None if module is expanded else -(-most // size)
+        )
     out, lse = found
     return _padded(out, padding, 0), _padded(lse, padding, -jnp.inf)
+
+
+def _ragged(context: _Context, q_nope, q_pe, cu_q_lens, decodes: int, plan) -> tuple[jax.Array, jax.Array]:
+    """`prefill_mla` of queries [T, H, N] and [T, H, P]: out and lse.  The first `decodes` requests are decoding."""
+    parts = []
+    if decodes:
+        first = replace(context, block_tables=context.block_tables[:decodes], seq_lens=context.seq_lens[:decodes])
+        parts.append(_decoding(first, q_nope[:decodes], q_pe[:decodes], plan))
+    if decodes < len(q_nope):
+        others = replace(context, block_tables=context.block_tables[decodes:], seq_lens=context.seq_lens[decodes:])
+        q = jnp.concatenate([q_nope[decodes:], q_pe[decodes:]], axis=-1)
+        parts.append(_prefilling(others, q, cu_q_lens[decodes:] - decodes))
+    out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+    return out, lse
+
+
+def _decoding(context: _Context, q_nope, q_pe, plan) -> tuple[jax.Array, jax.Array]:
+    """The rows of requests with one query token each: absorbed attention."""
+    precision = lax.Precision.HIGHEST if q_nope.dtype == jnp.float32 else None
+    q_latent = jnp.einsum("bhn,hnr->bhr", q_nope, context.w_uk, precision=precision)
+    out, lse = decode_mla(
+        q_latent, q_pe, context.cache, context.block_tables, context.seq_lens, scale=context.scale, plan=plan,
+        return_lse=True, **context.options,
+    )  # fmt: skip
+    return jnp.einsum("bhr,hvr->bhv", out, context.w_uv, precision=precision), lse
+
+
+def _prefilling(context: _Context, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
+    """The rows of requests that follow one another in q [T, H, N + P]."""
+    rows, heads, _ = q.shape
+    if not len(context.block_tables):
+        return jnp.zeros((rows, heads, context.w_uv.shape[1]), q.dtype), jnp.full((rows, heads), -jnp.inf)
+    module = context.attention(q)
+    attend = partial(module.ragged_attention, scale=context.scale)
+    lengths, ends = context.lengths, jnp.clip(cu_q_lens[1:], 0, rows)
+    new = jnp.clip(jnp.minimum(lengths, ends - jnp.clip(cu_q_lens[:-1], 0, rows)), 0)
+    cached = lengths - new
+
+    def part(first, counts, size, *, causal):
+        """Attention to `counts` [B] tokens, at most `size` in all, from positions `first` [B] on."""
+        k, v = context.expand(*context.latents(first, counts, size, q.dtype))
+        return attend(q, k, v, ends - new, new, _running_sum(counts)[:-1], counts, causal=causal)
+
+    found = part(cached, new, rows, causal=True)
+    before = _running_sum(cached)
+    size = context.chunk(len(lengths) * context.capacity, q)
+
+    def with_chunk(i, state):
+        first, last = (jnp.clip(bound - before[:-1], 0, cached) for bound in (i * size, (i + 1) * size))
+        return _merged(state, part(first, last - first, size, causal=False))
+
+    most = None if module is expanded else -(-len(lengths) * context.capacity // size)
+    return _with_chunks(found, with_chunk, -(-before[-1] // size), most)
+
+
+def _with_chunks(found, with_chunk, count, most: int | None) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) `found`, merged with those of `count` chunks by `with_chunk(i, found)`.
+
+    `most` is the most chunks that there may be, if the device is a GPU.
+    """
+    dtype = found[0].dtype
+    if most is not None and most <= FEW_CHUNKS:
+        found = found[0].astype(jnp.float32), found[1]
+        out, lse = reduce(lambda state, i: with_chunk(jnp.int32(i), state), range(most), found)
+        return out.astype(dtype), lse
+
+    def merged(out, lse):
+        out, lse = lax.fori_loop(0, count, with_chunk, (out.astype(jnp.float32), lse))
+        return out.astype(dtype), lse
+
+    # Without cached tokens, the results are not converted to float32 and back.
+    return lax.cond(count > 0, merged, lambda *found: found, *found)
+
+
+def _check_decodes(num_decodes, plan, cu_q_lens, dims) -> None:
+    """ValueError unless `num_decodes` is the number of requests of the batch that may be decoding."""
+    if isinstance(num_decodes, bool) or not isinstance(num_decodes, int) or num_decodes < 0:
+        raise ValueError(f"`num_decodes` is {num_decodes!r}: expected a static int, 0 or more")
+    if cu_q_lens is None and (num_decodes or plan is not None):
+        raise ValueError("`num_decodes` and `plan` are for ragged batches: pass `cu_q_lens`, too")
+    if cu_q_lens is not None and num_decodes > min(dims["B"], dims["T"]):
+        raise ValueError(
+            f"`num_decodes` is {num_decodes}: expected at most the {dims['B']} requests and {dims['T']} query tokens"
+        )
+    if plan is not None and not num_decodes:
+        raise ValueError("`plan` is for the requests that are decoding, and `num_decodes` is 0: expected None")
+
+
+def _check_rows(cu_q_lens, rows: int, decodes: int) -> None:
+    """Checks that requests have rows of the queries, and those that are decoding one each."""
+    if cu_q_lens is None:
+        return
+    steps = jnp.diff(cu_q_lens, prepend=cu_q_lens[:1])
+    number = jnp.arange(len(cu_q_lens), dtype=jnp.int32)
+    checks.require(cu_q_lens[:1] == 0, "cu_q_lens", cu_q_lens[:1], "a running sum starts at 0")
+    checks.require(steps >= 0, "cu_q_lens", cu_q_lens, "a running sum never falls")
+    checks.require(cu_q_lens <= rows, "cu_q_lens", cu_q_lens, f"there are {rows} query tokens")
+    alone = (number > decodes) | (cu_q_lens == number)
+    checks.require(alone, "cu_q_lens", cu_q_lens, f"each of the first {decodes} requests has one row")
 
 
 def _static_scale(scale) -> float:
@@ -189,31 +383,45 @@ def _static_scale(scale) -> float:
     return float(scale)
 
 
-def _attention(dtype, key_dim: int, value_dim: int, implementation):
-    """The function that computes attention to expanded keys and values."""
-    if _only_xla(implementation) or any(cudnn.unsupported_reasons(dtype, key_dim, value_dim)):
-        return expanded.attention
-    return cudnn.attention
-
-
 def _only_xla(implementation) -> bool:
     """Whether `implementation` names `xla` only."""
     return implementation in ("xla", ("xla",), ["xla"])
 
 
 def _chunk(most: int, tokens: int) -> int:
-    """Tokens per chunk, at least 1 and at most `most`, given the number of `tokens` that memory allows."""
-    return min(tokens // ALIGNED * ALIGNED or max(tokens, 1), most)
+    """Tokens per chunk, at least 1 and at most `most`, given the number of `tokens` that memory allows.
+
+    The chunks of `most` tokens are about equal.
+    """
+    tokens = max(tokens, 1)
+    equal = -(-most // -(-most // tokens))
+    if tokens < ALIGNED:
+        return min(equal, most)
+    return min(-(-equal // ALIGNED) * ALIGNED, tokens // ALIGNED * ALIGNED, most)
 
 
-def _merged(out, lse, other_out, other_lse) -> tuple[jax.Array, jax.Array]:
-    """Merges two parts, in the dtype of `out`.  A part without keys has out 0 and lse -inf.
+def _splits(size: int, rows: int) -> int:
+    """Into how many parts the keys of a chunk are divided, so that work tiles of 128 query rows fill a GPU."""
+    splits = 1
+    while rows * splits < FULL_ROWS and size % (2 * splits * LEAST_KEYS) == 0:
+        splits *= 2
+    return splits
+
+
+def _running_sum(counts) -> jax.Array:
+    """int32 [B + 1], from 0."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+
+
+def _merged(state, part) -> tuple[jax.Array, jax.Array]:
+    """Merges two pairs (out, lse), in the dtype of the first `out`.  One without keys has out 0 and lse -inf.
 
     `merge_states` would take a NaN in `lse`, which a NaN in the cache causes, for a part without keys.
     """
+    (out, lse), (other_out, other_lse) = state, part
     total = jnp.logaddexp(lse, other_lse)
     top = jnp.where(total == -jnp.inf, 0, total)
-    weight, other_weight = (jnp.exp(part - top)[..., None] for part in (lse, other_lse))
+    weight, other_weight = (jnp.exp(x - top)[..., None] for x in (lse, other_lse))
     return out * weight + other_out.astype(out.dtype) * other_weight, total
 
 
@@ -229,24 +437,11 @@ def _padded(x, padding, fill):
     return jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 2)), _shifted(x, -padding), jnp.asarray(fill, x.dtype))
 
 
-def _gathered(cache, block_tables, first, counts, size, dtype, options):
-    """kv_c [B, size, R] and k_pe [B, size, P] of `counts` tokens per request, from positions `first` on, then zeros."""
-    batch = len(counts)
-    runs = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    packed = gather_mla(cache, block_tables, runs, total=batch * size, dtype=dtype, seq_starts=first, **options)
-    if batch == 1:
-        return tuple(part[None] for part in packed)
+def _unpacked(x, counts, size: int):
+    """x [B * size, ...], in which the `counts` [B] rows of each request follow one another, as [B, size, ...]."""
+    if len(counts) == 1:
+        return x[None]
     token = jnp.arange(size, dtype=jnp.int32)
     live = token < counts[:, None]
-    rows = jnp.where(live, runs[:-1, None] + token, 0)
-    return tuple(jnp.where(live[..., None], part[rows], 0) for part in packed)
-
-
-def _expanded(kv_c, k_pe, w_uk, w_uv) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, S, H, N + P] and values [B, S, H, V] of latents [B, S, R] and rotary keys [B, S, P]."""
-    # Products of float32 values must not be rounded to tf32.
-    precision = lax.Precision.HIGHEST if kv_c.dtype == jnp.float32 else None
-    k_nope = jnp.einsum("bsr,hnr->bshn", kv_c, w_uk, precision=precision)
-    v = jnp.einsum("bsr,hvr->bshv", kv_c, w_uv, precision=precision)
-    k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:-1], k_pe.shape[-1]))
-    return jnp.concatenate([k_nope, k_pe], axis=-1), v
+    rows = jnp.where(live, _running_sum(counts)[:-1, None] + token, 0)
+    return jnp.where(live[..., None], x[rows], 0)

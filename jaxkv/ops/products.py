@@ -19,6 +19,7 @@ def grouped_swiglu(
     up: jax.Array | TileScaled,
     down: jax.Array | TileScaled,
     *,
+    shared: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     implementation=None,
 ) -> jax.Array:
     """The weighted sum of each token's experts: sum over k of weights[t, k] * expert(experts[t, k], x[t]).
@@ -36,6 +37,8 @@ def grouped_swiglu(
         shape, for weights in float8.
       up: [E, I, D], of the same kind.
       down: [E, D, I], of the same kind.
+      shared: gate [S, D], up [S, D] and down [D, S] of an expert through which every token passes with weight 1, of the
+        dtype of `x`.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -44,7 +47,7 @@ def grouped_swiglu(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    return run(_bind(x, experts, weights, gate, up, down), implementation)
+    return run(_bind(x, experts, weights, gate, up, down, shared), implementation)
 
 
 def scaled_linear(x: jax.Array, weight: TileScaled, *, implementation=None) -> jax.Array:
@@ -75,7 +78,7 @@ def _bind_linear(x, weight) -> Call:
     return Call("scaled_linear", {"x": x, "weight": weight}, {})
 
 
-def _bind(x, experts, weights, gate, up, down) -> Call:
+def _bind(x, experts, weights, gate, up, down, shared=None) -> Call:
     dims = Dims()
     dims.check("x", x, "T D")
     dims.check_ints("experts", experts, "T K")
@@ -89,10 +92,14 @@ def _bind(x, experts, weights, gate, up, down) -> Call:
             _check_scaled(dims, name, matrix, axes)
         else:
             raise ValueError(f"`{name}` is {describe(matrix)}: expected a TileScaled, as `{min(scaled)}` is one")
+    if shared is not None:
+        for number, (matrix, axes) in enumerate(zip(shared, ("S D", "S D", "D S"), strict=True)):
+            dims.check(f"shared[{number}]", matrix, axes, (str(x.dtype),))
     experts = int32(experts)
     if checking():
         require(experts < dims["E"], "experts", experts, f"there are {dims['E']} experts")
     arrays = {"x": x, "experts": experts, "weights": weights, "gate": gate, "up": up, "down": down}
+    arrays["shared"] = shared
     return Call("grouped_swiglu", arrays, {})
 
 

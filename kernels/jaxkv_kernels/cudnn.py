@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
+from jaxkv_kernels.xla.expanded import owners
 
 LEAST_VERSION = 91000
 """cuDNN 9.10, the first whose keys and values may differ in size."""
@@ -51,6 +52,40 @@ def attention(q, k, v, q_lens, kv_lens, *, scale: float, causal: bool) -> tuple[
     seen = (jnp.arange(q.shape[1], dtype=jnp.int32) < q_lens[:, None]) & (kv_lens > 0)[:, None]
     out = jnp.where(seen[..., None, None], out, 0)
     return out, jnp.where(seen[..., None], jnp.swapaxes(lse, 1, 2), -jnp.inf)
+
+
+def ragged_attention(
+    q, k, v, q_starts, q_lens, kv_starts, kv_lens, *, scale: float, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """`jaxkv_kernels.xla.expanded.ragged_attention` by cuDNN, which skips pairs of different requests.
+
+    Inf or NaN in the values of a token may also reach earlier query tokens of its request.
+    """
+    library = _library()
+    rows, value_dim = len(q), v.shape[-1]
+    # JAX computes the offsets of requests in all arrays from the size of the queries' heads.
+    size = max(q.shape[-1], value_dim)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[-1])))[None] for x in (q, k, v))
+
+    def segments(starts, lens, rows):
+        """Lengths and offsets with an empty segment at the end, because JAX requires two or more."""
+        end = jnp.full(1, rows, jnp.int32)
+        return jnp.concatenate([lens, jnp.zeros(1, jnp.int32)])[None], jnp.concatenate([starts, end, end])[None]
+
+    (q_seqlen, q_offsets), (kv_seqlen, kv_offsets) = (
+        segments(q_starts, q_lens, rows), segments(kv_starts, kv_lens, k.shape[1]),
+    )  # fmt: skip
+    mask = library.MaskType.PADDING_CAUSAL if causal else library.MaskType.PADDING
+    results: Any = library.dot_product_attention(
+        q, k, v, q_seqlen=q_seqlen, kv_seqlen=kv_seqlen, q_offsets=q_offsets, kv_offsets=kv_offsets, scale=scale,
+        mask_type=mask, return_residual=True,
+    )  # fmt: skip
+    out, lse = results
+    request, token = owners(q_starts, q_lens, rows)
+    # Without keys, cuDNN's results are not specified.
+    seen = ((token >= 0) & (kv_lens[request] > 0))[:, None]
+    out = jnp.where(seen[..., None], out[0, :, :, :value_dim], 0)
+    return out, jnp.where(seen, lse[request, :, token], -jnp.inf)  # lse [segments, H, rows]
 
 
 def _library():

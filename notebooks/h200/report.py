@@ -1,6 +1,6 @@
 """Tables made from the recorded measurements beside this file.
 
-    python notebooks/h200/report.py README.md notebooks/README.md
+    python notebooks/h200/report.py README.md notebooks/README.md jaxkv/models/README.md
 
 rewrites what stands between the marks of each table, such as `<!-- speed -->` and `<!-- /speed -->`, in the named
 files.  `notebooks/README.md` says which command recorded which file.
@@ -171,7 +171,29 @@ def models() -> str:
     return "\n".join(["| what, and by which command | result |", "|---|---|", *(f"| {a} | {b} |" for a, b in lines)])
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed, "quantised": quantised, "models": models}
+def steps() -> str:
+    """A Markdown table of steps of a whole model: what each spends on its kinds of kernels."""
+    rows = read("model_steps.json")["rows"]
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row["shares_ms"]))
+    heading = "requests x tokens", "ms", *kinds
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    for row in rows:
+        cells = [step_name(row), f"{row['ms']:.2f}"]
+        cells += [f"{took:.2f}" if (took := row["shares_ms"].get(kind)) else "-" for kind in kinds]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def step_name(row: dict) -> str:
+    """What a row of `model_steps.json` computes."""
+    shape = f"{row['requests']} x {row['tokens']:,}"
+    new = row["new_tokens"]
+    if new == 1:
+        return f"{shape}, decoding"
+    return f"{shape}, a prefill" if new == row["tokens"] else f"{shape}, {new:,} of them new"
+
+
+TABLES: dict[str, Callable[[], str]] = {"speed": speed, "quantised": quantised, "models": models, "steps": steps}
 """The table between each pair of marks."""
 
 

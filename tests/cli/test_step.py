@@ -1,5 +1,6 @@
 """`jaxkv step`: the time of a decode step of a whole model."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -41,9 +42,19 @@ def test_the_step_attends_to_full_caches(family):
     assert (cache.buffer != 0).mean() > 0.99
 
 
-def test_the_share_of_the_kernels_is_printed(monkeypatch, capsys):
-    names = "gemm_fusion", "_ZN7cutlass", "decode_mla_mosaic_gpu_kernel", "_store_entries"
-    kernels = tuple(zip(names, (5e-3, 1e-3, 3e-3, 1e-3), strict=True))
+def test_a_step_of_a_prefill(capsys):
+    options = ["--requests", "2", "--tokens", "70", "--new-tokens", "20"]
+    assert main(["step", str(MODELS / "deepseek_v2_lite"), *options]) == 0
+    assert "a step of 2 requests x 70 tokens, 20 of them new: " in capsys.readouterr().out
+
+
+def test_shares_are_printed_and_recorded(monkeypatch, capsys, tmp_path):
+    kernels = (
+        ("experts_gate_up_mosaic_gpu_kernel", 4e-3),
+        ("nvjet_tst_128x8_64x12_2x1_v_bz_TNT", 2e-3),
+        ("decode_mla_mosaic_gpu_kernel", 3e-3),
+        ("loop_add_fusion", 1e-3),
+    )
 
     def timed(run, *, repeats):
         jax.block_until_ready(run())
@@ -51,10 +62,22 @@ def test_the_share_of_the_kernels_is_printed(monkeypatch, capsys):
 
     monkeypatch.setattr(step, "kernels_of", timed)
     monkeypatch.setattr(model_steps.Steps, "seconds", lambda steps: 20e-3)
-    main(["step", str(MODELS / "deepseek_v3" / "config.json"), "--requests", "1", "--tokens", "1"])
+    file = tmp_path / "step.json"
+    options = ["--requests", "1", "--tokens", "1", "--json", str(file)]
+    main(["step", str(MODELS / "deepseek_v3" / "config.json"), *options])
     printed = capsys.readouterr().out
     assert "a step of 1 request x 1 token: " in printed
-    assert "10.000 ms (50% of the step); those of jaxkv: 2, 4.000 ms (20%)" in printed
+    expected = (
+        "4 kernels per step: experts 4.000 ms (20%), attention 3.000 ms (15%), products 2.000 ms (10%), "
+        "others 1.000 ms (5%), gaps 10.000 ms (50%)"
+    )
+    assert expected in printed
+    recorded = json.loads(file.read_text())
+    assert recorded["ms"] == 20
+    assert recorded["shares_ms"] == pytest.approx(
+        {"experts": 4, "attention": 3, "products": 2, "others": 1, "gaps": 10}
+    )
+    assert (recorded["requests"], recorded["tokens"], recorded["new_tokens"]) == (1, 1, 1)
 
 
 def test_the_configuration_may_have_any_name(tmp_path, capsys):
@@ -70,6 +93,10 @@ def test_the_configuration_may_have_any_name(tmp_path, capsys):
         (["nowhere/config.json"], "`path` is 'nowhere/config.json'"),
         (["/nowhere"], "`path` is '/nowhere'"),
         ([str(MODELS / "deepseek_v3"), "--tokens", "1", "--implementation", "mosaic_gpu"], "mosaic_gpu: "),
+        (
+            [str(MODELS / "deepseek_v3"), "--tokens", "1", "--new-tokens", "2"],
+            "--new-tokens is 2: expected at most the 1",
+        ),
     ],
 )
 def test_misuse_is_reported(arguments, message):

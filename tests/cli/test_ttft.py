@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import models
+from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.cli import main, ttft
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
@@ -25,6 +26,22 @@ def test_each_case_finds_its_prefix_and_draws_the_same_tokens(tmp_path, capsys):
     assert found["prefix"] == {"tokens": 128, "bytes": 128 * 136 * 2 * 4, "order": "LBNHC", "chunk": 64}
     assert {name: len(times) for name, times in found["ms"].items()} == {"cold": 2, "device": 2, "host": 2, "disk": 2}
     assert len(list((tmp_path / "blocks").rglob("*.block"))) == 3 * 2
+
+
+def test_shares_of_the_kernels_of_a_cold_prompt(monkeypatch, capsys, tmp_path):
+    def timed(run, *, repeats):
+        run()
+        return KernelTimes(3e-3, (("experts_down_mosaic_gpu_kernel", 2e-3), ("loop_fusion", 1e-3)))
+
+    def pretend(engine, prompt):
+        return ttft.Case(seconds=4e-3, found=128, tokens=[7] * 16)
+
+    monkeypatch.setattr(ttft, "kernels_of", timed)
+    monkeypatch.setattr(ttft, "_served", pretend)
+    main(["ttft", str(MODEL), *SIZES, "--json", str(tmp_path / "times.json")])
+    assert "cold: experts 2.000 ms (50%), others 1.000 ms (25%), gaps 1.000 ms (25%)" in capsys.readouterr().out
+    found = json.loads((tmp_path / "times.json").read_text())["cold_shares_ms"]
+    assert found == pytest.approx({"experts": 2, "others": 1, "gaps": 1})
 
 
 @pytest.mark.parametrize("change", [{"tokens": [0] * 16}, {"found": 64}])

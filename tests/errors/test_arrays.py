@@ -284,6 +284,11 @@ DTYPES = [
         lambda a: select_topk(a, logits=a.logits.astype("bfloat16")),
         ["`logits`", "bfloat16[2, 20]", "float32"],
     ),
+    (
+        "shared experts of another width",
+        lambda a: grouped_swiglu(a, shared=(a.gate[0], a.gate[0], a.gate[0])),
+        ["`shared[2]`", "(4, 8)", "[8, 4]"],
+    ),
     ("float experts", lambda a: grouped_swiglu(a, experts=a.shares), ["`experts`", "float32", "int32"]),
     (
         "bf16 shares",

@@ -174,9 +174,9 @@ def temporary_bytes(tokens, columns, **options) -> int:
 def test_temporary_memory_is_bounded():
     """By `expanded_bytes` and the queries, not by the capacity of the tables."""
     token = 16 * 320 * 4
-    few, many = (temporary_bytes(256, columns, expanded_bytes=512 * token) for columns in (64, 1024))
+    few, many = (temporary_bytes(256, columns, expanded_bytes=512 * token) for columns in (68, 1028))
     assert many - few < 2**16
-    more = temporary_bytes(256, 1024, expanded_bytes=4096 * token)
+    more = temporary_bytes(256, 1028, expanded_bytes=4096 * token)
     # Of the additional tokens: keys and values, the products that they are made of, and a copy without those that no
     # query sees.
     assert 3584 * token < more - many < 4 * 3584 * token

@@ -7,6 +7,7 @@ from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.products import grouped_swiglu
+from jaxkv_kernels.tile_scaled import TileScaled
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax.Array:
@@ -27,17 +28,21 @@ def dense(weights, x) -> jax.Array:
 def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden]."""
     chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]))
-    return routed(config, weights["experts"], x, chosen, shares, parallel) + dense(weights["shared"], x)
+    shared = tuple(weights["shared"][part] for part in ("gate", "up", "down"))
+    # One kernel may compute the shared expert with the others, unless these also compute tokens of other devices.
+    fused = not parallel.exchanges_tokens and not any(isinstance(weight, TileScaled) for weight in shared)
+    out = routed(config, weights["experts"], x, chosen, shares, parallel, shared=shared if fused else None)
+    return out if fused else out + dense(weights["shared"], x)
 
 
-def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel) -> jax.Array:
-    """The weighted sum of each token's experts, of which those with id -1 are skipped.
+def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel, shared=None) -> jax.Array:
+    """The weighted sum of each token's experts, of which those with id -1 are skipped, plus the shared expert, if any.
 
-    x and the result are [..., hidden]; `chosen` and `shares` are from `route`.
+    x and the result are [..., hidden]; `chosen` and `shares` are from `route`; `shared` as in `grouped_swiglu`.
     """
     stacks = weights["gate"], weights["up"], weights["down"]
 
     def experts(tokens, chosen, shares):
-        return grouped_swiglu(tokens, chosen, shares, *stacks)
+        return grouped_swiglu(tokens, chosen, shares, *stacks, shared=shared)
 
     return parallel.routed(experts, x.reshape(-1, x.shape[-1]), chosen, shares, config.count).reshape(x.shape)

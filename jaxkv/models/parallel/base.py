@@ -25,6 +25,8 @@ class Parallel(ABC):
 
     divides_tokens = False
     """Whether a device's cache has only some tokens of each request.  `prefill_mla` is not called then."""
+    exchanges_tokens = False
+    """Whether a device computes its experts for tokens of other devices, too."""
 
     @property
     def divisions_of_rows(self) -> int:

@@ -31,6 +31,8 @@ class DataExpertParallel(DataParallel):
       ValueError: the mesh has no such axis.
     """
 
+    exchanges_tokens = True
+
     @property
     @override
     def inside(self):

@@ -26,21 +26,71 @@ def attention(q, k, v, q_lens, kv_lens, *, scale: float, causal: bool) -> tuple[
     Returns:
       out [B, Q, H, V] of q's dtype, and float32 lse [B, Q, H]; 0 and -inf for a query that sees no key.
     """
-    batch, tokens, heads, _ = q.shape
-    keys = k.shape[1]
-    size = min(max(SCORES_BYTES // (4 * batch * tokens * heads), LEAST_KEYS), keys)
-    query = jnp.arange(tokens, dtype=jnp.int32)
+    query = jnp.arange(q.shape[1], dtype=jnp.int32)
     ends = jnp.where(query < q_lens[:, None], kv_lens[:, None], 0)
     if causal:
         ends = jnp.minimum(ends, query + 1)
+    return _attention(q, k, v, jnp.zeros_like(ends), ends, scale)
+
+
+def ragged_attention(
+    q, k, v, q_starts, q_lens, kv_starts, kv_lens, *, scale: float, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [T, H, D] to k [S, H, D] and v [S, H, V], in which requests follow one another.
+
+    All queries are compared with all keys, also with those of other requests.
+
+    Args:
+      q: float queries.
+      k: keys, the dtype of `q`.
+      v: values, the dtype of `q`.
+      q_starts: int32 [B], the first query of each request, in order.
+      q_lens: int32 [B]; so many queries of a request are tokens.  Queries between them see no key.
+      kv_starts: int32 [B], the first key of each request.
+      kv_lens: int32 [B]; so many keys of a request are tokens.
+      scale: the softmax scale.
+      causal: whether query t of a request sees only its keys 0 to t.
+
+    Returns:
+      out [T, H, V] of q's dtype, and float32 lse [T, H]; 0 and -inf for a query that sees no key.
+    """
+    request, token = owners(q_starts, q_lens, len(q))
+    count = kv_lens[request]
+    if causal:
+        count = jnp.minimum(count, token + 1)
+    first = kv_starts[request]
+    ends = jnp.where(token >= 0, first + count, first)
+    out, lse = _attention(q[None], k[None], v[None], first[None], ends[None], scale)
+    return out[0], lse[0]
+
+
+def owners(starts, lens, rows: int) -> tuple[jax.Array, jax.Array]:
+    """The request of each of `rows` rows, and its token there, both int32 [rows]; token -1 for rows between requests.
+
+    Args:
+      starts: int32 [B], the first row of each request, in order.
+      lens: int32 [B], the rows of each request.
+      rows: how many rows.
+    """
+    row = jnp.arange(rows, dtype=jnp.int32)
+    request = jnp.minimum((starts + lens <= row[:, None]).sum(axis=1, dtype=jnp.int32), len(starts) - 1)
+    token = row - starts[request]
+    return request, jnp.where((token >= 0) & (token < lens[request]), token, -1)
+
+
+def _attention(q, k, v, first, ends, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, Q, H, D] in which each query sees the keys from `first` to `ends` [B, Q]."""
+    batch, tokens, heads, _ = q.shape
+    keys = k.shape[1]
+    size = min(max(SCORES_BYTES // (4 * batch * tokens * heads), LEAST_KEYS), keys)
 
     def load(i):
         # The last chunk has the full size: it starts earlier, and the keys that it has in common with the chunk before
         # are masked.
-        first = jnp.minimum(i * size, keys - size)
-        key = first + jnp.arange(size, dtype=jnp.int32)
-        seen = (key >= i * size) & (key < ends[..., None])
-        chunk_k, chunk_v = (lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (k, v))
+        start = jnp.minimum(i * size, keys - size)
+        key = start + jnp.arange(size, dtype=jnp.int32)
+        seen = (key >= i * size) & (key >= first[..., None]) & (key < ends[..., None])
+        chunk_k, chunk_v = (lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (k, v))
         return chunk_k, chunk_v, seen
 
     out, lse = attend(

@@ -14,12 +14,19 @@ MOST_RESULTS = 2**27
 
 
 @jax.jit
-def grouped_swiglu(x, experts, weights, gate, up, down):
-    """Maps x [T, D], of which each token has chosen K experts, to [T, D]."""
+def grouped_swiglu(x, experts, weights, gate, up, down, shared=None):
+    """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
+    if shared is not None:
+        return grouped_swiglu(x, experts, weights, gate, up, down) + shared_swiglu(x, *shared)
     if not experts.size:
         return jnp.zeros_like(x)
     # XLA does not execute branches in parallel on GPUs: there, products of all experts take less time.
     return lax.platform_dependent(x, experts, weights, gate, up, down, cpu=by_tiles, default=all_experts)
+
+
+def shared_swiglu(x, gate, up, down):
+    """The result [T, D] of the expert through which all tokens x [T, D] pass."""
+    return _swiglu("td,id->ti", "ti,di->td", x, gate, up, down).astype(x.dtype)
 
 
 def by_tiles(x, experts, weights, gate, up, down):

@@ -110,6 +110,10 @@ class TestInterpreted(Mosaic, suites.ExpertChecks):
         found = self.check([x, experts.at[2:4].set(-1).at[5, 0].set(8), *rest])
         assert (found[2:4] == 0).all()
 
+    @pytest.mark.parametrize(("tokens", "inner"), [(1, 128), (9, 64), slow(9, 192), slow(40, 128)])
+    def test_the_shared_expert_is_added(self, tokens, inner):
+        self.check_shared(arguments(tokens, count=3, inner=64), inner)
+
     def test_unchosen_experts_and_other_tokens_do_not_matter(self):
         x, experts, shares, *matrices = arguments(9, count=3, inner=64)
         experts = jnp.where(experts == 1, 2, experts)
@@ -145,6 +149,13 @@ def test_published_sizes_in_float8_lower(tokens, dtype, sizes):
     check_lowering(shapes(tokens, *sizes, jnp.dtype(dtype), fp8=True))
 
 
+@pytest.mark.parametrize("tokens", [1, 32, 256, slow(8192)])
+def test_published_sizes_with_a_shared_expert_lower(tokens):
+    width, inner = 2048, 2 * 1408
+    shared = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((inner, width), (inner, width), (width, inner)))
+    check_lowering(shapes(tokens, 6, 64, width, 1408), shared=tuple(shared), joined=tokens != 256)
+
+
 @pytest.mark.parametrize(
     ("sizes", "parts"), [((7168, 16384), 2), ((576, 7168), 14), slow((24576, 1536), 2), slow((2048, 7168), 8)]
 )
@@ -157,16 +168,16 @@ def test_weights_of_dense_products_lower(tokens, sizes, parts):
     assert kernel_operands(jax.jit(run).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text())
 
 
-def check_lowering(arguments):
+def check_lowering(arguments, shared=None, joined=False):
     """The call lowers, and its second kernel reads nothing early that the first one does not have."""
     run = mosaic_gpu.KERNELS["grouped_swiglu"].run
-    traced = jax.jit(run).trace(*arguments)
+    traced = jax.jit(run).trace(*arguments, shared)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     gate_up, down = kernel_operands(text)
     # The second kernel reads tiles and weights early, which are older than the first one; its first operand is not.
     first, second = read_early(traced.jaxpr)
     assert not first
-    assert [len(shape) for shape in second] == [1, 1, 3]
+    assert [len(shape) for shape in second] == [1, 1, *[3] * (1 + joined)]
     assert {*down[1:]} <= {*gate_up}
     assert "stablehlo.sort" not in text
 

@@ -53,6 +53,22 @@ class ExpertChecks(Suite):
         assert_same_bits(self.run(jaxkv.grouped_swiglu, *arguments), found)
         return found
 
+    def check_shared(self, arguments, inner):
+        """The same with an expert of `inner` values through which all tokens pass."""
+        rng, (x, experts, shares, *matrices) = np.random.default_rng(1), arguments
+        width = x.shape[1]
+        shapes = (inner, width), (inner, width), (width, inner)
+        shared = tuple(jnp.asarray(rng.standard_normal(shape) * shape[1] ** -0.5, x.dtype) for shape in shapes)
+        found = self.run(jaxkv.grouped_swiglu, *arguments, shared=shared)
+        assert found.dtype == x.dtype
+        one = np.zeros((len(x), 1), np.int32), np.ones((len(x), 1))
+        alone = oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in shared))
+        tolerance = {"roundings": 64 if found.dtype == "float32" else 4, "magnitude": 1}
+        assert_close(found, oracle.experts(*map(in_float64, arguments)) + alone, **tolerance)
+        # Ids that do not exist are not those of the shared expert.
+        missing = jnp.full_like(experts, len(matrices[0]))
+        assert_close(self.run(jaxkv.grouped_swiglu, x, missing, shares, *matrices, shared=shared), alone, **tolerance)
+
 
 class Experts(ExpertChecks):
     """`grouped_swiglu`."""
@@ -135,6 +151,12 @@ class Experts(ExpertChecks):
             jaxkv.grouped_swiglu, x, experts.at[2].set(-1), shares.at[2].set(jnp.nan), *matrices
         )  # fmt: skip
         assert (found[2] == 0).all()
+
+    @pytest.mark.parametrize("tokens", [1, 9, 80])
+    @pytest.mark.parametrize("inner", [192, 384, 64])
+    def test_the_shared_expert_is_added(self, tokens, inner):
+        """Its inner size is that of the experts, a multiple, or another one."""
+        self.check_shared(arguments(tokens), inner)
 
     def test_it_can_be_compiled_with_traced_experts(self):
         args = arguments(12)

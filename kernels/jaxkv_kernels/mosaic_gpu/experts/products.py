@@ -24,6 +24,7 @@ has 128 values: 16 KiB of weights per consumer and 256 bytes per row; registers:
 far and one product of a step, and 32 to 64 for operands (`e4m3.py`).
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,6 +56,8 @@ def products(
     following=(),
     *,
     early: bool = False,
+    shared=(),
+    num_rows: int | None = None,
     parts: int = 0,
     config: ExpertsConfig,
     interpret: bool,
@@ -62,7 +65,7 @@ def products(
     """The products of each row with the matrices of its expert.
 
     Args:
-      rows: [P, D], grouped by expert.
+      rows: [P, D], grouped by expert; or [config.rows, D], which every tile multiplies.
       matrices: gate and up [E, I, D], for the result silu(gate row) * (up row); or one [E, I, D], for its product.
         They have the dtype of `rows`, or are e4m3.
       scales: for e4m3 matrices, the scales of each, float32 [E, ceil(I / 128), D / 128].  Values of rows, and those
@@ -71,6 +74,9 @@ def products(
       following: the matrices and scales of a call on the result, which follows this one; it has the same `tiles`, and
         is `early`.
       early: whether the previous kernel was such a call, so that weights can be loaded while it is still running.
+      shared: the matrices of n experts after the E of `matrices`, without scales: gate and up [n, I, D], or one
+        [I, n, D].
+      num_rows: P, if `rows` has fewer rows, because every tile multiplies all of them.
       parts: if positive, rows are multiplied with one matrix [1, I, D], of which each tile takes one of so many equal
         parts of the summed dimension: `tiles` has numbers of parts instead of experts.
       config: the configuration.
@@ -79,9 +85,12 @@ def products(
     Returns:
       [P, I], or with `parts` the sum of each part, float32 [parts, I, P].  Rows of no tile are undefined.
     """
-    num_rows, depth = rows.shape
+    depth = rows.shape[1]
+    same_rows = num_rows is not None and len(rows) < num_rows
+    num_rows = num_rows or len(rows)
     width = matrices[0].shape[1]
     gated = len(matrices) == 2
+    count_of_matrices = matrices[0].shape[0]
     consumers, features, tile_rows = config.consumers, config.features, config.rows
     outputs = features if gated else 2 * features  # features of the result per work tile
     per_tile = -(-width // outputs)
@@ -92,6 +101,7 @@ def products(
 
     def body(rows_ref, *refs):
         weight_refs, refs = refs[: len(matrices)], refs[len(matrices) :]
+        shared_refs, refs = refs[: len(shared)], refs[len(shared) :]
         scale_refs, refs = refs[: len(scales)], refs[len(scales) :]
         tile_refs, refs = refs[: len(tiles)], refs[len(tiles) :]
         next_refs, (out_ref, w_s, x_s, out_s, full, free, *a_s) = refs[: len(following)], refs[len(following) :]
@@ -124,7 +134,8 @@ def products(
             def loads(i):
                 """Functions that start the copies of a step of work tile i: of weights, and of rows."""
                 tile, feature = work_tile(i)
-                (expert, first_step), first = matrix_and_step(tile), start_ref[tile] * ALIGN
+                expert, first_step = matrix_and_step(tile)
+                first = 0 if same_rows else start_ref[tile] * ALIGN
 
                 def columns(k):
                     return pl.ds((first_step + k) * step_size, step_size)
@@ -132,9 +143,19 @@ def products(
                 def weights(k):
                     stage = stage_of(i * steps + k)
                     for half in range(2):
-                        matrix, start = (weight_refs[half], 0) if gated else (weight_refs[0], half * features)
-                        source = matrix.at[expert, pl.ds(feature + start, features), columns(k)]
-                        plgpu.copy_gmem_to_smem(source, w_s.at[stage, half], full.at[stage])
+                        number, start = (half, 0) if gated else (0, half * features)
+                        own = pl.ds(feature + start, features)
+
+                        def load(matrix, *place, to=w_s.at[stage, half]):
+                            plgpu.copy_gmem_to_smem(matrix.at[*place, columns(k)], to, full.at[stage])
+
+                        if not shared:
+                            load(weight_refs[number], expert, own)
+                            continue
+                        place = (expert - count_of_matrices, own)
+                        place = place if gated else place[::-1]
+                        pl.when(expert < count_of_matrices)(partial(load, weight_refs[number], expert, own))
+                        pl.when(expert >= count_of_matrices)(partial(load, shared_refs[number], *place))
 
                 def rows(k):
                     source = rows_ref.at[pl.ds(first, tile_rows), columns(k)]
@@ -310,7 +331,7 @@ def products(
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             *([swizzled(consumers, 2, FEATURES, e4m3.GROUP, dtype=rows.dtype)] if scales and interpret else []),
         ],
-    )(rows, *matrices, *scales, *tiles, *following)
+    )(rows, *matrices, *shared, *scales, *tiles, *following)
 
 
 def _room(config: ExpertsConfig, step: int, itemsize: int, weight_itemsize: int) -> int:
