@@ -240,8 +240,10 @@ def _load_chunks(addresses, chunk, offset: int) -> list[Any]:
     return found
 
 
-def load_scales(address, offset: int) -> list[Any]:
-    """16 bytes of scales of the lane's own row."""
+def load_scales(address, offset: int, *, by_half: bool) -> list[Any]:
+    """16 bytes of scales of the lane's own row; with `by_half`, the next 16 in the last 16 lanes of a warp."""
+    if by_half:
+        address = at(address, _wide(arith.andi(Lane().lane, c32(WARP_ROWS))))
     return list(ptx(LOAD.format(offset=offset), address, result_types=[i32()] * 4, has_side_effects=True))
 
 
