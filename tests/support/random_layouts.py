@@ -65,7 +65,7 @@ def nested(random, sizes, dtype, width, unit):
     """Explicit strides: the axes in any order, with gaps, behind an offset, nonsense where an axis has length 1."""
     counts = {axis: sizes[name] for axis, name in AXES.items()}
     axes = random.sample(list(AXES), 4)
-    if isinstance(sizes["entry"], jaxkv.IndexerEntry):  # a page of the indexer is one run
+    if sizes["entry"].split:  # a page is one run
         axes = ["token", *(axis for axis in axes if axis != "token")]
     extent, strides = width, {}
     for axis in axes:
@@ -73,7 +73,7 @@ def nested(random, sizes, dtype, width, unit):
             strides[axis] = random.choice([0, -5, 1, 10**9])
             continue
         gap = random.choice([0, 0, 1, 5])
-        if axis == "token" and isinstance(sizes["entry"], jaxkv.IndexerEntry):
+        if axis == "token" and sizes["entry"].split:
             gap = 0
         strides[axis] = extent + gap * unit
         extent += (counts[axis] - 1) * strides[axis]

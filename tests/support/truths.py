@@ -231,7 +231,8 @@ def _encode_int8(parts, scales):
     found = [np.maximum(np.abs(x).max(axis=-1, keepdims=True) / np.float32(127), np.float32(1e-6)) for x in parts]
     with np.errstate(invalid="ignore"):
         values = [np.nan_to_num(np.rint(x / scale)).astype(np.int8) for x, scale in zip(parts, found, strict=True)]
-    return *values, *found
+    padding = np.zeros((*parts[0].shape[:-1], -(sum(x.shape[-1] for x in parts) + 8) % 16), np.uint8)
+    return *values, *found, padding
 
 
 def _decode_int8(field, sizes, scales):

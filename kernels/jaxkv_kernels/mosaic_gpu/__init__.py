@@ -25,11 +25,12 @@ def _kernel(
     return Kernel(run, entries, unsupported_reasons, partial(unavailable_reasons, capabilities))
 
 
-_MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla")}
-_MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8")}
+_NARROW_MLA = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
+_MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *_NARROW_MLA)}
+_MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8", "int8", "nvfp4")}
 _MOVED_INDEXER: Listed = {IndexerEntry: ("bf16", "f16", "f32", "indexer_fp8")}
 _MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla")}
-_SPARSE: Listed = {MLAEntry: (*_MLA[MLAEntry], "fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")}
+_SPARSE: Listed = {MLAEntry: (*_MLA[MLAEntry], *_NARROW_MLA)}
 _LOGITS: Listed = {IndexerEntry: ("bf16", "f16", "indexer_fp8")}
 _KV: Listed = {KVEntry: ("bf16", "f16", "fp8")}
 

@@ -70,7 +70,7 @@ CHUNK = 256
 def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpret, sinks=None):
     """Returns out [B, >= rows, R] and lse [B, >= rows] after combining the `rows` rows of each split request.
 
-    split_out [splits, >= rows, R] holds the bits of SPLIT_DTYPE, split_lse [splits, >= rows] log-sum-exps in base 2.
+    split_out [splits, >= rows, >= R] holds the bits of SPLIT_DTYPE, split_lse [splits, >= rows] log-sum-exps in base 2.
     split_scale [splits, parts, >= rows] has a factor for each of the equal parts of a row's values.  `sinks` [>= rows]
     are logits, one per row, that are part of the softmax's sum but have no value; lse excludes them.
     """
@@ -80,8 +80,8 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     # must not change.
     splits = max(plan.max_splits // batch, 2)
     parts = split_scale.shape[1]
-    width = math.gcd(latent // parts, CHUNK)
-    chunks = latent // width
+    width = math.gcd(split_out.shape[-1] // parts, CHUNK, latent)
+    chunks, split_chunks = latent // width, split_out.shape[-1] // width
     requests = plan.split_requests.shape[0]
     by_splits = splits >= MANY_SPLITS or height % WARPS != 0
     if by_splits:
@@ -104,7 +104,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
         *sink_refs, out_ref, lse_ref = refs
         n, step0, chunk = lax.axis_index("request"), lax.axis_index("rows") * steps, lax.axis_index("chunk")
         wg = lax.axis_index("wg")
-        part, columns = floordiv(chunk * parts, chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
+        part, columns = floordiv(chunk * parts, split_chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
         request, first, count = (split_requests_ref[n, i] for i in range(3))
         wait_for_previous(interpret=interpret)  # the attention kernel
 

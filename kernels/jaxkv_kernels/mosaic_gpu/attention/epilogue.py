@@ -26,21 +26,23 @@ FINITE = 1e37
 
 
 def result_types(
-    leading: tuple[int, ...], splits: int, dtype, *, rows: int, width: int, lse: int, split_lse: int, scales: int
-) -> tuple[Any, ...]:
+    leading: tuple[int, ...], splits: int, dtype, *, rows: int, width: int, lse: int, split_lse: int, scales: int,
+    split_width: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Shapes and dtypes of the five results of an attention kernel.
 
     These are the values and log-sum-exps of whole requests, and the values, log-sum-exps (base 2) and scales of splits.
 
     `leading` is (requests,) or (requests, heads).  `lse` and `split_lse` are the numbers of rows of the arrays with one
-    value per row.  A row of a split has `scales` scales, one for each equal part of its values.
+    value per row.  A row of a split has `scales` scales, one for each equal part of its values.  There may be more
+    values in a split, `split_width`, than in a result: those at its end are not used.
     """
     batch, *heads = leading
     shape, per_row = jax.ShapeDtypeStruct, partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return (
         shape((batch, *heads, rows, width), dtype),
         per_row((batch, *heads, lse)),
-        shape((splits, *heads, rows, width), dtype),  # holds the bits of SPLIT_DTYPE, as shared memory has one dtype
+        shape((splits, *heads, rows, split_width or width), dtype),  # holds the bits of SPLIT_DTYPE, as shared memory has one dtype
         per_row((splits, *heads, split_lse)),
         per_row((splits, scales, *heads, split_lse)),
     )
@@ -88,7 +90,9 @@ class HalvesEpilogue:
         def store_values(values, to, place):
             stage[...] = values
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, to.at[place, rows, pl.ds(side * HALF, HALF)])
+            width = min(to.shape[-1] - side * HALF, HALF)
+            source = stage if width == HALF else stage.at[:, pl.ds(0, width)]
+            plgpu.copy_smem_to_gmem(source, to.at[place, rows, pl.ds(side * HALF, width)])
 
         def finalize(*sinks):
             self.stats[1 + side] = row_sum.sum(axis=1)

@@ -104,10 +104,12 @@ def attend_slots(
     """Results of whole query tokens, and of splits (`result_types`).
 
     q_latent [N, heads rounded up to 8, R], slots [N, K], sinks [heads rounded up to 64] or None.  Entries are
-    multiplied by `kv_scale` unless that is None.
+    multiplied by `kv_scale` unless that is None.  R is 512, or 448: queries and keys in shared memory then end with
+    zeros, and the last columns of the output are not stored.
     """
-    batch, heads, _ = q_latent.shape
+    batch, heads, latent = q_latent.shape
     tiles = -(-heads // TILE)
+    last_half = latent - HALF
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
     stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
@@ -139,9 +141,10 @@ def attend_slots(
         k_full.start()
 
         def fetch_queries(request):
-            for half in range(2):
-                columns = pl.ds(half * HALF, HALF)
-                plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
+            for half, width in enumerate((HALF, last_half)):
+                columns = pl.ds(half * HALF, width)
+                into = q_in.at[half] if width == HALF else q_in.at[half, :, pl.ds(0, width)]
+                plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], into, q_full)
             plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, q_full)
 
         def producer():
@@ -164,6 +167,10 @@ def attend_slots(
             results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
             value_scale = kv_scale_refs[0][0] if kv_scale_refs else None
             epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
+            if side == 1 and last_half < HALF:
+                # Each lane reads back what it stores here when it scales the queries (`fit_queries`).
+                rest = zeros(TILE, HALF - last_half).astype(dtype)
+                plgpu.store(q_in.at[1, :, pl.ds(last_half, HALF - last_half)], rest)
             scale = scale_ref[0] * LOG2E
             if value_scale is not None:
                 scale *= value_scale
@@ -335,7 +342,7 @@ def attend_slots(
         auto_barriers=False,
         out_type=result_types(
             (batch,), plan.max_splits, dtype,
-            rows=heads, width=LATENT, lse=(tiles - 1) * TILE + stored, split_lse=tiles * TILE, scales=2,
+            rows=heads, width=latent, split_width=LATENT, lse=(tiles - 1) * TILE + stored, split_lse=tiles * TILE, scales=2,
         ),
         grid=(tiles, plan.num_partitions),
         grid_names=("group", "partition"),
