@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
+from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, store
 
 SPLIT_DTYPE = jnp.float16
@@ -51,6 +52,15 @@ def result_types(
 def split_scale(magnitude):
     """The divisors of a split's rows, computed from the rows' largest magnitudes."""
     return jnp.where(magnitude < FINITE, jnp.maximum(magnitude, 1 / FINITE), 1.0)
+
+
+def half_columns(half: int, columns: int, index) -> pl.Slice:
+    """256 columns of an array that has 512, or fewer: TMA loads zeros past its end, and stores nothing there.
+
+    Only a slice whose start is not constant may reach beyond the end.  `index` is any int32 scalar.
+    """
+    start = half * HALF
+    return pl.ds(start if start + HALF <= columns else pl.multiple_of(opaque_zero(index) + start, HALF), HALF)
 
 
 @dataclass(frozen=True)
@@ -90,9 +100,7 @@ class HalvesEpilogue:
         def store_values(values, to, place):
             stage[...] = values
             plgpu.commit_smem()
-            width = min(to.shape[-1] - side * HALF, HALF)
-            source = stage if width == HALF else stage.at[:, pl.ds(0, width)]
-            plgpu.copy_smem_to_gmem(source, to.at[place, rows, pl.ds(side * HALF, width)])
+            plgpu.copy_smem_to_gmem(stage, to.at[place, rows, half_columns(side, to.shape[-1], request)])
 
         def finalize(*sinks):
             self.stats[1 + side] = row_sum.sum(axis=1)

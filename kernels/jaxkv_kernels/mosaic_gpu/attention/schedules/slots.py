@@ -68,7 +68,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.attention.gather.full import CopiedFull, StoredFull
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
 from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import FACTOR, FLAG, STATS, ConvertedTiles, CopiedTiles
@@ -109,7 +109,6 @@ def attend_slots(
     """
     batch, heads, latent = q_latent.shape
     tiles = -(-heads // TILE)
-    last_half = latent - HALF
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
     stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
@@ -141,10 +140,9 @@ def attend_slots(
         k_full.start()
 
         def fetch_queries(request):
-            for half, width in enumerate((HALF, last_half)):
-                columns = pl.ds(half * HALF, width)
-                into = q_in.at[half] if width == HALF else q_in.at[half, :, pl.ds(0, width)]
-                plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], into, q_full)
+            for half in range(2):
+                columns = half_columns(half, latent, request)
+                plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
             plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, q_full)
 
         def producer():
@@ -167,10 +165,6 @@ def attend_slots(
             results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
             value_scale = kv_scale_refs[0][0] if kv_scale_refs else None
             epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
-            if side == 1 and last_half < HALF:
-                # Each lane reads back what it stores here when it scales the queries (`fit_queries`).
-                rest = zeros(TILE, HALF - last_half).astype(dtype)
-                plgpu.store(q_in.at[1, :, pl.ds(last_half, HALF - last_half)], rest)
             scale = scale_ref[0] * LOG2E
             if value_scale is not None:
                 scale *= value_scale
