@@ -43,7 +43,9 @@ class Recorder(OneDevice):
     calls: list[tuple[list[np.ndarray], float]] = field(default_factory=list)
 
     def _record(self, queries, scale):
-        io_callback(lambda *arrays: self.calls.append(([*map(np.asarray, arrays)], scale)), None, *queries, ordered=True)
+        io_callback(
+            lambda *arrays: self.calls.append(([*map(np.asarray, arrays)], scale)), None, *queries, ordered=True
+        )
 
     def _recorded(self, attend, q, args, scale, options):
         self._record(q, scale)

@@ -13,8 +13,8 @@ import jaxkv
 from jaxkv.cli import main
 from jaxkv.dispatch import backends
 from jaxkv.fuzz import check, families, fuzz, layouts
-from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels import mosaic_gpu, triton, xla
+from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.kernel import Kernel
 from support.available import assume_available
 from support.cases import slow

@@ -213,7 +213,7 @@ def test_lists_of_formats_have_it():
 def test_its_rules_are_reported():
     with pytest.raises(ValueError, match="multiple of 4 values"):
         jaxkv.MLAEntry("toy8", latent=13, rope=4)
-    with pytest.raises(ValueError, match="KVEntry format 'toy8_pages': expected one of bf16, f16, f32, fp8, .*, toy8"):
+    with pytest.raises(ValueError, match=r"KVEntry format 'toy8_pages': expected one of bf16, f16, f32, fp8, .*, toy8"):
         jaxkv.KVEntry("toy8_pages")
     sizes = {"num_layers": 1, "num_blocks": 2, "block_size": 4, "entry": ENTRIES["latents in pages"](), "size": 8000}
     with pytest.raises(ValueError, match=r"all latent, then all rope, then all scale.*token stride"):

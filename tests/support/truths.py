@@ -19,7 +19,7 @@ def to_e4m3(x):
 
 
 def tile_scales(x, floor_exponent, largest=448):
-    """Power-of-two scales [..., 1] of tiles x [..., n]: 2 ** ceil(log2(amax / largest)), at least 2 ** floor_exponent."""
+    """Powers of two [..., 1] for tiles x [..., n]: 2 ** ceil(log2(amax / largest)), at least 2 ** floor_exponent."""
     amax = np.abs(x.astype(np.float64)).max(axis=-1, keepdims=True)
     amax = np.where(np.isinf(amax), 2.0**128, amax)  # infinity counts as the power of two after the largest float32
     mantissa, exponent = np.frexp(amax / largest)  # amax / largest = mantissa * 2 ** exponent, 0.5 <= mantissa < 1
@@ -108,7 +108,7 @@ POSITIVE_E4M3 = np.arange(1, 0x7F, dtype=np.uint8).view(E4M3).astype(np.float64)
 
 
 def to_e2m1(x, scale):
-    """Values x [..., tiles, tile] / scale [..., tiles, 1] as pairs of e2m1, [..., bytes]: the nearest, or the even one."""
+    """x [..., tiles, tile] / scale [..., tiles, 1] as pairs of e2m1, [..., bytes]: the nearest, or the even one."""
     with np.errstate(invalid="ignore", over="ignore"):
         size = np.minimum(np.abs(x.astype(np.float64) / scale), 6.0)
     distance = np.abs(np.nan_to_num(size)[..., None] - E2M1)

@@ -33,7 +33,8 @@ def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array
 
 
 def _runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
-    """Addresses of the runs of bytes that make up an entry: the whole entry, or its parts in each region of a split page.
+    """Addresses of the runs of bytes that make up an entry: the whole entry, or its parts in each region of a split
+    page.
 
     `itemsize` is that of the buffer.
     """

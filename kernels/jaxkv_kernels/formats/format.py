@@ -147,9 +147,10 @@ class Format(ABC):
     scaled: bool = False
     """Whether the caller passes a scale for each array of values: value = stored * scale."""
     in_float32: bool = False
-    """Whether attention multiplies decoded values in float32, because bf16 and float16 do not represent them exactly."""
+    """Whether attention multiplies decoded values in float32: bf16 and float16 do not represent them exactly."""
     pads_pages: bool = False
-    """Whether pages, which are split, are rounded up to a multiple of what their first region stores per token.  Readers
+    """Whether pages, which are split, are rounded up to a multiple of what their first region stores per token.
+    Readers
     that load pages by TMA need such strides."""
     typical: Mapping[str, int] = {}
     """Arguments of an entry that has the sizes of the models for which the format was made, if its defaults do not."""

@@ -26,9 +26,9 @@ def tiles_of(x: jax.Array, tile: int) -> jax.Array:
 def to_e2m1(tiles: jax.Array, scale: jax.Array) -> jax.Array:
     """Values [..., n, tile] divided by the scales [..., n] of their tiles, as pairs of e2m1, uint8 [..., n * tile / 2].
 
-    The exact quotient is rounded to nearest even, saturating at 6: magnitudes are compared with the products of midpoints
-    and scales, which float32 represents exactly if a scale has at most 20 bits.  NaN becomes 0.  The sign of 0 is kept.
-    """
+    The exact quotient is rounded to nearest even, saturating at 6: magnitudes are compared with the products of
+    midpoints and scales, which float32 represents exactly if a scale has at most 20 bits.  NaN becomes 0.  The sign of
+    0 is kept."""
     magnitude, scale = jnp.abs(tiles), scale[..., None]
     code = jnp.zeros(tiles.shape, jnp.uint8)
     for n, midpoint in enumerate(MIDPOINTS):
@@ -64,7 +64,7 @@ def e4m3_scale(amax: jax.Array, *, round_up: bool = False) -> jax.Array:
 
 
 def to_e8m0(scale: jax.Array) -> jax.Array:
-    """Float32 scales, which are NaN or powers of two of at least 2**-126, as e8m0: the exponent plus 127, 255 for NaN."""
+    """Float32 scales, which are NaN or powers of two from 2**-126 on, as e8m0: the exponent plus 127; 255 for NaN."""
     bits = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
     return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
 

@@ -1,10 +1,9 @@
 """`indexer_mxfp4`: indexer keys of 128 e2m1 values with an e8m0 scale for each tile of 32, 68 bytes per token.
 
 Pages are split: a page stores the values of all tokens ([block_size, 64] bytes), then their scales ([block_size, 4]).
-This is the byte map that vLLM writes (`indexer_k_norm_rope_store`) and DeepGEMM reads.  A scale is
-2 ** ceil(log2(amax / 6)).  It is at least 2**-124, so that denormal values, which XLA treats as 0 on CPUs, are 0 on every
-device; vLLM's is at least 2**-126.  Values are rounded to nearest even.  A tile with NaN has the scale NaN.
-"""
+This is the byte map that vLLM writes (`indexer_k_norm_rope_store`) and DeepGEMM reads.  A scale is 2 ** ceil(log2(amax
+/ 6)).  It is at least 2**-124, so that denormal values, which XLA treats as 0 on CPUs, are 0 on every device; vLLM's is
+at least 2**-126.  Values are rounded to nearest even.  A tile with NaN has the scale NaN."""
 
 import jax.numpy as jnp
 

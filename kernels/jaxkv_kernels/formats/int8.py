@@ -3,8 +3,8 @@
 The arithmetic is that of vLLM's `int8_per_token_head`: a scale is max(amax / 127, 1e-6), and values divided by it are
 rounded to nearest even.  vLLM multiplies by the rounded reciprocal of a scale, so that quotients next to a tie can
 differ by 1.  The byte map is jaxkv's own: vLLM stores scales in arrays beside the cache, whereas here they are part of
-an entry, which is padded with zeros to a multiple of 16 bytes, as copies by TMA require.  An array of values with infinity or NaN has an infinite or NaN scale, and is read as NaN.
-"""
+an entry, which is padded with zeros to a multiple of 16 bytes, as copies by TMA require.  An array of values with
+infinity or NaN has an infinite or NaN scale, and is read as NaN."""
 
 import jax.numpy as jnp
 

@@ -61,7 +61,9 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
     yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
     # The regions of split pages store multiples of 16 bytes per token, but their scales.
-    yield from _unaligned(_steps(pages, ("layer",) if entry.split else ("layer", "token")), arrays["buffer"].dtype.itemsize)
+    yield from _unaligned(
+        _steps(pages, ("layer",) if entry.split else ("layer", "token")), arrays["buffer"].dtype.itemsize
+    )
     yield from too_large(options)
 
 

@@ -260,9 +260,7 @@ LOWERED = [("BLNHC", 128, False, False, None), ("LBNHC", 20, True, True, 30.0)]
 """Order, heads, whether there are counts and sinks, `logit_cap`."""
 
 
-@each_value(
-    ("form", "case"), ["bf16", "f16", "fp8", "fp8_ds_mla", "nvfp4_ds_mla", "fp8_v4", "mxfp4_ds_mla"], LOWERED
-)
+@each_value(("form", "case"), ["bf16", "f16", "fp8", "fp8_ds_mla", "nvfp4_ds_mla", "fp8_v4", "mxfp4_ds_mla"], LOWERED)
 def test_lowers_for_hopper(form, case):
     order, heads, counts, sinks, cap = case
     entry = jaxkv.MLAEntry.typical(form)

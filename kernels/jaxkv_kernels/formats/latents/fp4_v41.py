@@ -10,6 +10,8 @@ most 448.  Values are divided by it, rounded to nearest even, and saturate.  vLL
 of 6, which gives the same scales for bf16 and float16 values.  A tile with NaN has the scale NaN.
 """
 
+from types import MappingProxyType
+
 import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import largest_magnitude
@@ -29,7 +31,7 @@ class Fp4V41(Format):
     kinds = (MLAEntry,)
     dtype = "uint8"
     pads_pages = True
-    typical = {"latent": 448, "rope": 64}
+    typical = MappingProxyType({"latent": 448, "rope": 64})
 
     def parts(self, sizes, block_size):
         """The values of both parts, then their scales."""

@@ -9,6 +9,8 @@ The byte map is that of FlashMLA (`MODEL1_FP8Sparse` in tests/quant.py), vLLM (`
 a lower bound of 2**-13.  Values are rounded to nearest even and saturate.  A tile with NaN has the scale NaN.
 """
 
+from types import MappingProxyType
+
 import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import largest_magnitude, power_of_two_scale, to_fp8
@@ -31,7 +33,7 @@ class Fp8V4(Format):
     kinds = (MLAEntry,)
     dtype = "uint8"
     pads_pages = True
-    typical = {"latent": 448, "rope": 64}
+    typical = MappingProxyType({"latent": 448, "rope": 64})
 
     def parts(self, sizes, block_size):
         """The latent and the rotary part, then the scales and their padding."""

@@ -5,9 +5,10 @@ page stores the values of all tokens (512 bytes per token), then their scales (1
 multiple of 512 bytes.
 
 The byte map is that of FlashMLA (`ModelType::V41`) as SGLang (`KVLayout.V41`) and vLLM (`V41_BYTES_PER_TOKEN`) describe
-it.  A scale is 2 ** ceil(log2(max(amax, 1e-4) / 448)), at least 2**-22, as in vLLM; SGLang's is at least 2**-13.  Values
-are rounded to nearest even and saturate.  A tile with NaN has the scale NaN.
-"""
+it.  A scale is 2 ** ceil(log2(max(amax, 1e-4) / 448)), at least 2**-22, as in vLLM; SGLang's is at least 2**-13.
+Values are rounded to nearest even and saturate.  A tile with NaN has the scale NaN."""
+
+from types import MappingProxyType
 
 import jax.numpy as jnp
 
@@ -29,7 +30,7 @@ class Fp8V41(Format):
     kinds = (MLAEntry,)
     dtype = "uint8"
     pads_pages = True
-    typical = {"latent": 448, "rope": 64}
+    typical = MappingProxyType({"latent": 448, "rope": 64})
 
     def parts(self, sizes, block_size):
         """The values of both parts, then their scales."""

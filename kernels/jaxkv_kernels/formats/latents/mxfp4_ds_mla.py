@@ -10,6 +10,8 @@ tile could saturate.  Values are rounded to nearest even.  A scale is at least 2
 XLA treats as 0 on CPUs, are 0 on every device; SGLang's is at least 2**-127.  A tile with NaN has the scale NaN.
 """
 
+from types import MappingProxyType
+
 import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import largest_magnitude, power_of_two_scale
@@ -30,7 +32,7 @@ class Mxfp4DsMla(Format):
     name = "mxfp4_ds_mla"
     kinds = (MLAEntry,)
     dtype = "uint8"
-    typical = {"latent": 448, "rope": 64}
+    typical = MappingProxyType({"latent": 448, "rope": 64})
 
     def parts(self, sizes, block_size):
         """The latent, its scales, padding unless they fill it, then the rotary part."""

@@ -3,12 +3,11 @@
 The latent is e2m1, with an e4m3 scale for each tile of 16 values; the rotary part is e4m3, unscaled.  The bytes of
 scales are permuted, as the transpose of 4 columns: that of tile t is byte n / 4 * (t % 4) + t // 4 of n.
 
-The byte map and the scales are those of vLLM's `concat_and_cache_nvfp4_ds_mla` (csrc, nvfp4 MLA cache kernels, 2026).  A
-scale is the smallest e4m3 value of at least amax / 6, and at least 2**-9.  Values are rounded to nearest even and
+The byte map and the scales are those of vLLM's `concat_and_cache_nvfp4_ds_mla` (csrc, nvfp4 MLA cache kernels, 2026).
+A scale is the smallest e4m3 value of at least amax / 6, and at least 2**-9.  Values are rounded to nearest even and
 saturate; the rotary part saturates at 448.  Two details differ: vLLM multiplies by the rounded reciprocal of a scale,
 so that some ties go down instead of to even, and it stores NaN as 6 times the scale, where a tile with NaN has a NaN
-scale here.
-"""
+scale here."""
 
 import jax.numpy as jnp
 

@@ -43,7 +43,9 @@ def result_types(
     return (
         shape((batch, *heads, rows, width), dtype),
         per_row((batch, *heads, lse)),
-        shape((splits, *heads, rows, split_width or width), dtype),  # holds the bits of SPLIT_DTYPE, as shared memory has one dtype
+        shape(
+            (splits, *heads, rows, split_width or width), dtype
+        ),  # holds the bits of SPLIT_DTYPE, as shared memory has one dtype
         per_row((splits, *heads, split_lse)),
         per_row((splits, scales, *heads, split_lse)),
     )

@@ -173,7 +173,9 @@ class Lanes:
                 first, step = self._scale_place(field, ref, index)
                 rounds = range(self.teams.rounds(field))
                 found.append(
-                    array([self._load_scale(field, first, n * step, both(live, self._active(field, n))) for n in rounds])
+                    array(
+                        [self._load_scale(field, first, n * step, both(live, self._active(field, n))) for n in rounds]
+                    )
                 )
             return tuple(found)
 
@@ -198,7 +200,9 @@ class Lanes:
             chunks = chunks_of(raw, _words_of(field.stored))
             if field.stored != dtype:
                 values = [words.widen(each, field.stored) for each in chunks]
-                factors = [[arith.bitcast(f32(), word)] for (word,) in chunks_of(own[0], 1)] if own else [[]] * len(values)
+                factors = (
+                    [[arith.bitcast(f32(), word)] for (word,) in chunks_of(own[0], 1)] if own else [[]] * len(values)
+                )
                 for n, each in enumerate(factors):
                     for factor in (*each, *map(scalar, scales)):
                         values[n] = words.scaled(values[n], factor)

@@ -3,10 +3,9 @@
 e2m1 values become e4m3 first: their four bits, moved to the right places of a byte, are an e4m3 value of 2**-6 times
 theirs.  The conversion of e4m3 to float16, which the hardware has, is exact, and 2**6 is part of the scale.
 
-Scales that are powers of two are multiplied into values as float16 powers of two, whose first byte has the whole number.
-So a token's scales, 8 in two words, become 8 such bytes, and a lane that needs a scale copies its byte to both halves of
-a word.
-"""
+Scales that are powers of two are multiplied into values as float16 powers of two, whose first byte has the whole
+number. So a token's scales, 8 in two words, become 8 such bytes, and a lane that needs a scale copies its byte to both
+halves of a word."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +66,9 @@ def e8m0_scales(raw, stored: str, *, padding: int, by_half: bool) -> tuple[Any, 
     if padding:
         # Scales before the padding stand in for it.
         whole = permute(second, second, c32({1: 0x2210, 2: 0x1010}[padding]))
-        second = arith.select(arith.cmpi(arith.CmpIPredicate.ne, upper_half(), c32(0)), whole, second) if by_half else whole
+        second = (
+            arith.select(arith.cmpi(arith.CmpIPredicate.ne, upper_half(), c32(0)), whole, second) if by_half else whole
+        )
     mask = c32(0x00FF00FF)
     pairs = [arith.andi(word, mask) for word in (first, second)]
     pairs += [arith.andi(arith.shrui(word, c32(8)), mask) for word in (first, second)]
@@ -154,5 +155,3 @@ def store_e2m1(ref, raw, scales_of: Callable[[Any], list[Any]], stage: int, half
         for i, (word, start) in enumerate(zip(words(register), starts, strict=True)):
             values = ptx(CONVERT_E2M1, word, scales[i // 2], result_types=[i32()] * 4)
             ptx(STORE.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *values)
-
-

@@ -10,16 +10,15 @@ Quantised entries pass through registers, where e4m3 and e2m1 values are convert
 Values of entries with scales are multiplied by them there (`scaling.py`, `narrow.py`).  The single scale of all `fp8`
 entries is applied to scores and results instead.  The latents of a tile of 64 rows move in units of 8 KiB, one chunk of
 four rows per lane: 128 e4m3 values of each entry, which in `fp8_ds_mla` are a scale group, or 256 e2m1 values.  A lane
-has row 4 * warp + lane % 4 of every 16 rows, and a chunk that depends on the quarter lane // 8 and on lane // 4 % 2.  So
+has row 4 * warp + lane % 4 of every 16 rows, and a chunk that depends on the quarter lane // 8 and on lane // 4 % 2. So
 the eight lanes that share a phase of a shared-memory access have four rows and two chunks, which the 128-byte swizzle
 spreads over all banks.  Latents of 448 values are followed by zeros.  bf16 rotary keys need no conversion, and are
-copied.  e4m3 rotary keys are 64 bytes: each lane loads chunks of two rows before the latents of the tile are stored, and
-stores them after these.
+copied.  e4m3 rotary keys are 64 bytes: each lane loads chunks of two rows before the latents of the tile are stored,
+and stores them after these.
 
 A row has one slot and one set of scales.  A lane loads those of a single row, called its own row: one of the 16 rows of
-its warp, or half of those of this row.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or past the cache, or position
-past the count) is a row of zeros with factor -1.
-"""
+its warp, or half of those of this row.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or
+past the cache, or position past the count) is a row of zeros with factor -1."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -129,8 +128,7 @@ class GatheredRows:
         """The units of half a latent."""
         count, latent = self.units // 2, self._part("latent").nbytes
         return tuple(
-            Unit(n * LINE, n, min(latent - n * LINE, LINE) // CHUNK)
-            for n in range(which * count, (which + 1) * count)
+            Unit(n * LINE, n, min(latent - n * LINE, LINE) // CHUNK) for n in range(which * count, (which + 1) * count)
         )
 
     def _part(self, name: str) -> Part:

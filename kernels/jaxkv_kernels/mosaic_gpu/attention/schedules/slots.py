@@ -335,8 +335,8 @@ def attend_slots(
         interpret=interpret,
         auto_barriers=False,
         out_type=result_types(
-            (batch,), plan.max_splits, dtype,
-            rows=heads, width=latent, split_width=LATENT, lse=(tiles - 1) * TILE + stored, split_lse=tiles * TILE, scales=2,
+            (batch,), plan.max_splits, dtype, rows=heads, width=latent, split_width=LATENT, lse=(tiles - 1) * TILE +
+            stored, split_lse=tiles * TILE, scales=2,
         ),
         grid=(tiles, plan.num_partitions),
         grid_names=("group", "partition"),
