@@ -160,7 +160,7 @@ class CacheLayout:
             )
         object.__setattr__(self, "entry", entry)
         object.__setattr__(self, "dtype", entry.dtype if dtype is None else checked_dtype(dtype))
-        runs = [region[0].step for region in entry.regions()] if entry.split else [entry.nbytes]
+        runs = [region[0].step or entry.nbytes for region in entry.regions()]
         if any(nbytes % self.itemsize for nbytes in runs):
             raise ValueError(
                 f"`dtype` is {self.dtype} of {self.itemsize} bytes, which does not divide the "

@@ -280,8 +280,10 @@ def _entries_converted(entry, pages, itemsize) -> Iterator[str]:
     if sum(entry.sizes) > MOST_VALUES:
         yield f"entries of {sum(entry.sizes)} values: supports at most {MOST_VALUES} where they are converted"
     for field in fields_of(entry, pages, itemsize):
-        words = field.scales is not None and field.rule.itemsize == WORD
-        for address in (field.address, *((field.scales,) if words else ())):
+        addresses = [field.address]
+        if field.scales is not None and field.rule.itemsize == WORD:
+            addresses.append(field.scales)
+        for address in addresses:
             if address.alignment % WORD:
                 yield f"entries at multiples of {address.alignment} bytes: supports multiples of {WORD}"
                 return

@@ -83,7 +83,8 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     width = math.gcd(split_out.shape[-1] // parts, CHUNK, latent)
     chunks, split_chunks = latent // width, split_out.shape[-1] // width
     requests = plan.split_requests.shape[0]
-    # A warpgroup merges the sums of a row only if it has a column for each lane.  Otherwise, heights are multiples of 8.
+    # A warpgroup merges the sums of a row only if it has a column for each lane.
+    # Otherwise, heights are multiples of 8.
     by_splits = width >= WARPS * LANES and (splits >= MANY_SPLITS or height % WARPS != 0)
     if by_splits:
         most = plan.max_splits - batch if splits >= MANY_SPLITS else splits  # of a request, if others have one each

@@ -58,6 +58,7 @@ RULES = {
     "nvfp4": ScaleRule("e2m1x2", "e4m3"),
 }
 """By format, for formats that store scales."""
+NO_SCALES = ScaleRule("", "")
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class Field:
     """Whether values are divided by a scale that the caller keeps."""
     scales: PartAddress | None = None
     """Where the entry's own scales lie."""
-    rule: ScaleRule | None = None
-    """How they are computed; None if there are none."""
+    rule: ScaleRule = NO_SCALES
+    """How they are computed."""
     tile: int = 0
     """Values that share a scale of the entry, which divide 256, or all of them."""
     padding: tuple[PartAddress, int] | None = None
@@ -114,11 +115,11 @@ def fields_of(entry: Entry, pages: Pages, itemsize: int) -> tuple[Field, ...]:
     """The fields of an entry in a buffer whose elements have `itemsize` bytes."""
     parts = {part.name: part for part in entry.parts(pages.block_size if entry.split else 1)}
     values = [part for name, part in parts.items() if "scales" not in name and name != "padding"]
-    rule, padding, found = RULES.get(entry.format), parts.get("padding"), []
+    rule, padding, found = RULES.get(entry.format, NO_SCALES), parts.get("padding"), []
     zeros = None if padding is None else (_address(padding, pages, itemsize), padding.count)
     for number, (part, count) in enumerate(zip(values, entry.sizes, strict=True)):
         field = Field(number, count, part.dtype, _address(part, pages, itemsize), entry.codec.scaled)
-        if rule is not None and part.dtype == rule.values:
+        if part.dtype == rule.values:
             whole = next(part for name, part in parts.items() if "scales" in name)
             scales = parts.get(f"{part.name} scales", whole)
             tile, address = count // scales.count, _address(scales, pages, itemsize)

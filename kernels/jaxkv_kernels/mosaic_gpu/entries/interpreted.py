@@ -104,22 +104,18 @@ class InterpretedLanes:
 def _quantised(field: Field, tiles):
     """Stored values of tiles [n, tile], and their scales as they are stored."""
     rule, amax = field.rule, largest_magnitude(tiles)
+    if rule.values == "int8":
+        own = jnp.maximum(corrected_quotient(amax, jnp.float32(rule.largest)), SMALLEST_SCALE)
+        quotients = corrected_quotient(tiles, own[:, None])
+        return jnp.where(jnp.isnan(quotients), 0, jnp.round(quotients)).astype(jnp.int8).reshape(-1), own
     if rule.power_of_two:
         scale, inverse = power_of_two_scale(amax, rule.smallest_exponent, rule.largest)
         own = scale if rule.stored == "float32" else to_e8m0(scale)
-        quotients = tiles * inverse[:, None]
-    elif rule.stored == "e4m3":
-        own = e4m3_scale(amax, round_up=rule.round_up)
-        scale, quotients = own.astype(jnp.float32), None
+        stored = to_e2m1(tiles, scale) if rule.values == "e2m1x2" else to_fp8(tiles * inverse[:, None]).reshape(-1)
     else:
-        own = jnp.maximum(corrected_quotient(amax, jnp.float32(rule.largest)), SMALLEST_SCALE)
-        scale, quotients = own, corrected_quotient(tiles, own[:, None])
-    own = own.reshape(-1, rule.columns).T.reshape(-1)
-    if rule.values == "e2m1x2":
-        return to_e2m1(tiles, scale), own
-    if rule.values == "int8":
-        return jnp.where(jnp.isnan(quotients), 0, jnp.round(quotients)).astype(jnp.int8).reshape(-1), own
-    return to_fp8(quotients).reshape(-1), own
+        own = e4m3_scale(amax, round_up=rule.round_up)
+        stored = to_e2m1(tiles, own.astype(jnp.float32))
+    return stored, own.reshape(-1, rule.columns).T.reshape(-1)
 
 
 def _dtype(name: str) -> Any:

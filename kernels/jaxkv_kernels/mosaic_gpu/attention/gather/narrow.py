@@ -114,7 +114,7 @@ def e8m0_of_e4m3(scales, owner, group: int) -> Any:
 def e8m0_of_e2m1(scales, owner, half: int) -> list[Any]:
     """The same for a chunk of 32 values of half `half`, which has a scale of its own, twice."""
     owner = arith.addi(owner, c32(half * WARP_ROWS))
-    found = _splat(*(shuffle(word, owner) for word in scales[:2]), Lane().e2m1_chunk)
+    found = _splat(shuffle(scales[0], owner), shuffle(scales[1], owner), Lane().e2m1_chunk)
     return [found, found]
 
 

@@ -21,6 +21,7 @@ its warp, or half of those of this row.  Shuffles pass them to the lanes that ne
 past the cache, or position past the count) is a row of zeros with factor -1."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -352,12 +353,12 @@ class GatheredRows:
         def store(_, ref, raw, *scales):
             found = _words(*scales) if scales else []
             if self.stored == "e4m3":
-                of_row = {"float32": lanes.scale_of_group, "e8m0": narrow.e8m0_of_e4m3}.get(self.scale_dtype or "")
-                scale_of = of_row and (lambda owner: of_row(found, owner, unit.number))
+                of_row = narrow.e8m0_of_e4m3 if self.scale_dtype == "e8m0" else lanes.scale_of_group
+                scale_of = partial(of_row, found, group=unit.number) if scaled else None
                 lanes.store_e4m3(ref, raw, scale_of, stage, unit.number)
             else:
-                of_row = narrow.e8m0_of_e2m1 if self.scale_dtype == "e8m0" else narrow.e4m3_of_e2m1
-                narrow.store_e2m1(ref, raw, lambda owner: of_row(found, owner, unit.number), stage, unit.number)
+                of_half = narrow.e8m0_of_e2m1 if self.scale_dtype == "e8m0" else narrow.e4m3_of_e2m1
+                narrow.store_e2m1(ref, raw, partial(of_half, found, half=unit.number), stage, unit.number)
 
         store(k_ref, raw, *([scales] if scaled else []))
 
