@@ -15,10 +15,12 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   read them back.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, for many new tokens;
+  `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
   `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
-- **Experts**: `grouped_swiglu`, feed-forwards of which each token passes through a few.
+- **Experts**: `grouped_swiglu`, feed-forwards of which each token passes through a few, and `TileScaled`, a weight in
+  float8.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
@@ -42,11 +44,13 @@ from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, 
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
 from jaxkv.ops.prefill import prefill_mla
+from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import decode_mla_sparse
 from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
 from jaxkv.support import Explanation, explain
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.tile_scaled import TileScaled
 
 __all__ = [
     "ORDERS",
@@ -60,6 +64,7 @@ __all__ = [
     "MLAEntry",
     "PackedLayout",
     "Strides",
+    "TileScaled",
     "checked",
     "convert_blocks",
     "copy_blocks",
@@ -74,9 +79,11 @@ __all__ = [
     "implementations",
     "indexer_logits",
     "merge_states",
+    "mla_ragged_paged_attention",
     "plan_decode",
     "positions_to_slots",
     "prefill_mla",
+    "ragged_paged_attention",
     "ragged_slots",
     "read_blocks",
     "select_slots",

@@ -132,10 +132,14 @@ def _models() -> Iterator[Workload]:
     for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
         yield logits(operation="indexer_logits", format="bf16", **_shape(shape))
     yield logits(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
+    experts = partial(workload, suite="models", operation="grouped_swiglu", layers=1)
     for tokens in (1, 32, 128, 256, 512, 8192):
-        yield workload(suite="models", operation="grouped_swiglu", requests=tokens, tokens=64, chosen=6, layers=1)
+        yield experts(requests=tokens, tokens=64, chosen=6)
     for tokens in (1, 32, 128):
-        yield workload(suite="models", operation="grouped_swiglu", requests=tokens, tokens=256, chosen=8, layers=1)
+        yield experts(requests=tokens, tokens=256, chosen=8)
+    for tokens in (1, 32, 128, 8192):
+        yield experts(requests=tokens, tokens=64, chosen=6, format="fp8")
+        yield experts(requests=tokens, tokens=256, chosen=8, format="fp8")
     yield workload(suite="models", operation="merge_states", requests=128, heads=128, tokens=8, layers=1)
 
 

@@ -278,7 +278,7 @@ SMALL_MIXTURE = 256, 128
 
 
 class Experts(Workload):
-    """Sends each of `requests` tokens through `chosen` of `tokens` experts."""
+    """Sends each of `requests` tokens through `chosen` of `tokens` experts; `format` is that of their weights."""
 
     cached = False
 
@@ -306,18 +306,24 @@ class Experts(Workload):
             jax.random.normal(key, (self.tokens, *shape), jnp.bfloat16) * shape[1] ** -0.5
             for key, shape in zip(keys, shapes, strict=True)
         ]
+        if self.format == "fp8":
+            in_fp8 = (jax.lax.map(jaxkv.TileScaled.of, matrix) for matrix in matrices)
+            matrices = [array for weight in in_fp8 for array in (weight.values, weight.scales)]
         return [self._experts], matrices
 
     def arguments(self, cache, values, index, layer):
         """Tokens, experts, their shares and their weights."""
         (x, shares), (experts, *matrices) = values, index
+        if self.format == "fp8":
+            matrices = list(map(jaxkv.TileScaled, matrices[::2], matrices[1::2]))
         return (x, experts, shares, *matrices), {}
 
     @property
     def traffic(self) -> int:
         """Bytes of the weights of chosen experts, tokens and results."""
         width, inner = self._sizes
-        return 2 * (np.unique(self._experts).size * 3 * width * inner + 2 * self.requests * width)
+        weights = np.unique(self._experts).size * 3 * width * inner * (1 if self.format == "fp8" else 2)
+        return weights + 4 * self.requests * width
 
     @property
     def flops(self) -> int:

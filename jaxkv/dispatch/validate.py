@@ -12,8 +12,9 @@ from jaxkv_kernels.addressing.slots import MAX_SLOTS
 from jaxkv_kernels.formats.entries import Entry
 
 FLOATS = ("bfloat16", "float16", "float32")
-MAY_BE_EMPTY = ("T", "n")
-"""Axes that may have length 0: T new tokens and n blocks.  All other axes must have at least one element."""
+MAY_BE_EMPTY = ("T", "n", "P")
+"""Axes that may have length 0: T new tokens, n blocks and P values of a rotary part.  All other axes must have at least
+one element."""
 
 
 class Dims:
@@ -199,8 +200,8 @@ def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
     return number
 
 
-def window_within(window, capacity: int) -> int | None:
-    """`window` as kernels expect it; ValueError unless it is None or a positive int, of any size.
+def window_of(window, causal, capacity: int) -> int | None:
+    """`window` as kernels expect it; ValueError unless it is None or, with a causal mask, a positive int of any size.
 
     The result is None if the window can exclude no token: if it is at least `capacity` (the tokens of a block table),
     or does not fit in int32.
@@ -208,6 +209,8 @@ def window_within(window, capacity: int) -> int | None:
     if window is None:
         return None
     window = positive_int("window", window, below=None)
+    if causal is False:
+        raise ValueError(f"`window` is {window}: expected None, because with `causal=False` no token is the last one")
     return window if window < min(capacity, MAX_SLOTS) else None
 
 

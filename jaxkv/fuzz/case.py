@@ -150,8 +150,9 @@ class Case:
     def __str__(self):
         layout, entry, strides = self.layout, self.layout.entry, self.layout.strides
         options = "".join(
-            f" {name}={value}" for name, value in self.options if name in ("scale", "logit_cap", "window")
+            f" {name}={value}" for name, value in self.options if name in ("scale", "logit_cap", "window", "causal")
         )
+        options += "".join(f" {name}" for name in self.extras)
         return (
             f"{self.operation} {entry.format} {'+'.join(map(str, entry.sizes))} {self.dtype.name} "
             f"[{self.requests}, {self.q_len}, {self.heads}] x {self.columns} columns, {self.count}{options}; "

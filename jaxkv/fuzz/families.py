@@ -69,12 +69,16 @@ class Queries(Case):
 
     def index(self, rng, live) -> Index:
         """Block tables and lengths."""
+        return self.tables_and_lengths(rng, live, self.q_len), {}
+
+    def tables_and_lengths(self, rng, live, q_lens):
+        """Block tables and lengths; `q_lens` are the numbers of query tokens of the requests."""
         lengths = draw_lengths(rng, self.requests, self.columns * self.layout.block_size, self.layout.block_size)
         tables = draw_tables(rng, self.layout, self.columns, lengths)
         window = dict(self.options).get("window")
-        first = 0 if window is None else lengths - (self.q_len - 1) - window
+        first = 0 if window is None else lengths - (q_lens - 1) - window
         reveal(live, self.layout, tables, first, lengths)
-        return (tables, lengths), {}
+        return tables, lengths
 
 
 class DecodeMLA(Queries):
@@ -83,9 +87,16 @@ class DecodeMLA(Queries):
     result = "attention"
 
     @classmethod
+    def optional(cls) -> tuple[str, ...]:
+        """`cu_q_lens` (ragged query tokens) and `sinks`."""
+        return ("cu_q_lens", "sinks", PER_HEAD)
+
+    @classmethod
     def sizes(cls, rng, layout, fields):
         """Options of attention, and a dtype of the queries that represents the entries exactly."""
         options = {"scale": pick(rng, 0.03, 0.07, 0.11), "logit_cap": pick(rng, None, None, 2.0, 30.0)}
+        options |= {"window": pick(rng, None, None, None, 1, 64, 300)}
+        options |= {"causal": options["window"] is not None or pick(rng, True, True, False)}
         own = str(layout.entry.dtype)
         dtype = fields["dtype"]
         if own in ("bfloat16", "float16", "float32"):
@@ -93,21 +104,35 @@ class DecodeMLA(Queries):
         return {"options": {**options, "return_lse": True}, "dtype": dtype}
 
     @property
+    def total(self) -> int:
+        """Query tokens of all requests."""
+        return self.requests * self.q_len
+
+    @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of the queries, one array for each part of an entry."""
-        return [((self.requests, self.q_len, self.heads, n), self.dtype) for n in self.layout.entry.sizes]
+        tokens = (self.total,) if "cu_q_lens" in self.extras else (self.requests, self.q_len)
+        return [((*tokens, self.heads, n), self.dtype) for n in self.layout.entry.sizes]
+
+    def index(self, rng, live) -> Index:
+        """Block tables and lengths; running sums of the query tokens of each request, and sinks."""
+        q_lens, keywords = self.q_len, {}
+        if "cu_q_lens" in self.extras:
+            edges = np.sort(rng.integers(self.total + 1, size=self.requests))
+            keywords["cu_q_lens"] = np.r_[0, edges].astype(np.int32)
+            q_lens = np.diff(keywords["cu_q_lens"])
+        if "sinks" in self.extras:
+            keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
+        return self.tables_and_lengths(rng, live, q_lens), keywords
 
 
 class DecodeKV(DecodeMLA):
-    """Grouped-query attention, with or without a window."""
+    """Grouped-query attention."""
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """Query heads, a multiple of the cache's heads, and the window."""
-        found = super().sizes(rng, layout, fields)
-        window = {"window": pick(rng, None, None, 1, 64, 300)}
-        heads = layout.num_heads * pick(rng, 1, 2, 5, 8, 16)
-        return {**found, "heads": heads, "options": {**found["options"], **window}}
+        """Query heads, a multiple of the cache's heads."""
+        return {**super().sizes(rng, layout, fields), "heads": layout.num_heads * pick(rng, 1, 2, 5, 8, 16)}
 
     @property
     def value_shapes(self) -> Shapes:
@@ -122,8 +147,8 @@ class Plan(Case):
 
     @classmethod
     def optional(cls):
-        """`batch_invariant`."""
-        return ("batch_invariant", PER_HEAD)
+        """`batch_invariant`, and what the attention has."""
+        return ("batch_invariant", *DecodeMLA.optional())
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -148,9 +173,13 @@ class Plan(Case):
 
     def arguments(self, cache, values, draw, layer):
         """The arguments of `plan_decode`."""
-        keywords = {"window": dict(self.options).get("window"), "batch_invariant": "batch_invariant" in self.extras}
-        sizes = {"num_heads": self.heads, "q_len": self.q_len, "dtype": self.dtype}
-        return (cache, *draw.index), {**sizes, **keywords}
+        keywords = {name: dict(self.options)[name] for name in ("window", "causal")}
+        keywords |= {"num_heads": self.heads, "dtype": self.dtype, "batch_invariant": "batch_invariant" in self.extras}
+        if "cu_q_lens" in self.extras:
+            tokens = {"cu_q_lens": draw.keywords["cu_q_lens"], "total": self.attention.total}
+        else:
+            tokens = {"q_len": self.q_len}
+        return (cache, *draw.index), {**keywords, **tokens}
 
     def run(self, cache, values, draw, layer, implementation):
         """Attention with the plan."""
@@ -170,6 +199,13 @@ class Sparse(DecodeMLA):
     def optional(cls):
         """`counts` (how many slots are used) and `sinks`."""
         return ("counts", "sinks")
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The options of dense attention that sparse attention has."""
+        found = super().sizes(rng, layout, fields)
+        options = {name: value for name, value in found["options"].items() if name not in ("window", "causal")}
+        return {**found, "options": options}
 
     def index(self, rng, live) -> Index:
         """Slots, some of them masked."""
@@ -317,20 +353,21 @@ class Experts(Case):
 
     @classmethod
     def sizes(cls, rng, layout, fields):
-        """The number of experts, the chosen ones per token, the width of tokens and the inner size of experts."""
+        """The number of experts, those chosen per token, the width of tokens, the inner size; float8 weights or not."""
         count, sizes = pick(rng, 1, 3, 8, 40), (20, 64, 64, 128, 192)
         options = {
             "experts": count,
             "chosen": pick(rng, 1, 2, 6),
             "width": pick(rng, *sizes),
             "inner": pick(rng, *sizes),
+            "fp8": pick(rng, False, False, True),
         }
         return {"count": pick(rng, 1, 2, 33, 200), "options": options}
 
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of tokens and weights."""
-        count, _, width, inner = self._sizes
+        count, _, width, inner, _ = self._sizes
         matrices = [(count, inner, width), (count, inner, width), (count, width, inner)]
         return [(shape, self.dtype) for shape in ((self.count, width), *matrices)]
 
@@ -349,6 +386,9 @@ class Experts(Case):
     def arguments(self, cache, values, draw, layer):
         """Tokens, experts and their weights."""
         tokens, *matrices = values
+        if self._sizes[-1]:
+            known = not isinstance(tokens, jax.ShapeDtypeStruct)
+            matrices = [jaxkv.TileScaled.of(m) if known else jax.eval_shape(jaxkv.TileScaled.of, m) for m in matrices]
         return (tokens, draw.index[0], draw.keywords["weights"], *matrices), {}
 
     def run(self, cache, values, draw, layer, implementation):

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.backends import Call
+from jaxkv.dispatch.arrangement import ArrangedCall, Arrangement, arrange
 from jaxkv.dispatch.validate import (
     Dims,
     check_cache,
@@ -17,13 +16,14 @@ from jaxkv.dispatch.validate import (
     logit_cap_of,
     mla_dims,
     softmax_scale,
-    window_within,
+    window_of,
 )
 from jaxkv.ops.operation import Operation
-from jaxkv.ops.plan import DecodePlan, Shape, check_plan, run_planned
+from jaxkv.ops.plan import DecodePlan, Shape, check_plan, groups_of, run_planned
 from jaxkv.ops.samples import PAGED, sample_options, sample_queries
 from jaxkv_kernels.addressing.slots import slots_for
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
+from jaxkv_kernels.xla.softmax import with_sinks
 
 
 def decode_mla(
@@ -37,6 +37,10 @@ def decode_mla(
     scale,
     kv_scale=None,
     logit_cap: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    sinks=None,
+    cu_q_lens=None,
     return_lse: bool = False,
     plan: DecodePlan | None = None,
     implementation=None,
@@ -54,8 +58,8 @@ def decode_mla(
     request sees.
 
     Args:
-      q_latent: float [B, Hq, R] or [B, Q, Hq, R], queries multiplied by W_UK.
-      q_pe: [B, Hq, P] or [B, Q, Hq, P], rotary queries after RoPE, the dtype of `q_latent`.
+      q_latent: float [B, Hq, R], [B, Q, Hq, R] or, with `cu_q_lens`, [T, Hq, R]: queries multiplied by W_UK.
+      q_pe: rotary queries after RoPE, of the shape of `q_latent` with P instead of R, and of its dtype.
       cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
       seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Values are
@@ -65,39 +69,50 @@ def decode_mla(
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
+      window: static positive int of any size; a query sees only the last `window` tokens, itself included.  A window of
+        at least the capacity of the table has no effect.  Not supported by `mosaic_gpu`.
+      causal: static bool; if False, every query token sees all `seq_len` tokens of its request.
+      sinks: float32 [Hq]; attention sinks: one logit per head that is added to the softmax's denominator, without a
+        value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
+      cu_q_lens: int32 [B + 1], running sum from 0 of the query tokens of each request, whose numbers may differ: those
+        of request b are q_latent[cu_q_lens[b] : cu_q_lens[b + 1]], its last tokens.  T may be larger than the last sum.
       return_lse: also return the log-sum-exp of the scores.
-      plan: what `plan_decode` returned for the same tables and lengths, number of heads and query dtype; if None, the
-        call makes its own plan.
+      plan: what `plan_decode` returned for the same tables, lengths, numbers of heads and query tokens, and query
+        dtype; if None, the call makes its own plan.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Hq] or [B, Q, Hq], natural logarithm.
-      A query that sees no token gets 0 and -inf.  Low finite scores are never masked: only a score beyond the range of
-      float32 becomes -inf and gets no weight.  Tokens in blocks outside the cache are masked.  If a traced layer is
-      outside the cache, no query sees a token.
+      out, of q_latent's shape and dtype; with `return_lse` also lse, float32, of q_latent's shape without R, natural
+      logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf.  Low finite scores are never
+      masked: only a score beyond the range of float32 becomes -inf and gets no weight.  Tokens in blocks outside the
+      cache are masked.  If a traced layer is outside the cache, no query sees a token.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong, or `plan` was made for another shape or dtype.
+      ValueError: a shape, dtype, static layer or scale is wrong, there is a `window` without a causal mask, or `plan`
+        was made for another shape or dtype.
     """
-    call = _bind_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, plan)
-    out, lse = run_planned(call, plan, implementation)
-    return _result(out, lse, q_latent, return_lse)
+    call = _bind_mla(
+        q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, window, causal, sinks,
+        cu_q_lens, plan,
+    )  # fmt: skip
+    return _result(run_planned(call, plan, implementation), call.arrangement, q_latent, sinks, return_lse)
 
 
-def _bind_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, plan) -> Call:
+def _bind_mla(
+    q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, window, causal, sinks, cu_q_lens,
+    plan,
+) -> ArrangedCall:  # fmt: skip
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
-    axes = query_axes("q_latent", q_latent)
+    axes = query_axes("q_latent", q_latent, ragged=cu_q_lens is not None)
     dims.check("q_latent", q_latent, f"{axes} R")
     dims.check("q_pe", q_pe, f"{axes} P", (str(q_latent.dtype),))
-    arrays = {
-        "q_latent": _with_tokens(q_latent),
-        "q_pe": _with_tokens(q_pe),
-        "kv_scale": entry_scale("kv_scale", kv_scale, cache),
-    }
-    options = {"logit_cap": logit_cap_of(logit_cap)}
-    q = arrays["q_latent"]
-    return _bind("decode_mla", cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan)
+    queries = {"q_latent": q_latent, "q_pe": q_pe}
+    scales = {"kv_scale": entry_scale("kv_scale", kv_scale, cache)}
+    return _bind(
+        "decode_mla", cache, dims, queries, scales, block_tables, seq_lens, layer, scale, logit_cap, window, causal,
+        sinks, cu_q_lens, plan,
+    )  # fmt: skip
 
 
 def decode_kv(
@@ -112,6 +127,9 @@ def decode_kv(
     v_scale=None,
     logit_cap: float | None = None,
     window: int | None = None,
+    causal: bool = True,
+    sinks=None,
+    cu_q_lens=None,
     return_lse: bool = False,
     plan: DecodePlan | None = None,
     implementation=None,
@@ -122,7 +140,7 @@ def decode_kv(
     tokens that a query token does not see, including those before its window.
 
     Args:
-      q: float [B, Hq, D] or [B, Q, Hq, D]; Hq a multiple of the cache's heads H.
+      q: float [B, Hq, D], [B, Q, Hq, D] or, with `cu_q_lens`, [T, Hq, D]; Hq a multiple of the cache's heads H.
       cache: a cache of `KVEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
       seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Values are
@@ -135,93 +153,101 @@ def decode_kv(
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       window: static positive int of any size; a query sees only the last `window` tokens, itself included.  A window of
         at least the capacity of the table has no effect.
+      causal: static bool; if False, every query token sees all `seq_len` tokens of its request.
+      sinks: float32 [Hq]; attention sinks, as in `decode_mla`.
+      cu_q_lens: int32 [B + 1], running sum of the query tokens of each request, as in `decode_mla`.
       return_lse: also return the log-sum-exp of the scores.
-      plan: what `plan_decode` returned for the same tables and lengths, number of heads and query dtype; if None, the
-        call makes its own plan.
+      plan: what `plan_decode` returned for the same tables, lengths, numbers of heads and query tokens, and query
+        dtype; if None, the call makes its own plan.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out [B, Hq, Dv] or [B, Q, Hq, Dv], of q's dtype; with `return_lse` also lse, float32 [B, Hq] or [B, Q, Hq],
-      natural logarithm.  A query that sees no token gets 0 and -inf; low finite scores are never masked.  Tokens in
-      blocks outside the cache are masked.
+      out, of q's shape with Dv instead of D, and of its dtype; with `return_lse` also lse, float32, of q's shape
+      without D, natural logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf; low finite
+      scores are never masked.  Tokens in blocks outside the cache are masked.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong, or `plan` was made for another shape or dtype.
+      ValueError: a shape, dtype, static layer or scale is wrong, there is a `window` without a causal mask, or `plan`
+        was made for another shape or dtype.
     """
     call = _bind_kv(
-        q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, plan
+        q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, causal, sinks, cu_q_lens,
+        plan,
     )  # fmt: skip
-    out, lse = run_planned(call, plan, implementation)
-    return _result(out, lse, q, return_lse)
+    return _result(run_planned(call, plan, implementation), call.arrangement, q, sinks, return_lse)
 
 
 def _bind_kv(
-    q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, plan
-) -> Call:  # fmt: skip
+    q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, causal, sinks, cu_q_lens, plan
+) -> ArrangedCall:  # fmt: skip
     check_cache(cache, KVEntry)
     heads = cache.layout.num_heads
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
-    axes = query_axes("q", q)
+    axes = query_axes("q", q, ragged=cu_q_lens is not None)
     dims.check("q", q, f"{axes} D")
     if dims["Hq"] % heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {heads} heads")
-    arrays = {
-        "q": _with_tokens(q),
+    scales = {
         "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
         "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
     }
-    options = {"logit_cap": logit_cap_of(logit_cap), "window": window}
-    return _bind("decode_kv", cache, dims, arrays["q"], arrays, options, block_tables, seq_lens, layer, scale, plan)
+    return _bind(
+        "decode_kv", cache, dims, {"q": q}, scales, block_tables, seq_lens, layer, scale, logit_cap, window, causal,
+        sinks, cu_q_lens, plan,
+    )  # fmt: skip
 
 
-def query_axes(name, q) -> str:
-    """The axes of queries `q` without the last one: "B Hq" or "B Q Hq".  ValueError for any other number of axes."""
+def query_axes(name, q, *, ragged: bool = False) -> str:
+    """The axes of queries `q` without the last one: "B Hq", "B Q Hq" or (ragged) "T Hq".
+
+    ValueError for any other number of axes.
+    """
+    expected = "[T, Hq, …], because there are `cu_q_lens`" if ragged else "[B, Hq, …] or [B, Q, Hq, …]"
     if not hasattr(q, "shape"):
-        raise ValueError(f"`{name}` is a {type(q).__name__}: expected an array [B, Hq, …] or [B, Q, Hq, …]")
+        raise ValueError(f"`{name}` is a {type(q).__name__}: expected an array {expected}")
     rank = len(q.shape)
-    if rank not in (3, 4):
-        raise ValueError(f"`{name}` has {rank} axes: expected [B, Hq, …] or [B, Q, Hq, …]")
+    if rank not in ((3,) if ragged else (3, 4)):
+        raise ValueError(f"`{name}` has {rank} axes: expected {expected}")
+    if ragged:
+        return "T Hq"
     return "B Hq" if rank == 3 else "B Q Hq"
 
 
-def _with_tokens(q):
-    """`q` with a Q axis: [B, Q, Hq, D]."""
-    if isinstance(q, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((*q.shape[:-2], *[1] * (4 - len(q.shape)), *q.shape[-2:]), q.dtype)
-    return q if len(q.shape) == 4 else q[:, None]
-
-
-def _bind(operation, cache, dims, q, arrays, options, block_tables, seq_lens, layer, scale, plan) -> Call:
-    """Checks the arguments that `decode_mla` and `decode_kv` have in common, and returns the call.
-
-    `q` is one array of queries [B, Q, Hq, D].  `arrays` holds all queries and the scales, and `options` the static
-    options that only this operation has.
-    """
+def _bind(
+    operation, cache, dims, queries, scales, block_tables, seq_lens, layer, scale, logit_cap, window, causal, sinks,
+    cu_q_lens, plan,
+) -> ArrangedCall:  # fmt: skip
+    """Checks the arguments that `decode_mla` and `decode_kv` have in common, and returns the call."""
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
+    if sinks is not None:
+        dims.check("sinks", sinks, "Hq", ("float32",))
     block_tables, seq_lens = int32(block_tables), int32(seq_lens)
-    layer, pages = layer_index(layer, cache), cache.layout.pages
-    if "window" in options:
-        options = {**options, "window": window_within(options["window"], dims["M"] * pages.block_size)}
+    layer, pages, entry = layer_index(layer, cache), cache.layout.pages, cache.layout.entry
+    window = window_of(window, causal, dims["M"] * pages.block_size)
+    q = next(iter(queries.values()))
+    q_len = dims["Q"] if len(q.shape) == 4 else 1
+    groups = groups_of(plan, None if cu_q_lens is None else dims["T"])
+    arrangement = arrange(dims, pages.num_heads, q_len=q_len, causal=causal, cu_q_lens=cu_q_lens, groups=groups)
     if checks.checking():
-        first = jnp.zeros_like(seq_lens)
-        if options.get("window"):
-            first = seq_lens - (q.shape[1] - 1) - options["window"]
+        tokens = q_len if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
+        first = jnp.zeros_like(seq_lens) if window is None else seq_lens - (tokens - 1) - window
         check_entries(cache, block_tables, first, seq_lens, layer)
+    tables, lengths = arrangement.requests(block_tables, seq_lens, pages.block_size)
+    heads, tokens = arrangement.kernel_heads(dims["Hq"]), arrangement.kernel_q_len
+    check_plan(plan, Shape.of(tables, pages, entry, heads, tokens, window, q.dtype), seq_lens)
     arrays = {
-        **arrays,
+        **{name: arrangement.queries(q) for name, q in queries.items()},
+        **scales,
         "buffer": cache.buffer,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
+        "block_tables": tables,
+        "seq_lens": lengths,
         "layer": layer,
         "scale": softmax_scale(scale),
         "plan": None,
     }
-    options = {"pages": pages, "entry": cache.layout.entry, **options}
-    _, tokens, heads, _ = q.shape
-    shape = Shape.of(block_tables, pages, cache.layout.entry, heads, tokens, options.get("window"), q.dtype)
-    check_plan(plan, shape, seq_lens)
-    return Call(operation, arrays, options)
+    options = {"pages": pages, "entry": entry, "logit_cap": logit_cap_of(logit_cap), "window": window}
+    return ArrangedCall(operation, arrays, options, arrangement)
 
 
 def check_entries(cache: KVCache, block_tables, first, seq_lens, layer) -> None:
@@ -236,10 +262,13 @@ def check_entries(cache: KVCache, block_tables, first, seq_lens, layer) -> None:
     checks.check_live_entries(cache, slots, live, layer)
 
 
-def _result(out, lse, q, return_lse):
-    """The kernel's `out` and (with `return_lse`) `lse`, without the Q axis if the queries `q` have none."""
-    if len(q.shape) == 3:
+def _result(found, arrangement: Arrangement, q, sinks, return_lse):
+    """The kernel's results in the order of the queries `q`, and with `sinks`."""
+    out, lse = (arrangement.results(x, empty) for x, empty in zip(found, (0.0, -jnp.inf), strict=True))
+    if arrangement.groups is None and len(q.shape) == 3:
         out, lse = out[:, 0], lse[:, 0]
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 

@@ -1,21 +1,23 @@
 """Experts: feed-forwards of which each token passes through a few."""
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.checked import checking, require
-from jaxkv.dispatch.validate import Dims, int32
+from jaxkv.dispatch.validate import Dims, describe, int32
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array
+from jaxkv_kernels.tile_scaled import TileScaled, num_tiles
 
 
 def grouped_swiglu(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    gate: jax.Array | TileScaled,
+    up: jax.Array | TileScaled,
+    down: jax.Array | TileScaled,
     *,
     implementation=None,
 ) -> jax.Array:
@@ -30,9 +32,10 @@ def grouped_swiglu(
       experts: int [T, K], the ids of each token's experts.  Ids outside [0, E) are skipped; a token whose ids are all
         skipped gets 0.
       weights: float32 [T, K], the weight of each chosen expert.
-      gate: [E, I, D], of the dtype of `x`, as checkpoints store the weight of each expert.
-      up: [E, I, D].
-      down: [E, D, I].
+      gate: [E, I, D], of the dtype of `x`, as checkpoints store the weight of each expert; or a `TileScaled` of that
+        shape, for weights in float8.
+      up: [E, I, D], of the same kind.
+      down: [E, D, I], of the same kind.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -49,15 +52,31 @@ def _bind(x, experts, weights, gate, up, down) -> Call:
     dims.check("x", x, "T D")
     dims.check_ints("experts", experts, "T K")
     dims.check("weights", weights, "T K", ("float32",))
-    dtype = (str(x.dtype),)
-    dims.check("gate", gate, "E I D", dtype)
-    dims.check("up", up, "E I D", dtype)
-    dims.check("down", down, "E D I", dtype)
+    matrices = {"gate": (gate, "E I D"), "up": (up, "E I D"), "down": (down, "E D I")}
+    scaled = {name for name, (matrix, _) in matrices.items() if isinstance(matrix, TileScaled)}
+    for name, (matrix, axes) in matrices.items():
+        if not scaled:
+            dims.check(name, matrix, axes, (str(x.dtype),))
+        elif name in scaled:
+            _check_scaled(dims, name, matrix, axes)
+        else:
+            raise ValueError(f"`{name}` is {describe(matrix)}: expected a TileScaled, as `{min(scaled)}` is one")
     experts = int32(experts)
     if checking():
         require(experts < dims["E"], "experts", experts, f"there are {dims['E']} experts")
     arrays = {"x": x, "experts": experts, "weights": weights, "gate": gate, "up": up, "down": down}
     return Call("grouped_swiglu", arrays, {})
+
+
+def _check_scaled(dims: Dims, name: str, matrix: TileScaled, axes: str) -> None:
+    """ValueError unless `matrix` has the axes `axes` and a scale per tile."""
+    dims.check(f"{name}.values", matrix.values, axes, ("float8_e4m3fn",))
+    stack, *sizes = (dims[axis] for axis in axes.split())
+    shape, scales = (stack, *map(num_tiles, sizes)), matrix.scales
+    if getattr(scales, "shape", None) != shape or scales.dtype != jnp.float32:
+        raise ValueError(
+            f"`{name}.scales` is {describe(scales)}: expected float32{list(shape)}, one per 128 x 128 values"
+        )
 
 
 def _sample():

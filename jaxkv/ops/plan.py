@@ -7,8 +7,9 @@ import jax
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
+from jaxkv.dispatch.arrangement import ArrangedCall, Groups, arrange
 from jaxkv.dispatch.backends import BACKENDS, Call, choose
-from jaxkv.dispatch.validate import Dims, check_cache, float_dtype, int32, positive_int, window_within
+from jaxkv.dispatch.validate import Dims, check_cache, float_dtype, int32, positive_int, window_of
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import HEADS, PAGED
 from jaxkv_kernels.addressing.pages import Pages
@@ -54,6 +55,8 @@ class DecodePlan:
     """A pytree whose type depends on the implementation; None if the implementation has nothing to plan."""
     seq_lens: jax.Array
     """int32 [B], the lengths that the plan was made for.  Only calls under `checked` read them."""
+    groups: Groups | None
+    """The division of ragged query tokens; None if the calls have as many query tokens for each request."""
     shape: Shape = field(metadata={"static": True})
     implementation: str = field(metadata={"static": True})
     batch_invariant: bool = field(metadata={"static": True})
@@ -67,6 +70,9 @@ def plan_decode(
     num_heads: int,
     q_len: int = 1,
     window: int | None = None,
+    causal: bool = True,
+    cu_q_lens=None,
+    total: int | None = None,
     dtype=None,
     batch_invariant: bool = False,
     implementation=None,
@@ -83,7 +89,10 @@ def plan_decode(
         wrong, and only `checked` reports the mismatch.
       num_heads: query heads of the calls.
       q_len: query tokens per request of the calls.
-      window: the `window` of the calls (`decode_kv` only).
+      window: the `window` of the calls.
+      causal: the `causal` of the calls.
+      cu_q_lens: the `cu_q_lens` of the calls, int32 [B + 1]; `q_len` must then be 1, its default.
+      total: static int, the query tokens T of calls with `cu_q_lens`.
       dtype: dtype of the queries of the calls: bfloat16, float16 or float32.  By default that of the entries, or
         bfloat16 if the entries are quantised.  Not every implementation supports every dtype.
       batch_invariant: whether the result of a request must have the same bits whatever the rest of the batch is.  Each
@@ -100,7 +109,9 @@ def plan_decode(
       NotImplementedError: none of the requested implementations supports the cache and the queries, or, with
         `batch_invariant`, can be batch-invariant on them.
     """
-    call = _bind(cache, block_tables, seq_lens, num_heads, q_len, window, dtype, batch_invariant)
+    call = _bind(
+        cache, block_tables, seq_lens, num_heads, q_len, window, causal, cu_q_lens, total, dtype, batch_invariant
+    )  # fmt: skip
     try:
         backend = choose(call, implementation)
     except NotImplementedError as error:
@@ -109,31 +120,59 @@ def plan_decode(
         raise NotImplementedError(f"{error}; {_instead(call)}") from None
     options = call.options
     sizes = (options[name] for name in ("pages", "entry", "heads", "tokens", "window", "dtype"))
-    shape = Shape.of(block_tables, *sizes)
-    return DecodePlan(backend.run(call), call.arrays["seq_lens"], shape, backend.name, options["batch_invariant"])
+    shape = Shape.of(call.arrays["block_tables"], *sizes)
+    schedule = backend.run(call)
+    invariant = options["batch_invariant"]
+    return DecodePlan(schedule, int32(seq_lens), call.arrangement.groups, shape, backend.name, invariant)
 
 
-def _bind(cache, block_tables, seq_lens, num_heads, q_len, window, dtype, batch_invariant) -> Call:
+def _bind(
+    cache, block_tables, seq_lens, num_heads, q_len, window, causal, cu_q_lens, total, dtype, batch_invariant
+) -> ArrangedCall:  # fmt: skip
     check_cache(cache, MLAEntry, KVEntry)
-    dims = Dims()
+    if (cu_q_lens is None) != (total is None):
+        raise ValueError(f"`total` is {total!r}: expected the number of query tokens with `cu_q_lens`, otherwise None")
+    num_heads, pages = positive_int("num_heads", num_heads), cache.layout.pages
+    known = {"Hq": (num_heads, "`num_heads`")}
+    if total is not None:
+        known["T"] = (positive_int("total", total), "`total`")
+    dims = Dims(**known)
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
-    num_heads, pages = positive_int("num_heads", num_heads), cache.layout.pages
     if num_heads % pages.num_heads:
         raise ValueError(f"`num_heads` is {num_heads}: expected a multiple of the cache's {pages.num_heads} heads")
-    if window is not None and isinstance(cache.layout.entry, MLAEntry):
-        raise ValueError(f"`window` is {window}: expected None, because decode_mla has no window")
+    q_len = positive_int("q_len", q_len)
+    if cu_q_lens is not None and q_len != 1:
+        raise ValueError(f"`q_len` is {q_len}: expected 1, because `cu_q_lens` has the numbers of query tokens")
+    arrangement = arrange(dims, pages.num_heads, q_len=q_len, causal=causal, cu_q_lens=cu_q_lens)
     options = {
         "pages": pages,
         "entry": cache.layout.entry,
-        "heads": num_heads,
-        "tokens": positive_int("q_len", q_len),
-        "window": window_within(window, dims["M"] * pages.block_size),
+        "heads": arrangement.kernel_heads(num_heads),
+        "tokens": arrangement.kernel_q_len,
+        "window": window_of(window, causal, dims["M"] * pages.block_size),
         "dtype": float_dtype("dtype", cache.layout.entry.input_dtype if dtype is None else dtype),
         "batch_invariant": bool(batch_invariant),
     }
-    arrays = {"buffer": cache.buffer, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
-    return Call("plan_decode", arrays, options)
+    tables, lengths = arrangement.requests(int32(block_tables), int32(seq_lens), pages.block_size)
+    arrays = {"buffer": cache.buffer, "block_tables": tables, "seq_lens": lengths}
+    return ArrangedCall("plan_decode", arrays, options, arrangement)
+
+
+def groups_of(plan: DecodePlan | None, total: int | None) -> Groups | None:
+    """The groups of query tokens of `plan`, for a call with `total` ragged query tokens, or (None) with others.
+
+    ValueError if the plan is for calls of the other kind, or for another number of query tokens.
+    """
+    if not isinstance(plan, DecodePlan):
+        return None
+    planned = None if plan.groups is None else plan.groups.places.shape[0]
+    if planned != total:
+        raise ValueError(
+            f"`plan` was made with `total` {planned}: expected {total}, the number of query tokens of this call"
+            + (", which has no `cu_q_lens`" if total is None else "; pass `cu_q_lens` and `total` to plan_decode")
+        )
+    return plan.groups
 
 
 def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:

@@ -27,6 +27,7 @@ from errors.calls import (
     write_kv,
     write_mla,
 )
+from jaxkv_kernels.tile_scaled import TileScaled
 
 SHAPES = [
     ("kv_c too wide", lambda a: write_mla(a, kv_c=jnp.ones((5, 9))), ["`kv_c`", "(5, 9)", "[T, R] = [T, 8]", "latent"]),
@@ -157,6 +158,26 @@ SHAPES = [
     ),
     ("gate of wider tokens", lambda a: grouped_swiglu(a, gate=a.down), ["`gate`", "(3, 8, 4)", "`x`"]),
     ("down like up", lambda a: grouped_swiglu(a, down=a.gate), ["`down`", "(3, 4, 8)", "E, D, I"]),
+    (
+        "one matrix in float8",
+        lambda a: grouped_swiglu(a, gate=TileScaled.of(a.gate)),
+        ["`up` is float32[3, 4, 8]", "expected a TileScaled, as `gate`"],
+    ),
+    (
+        "float8 values of wider tokens",
+        lambda a: grouped_swiglu(a, gate=TileScaled.of(a.down), up=TileScaled.of(a.gate), down=TileScaled.of(a.down)),
+        ["`gate.values`", "(3, 8, 4)", "`x`"],
+    ),
+    (
+        "scales per matrix",
+        lambda a: grouped_swiglu(
+            a,
+            gate=TileScaled(TileScaled.of(a.gate).values, jnp.ones(3)),
+            up=TileScaled.of(a.gate),
+            down=TileScaled.of(a.down),
+        ),
+        ["`gate.scales` is float32[3]", "expected float32[3, 1, 1]", "128 x 128"],
+    ),
     ("lses as wide as outs", lambda a: merge_states(a, lses=a.outs), ["`lses`", "(2, 3, 4)", "`outs`", "(2, 3)"]),
     ("lses of other parts", lambda a: merge_states(a, lses=a.lses[:1]), ["`lses`", "(1, 3)", "`outs`", "(2, 3)"]),
     (
@@ -262,6 +283,16 @@ DTYPES = [
         "bf16 shares",
         lambda a: grouped_swiglu(a, weights=a.shares.astype("bfloat16")),
         ["`weights`", "bfloat16", "float32"],
+    ),
+    (
+        "e5m2 values",
+        lambda a: grouped_swiglu(
+            a,
+            gate=TileScaled(a.gate.astype("float8_e5m2"), jnp.ones((3, 1, 1))),
+            up=TileScaled.of(a.gate),
+            down=TileScaled.of(a.down),
+        ),
+        ["`gate.values`", "float8_e5m2", "float8_e4m3fn"],
     ),
     ("f16 gate", lambda a: grouped_swiglu(a, gate=a.gate.astype("float16")), ["`gate`", "float16", "float32"]),
     ("int outs", lambda a: merge_states(a, outs=a.outs.astype(int)), ["`outs`", "int32[2, 3, 4]", "bfloat16"]),

@@ -1,11 +1,10 @@
 """Checkpoints with weights in float8 and a scale per tile: their models are those of the expanded weights."""
 
-import json
 import re
 import shutil
-from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,51 +12,63 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv.models.weights import fp8
-from models.published import FP8
+from jaxkv.models.weights.safetensors_file import SafetensorsFile
+from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
+from models.fp8_checkpoint import FILE, RECORDED, expanded, logits, recorded, tiled
 
-RECORDED = Path(__file__).parents[1] / "data" / "models"
-FILE = "model.safetensors"
 WEIGHT = "model.layers.0.mlp.gate_proj.weight"
-
-
-def tiled(shape, rng):
-    """Random float8 numbers, and a scale per tile, as bits that no rounding helps to guess."""
-    stored = rng.standard_normal(shape).astype(ml_dtypes.float8_e4m3fn)
-    scales = 2.0 ** rng.uniform(-8, -3, [-(-size // 128) for size in shape])
-    return stored, scales.astype(np.float32)
-
-
-def expanded(stored, scales):
-    """Every value by itself, by the definition."""
-    values = np.empty(stored.shape, np.float32)
-    for i, j in np.ndindex(stored.shape):
-        values[i, j] = np.float32(stored[i, j]) * scales[i // 128, j // 128]
-    return values
 
 
 @pytest.fixture(params=["deepseek_v3", "deepseek_v32", "llama"])
 def folders(request, tmp_path):
     """The same model with float8 weights, and with their values in float32."""
-    weights = safetensors.numpy.load_file(RECORDED / request.param / FILE)
-    rng, small, whole = np.random.default_rng(0), {}, {}
-    for name, value in weights.items():
-        # As published: the products of the layers, but for the router and the indexer's weights of heads.
-        if ".layers." in name and value.ndim == 2 and not re.search(r"mlp\.gate\.|weights_proj", name):
-            small[name], small[f"{name}_scale_inv"] = tiled(value.shape, rng)
-            whole[name] = expanded(small[name], small[f"{name}_scale_inv"])
-        else:
-            small[name] = whole[name] = value
-    for folder, held, changes in (("small", small, {"quantization_config": FP8}), ("whole", whole, {})):
-        (tmp_path / folder).mkdir()
-        values = json.loads((RECORDED / request.param / "config.json").read_text())
-        (tmp_path / folder / "config.json").write_text(json.dumps({**values, **changes}))
-        safetensors.numpy.save_file(held, tmp_path / folder / FILE)
-    return tmp_path / "small", tmp_path / "whole"
+    return recorded(request.param, tmp_path)
+
+
+def assert_near(found, right, bound):
+    """The largest error is below the bound, as a fraction of the largest value."""
+    assert np.abs(found - right).max() < bound * np.abs(right).max()
+
+
+def test_a_model_with_float8_weights_is_that_of_their_values(folders):
+    small, whole = (jaxkv.models.load(folder, dtype="float32") for folder in folders)
+    held = [leaf for leaf in jax.tree.leaves(small.params) if leaf.dtype == jnp.float8_e4m3fn]
+    assert sum(leaf.size for leaf in held) > 0.5 * sum(leaf.size for leaf in jax.tree.leaves(whole.params["layers"]))
+    assert_near(logits(small), logits(whole), 1e-5)
+
+
+@pytest.mark.parametrize("folders", ["llama"], indirect=True)
+def test_products_of_e4m3_numbers_are_less_accurate(folders):
+    small, whole = folders
+    right = logits(jaxkv.models.load(whole))
+    found = logits(jaxkv.models.load(small, fp8_weights="e4m3"))
+    assert_near(found, right, 0.2)
+    assert np.abs(found - right).max() > 1e-3 * np.abs(right).max()
+
+
+@pytest.mark.parametrize("size", [128, 256, 300])
+def test_activations_as_e4m3_numbers(size):
+    x = np.random.default_rng(0).standard_normal((3, size), np.float32) * np.float32([[1e-3], [1], [1e3]])
+    x[1, :128] = 0
+    right = np.empty_like(x)
+    for row, start in np.ndindex(3, -(-size // 128)):
+        some = x[row, start * 128 : (start + 1) * 128]
+        scale = np.abs(some).max() / np.float32(448)
+        scaled = (some / scale).astype(ml_dtypes.float8_e4m3fn) if scale else some
+        right[row, start * 128 : (start + 1) * 128] = scaled.astype(np.float32) * scale
+    found = np.asarray(rounded_to_e4m3(jnp.asarray(x)))
+    assert_near(found, right, 1e-6)  # a division may be rounded differently, but no value by a step of e4m3
+    assert np.abs(found - x).max() <= np.abs(x).max() / 16
+
+
+def test_an_unknown_choice_is_rejected():
+    with pytest.raises(ValueError, match="`fp8_weights` is 'bf16': expected 'dequantise' or 'e4m3' or 'expand'"):
+        jaxkv.models.load(RECORDED / "deepseek_v3", fp8_weights="bf16")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_model_is_that_of_the_expanded_weights(folders, dtype):
-    small, whole = (jaxkv.models.load(folder, dtype=dtype) for folder in folders)
+def test_weights_can_be_expanded(folders, dtype):
+    small, whole = (jaxkv.models.load(folder, dtype=dtype, fp8_weights="expand") for folder in folders)
     assert jax.tree.structure(small) == jax.tree.structure(whole)
     assert jax.tree.all(jax.tree.map(np.array_equal, small.params, whole.params))
     assert jaxkv.models.fingerprint(small) == jaxkv.models.fingerprint(whole)
@@ -68,7 +79,7 @@ def test_the_model_is_that_of_the_expanded_weights(folders, dtype):
 def test_tiles_at_the_edges(shape, dtype):
     stored, scales = tiled(shape, np.random.default_rng(1))
     assert fp8.scale_shape(shape) == scales.shape
-    found = fp8.dequantised(stored, scales, dtype)
+    found = TileScaled(jnp.asarray(stored), jnp.asarray(scales)).dequantised(dtype)
     assert found.dtype == dtype
     assert np.array_equal(found, expanded(stored, scales).astype(dtype))
 
@@ -111,14 +122,9 @@ SCALES = f"{WEIGHT}_scale_inv"
 @pytest.mark.parametrize("folders", ["deepseek_v3"], indirect=True)
 def test_wrong_scales_are_rejected(folders, change, words):
     folder, _ = folders
-    stored = fp8.Float8File(folder / FILE)
-    with safetensors.safe_open(folder / FILE, "numpy") as file:
-        weights = {
-            name: stored.read(name) if file.get_slice(name).get_dtype() == "F8_E4M3" else file.get_tensor(name)
-            for name in file.keys()  # noqa: SIM118 (not a dict)
-        }
+    with SafetensorsFile(folder / FILE) as file:
+        weights = {name: file.read(name, tuple(slice(0, n) for n in of.shape)) for name, of in file.entries.items()}
     change(weights)
-    weights = {name: np.array(value) for name, value in weights.items()}
     safetensors.numpy.save_file(weights, folder / FILE)
     with pytest.raises(ValueError, match=".*".join(map(re.escape, [str(folder / FILE), *words]))) as error:
         jaxkv.models.load(folder)

@@ -16,7 +16,7 @@ from jaxkv_kernels.formats.entries import Entry
 
 KINDS = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
 
-COMBINATIONS = {"prefill_mla", "select_slots"}
+COMBINATIONS = {"mla_ragged_paged_attention", "prefill_mla", "ragged_paged_attention", "select_slots"}
 """Public functions that are not operations, but pass `implementation` on to operations."""
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)

@@ -159,8 +159,20 @@ def test_a_plan_for_other_calls_is_refused():
         jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, plan=plan)
     with pytest.raises(ValueError, match="`plan` is a int"):
         jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, plan=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`window` is 5: expected None, because decode_mla has no window"):
-        jaxkv.plan_decode(cache, tables, lengths, num_heads=4, window=5)
+    with pytest.raises(ValueError, match="`window` is 5: expected None, because with `causal=False` no token is the l"):
+        jaxkv.plan_decode(cache, tables, lengths, num_heads=4, window=5, causal=False)
+    sums = jnp.asarray([0, 1, 2])
+    with pytest.raises(ValueError, match="`total` is None: expected the number of query tokens with `cu_q_lens`"):
+        jaxkv.plan_decode(cache, tables, lengths, num_heads=4, cu_q_lens=sums)
+    with pytest.raises(ValueError, match="`q_len` is 2: expected 1, because `cu_q_lens` has the numbers of query tok"):
+        jaxkv.plan_decode(cache, tables, lengths, num_heads=4, cu_q_lens=sums, total=4, q_len=2)
+    ragged = jaxkv.plan_decode(cache, tables, lengths, num_heads=4, cu_q_lens=sums, total=4)
+    with pytest.raises(ValueError, match=r"`plan` was made with `total` 4: expected None, .* no `cu_q_lens`"):
+        jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, plan=ragged)
+    with pytest.raises(
+        ValueError, match=r"`plan` was made with `total` 4: expected 2, .* pass `cu_q_lens` and `total`"
+    ):
+        jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, cu_q_lens=sums, plan=ragged)
     keys = jaxkv.KVEntry("f32", head_dim=8)
     cache = jaxkv.KVCache.zeros(jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, num_heads=3, entry=keys))
     with pytest.raises(ValueError, match="`num_heads` is 4: expected a multiple of the cache's 3 heads"):

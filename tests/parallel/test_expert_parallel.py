@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxkv import models, serving
-from jaxkv.models.weights.load import _set
 from models.mtp_checkpoint import with_mtp
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
@@ -81,18 +80,6 @@ def test_every_device_holds_its_experts_whole():
         elif path[-1].key in models.parallel.tensor.DIVIDED:
             assert array.addressable_shards[0].data.size == one.size // 4
     assert stacks == 6
-
-
-def test_loading_gathers_single_experts_only():
-    """The program that writes an expert to the stack of its device never gathers stacks."""
-    parallel = models.ExpertParallel(mesh_of(4), "x")
-    path = tuple(map(jax.tree_util.DictKey, ("experts", "gate")))
-    stack = jax.ShapeDtypeStruct((32, 16, 48), "float32", sharding=parallel.sharding(path, 3))
-    piece = jax.ShapeDtypeStruct((16, 48), "float32", sharding=parallel.sharding(path, 2))
-    compiled = _set.lower(stack, piece, 3).compile()
-    assert compiled.output_shardings.spec[0] == "x"
-    gathers = [line for line in compiled.as_text().splitlines() if " all-gather(" in line or " all-reduce(" in line]
-    assert not [line for line in gathers if "[32,16,48]" in line]
 
 
 @pytest.mark.slow  # experts on several devices and drafts are tested apart

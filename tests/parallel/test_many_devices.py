@@ -265,6 +265,25 @@ def test_lengths_past_the_tables_are_clamped_to_them(name):
     assert np.isfinite(right[1][:2]).all()
 
 
+@pytest.mark.parametrize("name", ["f32", "gqa"])
+def test_sinks_count_once(name):
+    entry, mesh = ENTRIES[name], mesh_of(3)
+    q, sinks = batch(entry).q, jnp.linspace(-2.0, 3.0, 2 * KV_HEADS)
+    tables, lengths = batch(entry).tables[:, :2], jnp.arange(len(LENGTHS), dtype=jnp.int32) * 5
+    random = jnp.asarray(np.random.default_rng(0).standard_normal(3 * layout_of(entry).size), entry.dtype)
+    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout_of(entry), mesh).buffer.sharding), layout_of(entry))
+
+    def step(sinks, cache, q, tables, lengths):
+        return decode(q, cache, tables, lengths, package=context, axis="x", interleave=5, sinks=sinks)
+
+    specs = (P("x"), P(), P(), P())
+    out, lse = run(partial(step, None), mesh, specs, P(), cache, q, tables, lengths)
+    found = run(partial(step, sinks), mesh, specs, P(), cache, q, tables, lengths)
+    keys = np.exp(np.asarray(lse, np.float64))
+    share = keys / (keys + np.exp(np.asarray(sinks, np.float64)))
+    assert_equal_within_roundings(found, (jnp.asarray(np.asarray(out, np.float64) * share[..., None], out.dtype), lse))
+
+
 def indexer_call(tokens):
     """Random keys on three devices, random queries of 4 requests, and their tables."""
     mesh, entry = mesh_of(3), jaxkv.IndexerEntry("bf16", head_dim=16)

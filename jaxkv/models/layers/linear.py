@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.tile_scaled import TileScaled
+
 
 def product(equation: str, *operands, dtype=None) -> jax.Array:
     """`jnp.einsum`, without rounding float32 operands to tf32."""
@@ -12,7 +14,12 @@ def product(equation: str, *operands, dtype=None) -> jax.Array:
 
 
 def linear(x, weight) -> jax.Array:
-    """x @ weight.T for x [..., in] and `weight` [out, in], the order in which checkpoints store weights."""
+    """x @ weight.T for x [..., in] and `weight` [out, in], the order in which checkpoints store weights.
+
+    `weight` is an array or a `TileScaled`.
+    """
+    if isinstance(weight, TileScaled):
+        x, weight = weight.operands(x)
     return product("...i,oi->...o", x, weight)
 
 

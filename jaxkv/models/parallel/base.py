@@ -32,9 +32,9 @@ class Parallel(ABC):
 
     @abstractmethod
     def sharding(self, path, ndim: int) -> Sharding | jax.Device | None:
-        """Where a weight lies, given its path in the tree of weights.
+        """Where a weight lies, given its path in the tree of weights and its number of axes, `ndim`.
 
-        `ndim` is its number of axes.  It may include an axis of experts or not, because axes are counted from the end.
+        A weight in float8 has values and scales, of the same number of axes; both are divided alike.
         """
 
     def share(self, heads: int) -> int:

@@ -40,10 +40,8 @@ class ExpertParallel(TensorParallel):
 
     @override
     def spec(self, path, ndim):
-        # A single expert, while weights are loaded, is divided as by tensor parallelism: each device receives a part of
-        # it from the host.  The parts are gathered when the expert is written to the stack of its device.
-        is_stack = ndim == 3 and any(getattr(key, "key", None) == "experts" for key in path)
-        return PartitionSpec(self.axis) if is_stack else super().spec(path, ndim)
+        of_experts = any(getattr(key, "key", None) == "experts" for key in path)
+        return PartitionSpec(self.axis) if of_experts else super().spec(path, ndim)
 
     @override
     def local_experts(self, experts, count):

@@ -5,6 +5,7 @@ from typing import override
 
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import DictKey
 
 from jaxkv.models.config import GQA
 from jaxkv.models.parallel.on_mesh import OnMesh
@@ -59,7 +60,8 @@ class TensorParallel(OnMesh):
 
     @override
     def spec(self, path, ndim):
-        names = [getattr(key, "key", None) for key in path]
+        # The values and the scales of a weight in float8 are attributes of it, and divided in the same way.
+        names = [key.key for key in path if isinstance(key, DictKey)]
         if names[-1] not in DIVIDED or "indexer" in names:
             return PartitionSpec()
         axis = ndim + DIVIDED[names[-1]]

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.weights import fp8
+from jaxkv.models.weights.safetensors_file import Entry, Index, SafetensorsFile
 from jaxkv.models.weights.weight import Weight
+from jaxkv_kernels.tile_scaled import TILE
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("BF16", "F16", "F32")
@@ -29,8 +30,6 @@ class Checkpoint:
     def __init__(self, path):
         self._folder = Path(path)
         self._index = self._folder / INDEX
-        self._float8_files: dict[str, fp8.Float8File] = {}
-        """The files of which a float8 weight was read."""
         self._file_of: dict[str, str] = {}
         """The file of each weight, from the index if there is one."""
         whole = os.path.isfile(self._folder / WHOLE)
@@ -46,8 +45,8 @@ class Checkpoint:
 
     def __enter__(self) -> "Checkpoint":
         with ExitStack() as stack:
-            self._files = {name: stack.enter_context(_open(self._folder / name)) for name in self._file_names}
-            self._held = {name: set(file.keys()) for name, file in self._files.items()}
+            self._files = {name: stack.enter_context(SafetensorsFile(self._folder / name)) for name in self._file_names}
+            self._held = {name: set(file.entries) for name, file in self._files.items()}
             self._stack = stack.pop_all()
         self._file_of = self._file_of or dict.fromkeys(self._held[WHOLE], WHOLE)
         return self
@@ -73,7 +72,7 @@ class Checkpoint:
         Each of `weights` must have its shape, and a plain float dtype or float8 with scales (see `fp8.py`).
         """
         shapes = {name: weight.shape for weight in weights for name in weight.all_names()}
-        scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in shapes and self._is_fp8(name)}
+        scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in shapes and self.is_fp8(name)}
         unknown = sorted(self.names - set(shapes) - set(unused) - scales)
         if unknown:
             holders = (name for name, held in self._held.items() if unknown[0] in held)
@@ -83,62 +82,48 @@ class Checkpoint:
             self._check_one(name, shape)
 
     def _check_one(self, name: str, shape: tuple[int, ...]) -> None:
-        file = self._path(name)
+        file = self.file_of(name)
         if not self._holds(name):
             raise ValueError(f"{file} lacks the weight {name!r}, which {INDEX} expects there")
-        piece = self._slice(name)
-        if tuple(piece.get_shape()) != shape:
-            found = tuple(piece.get_shape())
-            raise ValueError(f"{file}: weight {name!r} has shape {found}: expected {shape}, from config.json")
-        if piece.get_dtype() in DTYPES:
+        entry = self._entry(name)
+        if entry.shape != shape:
+            raise ValueError(f"{file}: weight {name!r} has shape {entry.shape}: expected {shape}, from config.json")
+        if entry.dtype in DTYPES:
             return
-        if piece.get_dtype() != fp8.DTYPE or len(shape) != 2:
+        if entry.dtype != fp8.DTYPE or len(shape) != 2:
             expected = "BF16, F16 or F32, or F8_E4M3 for a matrix"
-            raise ValueError(f"{file}: weight {name!r} has dtype {piece.get_dtype()}: expected {expected}")
+            raise ValueError(f"{file}: weight {name!r} has dtype {entry.dtype}: expected {expected}")
         scales, expected = f"{name}{fp8.SUFFIX}", ("F32", fp8.scale_shape(shape))
         if not self._holds(scales):
             raise ValueError(f"{file}: weight {name!r} has dtype {fp8.DTYPE}, but its scales {scales!r} are missing")
-        piece = self._slice(scales)
-        found = piece.get_dtype(), tuple(piece.get_shape())
-        if found != expected:
+        entry = self._entry(scales)
+        if (entry.dtype, entry.shape) != expected:
             # Other shapes belong to tiles of other sizes.
             raise ValueError(
-                f"{self._path(scales)}: weight {scales!r} is {found[0]} {found[1]}: expected {expected[0]} "
-                f"{expected[1]}, a scale per tile of {fp8.TILE} x {fp8.TILE} values"
+                f"{self.file_of(scales)}: weight {scales!r} is {entry.dtype} {entry.shape}: expected {expected[0]} "
+                f"{expected[1]}, a scale per tile of {TILE} x {TILE} values"
             )
 
     def _holds(self, name: str) -> bool:
         return name in self._held.get(self._file_of.get(name, ""), ())
 
-    def _slice(self, name: str):
-        return self._files[self._file_of[name]].get_slice(name)
+    def _entry(self, name: str) -> Entry:
+        return self._files[self._file_of[name]].entries[name]
 
-    def _float8_file(self, file: str) -> fp8.Float8File:
-        if file not in self._float8_files:
-            self._float8_files[file] = fp8.Float8File(self._folder / file)
-        return self._float8_files[file]
+    def is_fp8(self, name: str) -> bool:
+        """Whether a weight is in float8."""
+        return self._holds(name) and self._entry(name).dtype == fp8.DTYPE
 
-    def _is_fp8(self, name: str) -> bool:
-        return self._holds(name) and self._slice(name).get_dtype() == fp8.DTYPE
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight."""
+        return self._entry(name).shape
 
-    def check_equal(self, name: str, other: str) -> None:
-        """ValueError unless two weights are equal."""
-        if not np.array_equal(self.read(name, np.float32), self.read(other, np.float32)):
-            raise ValueError(f"{self._path(name)}: weight {name!r} differs from {other!r}: config.json ties them")
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Reads part of a weight, in its stored dtype."""
+        return self._files[self._file_of[name]].read(name, index)
 
-    def read(self, name: str, dtype) -> np.ndarray:
-        """Reads a weight in its stored dtype, or a float8 weight as `dtype`; ValueError if it holds NaN."""
-        if self._is_fp8(name):
-            scales = self.read(f"{name}{fp8.SUFFIX}", np.float32)
-            weight = fp8.dequantised(self._float8_file(self._file_of[name]).read(name), scales, dtype)
-        else:
-            weight = self._files[self._file_of[name]].get_tensor(name)
-        if np.isnan(weight).any():
-            count = np.isnan(weight).sum()
-            raise ValueError(f"{self._path(name)}: weight {name!r} holds {count} NaN of {weight.size} values")
-        return weight
-
-    def _path(self, name: str) -> Path:
+    def file_of(self, name: str) -> Path:
+        """The file of a weight."""
         return self._folder / self._file_of[name]
 
 
@@ -159,18 +144,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not found:
         raise ValueError(f"{index}: `weight_map` is empty: expected the file of each weight")
     return found
-
-
-def _open(file: Path):
-    """The open safetensors file; opening it checks its header and length."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError("reading weights needs safetensors: pip install 'jaxkv[models]'") from error
-    try:
-        return safe_open(file, "numpy")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as a safetensors file: {' '.join(str(error).split())}") from None
 
 
 def _listed(names: list[str]) -> str:

@@ -5,15 +5,23 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
+from jaxkv.models.weights import fp8
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import all_names, copied, parameters, unused
+from jaxkv.models.weights.placed import Placed, expanded_part, part
 from jaxkv.models.weights.weight import Weight
+from jaxkv_kernels.tile_scaled import TILE, TileScaled
+
+FP8_WEIGHTS = ("dequantise", "e4m3", "expand")
+"""What `load` does with weights in float8."""
+ROWS = 4096
+"""Rows of two weights that are compared at a time."""
 
 
 def load(
@@ -24,14 +32,16 @@ def load(
     implementation=None,
     parallel: Parallel | None = None,
     mtp: bool = False,
+    fp8_weights: str = "dequantise",
     progress=iter,
 ) -> Model:
     """Loads a model from a checkpoint on disk; downloads nothing.
 
-    Each weight is read from the file that the index names for it.  Weights in float8 with a scale per tile of 128 x 128
-    (DeepSeek V3, R1, V3.1, V3.2 as published) are multiplied by their scales in float32 and rounded to `dtype`.
-    Weights of published checkpoints that the model does not use are skipped: layers of multi-token prediction (unless
-    `mtp`), saved rotary frequencies, and a head that is tied to the embedding.
+    Each weight is read from the file that the index names for it, and each device receives only the part that it keeps.
+    Weights in float8 with a scale per tile of 128 x 128 (DeepSeek V3, R1, V3.1, V3.2 as published) stay in float8,
+    except for `kv_b_proj`, of which absorbed attention uses the parts.  Weights of published checkpoints that the model
+    does not use are skipped: layers of multi-token prediction (unless `mtp`), saved rotary frequencies, and a head that
+    is tied to the embedding.
 
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -41,12 +51,15 @@ def load(
       implementation: the implementation of the operations on the cache: None (the best that supports the call), a name,
         or a tuple of names in order of preference.
       parallel: how the model is divided over devices: `TensorParallel`, `ExpertParallel`, `ContextParallel`,
-        `DataParallel`, or `OneDevice`; by default one device, JAX's default.  Each device receives only the weights
-        that it keeps; under `ExpertParallel`, every expert passes through all devices.
+        `DataParallel`, or `OneDevice`; by default one device, JAX's default.
       mtp: whether to load the layer of multi-token prediction as well, which drafts tokens (`draft`).  Its copies of
         the embedding and the output matrix are not kept, but must equal the model's own.
+      fp8_weights: what becomes of weights in float8.  With "dequantise" and "e4m3" they stay in float8, and products
+        multiply them by their scales.  With "e4m3", products also round activations to e4m3, with a scale per 128
+        values of a token, as the reference implementation does; this is less accurate.  "expand" multiplies weights by
+        their scales in float32 and rounds them to `dtype` while loading.
       progress: a function that wraps the list of weights to read, for example to show a progress bar.  The host holds
-        one of them at a time.
+        one of them, or a device's part of one, at a time.
 
     Returns:
       The model.
@@ -55,31 +68,31 @@ def load(
       ImportError: safetensors is not installed.
       ValueError: a file of the checkpoint is missing, damaged, or outside the folder; a value of config.json is missing
         or not supported; a weight is missing, is unknown, has a different shape from the one the configuration
-        requires, or holds NaN; `dtype` is not supported; `entry_format` does not support the model's entries; the
-        model cannot be divided as `parallel` requires; or it has not exactly one MTP layer although `mtp` is set.
+        requires, or holds NaN; `dtype` or `fp8_weights` is not supported; `entry_format` does not support the model's
+        entries; the model cannot be divided as `parallel` requires, or only by cutting tiles of float8 weights; or it
+        has not exactly one MTP layer although `mtp` is set.
         For errors in files, the message is one line that names the file and the key or weight.
     """
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel, mtp)
+    if fp8_weights not in FP8_WEIGHTS:
+        raise ValueError(f"`fp8_weights` is {fp8_weights!r}: expected {' or '.join(map(repr, FP8_WEIGHTS))}")
     with Checkpoint(path) as checkpoint:
         checkpoint.check_names(all_names(config, mtp=mtp))
         leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp))
         paths, weights = zip(*leaves, strict=True)
         _check(checkpoint, config, weights, mtp=mtp)
+        arrays: list[_Plain | _Scaled] = []
+        for path, weight in zip(paths, weights, strict=True):
+            stays = fp8_weights != "expand" and weight.may_stay_fp8 and all(map(checkpoint.is_fp8, weight.all_names()))
+            kind = partial(_Scaled, e4m3_products=fp8_weights == "e4m3") if stays else _Plain
+            arrays.append(kind(checkpoint, build, path, weight))
         pieces = [(i, *piece) for i, weight in enumerate(weights) for piece in enumerate(weight.all_names())]
-        arrays = []
         for i, expert, name in progress(pieces):
-            weight, dtype = weights[i], build.dtype_of(weights[i])
-            piece = checkpoint.read(name, dtype)
-            piece = jax.device_put(piece, build.parallel.sharding(paths[i], piece.ndim)).astype(dtype)
-            if not weight.experts:
-                arrays.append(piece)
-                continue
-            if expert == 0:
-                shape = weight.stacked_shape
-                arrays.append(jnp.zeros(shape, dtype, device=build.parallel.sharding(paths[i], len(shape))))
-            arrays[i] = _set(arrays[i], piece, expert)
-    return build.model(jax.tree.unflatten(structure, arrays))
+            arrays[i].add(expert, name)
+        tree = jax.tree.unflatten(structure, [array.result() for array in arrays])
+        del arrays  # so that weights which the model rearranges are freed
+    return build.model(tree)
 
 
 def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight], *, mtp: bool) -> None:
@@ -88,10 +101,56 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight
     shape = config.vocab_size, config.hidden_size
     checkpoint.check([*weights, *(Weight(name, shape) for name in copies)], unused(config, checkpoint.names))
     for name, own in copies.items():
-        checkpoint.check_equal(name, own)
+        for row in range(0, config.vocab_size, ROWS):
+            index = slice(row, min(row + ROWS, config.vocab_size)), slice(0, config.hidden_size)
+            left, right = (expanded_part(checkpoint, weight, jnp.float32, index, None) for weight in (name, own))
+            if not np.array_equal(left, right):
+                raise ValueError(
+                    f"{checkpoint.file_of(name)}: weight {name!r} differs from {own!r}: config.json ties them"
+                )
 
 
-@partial(jax.jit, donate_argnums=0)
-def _set(stack, piece, expert: int):
-    """`stack` with `piece` at index `expert` of its first axis."""
-    return lax.dynamic_update_index_in_dim(stack, piece, expert, axis=0)
+class _Plain:
+    """A weight or a stack of experts' weights, of which float8 ones are expanded, on its devices."""
+
+    def __init__(self, checkpoint: Checkpoint, build: Build, path, weight: Weight):
+        self._checkpoint, self._dtype, shape = checkpoint, build.dtype_of(weight), weight.stacked_shape
+        sharding = build.parallel.sharding(path, len(shape))
+        self._placed = Placed(shape, self._dtype, sharding, stacked=bool(weight.experts))
+
+    def add(self, expert: int, name: str) -> None:
+        """Reads the weight `name`."""
+        self._placed.add(expert, partial(expanded_part, self._checkpoint, name, self._dtype))
+
+    def result(self) -> jax.Array:
+        """The array."""
+        return self._placed.array()
+
+
+class _Scaled:
+    """The same for weights that stay in float8."""
+
+    def __init__(self, checkpoint: Checkpoint, build: Build, path, weight: Weight, *, e4m3_products: bool):
+        self._checkpoint, self._e4m3_products = checkpoint, e4m3_products
+        shape, stacked = weight.stacked_shape, bool(weight.experts)
+        sharding = build.parallel.sharding(path, len(shape))
+        self._values = Placed(shape, jnp.float8_e4m3fn, sharding, stacked=stacked)
+        for index in self._values.indices.values():
+            for cut, size in zip(index[-2:], weight.shape, strict=True):
+                if cut.start % TILE or (cut.stop % TILE and cut.stop != size):
+                    raise ValueError(
+                        f"`parallel` divides the weight {weight.name!r} {weight.shape}, which is in float8, into parts "
+                        f"of {cut.stop - cut.start} rows or columns, which cuts its tiles of {TILE} x {TILE}: expected "
+                        'parts of whole tiles (use fewer devices), or `fp8_weights` "expand"'
+                    )
+        shape = (*shape[:-2], *fp8.scale_shape(weight.shape))
+        self._scales = Placed(shape, jnp.float32, sharding, stacked=stacked)
+
+    def add(self, expert: int, name: str) -> None:
+        """Reads the weight `name` and its scales."""
+        self._values.add(expert, partial(part, self._checkpoint, name, jnp.float8_e4m3fn))
+        self._scales.add(expert, partial(part, self._checkpoint, f"{name}{fp8.SUFFIX}", jnp.float32))
+
+    def result(self) -> TileScaled:
+        """The weight."""
+        return TileScaled(self._values.array(), self._scales.array(), self._e4m3_products)

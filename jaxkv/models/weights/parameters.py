@@ -36,8 +36,8 @@ def all_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
 
 def _outside_layers(config: ModelConfig) -> dict[str, Weight]:
     hidden, vocab = config.hidden_size, config.vocab_size
-    tree = {"embed": Weight(EMBED, (vocab, hidden)), "norm": Weight("model.norm.weight", (hidden,))}
-    return tree if config.tie_word_embeddings else {**tree, "head": Weight(HEAD, (vocab, hidden))}
+    tree = {"embed": Weight(EMBED, (vocab, hidden), expanded=True), "norm": Weight("model.norm.weight", (hidden,))}
+    return tree if config.tie_word_embeddings else {**tree, "head": Weight(HEAD, (vocab, hidden), expanded=True)}
 
 
 def _layers(config: ModelConfig) -> Iterator[Layer]:

@@ -20,6 +20,14 @@ class Weight:
     exact: bool = False
     """Whether the weight is kept in float32 whatever the model's dtype, because routing and scoring use float32."""
 
+    expanded: bool = False
+    """Whether the weight is expanded to the model's dtype if it is in float8, because it is not only multiplied."""
+
+    @property
+    def may_stay_fp8(self) -> bool:
+        """Whether the model can use the weight in float8 with a scale per tile."""
+        return len(self.shape) == 2 and not self.exact and not self.expanded
+
     @property
     def stacked_shape(self) -> tuple[int, ...]:
         """The shape of the whole stack."""

@@ -8,11 +8,13 @@ from jaxkv.ops import attention as decode
 from jaxkv.ops import plan
 from jaxkv.parallel.context.merge import merge_states
 from jaxkv.parallel.context.share import requests_of_tokens
+from jaxkv_kernels.xla.softmax import with_sinks
 
 
 def decode_mla(
-    q_latent, q_pe, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, return_lse=False, **options
-) -> Any:
+    q_latent, q_pe, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, sinks=None, return_lse=False,
+    **options,
+) -> Any:  # fmt: skip
     """`jaxkv.decode_mla` over the tokens of all devices along a mesh axis.  Call it inside `shard_map`.
 
     Query token t of Q sees the first `seq_len - Q + 1 + t` tokens of the request.  Within a shard, this causal mask is
@@ -28,6 +30,7 @@ def decode_mla(
         from 0 to the capacity of the tables of all devices.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, consecutive tokens that one shard owns.
+      sinks: float32 [Hq], attention sinks, as in `jaxkv.decode_mla`.
       return_lse: also return the log-sum-exp of the scores.
       **options: `layer`, `scale`, `kv_scale`, `logit_cap` and `implementation`, as in `jaxkv.decode_mla`, and `plan`,
         from `context.plan_decode`.
@@ -36,14 +39,17 @@ def decode_mla(
       The result of `jaxkv.decode_mla`, the same on all devices along `axis`.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong, or there is no such axis.
+      ValueError: a shape, dtype, static layer or scale is wrong, there is no such axis, or an argument is given that
+        `context.decode_mla` does not have, such as `window`.
     """
     queries = {"q_latent": (q_latent, "R"), "q_pe": (q_pe, "P")}
-    return _decode(decode.decode_mla, queries, cache, block_tables, seq_lens, axis, interleave, return_lse, options)
+    return _decode(
+        decode.decode_mla, queries, cache, block_tables, seq_lens, axis, interleave, sinks, return_lse, options
+    )  # fmt: skip
 
 
 def decode_kv(
-    q, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, return_lse=False, **options
+    q, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, sinks=None, return_lse=False, **options
 ) -> Any:
     """`jaxkv.decode_kv` over the tokens of all devices along a mesh axis.  Call it inside `shard_map`.
 
@@ -55,6 +61,7 @@ def decode_kv(
         from 0 to the capacity of the tables of all devices.
       axis: mesh axis (or several) of the `shard_map` around this call.
       interleave: static int, consecutive tokens that one shard owns.
+      sinks: float32 [Hq], attention sinks, as in `jaxkv.decode_mla`.
       return_lse: also return the log-sum-exp of the scores.
       **options: `layer`, `scale`, `k_scale`, `v_scale`, `logit_cap` and `implementation`, as in `jaxkv.decode_kv`, and
         `plan`, from `context.plan_decode`.
@@ -63,11 +70,11 @@ def decode_kv(
       The result of `jaxkv.decode_kv`, the same on all devices along `axis`.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong, there is no such axis, or a `window` is given.
+      ValueError: a shape, dtype, static layer or scale is wrong, there is no such axis, or an argument is given that
+        `context.decode_kv` does not have, such as `window`.
     """
-    _no_window(options)
     return _decode(
-        decode.decode_kv, {"q": (q, "D")}, cache, block_tables, seq_lens, axis, interleave, return_lse, options
+        decode.decode_kv, {"q": (q, "D")}, cache, block_tables, seq_lens, axis, interleave, sinks, return_lse, options
     )
 
 
@@ -91,16 +98,19 @@ def plan_decode(
       This device's plan.
 
     Raises:
-      ValueError: a shape or dtype is wrong, there is no such axis, or a `window` is given.
+      ValueError: a shape or dtype is wrong, there is no such axis, or an argument is given that
+        `context.plan_decode` does not have, such as `window`.
     """
-    _no_window(options)
+    _check_options(options, ("num_heads", "dtype", "batch_invariant", "implementation"))
     q_len = positive_int("q_len", q_len)
     return plan.plan_decode(
         cache, *requests_of_tokens(cache, block_tables, seq_lens, Dims(), q_len, axis, interleave), **options
     )
 
 
-def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave, return_lse, options):
+def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave, sinks, return_lse, options):
+    scales = ("kv_scale",) if "q_latent" in queries else ("k_scale", "v_scale")
+    _check_options(options, ("layer", "scale", *scales, "logit_cap", "plan", "implementation"))
     dims, name = Dims(), next(iter(queries))
     first = queries[name][0]
     axes = decode.query_axes(name, first)
@@ -111,13 +121,17 @@ def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave,
     requests = requests_of_tokens(cache, block_tables, seq_lens, dims, tokens, axis, interleave)
     out, lse = operation(*rows, cache, *requests, return_lse=True, **options)
     out, lse = merge_states(out, lse, axis=axis)
+    if sinks is not None:
+        dims.check("sinks", sinks, "Hq", ("float32",))
+        out = with_sinks(out, lse, sinks)
     out, lse = out.reshape(*first.shape[:-1], out.shape[-1]), lse.reshape(first.shape[:-1])
     return (out, lse) if return_lse else out
 
 
-def _no_window(options):
-    if options.get("window") is not None:
-        raise ValueError(
-            f"`window` is {options['window']}: expected None, because the number of a request's last tokens that a "
-            f"shard owns depends on the length"
-        )
+def _check_options(options, known):
+    """ValueError if an option is not among the `known` ones."""
+    why = {"window": "the number of a request's last tokens that a shard owns depends on the length"}
+    for name, value in options.items():
+        if name not in known and value is not None:
+            reason = why.get(name, "each query token is computed as a request of its own")
+            raise ValueError(f"`{name}` is {value}: expected None, because {reason}")

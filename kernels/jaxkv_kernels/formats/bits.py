@@ -50,8 +50,8 @@ def power_of_two_scale(amax: jax.Array, smallest_exponent: int, largest=FP8_MAX)
     return jnp.where(nan, jnp.nan, scale), jnp.where(nan, jnp.nan, inverse)
 
 
-MAGNITUDE, INFINITY, FRACTION = 0x7FFFFFFF, 0x7F800000, 0x7FFFFF
-"""Bits of float32 values: a mask of all bits but the sign, the bits of infinity, and a mask of the fraction."""
+MAGNITUDE, INFINITY, NAN, FRACTION = 0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFF
+"""Bits of float32 values: a mask of all bits but the sign, those of infinity and NaN, and a mask of the fraction."""
 CORRECTIONS = 4
 """The most units in the last place by which a device's own quotient may be off in `corrected_quotient`."""
 
@@ -85,9 +85,12 @@ def corrected_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
     found = jnp.where(exponent > 127, INFINITY, jnp.minimum(found, INFINITY))
     sign = (bits ^ divisor_bits) & ~MAGNITUDE
     ordinary = _ordinary(bits) & _ordinary(divisor_bits)
-    # Where an operand is 0, infinite or NaN, the quotient is one of these too, and an ordinary operand counts as 1.
-    special = jnp.where(_ordinary(bits), 1.0, jnp.abs(x)) / jnp.where(_ordinary(divisor_bits), 1.0, jnp.abs(divisor))
-    found = jnp.where(ordinary, found, lax.bitcast_convert_type(special, jnp.int32))
+    # Where an operand is 0, infinite or NaN, the quotient is one of these too.
+    size, divisor_size = bits & MAGNITUDE, divisor_bits & MAGNITUDE
+    both = (size == divisor_size) & ~ordinary  # 0 / 0 or infinity / infinity
+    nan = (jnp.maximum(size, divisor_size) > INFINITY) | both
+    special = jnp.where((size == INFINITY) | (divisor_size == 0), INFINITY, 0)
+    found = jnp.where(ordinary, found, jnp.where(nan, NAN, special))
     return lax.bitcast_convert_type(found | sign, jnp.float32)
 
 

@@ -28,14 +28,18 @@ class Entry:
     """The names of the formats that support this kind of entry."""
     one_head: ClassVar[bool] = True
     """Whether all query heads share the entry, so that a cache of it has one head."""
+    may_be_empty: ClassVar[tuple[str, ...]] = ()
+    """The fields that may be 0."""
 
     def __post_init__(self):
         if self.format not in self.formats:
             raise ValueError(f"{type(self).__name__} format {self.format!r}: expected one of {', '.join(self.formats)}")
         for name in (field.name for field in fields(self) if field.name != "format"):
             size = as_int(getattr(self, name))
-            if size is None or size < 1:
-                raise ValueError(f"{self}: `{name}` is {getattr(self, name)!r}, expected a positive int")
+            least = 0 if name in self.may_be_empty else 1
+            if size is None or size < least:
+                expected = "a positive int" if least else "an int of at least 0"
+                raise ValueError(f"{self}: `{name}` is {getattr(self, name)!r}, expected {expected}")
             object.__setattr__(self, name, size)
         self.parts()
 
@@ -115,10 +119,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class MLAEntry(Entry):
-    """Multi-head latent attention: a latent of `latent` values (R) and a rotary part of `rope` values (P)."""
+    """Multi-head latent attention: a latent of `latent` values (R) and a rotary part of `rope` values (P).
+
+    Models without rotary parts have `rope=0`; `k_pe` and `q_pe` are then arrays whose last axis has length 0.
+    """
 
     latent: int = 512
     rope: int = 64
+
+    may_be_empty = ("rope",)
 
     @property
     def named_sizes(self):

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxkv_kernels.formats.bits import FP8, FP8_MAX, corrected_quotient, to_fp8, view_as
+from jaxkv_kernels.formats.bits import FP8_MAX, corrected_quotient
 
 E2M1_MAX = 6.0
 SMALLEST_E4M3 = 2.0**-9
 """The smallest e4m3 value above 0."""
+SMALLEST_NORMAL_E4M3 = 2.0**-6
+"""Smaller values are multiples of 2**-9."""
+DROPPED = 2**20 - 1
+"""Bits of the fraction of a float32 value that e4m3 lacks."""
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Between neighbouring magnitudes.  Ties go to the even code: upwards from the second, the fourth and the sixth."""
 
@@ -53,14 +57,17 @@ def from_e2m1(pairs: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def e4m3_scale(amax: jax.Array, *, round_up: bool = False) -> jax.Array:
-    """amax / 6 rounded to e4m3, to nearest even or up, at least 2**-9 and at most 448."""
-    exact = jnp.maximum(corrected_quotient(amax, jnp.float32(E2M1_MAX)), SMALLEST_E4M3)
-    scale = to_fp8(exact)
-    if not round_up:
-        return scale
-    bits = view_as(scale[..., None], jnp.uint8)[..., 0]
-    below = (scale.astype(jnp.float32) < exact) & (exact < FP8_MAX)
-    return view_as((bits + below.astype(jnp.uint8))[..., None], FP8)[..., 0]
+    """amax / 6 rounded to a value of e4m3, to nearest even or up, at least 2**-9 and at most 448, as float32.
+
+    It is rounded by integer arithmetic: XLA may leave out a conversion to e4m3 and back.
+    """
+    exact = jnp.clip(corrected_quotient(amax, jnp.float32(E2M1_MAX)), SMALLEST_E4M3, FP8_MAX)
+    bits = lax.bitcast_convert_type(exact, jnp.int32)
+    up = DROPPED if round_up else (DROPPED >> 1) + (bits >> DROPPED.bit_length() & 1)
+    normal = lax.bitcast_convert_type((bits + up) & ~DROPPED, jnp.float32)
+    steps = exact * 2.0**9
+    denormal = (jnp.ceil(steps) if round_up else jnp.round(steps)) * SMALLEST_E4M3
+    return jnp.where(jnp.isnan(exact), jnp.nan, jnp.where(exact < SMALLEST_NORMAL_E4M3, denormal, normal))
 
 
 def to_e8m0(scale: jax.Array) -> jax.Array:

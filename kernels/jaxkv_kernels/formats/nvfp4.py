@@ -11,7 +11,7 @@ V permuted across four tokens, and does so in two ways for two generations of GP
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.formats.bits import corrected_quotient, largest_magnitude
+from jaxkv_kernels.formats.bits import FP8, corrected_quotient, largest_magnitude
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.formats.format import Format, join, together
 from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, tiles_of, to_e2m1
@@ -42,8 +42,9 @@ class Nvfp4(Format):
         pairs, found = [], []
         for x, whole in zip(values, scales, strict=True):
             tiles = tiles_of(corrected_quotient(x.astype(jnp.float32), whole[..., None]), TILE)
-            found.append(e4m3_scale(largest_magnitude(tiles)))
-            pairs.append(to_e2m1(tiles, found[-1].astype(jnp.float32)))
+            scale = e4m3_scale(largest_magnitude(tiles))
+            found.append(scale.astype(FP8))
+            pairs.append(to_e2m1(tiles, scale))
         return join((*pairs, *found), self.dtype)
 
     def decode(self, row, sizes, scales, dtype):

@@ -16,6 +16,7 @@ from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.experts.config import STEP
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
+from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
@@ -41,7 +42,14 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
+    yield from _window(options)
     yield from too_large(options)
+
+
+def _window(options: Mapping[str, Any]) -> Iterator[str]:
+    """A reason against attending to latents with a window."""
+    if options["window"] is not None:
+        yield f"`window` of {options['window']} with latents: supports None"
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -108,6 +116,8 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
     else:
         yield from _attention(entry, pages, arrays["buffer"])
+    if entry.one_head:
+        yield from _window(options)
     yield from _query_dtype(entry, options["dtype"], "queries")
 
 
@@ -236,9 +246,12 @@ def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
     x, gate = arrays["x"], arrays["gate"]
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         yield f"`x` of {x.dtype}: supports bfloat16 and float16"
+    if isinstance(gate, TileScaled) and gate.e4m3_products:
+        yield "activations rounded to e4m3: supports weights in float8 with activations that keep their precision"
+    step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")
     for name, size in (("tokens", x.shape[1]), ("inner sizes", gate.shape[1])):
-        if size % STEP:
-            yield f"{name} of {size} values: supports multiples of {STEP}"
+        if size % step:
+            yield f"{name} of {size} values: supports multiples of {step}{kind}"
 
 
 def copied(entry, dtypes) -> bool:
@@ -258,8 +271,15 @@ def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
         yield from _entries_converted(entry, pages, itemsize)
 
 
+def _empty_parts(entry) -> Iterator[str]:
+    for size in entry.sizes:
+        if not size:
+            yield "part of 0 values: supports positive numbers of values"
+
+
 def _entries_copied(entry, pages, itemsize) -> Iterator[str]:
     """Reasons against moving entries by bulk copies."""
+    yield from _empty_parts(entry)
     yield from _unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
     yield from _unaligned(_steps(pages, ("layer", "token", "head")), itemsize)
     token = pages.num_heads * entry.nbytes
@@ -274,6 +294,7 @@ def _entries_copied(entry, pages, itemsize) -> Iterator[str]:
 
 def _entries_converted(entry, pages, itemsize) -> Iterator[str]:
     """Reasons against encoding or decoding entries by lanes."""
+    yield from _empty_parts(entry)
     for size in entry.sizes:
         if size % CHUNK:
             yield f"part of {size} values: supports multiples of {CHUNK} where they are converted"

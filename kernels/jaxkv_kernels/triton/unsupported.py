@@ -32,7 +32,17 @@ def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
             yield f"part of {size} values: supports at most {TILE_LIMIT}, which is what a tile may have in Triton"
 
 
-write_kv = write_indexer_k = gather_mla = gather_kv = gather_indexer_k = write_mla
+write_kv = write_indexer_k = write_mla
+
+
+def gather_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that gathers entries."""
+    yield from write_mla(arrays, options)
+    if 0 in options["entry"].sizes:
+        yield "part of 0 values: no kernel has a result of no values"
+
+
+gather_kv = gather_indexer_k = gather_mla
 
 
 def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

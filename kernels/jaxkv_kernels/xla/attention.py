@@ -7,31 +7,39 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import lengths_in_table
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends
+from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, chunks_seen, query_ranges
 from jaxkv_kernels.xla.softmax import attend
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap"))
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window"))
 def decode_mla(
-    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
+    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, window
 ):
     """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
     q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
-    ends = query_ends(lengths, q.shape[1])
+    begins, ends = query_ranges(lengths, q.shape[1], window)
 
     def load(i):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
         rows, valid = load_entries(buffer, pages, entry, slots, layer)
         latent, rope = entry.decode(rows, q.dtype)
-        seen = valid[:, None] & (positions < ends[..., None])
+        seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
         return jnp.concatenate([latent, rope], axis=-1), latent, seen
 
-    last = -(-lengths.max() // chunk)
+    first, last = chunks_seen(begins, ends, lengths, chunk)
     out, lse = attend(
-        q, load, 0, last, value_dim=entry.latent, scale=scale, k_scale=kv_scale, v_scale=kv_scale, logit_cap=logit_cap
+        q,
+        load,
+        first,
+        last,
+        value_dim=entry.latent,
+        scale=scale,
+        k_scale=kv_scale,
+        v_scale=kv_scale,
+        logit_cap=logit_cap,
     )
     return out[:, :, 0].astype(q_latent.dtype), lse[:, :, 0]
 
@@ -50,8 +58,7 @@ def decode_kv(
     batch, tokens, query_heads, head_dim = q.shape
     dtype = jnp.dtype(jnp.float32) if entry.codec.in_float32 else q.dtype
     grouped = q.astype(dtype).reshape(batch, tokens, pages.num_heads, query_heads // pages.num_heads, head_dim)
-    ends = query_ends(lengths, tokens)
-    begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
+    begins, ends = query_ranges(lengths, tokens, window)
 
     def load(i):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
@@ -60,9 +67,7 @@ def decode_kv(
         seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
         return k, v, seen
 
-    # Requests without tokens must not cause the loop to begin at chunk 0.
-    first = jnp.where(ends > 0, begins, jnp.iinfo(jnp.int32).max).min() // chunk
-    last = -(-lengths.max() // chunk)
+    first, last = chunks_seen(begins, ends, lengths, chunk)
     out, lse = attend(
         grouped,
         load,

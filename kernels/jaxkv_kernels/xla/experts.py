@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.expert_groups import expert_groups, usual_rows
+from jaxkv_kernels.tile_scaled import TileScaled
 
 MOST_ROWS = 256
 """The most rows of a tile on CPUs."""
@@ -67,6 +68,8 @@ def _swiglu(inner: str, outer: str, x, gate, up, down):
     """The SwiGLU feed-forward by the products `inner` and `outer`, in float32; operands keep their dtype."""
 
     def product(equation, a, b):
+        if isinstance(b, TileScaled):
+            a, b = b.operands(a)
         precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 

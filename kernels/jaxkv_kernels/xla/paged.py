@@ -26,6 +26,19 @@ def query_ends(lengths: jax.Array, tokens: int) -> jax.Array:
     return lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
 
 
+def query_ranges(lengths: jax.Array, tokens: int, window: int | None) -> tuple[jax.Array, jax.Array]:
+    """The first key [B, tokens] that each of a request's last `tokens` tokens sees, and the end (`query_ends`)."""
+    ends = query_ends(lengths, tokens)
+    return (jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)), ends
+
+
+def chunks_seen(begins: jax.Array, ends: jax.Array, lengths: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """The first chunk that some query token sees, and the end of those."""
+    # Requests without tokens must not cause the loop to begin at chunk 0.
+    first = jnp.where(ends > 0, begins, jnp.iinfo(jnp.int32).max).min() // chunk
+    return first, -(-lengths.max() // chunk)
+
+
 def chunk_slots(block_tables: jax.Array, i, *, chunk: int, block_size: int) -> tuple[jax.Array, jax.Array]:
     """Positions [S] of chunk i and their slots [B, S] (-1 past the table)."""
     positions = i * chunk + jnp.arange(chunk, dtype=jnp.int32)

@@ -78,6 +78,15 @@ def attend(
     return out, jnp.where(empty, -jnp.inf, running_max + jnp.log(jnp.where(empty, 1, row_sum)))
 
 
+def with_sinks(out, lse, sinks) -> jax.Array:
+    """`out` [..., H, V] multiplied by exp(lse) / (exp(lse) + exp(sink)), the weight that keys keep beside sinks.
+
+    `lse` is [..., H] and `sinks` [H].
+    """
+    share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0, lse) - sinks)  # rows without keys must not compute inf - inf
+    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
+
+
 def _sums_of_seen(p, v, seen, precision):
     """Sums [B, Q, H, G, V] of values `v` [B, S, H, V], weighted by `p` [B, Q, H, G, S], which is 0 where not `seen`.
 

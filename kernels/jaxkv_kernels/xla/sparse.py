@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.xla.paged import CHUNK_TOKENS
-from jaxkv_kernels.xla.softmax import attend
+from jaxkv_kernels.xla.softmax import attend, with_sinks
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "batch_invariant"))
@@ -41,7 +41,5 @@ def decode_mla_sparse(
     )
     out, lse = out.reshape(q_latent.shape), lse.reshape(batch, tokens, heads)
     if sinks is not None:
-        # exp(lse) / (exp(lse) + exp(sink)), written such that a row without keys does not compute inf - inf.
-        share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0, lse) - sinks)
-        out = out * share[..., None]
+        out = with_sinks(out, lse, sinks)
     return out.astype(q_latent.dtype), lse

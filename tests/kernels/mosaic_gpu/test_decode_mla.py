@@ -30,6 +30,7 @@ class Mosaic:
     gaps = (
         "entries of format",  # float32 has no wgmma
         "entries of 77 + 14",  # quantised entries, too, have DeepSeek's sizes
+        "entries of 512 + 0",
         "query tokens x heads",  # quantised entries with more than 16 rows
         "blocks of",  # TMA tiles are of whole 16-token pages
         "token stride",  # entries that are not side by side, of quantised caches
@@ -38,6 +39,7 @@ class Mosaic:
         "block stride of",
         "`q_latent` of",  # queries of another dtype than the entries
         "`logit_cap` of",  # too large for tanh by way of exp2
+        "`window` of",  # no schedule for latents begins within a request
     )
 
 

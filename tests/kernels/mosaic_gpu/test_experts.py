@@ -1,5 +1,7 @@
 """Mosaic GPU's kernels of experts: interpreted on any machine; the suite on a Hopper GPU."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,18 +12,19 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config
+from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
 from support import suites
 from support.cases import slow
 from support.hopper import kernel_operands, on_hopper, read_early
-from support.suites.experts import arguments
+from support.suites.experts import arguments, scaled
 
 
 class Mosaic:
     """What every suite of these kernels says of itself."""
 
     implementation = "mosaic_gpu"
-    gaps = ("`x` of float32", "tokens of 20")
+    gaps = ("`x` of float32", "tokens of 20", "activations rounded to e4m3")
 
 
 @on_hopper
@@ -31,6 +34,10 @@ class TestExperts(Mosaic, suites.Experts):
     @pytest.mark.parametrize(("tokens", "inner"), [(1, 1408), (100, 704), (2000, 1408)])
     def test_sizes_of_a_published_model(self, tokens, inner):
         self.check(arguments(tokens, count=16, chosen=6, width=2048, inner=inner))
+
+    @pytest.mark.parametrize("tokens", [1, 100, 2000])
+    def test_weights_in_float8_of_a_published_size(self, tokens):
+        self.check(scaled(arguments(tokens, count=16, chosen=6, width=2048, inner=1408)))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -50,6 +57,17 @@ class TestInterpreted(Mosaic, suites.ExpertChecks):
         with using(config):
             self.check(arguments(tokens, **sizes))
 
+    @pytest.mark.parametrize(
+        ("tokens", "config", "sizes"),
+        [
+            (5, ExpertsConfig(rows=8, consumers=1, stages=2), {"count": 2, "width": 256, "inner": 384}),
+            slow(21, ExpertsConfig(rows=16, consumers=2, stages=3), {"count": 3, "inner": 256, "dtype": "float16"}),
+        ],
+    )
+    def test_weights_in_float8(self, tokens, config, sizes):
+        with using(config):
+            self.check(scaled(arguments(tokens, **{"width": 128, **sizes})))
+
     def test_experts_that_do_not_exist_are_skipped(self):
         x, experts, *rest = arguments(9, inner=64)
         found = self.check([x, experts.at[2:4].set(-1).at[5, 0].set(8), *rest])
@@ -65,7 +83,7 @@ class TestInterpreted(Mosaic, suites.ExpertChecks):
         assert (found[others] == right[others]).all()
 
 
-def shapes(tokens, chosen, count, width, inner, dtype=jnp.bfloat16):
+def shapes(tokens, chosen, count, width, inner, dtype=jnp.bfloat16, *, fp8=False):
     shape = jax.ShapeDtypeStruct
     choices = shape((tokens, chosen), jnp.int32), shape((tokens, chosen), jnp.float32)
     matrices = (
@@ -73,14 +91,27 @@ def shapes(tokens, chosen, count, width, inner, dtype=jnp.bfloat16):
         shape((count, inner, width), dtype),
         shape((count, width, inner), dtype),
     )
+    if fp8:
+        matrices = (jax.eval_shape(TileScaled.of, matrix) for matrix in matrices)
     return shape((tokens, width), dtype), *choices, *matrices
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 128, 256, slow(512), 8192])
 @pytest.mark.parametrize("sizes", [(6, 64, 2048, 1408), slow((6, 64, 2048, 704)), slow((8, 256, 7168, 2048))])
 def test_published_sizes_lower(tokens, sizes):
+    check_lowering(shapes(tokens, *sizes))
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "bfloat16"), slow(128, "float16"), (8192, "bfloat16")])
+@pytest.mark.parametrize("sizes", [(6, 64, 2048, 1408), slow((8, 256, 7168, 2048))])
+def test_published_sizes_in_float8_lower(tokens, dtype, sizes):
+    check_lowering(shapes(tokens, *sizes, jnp.dtype(dtype), fp8=True))
+
+
+def check_lowering(arguments):
+    """The call lowers, and its second kernel reads nothing early that the first one does not have."""
     run = mosaic_gpu.KERNELS["grouped_swiglu"].run
-    traced = jax.jit(run).trace(*shapes(tokens, *sizes))
+    traced = jax.jit(run).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     gate_up, down = kernel_operands(text)
     # The second kernel reads tiles and weights early, which are older than the first one; its first operand is not.
@@ -103,6 +134,17 @@ def test_explain_reports_unsupported_calls(sizes, dtype, reason):
     with interpreting(True):
         found = jaxkv.explain(jaxkv.grouped_swiglu, *shapes(5, *sizes, jnp.dtype(dtype)))
     assert found.reasons["mosaic_gpu"] == (reason,)
+
+
+def test_explain_reports_unsupported_weights_in_float8():
+    arguments = shapes(5, 6, 64, 2048, 704, fp8=True)
+    coarse = [*arguments[:3], *(dataclasses.replace(weight, e4m3_products=True) for weight in arguments[3:])]
+    with interpreting(True):
+        found, other = (
+            jaxkv.explain(jaxkv.grouped_swiglu, *given).reasons["mosaic_gpu"] for given in (arguments, coarse)
+        )
+    assert found == ("inner sizes of 704 values: supports multiples of 128 with weights in float8",)
+    assert other[0].startswith("activations rounded to e4m3: supports")
 
 
 def test_tiles_hold_the_rows_of_most_experts():

@@ -47,7 +47,7 @@ def lowered(layout, heads):
 
     def decode(*arrays):
         run = mosaic_gpu.KERNELS["decode_mla"].run
-        return run(*arrays, None, None, pages=layout.pages, entry=layout.entry, logit_cap=None)
+        return run(*arrays, None, None, pages=layout.pages, entry=layout.entry, logit_cap=None, window=None)
 
     return jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 

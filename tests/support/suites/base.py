@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.compare import assert_same_bits
+from support.compare import assert_close, assert_same_bits
 
 
 class Suite:
@@ -53,6 +54,21 @@ def without_signs(scene):
     entries, itemsize = scene.entries.copy(), scene.entry.dtype.itemsize
     entries[..., itemsize - 1 :: itemsize] &= 0x7F
     return replace(scene, entries=entries)
+
+
+def last_tokens(length, count):
+    """How many tokens each of the last `count` tokens of a request sees, the mask being causal."""
+    return length - count + 1 + np.arange(count)
+
+
+def check_ragged(found, right, edges, roundings):
+    """Compares out and lse [T, ...] with lists of those of each request, whose tokens lie between `edges`."""
+    tolerances = (roundings, 1), (64, 4)
+    for x, per_request, empty, (most, magnitude) in zip(found, right, (0, -np.inf), tolerances, strict=True):
+        for a, b, expected in zip(edges[:-1], edges[1:], per_request, strict=True):
+            if a < b:
+                assert_close(x[a:b], expected, roundings=most, magnitude=magnitude)
+        assert (np.asarray(x[edges[-1] :], np.float32) == empty).all()
 
 
 OUTSIDE, CLAMPED = (129, 2**31 - 1, -1, -(2**31)), (128, 128, 0, 0)

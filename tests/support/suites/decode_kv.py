@@ -1,5 +1,6 @@
 """Decode over keys and values: MHA and GQA, windows, scales a head."""
 
+import itertools
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -10,7 +11,17 @@ import jaxkv
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, full_tables, layout_of, without_signs
+from support.suites.base import (
+    CLAMPED,
+    OUTSIDE,
+    Suite,
+    check_ragged,
+    dtype_of,
+    full_tables,
+    last_tokens,
+    layout_of,
+    without_signs,
+)
 
 SCALE = 0.3
 
@@ -39,15 +50,19 @@ class DecodeKVChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_kv, q, cache, tables, lengths, layer=layer, **keywords)
 
+    def truth(self, q, scene, scale=SCALE, *, causal=True, **keywords):
+        """out and lse in float64, of each request, for queries [B, Q, ...] or a list of B arrays [Q, ...]."""
+        found = []
+        for request, length in enumerate(scene.lengths):
+            wide = np.asarray(q[request].astype(jnp.float32), np.float64)
+            ends = last_tokens(length, len(wide)) if causal else None
+            found.append(oracle.attention(wide, *scene.parts(request), scale, ends=ends, **keywords))
+        return tuple(zip(*found, strict=True))
+
     def check(self, q, cache, scene, layer, scale=SCALE, **keywords):
         """Compares with float64; returns the result."""
         out, lse = self.decode(q, cache, scene, layer, scale=scale, **keywords)
-        wide = np.asarray(q.astype(jnp.float32), np.float64)
-        found = []
-        for request, length in enumerate(scene.lengths):
-            ends = length - q.shape[1] + 1 + np.arange(q.shape[1])
-            found.append(oracle.attention(wide[request], *scene.parts(request), scale, ends=ends, **keywords))
-        right_out, right_lse = (np.stack(x) for x in zip(*found, strict=True))
+        right_out, right_lse = (np.stack(x) for x in self.truth(q, scene, scale, **keywords))
         dtype = str(q.dtype)
         assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
         assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
@@ -156,6 +171,33 @@ class DecodeKV(DecodeKVChecks):
         layout = layout_of("BLNHC", entry, num_heads=2)
         q = self.query(entry, len(scene.lengths), tokens, 2)
         self.check(q, scene.cache(layout, 0), scene, 0, window=window)
+
+    @pytest.mark.parametrize("window", [None, 50])
+    def test_sinks(self, window):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        q, cache = self.query(entry, len(scene.lengths), 2, 6), scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        sinks = jnp.asarray([-1e30, 0.5, 3.0, -2.0, 0.0, 8.0])
+        _, lse = self.check(q, cache, scene, 1, sinks=sinks, window=window)
+        assert_same_bits(lse, self.decode(q, cache, scene, 1, window=window)[1])
+
+    def test_without_a_causal_mask(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        q = self.query(entry, len(scene.lengths), 3, 6)
+        self.check(q, scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), scene, 1, causal=False)
+
+    @pytest.mark.parametrize(("window", "causal"), [(None, True), (50, True), (None, False)])
+    def test_ragged_query_tokens(self, window, causal):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        edges = np.cumsum([0, 0, 1, 7, 1, 65, 3])
+        q = self.query(entry, 1, edges[-1] + 3, 6)[0]  # with three tokens of no request
+        keywords = {"window": window, "causal": causal}
+        found = self.decode(q, cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
+        rows = [q[a:b] for a, b in itertools.pairwise(edges)]
+        check_ragged(found, self.truth(rows, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
 
     def test_window_over_long_requests_with_poison_before_it(self):
         entry = self.entry()

@@ -1,5 +1,6 @@
 """Dense MLA decode: bit-equal to the packed cache, right against the oracle, deaf to poison."""
 
+import itertools
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -8,9 +9,19 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import on_layouts
+from support.cases import each_value, on_layouts
 from support.compare import EPSILON, assert_close, assert_same_bits
-from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, full_tables, layout_of, without_signs
+from support.suites.base import (
+    CLAMPED,
+    OUTSIDE,
+    Suite,
+    check_ragged,
+    dtype_of,
+    full_tables,
+    last_tokens,
+    layout_of,
+    without_signs,
+)
 
 SCALE = 0.11
 
@@ -68,22 +79,22 @@ class DecodeMLAChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=layer, **keywords)
 
-    def truth(self, q, scene, scale=SCALE, **keywords):
-        """out and lse in float64."""
-        q_latent, q_pe = (np.asarray(x.astype(jnp.float32), np.float64) for x in q)
+    def truth(self, q, scene, scale=SCALE, *, causal=True, **keywords):
+        """out and lse in float64; `q` holds arrays [B, Q, ...], or lists of B arrays [Q, ...]."""
+        q_latent, q_pe = ([np.asarray(x.astype(jnp.float32), np.float64) for x in part] for part in q)
         found = []
         for request, length in enumerate(scene.lengths):
             latent, rope = scene.parts(request)
-            ends = length - q_latent.shape[1] + 1 + np.arange(q_latent.shape[1])
+            ends = last_tokens(length, len(q_latent[request])) if causal else None
             joined = np.concatenate([q_latent[request], q_pe[request]], axis=-1)
             k = np.concatenate([latent, rope], axis=-1)
             found.append(oracle.attention(joined, k, latent, scale, ends=ends, **keywords))
-        return tuple(np.stack(x) for x in zip(*found, strict=True))
+        return tuple(zip(*found, strict=True))
 
     def check(self, q, cache, scene, layer, **keywords):
         """Compares with the truth; returns the result."""
         out, lse = self.decode(q, cache, scene, layer, **keywords)
-        right_out, right_lse = self.truth(q, scene, **keywords)
+        right_out, right_lse = (np.stack(x) for x in self.truth(q, scene, **keywords))
         assert out.dtype == q[0].dtype
         assert_close(out, right_out, roundings=roundings_of(out), magnitude=1, what="out")
         assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
@@ -171,6 +182,57 @@ class DecodeMLA(DecodeMLAChecks):
         cache = scene.cache(layout_of("LBNHC", entry), 1)
         self.check(queries(entry, len(scene.lengths), 2, 3), cache, scene, 1, logit_cap=cap)
 
+    @each_value(("window", "tokens"), [1, 63, 64, 1000, 2**40], [1, 3])
+    def test_window(self, window, tokens):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        q = queries(entry, len(scene.lengths), tokens, self.heads)
+        self.check(q, scene.cache(layout_of("BLNHC", entry), 0), scene, 0, window=window)
+
+    def test_latents_without_a_rotary_part(self):
+        entry = replace(self.entry(), rope=0)
+        scene = scenes.scene(entry)
+        q = queries(entry, len(scene.lengths), self.tokens, self.heads)
+        self.check(q, scene.cache(layout_of("BLNHC", entry), 1), scene, 1)
+
+    def test_sinks(self):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        q, sinks = queries(entry, len(scene.lengths), 2, 3), jnp.asarray([-1e30, 0.5, 3.0])
+        _, lse = self.check(q, scene.cache(layout_of("BLNHC", entry), 1), scene, 1, sinks=sinks)
+        assert_same_bits(lse, self.decode(q, scene.cache(layout_of("BLNHC", entry), 1), scene, 1)[1])
+
+    def test_without_a_causal_mask(self):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), 4, self.heads)
+        self.check(q, cache, scene, 1, causal=False, sinks=jnp.arange(self.heads, dtype=jnp.float32))
+
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("counts", [(0, 1, 7, 1, 65, 3), (1, 1, 1, 1, 0, 1)])
+    def test_ragged_query_tokens(self, counts, causal):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache, edges = scene.cache(layout_of("BLNHC", entry), 1), np.cumsum([0, *counts])
+        q = [x[0] for x in queries(entry, 1, edges[-1] + 3, self.heads)]  # with three tokens of no request
+        keywords = {"cu_q_lens": jnp.asarray(edges), "causal": causal}
+        found = self.decode(q, cache, scene, 1, **keywords)
+        rows = [[x[a:b] for a, b in itertools.pairwise(edges)] for x in q]
+        check_ragged(found, self.truth(rows, scene, causal=causal), edges, roundings_of(found[0]))
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        plan = self.run(
+            jaxkv.plan_decode,
+            cache,
+            tables,
+            lengths,
+            num_heads=self.heads,
+            total=len(q[0]),
+            dtype=q[0].dtype,
+            **keywords,
+        )
+        for a, b in zip(self.decode(q, cache, scene, 1, plan=plan, **keywords), found, strict=True):
+            assert_same_bits(a, b)
+
     def test_keys_of_very_low_scores_count(self):
         self.check_low_scores("BLNHC", self.heads)
 
@@ -249,7 +311,7 @@ class DecodeMLA(DecodeMLAChecks):
         out, lse = self.decode(q, scene.twin(layout_of("BLNHC", entry)), scene, 0)
         assert np.isfinite(np.asarray(out)).all()
         # Float32 scores of 3e3 carry errors of 3e-4, which float32 results show.
-        right_out, right_lse = self.truth(q, scene)
+        right_out, right_lse = (np.stack(x) for x in self.truth(q, scene))
         assert_close(out, right_out, roundings=2**14 if out.dtype == jnp.float32 else 4, magnitude=1)
         assert_close(lse, right_lse, roundings=64)
 
@@ -292,7 +354,7 @@ class DecodeMLA(DecodeMLAChecks):
         found = self.decode(q, broken.cache(layout_of("BLNHC", entry), 1), broken, 1)
         for x, right, magnitude in zip(found, self.truth(q, scene), (1, 4), strict=True):
             roundings = roundings_of(x) if magnitude == 1 else 64
-            for seen in (x[0, :2], right[0, :2]), (x[1], right[1]):
+            for seen in (x[0, :2], right[0][:2]), (x[1], right[1]):
                 assert_close(*seen, roundings=roundings, magnitude=magnitude)
             assert not np.isfinite(np.asarray(x[0, 2], np.float32)).all()
 
@@ -319,7 +381,7 @@ class DecodeMLA(DecodeMLAChecks):
             for tables, n in ((scene.tables, first), (shifted, lengths - first))
         ]
         out, lse = jaxkv.merge_states(*zip(*parts, strict=True))
-        right_out, right_lse = self.truth(q, scene)
+        right_out, right_lse = (np.stack(x) for x in self.truth(q, scene))
         assert_close(out, right_out, roundings=roundings_of(out), magnitude=1)
         assert_close(lse, right_lse, roundings=64, magnitude=4)
 

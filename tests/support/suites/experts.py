@@ -1,11 +1,14 @@
 """Tokens through the experts that they chose."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from support import oracle
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import Suite
@@ -25,6 +28,19 @@ def arguments(tokens, *, dtype="bfloat16", count=8, chosen=2, width=128, inner=1
     return [normal(tokens, width), jnp.asarray(experts, jnp.int32), shares, gate, up, down]
 
 
+def scaled(arguments, *, e4m3_products=False):
+    """The arguments with weights in float8."""
+    *rest, gate, up, down = arguments
+    weights = (TileScaled.of(weight) for weight in (gate, up, down))
+    return [*rest, *(dataclasses.replace(weight, e4m3_products=e4m3_products) for weight in weights)]
+
+
+def in_float64(array):
+    """The values of an array or of a weight in float8."""
+    array = array.dequantised(jnp.float32) if isinstance(array, TileScaled) else array.astype(jnp.float32)
+    return np.asarray(array, np.float64)
+
+
 class ExpertChecks(Suite):
     """How a result is checked."""
 
@@ -32,7 +48,7 @@ class ExpertChecks(Suite):
         """The result is that of float64, and a second one has the same bits."""
         found = self.run(jaxkv.grouped_swiglu, *arguments)
         assert found.dtype == arguments[0].dtype
-        expected = oracle.experts(*(np.asarray(a.astype(jnp.float32), np.float64) for a in arguments))
+        expected = oracle.experts(*map(in_float64, arguments))
         assert_close(found, expected, roundings=64 if found.dtype == "float32" else 4, magnitude=1)
         assert_same_bits(self.run(jaxkv.grouped_swiglu, *arguments), found)
         return found
@@ -45,6 +61,23 @@ class Experts(ExpertChecks):
     @pytest.mark.parametrize("tokens", [1, 7, 64, 333])
     def test_sums_are_those_of_float64(self, tokens, dtype):
         self.check(arguments(tokens, dtype=dtype))
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    @pytest.mark.parametrize(
+        ("tokens", "width", "inner"), [(1, 128, 128), (7, 256, 384), (333, 384, 256), (9, 200, 72)]
+    )
+    def test_weights_in_float8(self, tokens, width, inner, dtype):
+        self.check(scaled(arguments(tokens, width=width, inner=inner, dtype=dtype)))
+
+    def test_products_of_e4m3_numbers(self):
+        x, *rest = scaled(arguments(40, width=256, dtype="float32"), e4m3_products=True)
+        found = self.run(jaxkv.grouped_swiglu, x, *rest)
+
+        def rounded(values):
+            return in_float64(rounded_to_e4m3(jnp.asarray(values, jnp.float32)))
+
+        expected = oracle.experts(rounded(x), *map(in_float64, rest), rounded=rounded)
+        assert_close(found, expected, roundings=64, magnitude=1)
 
     @pytest.mark.parametrize(("count", "chosen"), [(1, 1), (3, 3), (200, 6)])
     def test_numbers_of_experts(self, count, chosen):

@@ -69,6 +69,10 @@ class Gathers(GatherChecks):
         scene = scenes.scene(entry, num_heads=heads)
         self.check(scene, layout_of(name, entry, num_heads=heads), 1)
 
+    def test_latents_without_a_rotary_part(self):
+        entry = jaxkv.MLAEntry("bf16", latent=128, rope=0)
+        self.check(scenes.scene(entry), layout_of("BLNHC", entry), 1)
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     @formats([scenes.MLA_ENTRIES[0], scenes.MLA_ENTRIES[3], scenes.MLA_ENTRIES[4]])
     def test_converts_to_the_dtype_asked_for(self, entry, dtype):

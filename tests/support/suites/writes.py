@@ -71,6 +71,10 @@ class Writes(WriteChecks):
         layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
 
+    def test_latents_without_a_rotary_part(self):
+        layout = layout_of("BLNHC", jaxkv.MLAEntry("bf16", latent=128, rope=0))
+        self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
+
     @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_neighbours_of_random_bytes_survive_in_every_layer(self, entry):
         layout = layout_of("BLNHC", entry, num_heads=1 if entry.one_head else 2)

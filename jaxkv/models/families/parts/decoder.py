@@ -7,8 +7,8 @@ from jaxkv.models.config import GQA, MLA, Experts, ModelConfig, Rope
 from jaxkv.models.families.parts import experts as mixture
 from jaxkv.models.families.parts.feed_forward import feed_forward
 from jaxkv.models.json_object import JsonObject
-from jaxkv.models.weights import fp8
 from jaxkv.models.weights.weight import Weight
+from jaxkv_kernels.tile_scaled import TILE
 
 MTP = "num_nextn_predict_layers"
 
@@ -65,7 +65,7 @@ def _check_quantisation(fields: JsonObject) -> None:
     """
     fields.choice("quant_method", "fp8")
     fields.choice("fmt", "e4m3", default="e4m3")
-    fields.choice("weight_block_size", [fp8.TILE, fp8.TILE])
+    fields.choice("weight_block_size", [TILE, TILE])
 
 
 def _stop_tokens(fields: JsonObject, vocab_size: int) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ def weights(config: ModelConfig, attention: MLA, weight) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "kv_a": weight("self_attn.kv_a_proj_with_mqa.weight", latent + attention.qk_rope_head_dim, hidden),
         "kv_a_norm": weight("self_attn.kv_a_layernorm.weight", latent),
-        "kv_b": weight("self_attn.kv_b_proj.weight", heads * (nope + value), latent),
+        "kv_b": weight("self_attn.kv_b_proj.weight", heads * (nope + value), latent, expanded=True),
         "o": weight("self_attn.o_proj.weight", hidden, heads * value),
     }
     if attention.q_lora_rank is None:

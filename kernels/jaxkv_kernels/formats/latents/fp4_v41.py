@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.formats.bits import largest_magnitude
+from jaxkv_kernels.formats.bits import FP8, largest_magnitude
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Format, join, split_by_page
 from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, tiles_of, to_e2m1
@@ -43,7 +43,7 @@ class Fp4V41(Format):
         """Computes each scale from the largest magnitude of its tile."""
         tiles = tiles_of(jnp.concatenate([x.astype(jnp.float32) for x in values], axis=-1), TILE)
         scale = e4m3_scale(largest_magnitude(tiles))
-        return join((to_e2m1(tiles, scale.astype(jnp.float32)), scale), self.dtype)
+        return join((to_e2m1(tiles, scale), scale.astype(FP8)), self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`, which is exact for bf16 and float16."""

@@ -29,10 +29,10 @@ class Fp8DsMla(Format):
     def parts(self, sizes, block_size):
         """The latent, its scales, then the rotary part."""
         latent, rope = sizes["latent"], sizes["rope"]
-        if latent % TILE or rope % 2:
+        if latent % TILE or rope % 2 or not rope:
             raise ValueError(
                 f"fp8_ds_mla entry of `latent` {latent} and `rope` {rope}: expected a multiple of {TILE} for the "
-                "latent and an even number for the rotary part"
+                "latent and a positive even number for the rotary part"
             )
         return together(("latent", "e4m3", latent), ("scales", "float32", latent // TILE), ("rope", "bfloat16", rope))
 

@@ -38,10 +38,10 @@ class Fp8V4(Format):
     def parts(self, sizes, block_size):
         """The latent and the rotary part, then the scales and their padding."""
         latent, rope = sizes["latent"], sizes["rope"]
-        if latent % TILE or rope % 2:
+        if latent % TILE or rope % 2 or not rope:
             raise ValueError(
                 f"fp8_v4 entry of `latent` {latent} and `rope` {rope}: expected a multiple of {TILE} for the latent "
-                "and an even number for the rotary part"
+                "and a positive even number for the rotary part"
             )
         count = latent // TILE
         padding = [("padding", "uint8", -count % PADDED)] if count % PADDED else []

@@ -55,5 +55,5 @@ class Fp8V41(Format):
 
 def check_tiles(name: str, sizes, tile: int) -> None:
     """ValueError unless each array of values of a `name` entry consists of whole tiles."""
-    if any(size % tile for size in sizes.values()):
-        raise ValueError(f"{name} entry of {dict(sizes)}: expected multiples of {tile} values")
+    if any(size % tile or not size for size in sizes.values()):
+        raise ValueError(f"{name} entry of {dict(sizes)}: expected positive multiples of {tile} values")

@@ -37,8 +37,11 @@ class Mxfp4DsMla(Format):
     def parts(self, sizes, block_size):
         """The latent, its scales, padding unless they fill it, then the rotary part."""
         latent, rope = sizes["latent"], sizes["rope"]
-        if latent % TILE:
-            raise ValueError(f"mxfp4_ds_mla entry of `latent` {latent}: expected a multiple of {TILE}")
+        if latent % TILE or not rope:
+            raise ValueError(
+                f"mxfp4_ds_mla entry of `latent` {latent} and `rope` {rope}: expected a multiple of {TILE} for the "
+                "latent and a rotary part"
+            )
         count = latent // TILE
         padding = [("padding", "uint8", -count % PADDED)] if count % PADDED else []
         return together(

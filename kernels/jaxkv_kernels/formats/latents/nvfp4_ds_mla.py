@@ -11,7 +11,7 @@ scale here."""
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.formats.bits import largest_magnitude, to_fp8
+from jaxkv_kernels.formats.bits import FP8, largest_magnitude, to_fp8
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Format, join, together
 from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, tiles_of, to_e2m1
@@ -32,8 +32,11 @@ class Nvfp4DsMla(Format):
     def parts(self, sizes, block_size):
         """The latent, the rotary part, then the scales."""
         latent, rope = sizes["latent"], sizes["rope"]
-        if latent % (TILE * COLUMNS):
-            raise ValueError(f"nvfp4_ds_mla entry of `latent` {latent}: expected a multiple of {TILE * COLUMNS}")
+        if latent % (TILE * COLUMNS) or not rope:
+            raise ValueError(
+                f"nvfp4_ds_mla entry of `latent` {latent} and `rope` {rope}: expected a multiple of {TILE * COLUMNS} "
+                "for the latent and a rotary part"
+            )
         return together(
             ("latent", "e2m1x2", latent // 2), ("rope", "e4m3", rope), ("permuted scales", "e4m3", latent // TILE)
         )
@@ -43,8 +46,8 @@ class Nvfp4DsMla(Format):
         latent, rope = values
         tiles = tiles_of(latent, TILE)
         scale = e4m3_scale(largest_magnitude(tiles), round_up=True)
-        pairs = to_e2m1(tiles, scale.astype(jnp.float32))
-        permuted = _transposed(scale, (scale.shape[-1] // COLUMNS, COLUMNS))
+        pairs = to_e2m1(tiles, scale)
+        permuted = _transposed(scale.astype(FP8), (scale.shape[-1] // COLUMNS, COLUMNS))
         return join((pairs, to_fp8(rope.astype(jnp.float32)), permuted), self.dtype)
 
     def decode(self, row, sizes, scales, dtype):

@@ -26,9 +26,10 @@ from jaxkv_kernels.tuning import configuration
 
 
 def decode_mla(
-    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap
+    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, window
 ):
     """Maps q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    del window  # rejected unless None
     _, tokens, heads, _ = q_latent.shape
     if by_slots(entry, tokens * heads):
         return decode_by_slots(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.formats.bits import corrected_quotient, largest_magnitude, power_of_two_scale, to_fp8, view_as
+from jaxkv_kernels.formats.bits import FP8, corrected_quotient, largest_magnitude, power_of_two_scale, to_fp8, view_as
 from jaxkv_kernels.formats.format import SHORT_NAMES
 from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, from_e8m0, to_e2m1, to_e8m0
 from jaxkv_kernels.formats.int8 import SMALLEST_SCALE
@@ -113,8 +113,8 @@ def _quantised(field: Field, tiles):
         own = scale if rule.stored == "float32" else to_e8m0(scale)
         stored = to_e2m1(tiles, scale) if rule.values == "e2m1x2" else to_fp8(tiles * inverse[:, None]).reshape(-1)
     else:
-        own = e4m3_scale(amax, round_up=rule.round_up)
-        stored = to_e2m1(tiles, own.astype(jnp.float32))
+        scale = e4m3_scale(amax, round_up=rule.round_up)
+        own, stored = scale.astype(FP8), to_e2m1(tiles, scale)
     return stored, own.reshape(-1, rule.columns).T.reshape(-1)
 
 

@@ -30,31 +30,42 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.mosaic_gpu.experts import e4m3
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, STEP, ExpertsConfig
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
+from jaxkv_kernels.mosaic_gpu.runtime.registers import store as store_registers
+from jaxkv_kernels.mosaic_gpu.runtime.registers import zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.tile_scaled import TILE
 
 RESERVED = 2048
 """Bytes of shared memory for barriers and alignment."""
 
 
-def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, interpret: bool) -> jax.Array:
+def products(
+    rows, matrices, scales, tiles, following=(), *, parts: int = 0, config: ExpertsConfig, interpret: bool
+) -> jax.Array:
     """The products of each row with the matrices of its expert.
 
     Args:
       rows: [P, D], grouped by expert.
       matrices: gate and up [E, I, D], for the result silu(gate row) * (up row); or one [E, I, D], for its product.
+        They have the dtype of `rows`, or are e4m3.
+      scales: for e4m3 matrices, the scales of each, float32 [E, ceil(I / 128), D / 128].  Values of rows, and those
+        of the result, are then in the order of `e4m3.in_positions`.
       tiles: experts [M], first rows [M] and sizes [M], both in units of 8 rows, and the number of tiles [1].
       following: the matrices of a call on the result, which follows this one; it has the same `tiles`, and none
         following it.
+      parts: if positive, rows are multiplied with one matrix [1, I, D], of which each tile takes one of so many equal
+        parts of the summed dimension: `tiles` has numbers of parts instead of experts.
       config: the configuration.
       interpret: whether the kernel is interpreted.
 
     Returns:
-      [P, I].  Rows of no tile are undefined.
+      [P, I], or with `parts` the sum of each part, float32 [parts, I, P].  Rows of no tile are undefined.
     """
     num_rows, depth = rows.shape
     width = matrices[0].shape[1]
@@ -62,18 +73,22 @@ def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, inte
     consumers, features, tile_rows = config.consumers, config.features, config.rows
     outputs = features if gated else 2 * features  # features of the result per work tile
     per_tile = -(-width // outputs)
-    steps = depth // STEP
-    stages = min(config.stages, _room(config, rows.dtype.itemsize))
+    step_size = TILE if scales else STEP
+    steps = depth // step_size // max(parts, 1)
+    stages = min(config.stages, _room(config, step_size, rows.dtype.itemsize, matrices[0].dtype.itemsize))
     ctas = 2 if interpret else MULTIPROCESSORS
 
     def body(rows_ref, *refs):
         weight_refs, refs = refs[: len(matrices)], refs[len(matrices) :]
+        scale_refs, refs = refs[: len(scales)], refs[len(scales) :]
         tile_refs, refs = refs[: len(tiles)], refs[len(tiles) :]
-        next_refs, (out_ref, w_s, x_s, out_s, full, free) = refs[: len(following)], refs[len(following) :]
+        next_refs, (out_ref, w_s, x_s, out_s, full, free, *a_s) = refs[: len(following)], refs[len(following) :]
         expert_ref, start_ref, size_ref, count_ref = tile_refs
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-        if following:
+        early = not following and not parts  # whether the kernel before this one has the tiles and the weights
+        if not early:
             wait_for_previous(interpret=interpret)
+        if following:
             pdl_launch_dependents((*tile_refs, *next_refs), interpret=interpret)
         count = floordiv(jnp.maximum(count_ref[0] * per_tile - cta, 0) + (ctas - 1), ctas)
 
@@ -86,6 +101,11 @@ def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, inte
             tile = floordiv(number, per_tile)
             return tile, (number - tile * per_tile) * outputs
 
+        def matrix_and_step(tile):
+            """The matrix of a tile of rows, and its first step."""
+            number = expert_ref[tile]
+            return (jnp.int32(0), number * steps) if parts else (number, jnp.int32(0))
+
         def producer():
             if consumers > 1:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
@@ -93,17 +113,20 @@ def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, inte
             def loads(i):
                 """Functions that start the copies of a step of work tile i: of weights, and of rows."""
                 tile, feature = work_tile(i)
-                expert, first = expert_ref[tile], start_ref[tile] * ALIGN
+                (expert, first_step), first = matrix_and_step(tile), start_ref[tile] * ALIGN
+
+                def columns(k):
+                    return pl.ds((first_step + k) * step_size, step_size)
 
                 def weights(k):
                     stage = stage_of(i * steps + k)
                     for half in range(2):
                         matrix, start = (weight_refs[half], 0) if gated else (weight_refs[0], half * features)
-                        source = matrix.at[expert, pl.ds(feature + start, features), pl.ds(k * STEP, STEP)]
+                        source = matrix.at[expert, pl.ds(feature + start, features), columns(k)]
                         plgpu.copy_gmem_to_smem(source, w_s.at[stage, half], full.at[stage])
 
                 def rows(k):
-                    source = rows_ref.at[pl.ds(first, tile_rows), pl.ds(k * STEP, STEP)]
+                    source = rows_ref.at[pl.ds(first, tile_rows), columns(k)]
                     stage = stage_of(i * steps + k)
                     plgpu.copy_gmem_to_smem(source, x_s.at[stage], full.at[stage])
 
@@ -115,7 +138,7 @@ def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, inte
                 pl.when(count > 0)(lambda: pl.loop(0, ahead)(loads(jnp.int32(0))[operand]))
 
             load_first(0)
-            if not following:
+            if early:
                 wait_for_previous(interpret=interpret)
             load_first(1)
 
@@ -144,8 +167,11 @@ def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, inte
             if consumers > 1:
                 plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
 
-            def multiply(n):
+            acc = plgpu.ACC((FEATURES, tile_rows), jnp.float32)
+
+            def multiply(n, tile, feature):
                 """Both products of a work tile, float32 [64, rows of a tile]."""
+                del tile, feature
 
                 def sums(*accs):
                     def step(k, _):
@@ -165,8 +191,48 @@ def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, inte
                     plgpu.barrier_arrive(free.at[stage_of(n + steps - 1)])
                     return tuple(acc[...] for acc in accs)
 
-                acc = plgpu.ACC((FEATURES, tile_rows), jnp.float32)
                 return pl.run_scoped(sums, acc, acc)
+
+            def multiply_scaled(n, tile, feature):
+                """The same with e4m3 weights: the products of a step are multiplied by their tiles' scales."""
+                expert, first_step = matrix_and_step(tile)
+                # Of a tile of features beyond the last, nothing is stored.
+                starts = (feature, feature) if gated else (feature, feature + features)
+                scale_rows = [jnp.minimum(floordiv(start, TILE), scale_refs[0].shape[1] - 1) for start in starts]
+
+                def product(stage, operands, meanwhile):
+                    """The product of a step, and the result of `meanwhile`, which overlaps with it."""
+
+                    def run(acc):
+                        for group, operand in enumerate(operands):
+                            if interpret:  # the interpreter supports no operand in registers
+                                a_s[0][wg, group] = operand
+                                plgpu.commit_smem()
+                                operand = a_s[0].at[wg, group]
+                            columns = x_s.at[stage, :, pl.ds(group * e4m3.GROUP, e4m3.GROUP)]
+                            plgpu.wgmma(acc, operand, columns.transpose((1, 0)))
+                        beside = meanwhile()
+                        return acc[...], beside
+
+                    return pl.run_scoped(run, acc)
+
+                def step(k, totals):
+                    stage = stage_of(n + k)
+                    factors = [
+                        scale_refs[half if gated else 0][expert, row, first_step + k]
+                        for half, row in enumerate(scale_rows)
+                    ]
+                    plgpu.barrier_wait(full.at[stage])
+
+                    def operands(half):
+                        return e4m3.operands(w_s, stage, half, wg, rows.dtype, interpret=interpret)
+
+                    first, others = product(stage, operands(0), lambda: operands(1))
+                    second, _ = product(stage, others, lambda: [])
+                    plgpu.barrier_arrive(free.at[stage])
+                    return totals[0] + first * factors[0], totals[1] + second * factors[1]
+
+                return lax.fori_loop(0, steps, step, (zeros(FEATURES, tile_rows), zeros(FEATURES, tile_rows)))
 
             def store(values, tile, feature):
                 """Starts the copy of a [64, rows] tile, transposed, to the columns of the result from `feature` on."""
@@ -190,46 +256,56 @@ def products(rows, matrices, tiles, following=(), *, config: ExpertsConfig, inte
                             part = own.at[pl.ds(i * ALIGN, ALIGN)]
                             plgpu.copy_smem_to_gmem(part, out_ref.at[pl.ds((first + i) * ALIGN, ALIGN), columns])
 
+            def store_sums(values, tile, feature):
+                """Stores a [64, rows] tile as it is."""
+
+                @pl.when(feature < width)
+                def _():
+                    place = pl.ds(feature, FEATURES), pl.ds(start_ref[tile] * ALIGN, tile_rows)
+                    store_registers(out_ref.at[expert_ref[tile], *place], values)
+
             def run(i, _):
                 tile, feature = work_tile(i)
-                first, second = multiply(i * steps)
                 feature = feature + wg * FEATURES
+                first, second = (multiply_scaled if scales else multiply)(i * steps, tile, feature)
                 if gated:
                     store(_silu(first) * second, tile, feature)
                 else:
-                    store(first, tile, feature)
-                    store(second, tile, feature + features)
+                    for half, values in enumerate((first, second)):
+                        (store_sums if parts else store)(values, tile, feature + half * features)
 
             lax.fori_loop(0, count, run, None)
             plgpu.wait_smem_to_gmem(0)
 
         lax.cond(wg == consumers, producer, consumer)
 
+    out = ((parts, width, num_rows), jnp.float32) if parts else ((num_rows, width), rows.dtype)
     return kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
         waits=True,
-        out_type=jax.ShapeDtypeStruct((num_rows, width), rows.dtype),
+        out_type=jax.ShapeDtypeStruct(*out),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=consumers + 1,
         thread_name="wg",
-        kernel_name="experts_gate_up" if gated else "experts_down",
+        kernel_name="experts_gate_up" if gated else "linear_parts" if parts else "experts_down",
         scratch_types=[
-            swizzled(stages, 2, features, STEP, dtype=rows.dtype),
-            swizzled(stages, tile_rows, STEP, dtype=rows.dtype),
+            swizzled(stages, 2, features, step_size, dtype=matrices[0].dtype),
+            swizzled(stages, tile_rows, step_size, dtype=rows.dtype),
             swizzled(consumers, tile_rows, FEATURES, dtype=rows.dtype),
             plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            *([swizzled(consumers, 2, FEATURES, e4m3.GROUP, dtype=rows.dtype)] if scales and interpret else []),
         ],
-    )(rows, *matrices, *tiles, *following)
+    )(rows, *matrices, *scales, *tiles, *following)
 
 
-def _room(config: ExpertsConfig, itemsize: int) -> int:
+def _room(config: ExpertsConfig, step: int, itemsize: int, weight_itemsize: int) -> int:
     """The stages for which shared memory has room."""
     results = config.consumers * config.rows * FEATURES * itemsize
-    stage = (2 * config.features + config.rows) * STEP * itemsize
+    stage = (2 * config.features * weight_itemsize + config.rows * itemsize) * step
     return (SHARED_MEMORY - RESERVED - results) // stage
 
 

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, default_config
+from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import configuration
 
 
@@ -29,11 +31,17 @@ def grouped_swiglu(x, experts, weights, gate, up, down):
 def _swiglu(x, experts, weights, gate, up, down, *, config, interpret):
     groups = expert_groups(experts, gate.shape[0], tile=config.rows, align=ALIGN)
     tiles = groups.experts, groups.starts // ALIGN, groups.sizes // ALIGN, groups.count.reshape(1)
-    inner = products(x[groups.tokens], (gate, up), tiles, (down,), config=config, interpret=interpret)
-    results = products(inner, (down,), tiles, config=config, interpret=interpret)
+    rows, first, second, scales = x[groups.tokens], (gate, up), (down,), ((), ())
+    if scaled := isinstance(gate, TileScaled):
+        rows = in_positions(rows)
+        scales = (gate.scales, up.scales), (down.scales,)
+        first, second = (gate.values, up.values), (down.values,)
+    options = {"config": config, "interpret": interpret}
+    inner = products(rows, first, scales[0], tiles, (*second, *scales[1]), **options)
+    results = products(inner, second, scales[1], tiles, **options)
     total = jnp.zeros(x.shape, jnp.float32)
     for rows, shares in zip(groups.rows.T, weights.T, strict=True):
         chosen = results.at[rows].get(mode="clip").astype(jnp.float32)
         # Select instead of multiplying by 0: rows that no tile has written may hold anything.
         total += jnp.where((rows < len(results))[:, None], chosen * shares[:, None], 0)
-    return total.astype(x.dtype)
+    return (from_positions(total) if scaled else total).astype(x.dtype)

@@ -41,7 +41,7 @@ SMALLEST_EXPONENT = tl.constexpr(-100)
 
 def attend_latents(
     q_latent, q_pe, buffer, table, seq_lens, layer, scale, kv_scale, sinks, plan: Plan,
-    *, pages, entry, logit_cap, table_block,
+    *, pages, entry, logit_cap, window, table_block,
 ):  # fmt: skip
     """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
 
@@ -68,8 +68,8 @@ def attend_latents(
         ),
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
         PAGES=in_memory, LOADS=_loads(entry, in_memory, config.columns, dtype), TABLE=table.shape[1],
-        TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=logit_cap, SINKS=sinks is not None,
-        CONFIG=config,
+        TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=logit_cap, WINDOW=window,
+        SINKS=sinks is not None, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan, sinks)
@@ -125,7 +125,8 @@ def _attend_latents(
     q_latent, q_pe, buffer, table, seq_lens, work_tiles, layers, scales, kv_scales, sinks,
     out, lse, split_out, split_lse,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
-    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, CONFIG: tl.constexpr,
+    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     LATENT: tl.constexpr = LOADS.first
     ROPE: tl.constexpr = LOADS.second
@@ -152,7 +153,7 @@ def _attend_latents(
     SUM_PER_COLUMN: tl.constexpr = LOADS.in_pairs and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
         q_rope + q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, None, CONFIG, SUM_PER_COLUMN,
+        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, CONFIG, SUM_PER_COLUMN,
     )  # fmt: skip
     if LOADS.in_pairs:
         acc = _join_pairs(acc, tl.load(kv_scales))

@@ -42,6 +42,6 @@ def decode_mla_sparse(
     one_query, one_pe = (x.reshape(requests, 1, heads, -1) for x in (q_latent, q_pe))
     out, lse = attend_latents(
         one_query, one_pe, buffer, slots.reshape(requests, size), lengths, layer, scale, kv_scale, sinks, plan,
-        pages=pages, entry=entry, logit_cap=logit_cap, table_block=1,
+        pages=pages, entry=entry, logit_cap=logit_cap, window=None, table_block=1,
     )  # fmt: skip
     return out.reshape(q_latent.shape), lse.reshape(batch, q_len, heads)

@@ -2,30 +2,25 @@
 
 from typing import Any
 
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import elements, words
+from jaxkv_kernels.mosaic_gpu.runtime.elements import (
+    LANES,
+    WARP_ROWS,
+    Lane,
+    as_pair,
+    elements,
+    fragmented,
+    permuted,
+    registers_of,
+    words,
+)
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, c64, i32, i64, ptx
 
-LANES, WARP_ROWS = 128, 16
-"""Lanes of a warpgroup; rows of a wgmma tile that a warp has."""
 COLUMN_TILE = 1024
 """Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""
-
-
-class Lane:
-    """The position of the calling lane in a wgmma tile: rows 16 `warp` + `row` + {0, 8}, columns 2 `quad` + {0, 1}."""
-
-    def __init__(self):
-        thread = arith.remui(mgpu.utils.thread_idx(), c32(LANES))
-        self.thread = thread
-        self.lane = arith.andi(thread, c32(31))
-        self.warp = arith.shrui(thread, c32(5))
-        self.row = arith.shrui(self.lane, c32(2))
-        self.quad = arith.andi(thread, c32(3))
 
 
 def load_latents(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
@@ -49,7 +44,7 @@ def convert_keys(raw, layout, *, wide: bool) -> Any:
     Word s of a row has columns of product s; if `wide`, words 2 s and 2 s + 1 do.  `tiles.py` has their order.
     """
     vectors = [words(register) for register in raw.registers.flat]
-    registers = _registers(layout, (64, 64))
+    registers = registers_of(layout, (64, 64))
     for half in range(2):
         for step in range(4):
             if wide:
@@ -59,8 +54,8 @@ def convert_keys(raw, layout, *, wide: bool) -> Any:
                 pairs = ptx(E4M3_TO_F16, vectors[half][step], result_types=[i32()] * 2)
             for high, pair in enumerate(pairs):
                 kind = ir.BF16Type if wide else ir.F16Type
-                registers[0, 2 * step + high, 0, 0, half, 0, 0, 0, 0] = _pair(pair, kind.get())
-    return _fragmented(registers, layout)
+                registers[0, 2 * step + high, 0, 0, half, 0, 0, 0, 0] = as_pair(pair, kind.get())
+    return fragmented(registers, layout)
 
 
 def load_scales(ref, stage, nbytes: int, offset: int, layout) -> list[Any]:
@@ -75,10 +70,10 @@ def load_scales(ref, stage, nbytes: int, offset: int, layout) -> list[Any]:
     ]
     arrays = []
     for group in range(4):
-        registers = _registers(layout, (64,))
+        registers = registers_of(layout, (64,))
         for half in range(2):
             registers[0, 0, half, 0, 0] = vector.from_elements(ir.VectorType.get((1,), f32), [found[half][group]])
-        arrays.append(_fragmented(registers, layout))
+        arrays.append(fragmented(registers, layout))
     return arrays
 
 
@@ -107,13 +102,13 @@ def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
     if swapped:
         odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(Lane().quad, c32(1)), c32(0))
         low, high = arith.select(odd, c32(0x1504), low), arith.select(odd, c32(0x3726), high)
-    registers = _registers(layout, (128, 16))
+    registers = registers_of(layout, (128, 16))
     for pair in range(2):
         for tile, selector in enumerate((low, high)):
-            together = _permuted(tokens[2 * pair], tokens[2 * pair + 1], selector)
+            together = permuted(tokens[2 * pair], tokens[2 * pair + 1], selector)
             for half, values in enumerate(ptx(E4M3_TO_F16, together, result_types=[i32()] * 2)):
-                registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = _pair(values, ir.F16Type.get())
-    return _fragmented(registers, layout)
+                registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = as_pair(values, ir.F16Type.get())
+    return fragmented(registers, layout)
 
 
 def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
@@ -192,7 +187,7 @@ def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
         store = f"st.shared.v2.f32 [$0 + {64 * scratch + 32 * tile}], {{$1, $2}};"
         ptx(store, own, *columns, predicate=first)
     mgpu.utils.warpgroup_barrier()
-    registers = _registers(layout, (16,))
+    registers = registers_of(layout, (16,))
     for tile in range(2):
         total: Any = None
         for warp in range(4):
@@ -200,7 +195,7 @@ def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
             found = ptx(load, base, result_types=[f32] * 2, has_side_effects=True)
             total = found if total is None else [combine(a, b) for a, b in zip(total, found, strict=True)]
         registers[tile, 0, 0] = vector.from_elements(ir.VectorType.get((2,), f32), list(total))
-    return _fragmented(registers, layout)
+    return fragmented(registers, layout)
 
 
 def store_rows(ref, place, parts, rows: int) -> None:
@@ -217,7 +212,7 @@ def store_rows(ref, place, parts, rows: int) -> None:
             pairs = [_word(part.registers[half, tile, 0, 0, low].flat[0]) for half in range(2) for low in range(2)]
             for odd in range(2):
                 selector = c32(0x7632 if odd else 0x5410)
-                both = [_permuted(pairs[n], pairs[n + 1], selector) for n in (0, 2)]
+                both = [permuted(pairs[n], pairs[n + 1], selector) for n in (0, 2)]
                 offset = 2 * ((8 * tile + odd) * width + 128 * group)
                 ptx(f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};", start, *both)
 
@@ -254,10 +249,10 @@ def largest(raw, layout) -> Any:
         shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
         most = arith.maxui(most, ptx(shuffle, most, result_types=i32(), has_side_effects=True, convergent=True))
     f32 = ir.F32Type.get()
-    registers = _registers(layout, (LANES,))
+    registers = registers_of(layout, (LANES,))
     value = arith.bitcast(f32, arith.shli(most, c32(16)))
     registers.flat[0] = vector.from_elements(ir.VectorType.get((1,), f32), [value])
-    return _fragmented(registers, layout)
+    return fragmented(registers, layout)
 
 
 def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: int) -> None:
@@ -296,11 +291,6 @@ def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: i
     ptx("st.shared.f32 [$0], $1;", start, inverse, predicate=arith.cmpi(arith.CmpIPredicate.eq, chunk, c32(0)))
 
 
-def _permuted(a, b, selector) -> Any:
-    """A word of four bytes of two words, chosen by `selector` (PTX `prmt`)."""
-    return ptx("prmt.b32 $0, $1, $2, $3;", a, b, selector, result_types=i32())
-
-
 def _clear(start, thread, lanes: int) -> None:
     """Zeroes 16 bytes at the address `start` of each of the first `lanes` lanes."""
     inside = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(lanes))
@@ -320,22 +310,6 @@ def _row_and_chunk() -> tuple[Any, Any]:
 def _in_stage(ref, stage, nbytes: int, offset) -> Any:
     """The address `offset` bytes after the beginning of a stage of 64 entries of `nbytes` bytes each."""
     return at(mgpu.utils.memref_ptr(ref), arith.addi(arith.muli(stage, c32(64 * nbytes)), offset))
-
-
-def _registers(layout, shape) -> Any:
-    return np.empty(layout.to_mgpu().registers_shape(shape), dtype=object)
-
-
-def _fragmented(registers, layout) -> Any:
-    """An array of these registers."""
-    signed = None
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
-
-
-def _pair(word, kind) -> Any:
-    """A vector of two 16-bit values."""
-    one = vector.from_elements(ir.VectorType.get((1,), i32()), [word])
-    return vector.bitcast(ir.VectorType.get((2,), kind), one)
 
 
 def _word(pair) -> Any:

@@ -1,0 +1,206 @@
+"""How the query tokens of an attention call are arranged as the rows of requests that kernels attend with.
+
+Kernels support one form: queries [B, Q, H, D], the last Q tokens of each of B requests, under a causal mask.  Other
+forms are arranged as this one, outside of the kernels:
+
+    ragged       Each request's query tokens are divided into groups of at most `size` tokens.  A group is a request of
+                 its own, with the blocks of the whole request and a length up to its own last token.
+    not causal   All query tokens of a request see the same keys, as the heads of one query token do: they become heads.
+
+A group has as many rows (query tokens x heads that share keys) as a kernel's tile.  A kernel that supported ragged
+queries itself would therefore read the keys as often.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.dispatch import checked as checks
+from jaxkv.dispatch.backends import Call
+from jaxkv.dispatch.validate import Dims, int32
+from jaxkv_kernels.addressing.slots import lengths_in_table
+
+TILE_ROWS = 64
+"""Rows of a tile of queries in GPU kernels."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Groups:
+    """Ragged query tokens, divided into groups.  All arrays are int32."""
+
+    requests: jax.Array
+    """[G]: the request of each group; -1 for unused groups."""
+    behind: jax.Array
+    """[G]: how many query tokens of the request come after the group."""
+    tokens: jax.Array
+    """[G, size]: the query token in each place.  The tokens of a group are at its end; the places before them hold any
+    token."""
+    places: jax.Array
+    """[T]: the place of each query token among all G * size; G * size for tokens of no request."""
+
+    @property
+    def size(self) -> int:
+        """Places per group."""
+        return self.tokens.shape[1]
+
+
+def group_size(total: int, requests: int, rows_per_token: int) -> int:
+    """Query tokens per group, for `total` tokens of `requests`.
+
+    As many as fill a tile of rows, but no more than a request has on average, rounded up to a power of two.
+    """
+    average = -(-total // requests)
+    return max(1, min(TILE_ROWS // rows_per_token, 1 << (average - 1).bit_length()))
+
+
+@partial(jax.jit, static_argnames=("total", "size"))
+def divide(cu_q_lens: jax.Array, *, total: int, size: int) -> Groups:
+    """Divides `total` query tokens into groups of at most `size` tokens.
+
+    Request b of B has the tokens from cu_q_lens[b] to cu_q_lens[b + 1].  They are divided from the last one on, so that
+    only the first group of a request may have fewer.
+    """
+    batch = cu_q_lens.shape[0] - 1
+    counts = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    after = jnp.cumsum(-(-counts // size), dtype=jnp.int32)  # groups of this request and those before it
+    group = jnp.arange((total + batch * (size - 1)) // size, dtype=jnp.int32)
+    request = _first_above(after, group)
+    used, request = request < batch, jnp.minimum(request, batch - 1)
+    behind = jnp.where(used, (after[request] - 1 - group) * size, 0)
+    end = cu_q_lens[request] + counts[request] - behind
+    tokens = end[:, None] - size + jnp.arange(size, dtype=jnp.int32)
+
+    token = jnp.arange(total, dtype=jnp.int32)
+    owner = _first_above(cu_q_lens[1:], token)
+    owned, owner = (owner < batch) & (token >= cu_q_lens[0]), jnp.minimum(owner, batch - 1)
+    back = cu_q_lens[owner + 1] - 1 - token  # tokens of the request after this one
+    places = after[owner] * size - 1 - back
+    none = group.size * size
+    return Groups(
+        requests=jnp.where(used, request, -1),
+        behind=behind,
+        tokens=jnp.clip(tokens, 0, total - 1),
+        places=jnp.where(owned & (places >= 0), jnp.minimum(places, none), none),
+    )
+
+
+def _first_above(ascending, values):
+    """For each of `values`, the index of the first element that is larger."""
+    return jnp.searchsorted(ascending, values, side="right", method="compare_all").astype(jnp.int32)
+
+
+def arrange(
+    dims: Dims, kv_heads: int, *, q_len: int, causal, cu_q_lens=None, groups: Groups | None = None
+) -> "Arrangement":
+    """Checks how the queries of a call are to be arranged, and returns the arrangement.
+
+    `dims` has the axes B and Hq, and T if the queries are ragged.  `groups` are those of a plan.
+
+    Raises:
+      ValueError: `causal` is not a bool, or `cu_q_lens` has the wrong shape or dtype.
+    """
+    if not isinstance(causal, bool):
+        raise ValueError(f"`causal` is {causal!r}: expected True or False (it is static)")
+    if cu_q_lens is not None:
+        dims.check_running_sum("cu_q_lens", cu_q_lens)
+        cu_q_lens = int32(cu_q_lens)
+        if checks.checking():
+            _check_rises(cu_q_lens, dims["T"])
+        if groups is None:
+            size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads)
+            groups = _computed(partial(divide, total=dims["T"], size=size), cu_q_lens)
+    return Arrangement(q_len, kv_heads, causal, groups)
+
+
+def _computed(function, *args):
+    """`function(*args)`; only its shapes and dtypes if an argument is a `jax.ShapeDtypeStruct` (`explain`)."""
+    described = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
+    return jax.eval_shape(function, *args) if described else function(*args)
+
+
+def _check_rises(cu_q_lens, total: int) -> None:
+    """Checks, in checked mode, that `cu_q_lens` rises from 0 to at most `total`."""
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), cu_q_lens[:-1]])
+    rises = (cu_q_lens >= before) & (cu_q_lens <= total) & ((jnp.arange(cu_q_lens.size) > 0) | (cu_q_lens == 0))
+    checks.require(rises, "cu_q_lens", cu_q_lens, f"expected a running sum that begins at 0, of {total} query tokens")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The arrangement of the query tokens of one call."""
+
+    q_len: int
+    """Query tokens per request, if queries are not ragged."""
+    kv_heads: int
+    """Heads of the cache.  The query heads that share one are adjacent."""
+    causal: bool
+    groups: Groups | None
+    """None if queries are not ragged."""
+
+    @property
+    def kernel_q_len(self) -> int:
+        """Query tokens per request in the kernel's queries."""
+        return self._size if self.causal else 1
+
+    def kernel_heads(self, heads: int) -> int:
+        """Query heads in the kernel's queries."""
+        return heads if self.causal else heads * self._size
+
+    @property
+    def _size(self) -> int:
+        return self.q_len if self.groups is None else self.groups.size
+
+    def requests(self, block_tables, seq_lens, block_size: int) -> tuple[Any, Any]:
+        """The block tables [G, M] and lengths [G] of the kernel's requests."""
+        if self.groups is None:
+            return block_tables, seq_lens
+
+        def of_groups(groups, block_tables, seq_lens):
+            request = jnp.maximum(groups.requests, 0)
+            lengths = lengths_in_table(seq_lens, block_tables, block_size)[request]
+            if self.causal:
+                lengths = lengths - groups.behind
+            return block_tables[request], jnp.where(groups.requests < 0, 0, lengths)
+
+        return _computed(of_groups, self.groups, block_tables, seq_lens)
+
+    def queries(self, q):
+        """`q` [B, Q, H, D], [B, H, D] or (ragged) [T, H, D] as the kernel's queries."""
+
+        def arranged(q, groups):
+            if groups is not None:
+                q = q[groups.tokens]
+            elif q.ndim == 3:
+                q = q[:, None]
+            if self.causal:
+                return q
+            batch, size, heads, width = q.shape
+            q = q.reshape(batch, size, self.kv_heads, heads // self.kv_heads, width).swapaxes(1, 2)
+            return q.reshape(batch, 1, size * heads, width)
+
+        return _computed(arranged, q, self.groups)
+
+    def results(self, x, empty: float):
+        """Results [G, Q, H, ...] of the kernel as those of the call: [B, Q, H, ...], or [T, H, ...] if ragged.
+
+        Query tokens of no request get the value `empty`.
+        """
+        if not self.causal:
+            batch, _, rows, *rest = x.shape
+            heads, size = rows // self._size, self._size
+            x = x.reshape(batch, self.kv_heads, size, heads // self.kv_heads, *rest).swapaxes(1, 2)
+            x = x.reshape(batch, size, heads, *rest)
+        if self.groups is not None:
+            x = x.reshape(-1, *x.shape[2:]).at[self.groups.places].get(mode="fill", fill_value=empty)
+        return x
+
+
+@dataclass(frozen=True)
+class ArrangedCall(Call):
+    """A call whose query tokens are arranged as kernels expect them."""
+
+    arrangement: Arrangement

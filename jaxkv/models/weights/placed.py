@@ -1,0 +1,122 @@
+"""Arrays that are assembled on their devices, one part of a checkpoint's weight at a time."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Sharding
+
+from jaxkv.models.weights import fp8
+from jaxkv.models.weights.checkpoint import Checkpoint
+from jaxkv.models.weights.safetensors_file import Index
+from jaxkv_kernels.tile_scaled import TILE, TileScaled
+
+Read = Callable[[Index, Any], jax.Array]
+"""`read(index, device)` returns part of a weight on a device."""
+
+
+class Placed:
+    """An array on its devices: a weight, or a stack of one per expert.
+
+    Args:
+      shape: the shape of the whole array.
+      dtype: its dtype.
+      sharding: where it lies: a sharding, a device, or None for the default device.
+      stacked: whether the first axis is that of experts.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype, sharding: Sharding | jax.Device | None, *, stacked: bool):
+        self._shape, self._dtype, self._sharding, self._stacked = shape, dtype, sharding, stacked
+        parts = (
+            sharding.addressable_devices_indices_map(shape)
+            if isinstance(sharding, Sharding)
+            else {sharding: (slice(None),) * len(shape)}
+        )
+        self.indices: dict[Any, Index] = {
+            device: tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), shape, strict=True))
+            for device, index in parts.items()
+        }
+        """The part of each device of this process."""
+        self._shards: dict[Any, jax.Array] = {}
+
+    def add(self, expert: int, read: Read) -> None:
+        """Reads a weight (`expert` 0), or that of an expert: on each device its part."""
+        found: dict[Index, jax.Array] = {}
+        for device, index in self.indices.items():
+            own, position = index, None
+            if self._stacked:
+                own, position = index[1:], expert - index[0].start
+                if not 0 <= position < index[0].stop - index[0].start:
+                    continue
+            found[own] = jax.device_put(found[own], device) if own in found else read(own, device)
+            if position is None:
+                self._shards[device] = found[own]
+            else:
+                self._shards[device] = _set(self._stack(device), found[own], position)
+
+    def _stack(self, device) -> jax.Array:
+        """The part of a stack that a device has so far; zeros if nothing has been read."""
+        if device not in self._shards:
+            shape = [of.stop - of.start for of in self.indices[device]]
+            return jnp.zeros(shape, self._dtype, device=device)
+        return self._shards[device]
+
+    def array(self) -> jax.Array:
+        """The array, after all of its weights have been added."""
+        if not isinstance(self._sharding, Sharding):
+            return self._shards[self._sharding]
+        return jax.make_array_from_single_device_arrays(
+            self._shape, self._sharding, list(self._shards.values()), dtype=self._dtype
+        )
+
+
+def part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> jax.Array:
+    """Part of a weight of the checkpoint on a device, as `dtype`; ValueError if it holds NaN.
+
+    The values of float8 weights are not multiplied by their scales.
+    """
+    array = jax.device_put(checkpoint.read(name, index), device)
+    # Counted on the device, where that takes no time.  The host waits, and so has one part in memory at a time.
+    if count := int(_count_nan(array)):
+        raise ValueError(f"{checkpoint.file_of(name)}: weight {name!r} holds {count} NaN of {array.size} values")
+    return array.astype(dtype)
+
+
+def expanded_part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> jax.Array:
+    """Like `part`, but float8 weights are multiplied by their scales, in float32, and rounded to `dtype`."""
+    if not checkpoint.is_fp8(name):
+        return part(checkpoint, name, dtype, index, device)
+    # Whole tiles are read, of which the device needs some rows and columns.
+    tiles = tuple(slice(of.start // TILE, -(-of.stop // TILE)) for of in index)
+    outer = tuple(
+        slice(of.start * TILE, min(of.stop * TILE, size))
+        for of, size in zip(tiles, checkpoint.shape(name), strict=True)
+    )
+    values = part(checkpoint, name, jnp.float8_e4m3fn, outer, device)
+    scales = part(checkpoint, f"{name}{fp8.SUFFIX}", jnp.float32, tiles, device)
+    inner = tuple((of.start - whole.start, of.stop - whole.start) for of, whole in zip(index, outer, strict=True))
+    return _expanded(TileScaled(values, scales), dtype, inner)
+
+
+def whole(shape: tuple[int, ...]) -> Index:
+    """The index of a whole array."""
+    return tuple(slice(0, size) for size in shape)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _expanded(weight: TileScaled, dtype, inner: tuple[tuple[int, int], ...]):
+    return weight.dequantised(dtype)[tuple(slice(*ends) for ends in inner)]
+
+
+@jax.jit
+def _count_nan(array):
+    return jnp.isnan(array).sum()
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set(stack, piece, expert: int):
+    """`stack` with `piece` at index `expert` of its first axis."""
+    return lax.dynamic_update_index_in_dim(stack, piece, expert, axis=0)

@@ -1,0 +1,59 @@
+"""`scaled_linear`: tokens times a weight in float8, on sm_90.
+
+The kernel of `products.py` with one matrix.  A weight has too few rows to give every multiprocessor work, so the summed
+dimension is divided into parts, whose sums XLA adds up.  For many tokens, XLA expands the weight and multiplies: then
+the time of a product is that of its arithmetic, and expanding takes little in comparison.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, ExpertsConfig
+from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
+from jaxkv_kernels.mosaic_gpu.experts.products import products
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.tile_scaled import TILE, num_tiles
+from jaxkv_kernels.tuning import configuration
+from jaxkv_kernels.xla.linear import scaled_linear as by_xla
+
+MOST_TOKENS = 256
+"""The most tokens that are multiplied by the kernel."""
+MOST_ROWS = 64
+"""The most rows of a tile."""
+START = 4
+"""The steps that would take as long as starting a work tile and adding up its sums."""
+
+
+def scaled_linear(x, weight):
+    """x [T, D] times the transpose of `weight` [I, D]."""
+    if not 0 < len(x) <= MOST_TOKENS:
+        return by_xla(x, weight)
+    rows = min(-(-len(x) // ALIGN) * ALIGN, MOST_ROWS)
+    config = configuration(ExpertsConfig(rows=rows, consumers=1))
+    return _linear(x, weight, config=config, interpret=bool(interpreting.value))
+
+
+def parts_of(shape: tuple[int, int], tiles: int, consumers: int) -> int:
+    """The parts into which the summed dimension of a weight [I, D] is divided, for that many tiles of rows."""
+    steps, features = num_tiles(shape[1]), -(-shape[0] // (consumers * TILE))
+
+    def time(parts: int) -> int:
+        return -(-features * tiles * parts // MULTIPROCESSORS) * (steps // parts + START)
+
+    return min((parts for parts in range(1, steps + 1) if steps % parts == 0), key=time)
+
+
+@partial(jax.jit, static_argnames=("config", "interpret"))
+def _linear(x, weight, *, config, interpret):
+    count = -(-len(x) // config.rows)
+    parts = parts_of(weight.shape, count, config.consumers)
+    rows = in_positions(jnp.pad(x, ((0, count * config.rows - len(x)), (0, 0))))
+    number = jnp.arange(parts * count, dtype=jnp.int32)
+    size = config.rows // ALIGN
+    tiles = number // count, number % count * size, jnp.full_like(number, size), jnp.full(1, parts * count, jnp.int32)
+    options = {"parts": parts, "config": config, "interpret": interpret}
+    sums = products(rows, (weight.values[None],), (weight.scales[None],), tiles, **options).sum(axis=0)
+    return from_positions(sums[:, : len(x)].T).astype(x.dtype)
