@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import FP8, largest_magnitude
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.formats.format import Format, join, split_by_page
+from jaxkv_kernels.formats.format import Format, join
 from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, tiles_of, to_e2m1
-from jaxkv_kernels.formats.latents.fp8_v41 import check_tiles
+from jaxkv_kernels.formats.latents.fp8_v41 import tiled_parts
 
 TILE = 16
 """Values that share a scale."""
@@ -35,9 +35,7 @@ class Fp4V41(Format):
 
     def parts(self, sizes, block_size):
         """The values of both parts, then their scales."""
-        check_tiles(self.name, sizes, TILE)
-        values = [(name, "e2m1x2", count // 2) for name, count in sizes.items()]
-        return split_by_page(block_size, values, [("scales", "e4m3", sum(sizes.values()) // TILE)])
+        return tiled_parts(self.name, sizes, block_size, TILE, "e2m1x2", "e4m3")
 
     def encode(self, values, scales):
         """Computes each scale from the largest magnitude of its tile."""

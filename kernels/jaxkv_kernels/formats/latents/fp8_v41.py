@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import largest_magnitude, power_of_two_scale, to_fp8
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.formats.format import Format, join, split_by_page
+from jaxkv_kernels.formats.format import Format, Part, join, split_by_page
 from jaxkv_kernels.formats.fp4 import from_e8m0, tiles_of, to_e8m0
 
 TILE = 32
@@ -34,9 +34,7 @@ class Fp8V41(Format):
 
     def parts(self, sizes, block_size):
         """The values of both parts, then their scales."""
-        check_tiles(self.name, sizes, TILE)
-        values = [(name, "e4m3", count) for name, count in sizes.items()]
-        return split_by_page(block_size, values, [("scales", "e8m0", sum(sizes.values()) // TILE)])
+        return tiled_parts(self.name, sizes, block_size, TILE, "e4m3", "e8m0")
 
     def encode(self, values, scales):
         """Computes each scale from the largest magnitude of its tile."""
@@ -53,7 +51,10 @@ class Fp8V41(Format):
         return [values[..., : sizes["latent"]], values[..., sizes["latent"] :]]
 
 
-def check_tiles(name: str, sizes, tile: int) -> None:
-    """ValueError unless each array of values of a `name` entry consists of whole tiles."""
+def tiled_parts(name: str, sizes, block_size: int, tile: int, values: str, scales: str) -> tuple[Part, ...]:
+    """The parts of a `name` entry: arrays of `values`, which share tiles of one kind, then their `scales` (dtypes)."""
     if any(size % tile or not size for size in sizes.values()):
         raise ValueError(f"{name} entry of {dict(sizes)}: expected positive multiples of {tile} values")
+    pairs = 2 if values == "e2m1x2" else 1
+    arrays = [(part, values, count // pairs) for part, count in sizes.items()]
+    return split_by_page(block_size, arrays, [("scales", scales, sum(sizes.values()) // tile)])
