@@ -48,11 +48,15 @@ class Groups:
         return self.tokens.shape[1]
 
 
-def group_size(total: int, requests: int, rows_per_token: int) -> int:
+def group_size(total: int, requests: int, rows_per_token: int, window: int | None) -> int:
     """Query tokens per group, for `total` tokens of `requests`.
 
-    As many as fill a tile of rows, but no more than a request has on average, rounded up to a power of two.
+    As many as fill a tile of rows, but no more than a request has on average, rounded up to a power of two.  With a
+    window there is one: the windows of a group's places without tokens would begin before those of its tokens, and what
+    no query token sees may hold NaN.
     """
+    if window is not None:
+        return 1
     average = -(-total // requests)
     return max(1, min(TILE_ROWS // rows_per_token, 1 << (average - 1).bit_length()))
 
@@ -94,11 +98,12 @@ def _first_above(ascending, values):
 
 
 def arrange(
-    dims: Dims, kv_heads: int, *, q_len: int, causal, cu_q_lens=None, groups: Groups | None = None
+    dims: Dims, kv_heads: int, *, q_len: int, window: int | None, causal, cu_q_lens=None, groups: Groups | None = None
 ) -> "Arrangement":
     """Checks how the queries of a call are to be arranged, and returns the arrangement.
 
-    `dims` has the axes B and Hq, and T if the queries are ragged.  `groups` are those of a plan.
+    `dims` has the axes B and Hq, and T if the queries are ragged.  `window` is that of the kernel.  `groups` are those
+    of a plan.
 
     Raises:
       ValueError: `causal` is not a bool, or `cu_q_lens` has the wrong shape or dtype.
@@ -111,7 +116,7 @@ def arrange(
         if checks.checking():
             _check_rises(cu_q_lens, dims["T"])
         if groups is None:
-            size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads)
+            size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, window)
             groups = _computed(partial(divide, total=dims["T"], size=size), cu_q_lens)
     return Arrangement(q_len, kv_heads, causal, groups)
 

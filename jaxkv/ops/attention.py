@@ -228,7 +228,9 @@ def _bind(
     q = next(iter(queries.values()))
     q_len = dims["Q"] if len(q.shape) == 4 else 1
     groups = groups_of(plan, None if cu_q_lens is None else dims["T"])
-    arrangement = arrange(dims, pages.num_heads, q_len=q_len, causal=causal, cu_q_lens=cu_q_lens, groups=groups)
+    arrangement = arrange(
+        dims, pages.num_heads, q_len=q_len, window=window, causal=causal, cu_q_lens=cu_q_lens, groups=groups
+    )
     if checks.checking():
         tokens = q_len if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
         first = jnp.zeros_like(seq_lens) if window is None else seq_lens - (tokens - 1) - window

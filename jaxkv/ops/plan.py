@@ -144,13 +144,14 @@ def _bind(
     q_len = positive_int("q_len", q_len)
     if cu_q_lens is not None and q_len != 1:
         raise ValueError(f"`q_len` is {q_len}: expected 1, because `cu_q_lens` has the numbers of query tokens")
-    arrangement = arrange(dims, pages.num_heads, q_len=q_len, causal=causal, cu_q_lens=cu_q_lens)
+    window = window_of(window, causal, dims["M"] * pages.block_size)
+    arrangement = arrange(dims, pages.num_heads, q_len=q_len, window=window, causal=causal, cu_q_lens=cu_q_lens)
     options = {
         "pages": pages,
         "entry": cache.layout.entry,
         "heads": arrangement.kernel_heads(num_heads),
         "tokens": arrangement.kernel_q_len,
-        "window": window_of(window, causal, dims["M"] * pages.block_size),
+        "window": window,
         "dtype": float_dtype("dtype", cache.layout.entry.input_dtype if dtype is None else dtype),
         "batch_invariant": bool(batch_invariant),
     }

@@ -199,6 +199,21 @@ class DecodeKV(DecodeKVChecks):
         rows = [q[a:b] for a, b in itertools.pairwise(edges)]
         check_ragged(found, self.truth(rows, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
 
+    def test_what_is_before_the_windows_of_ragged_queries_does_not_matter(self):
+        entry, keys = self.entry(), slice(None)
+        scene = scenes.scene(entry, num_heads=2, lengths=(130, 70, 64))
+        broken = scene
+        for request, first in enumerate((130 - 2 - 20, 70 - 1 - 20, 64 - 5 - 20)):  # lengths, tokens and the window
+            for position in range(first - 6, first + 1):
+                broken = broken.holding(np.nan, request, position, keys)
+        layout = layout_of("BLNHC", entry, num_heads=2)
+        q, sums = self.query(entry, 1, 8, 4)[0], jnp.asarray([0, 2, 3, 8])
+        right = self.decode(q, scene.cache(layout, 1), scene, 1, window=20, cu_q_lens=sums)
+        for a, b in zip(
+            self.decode(q, broken.cache(layout, 1), broken, 1, window=20, cu_q_lens=sums), right, strict=True
+        ):
+            assert_same_bits(a, b)
+
     def test_window_over_long_requests_with_poison_before_it(self):
         entry = self.entry()
         scene = scenes.scene(entry, block_size=16, lengths=(1500, 1300), num_blocks=180)
