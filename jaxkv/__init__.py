@@ -19,8 +19,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
   `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
-- **Experts**: `grouped_swiglu`, feed-forwards of which each token passes through a few, and `TileScaled`, a weight in
-  float8.
+- **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few; `TileScaled`, a weight in
+  float8, and `scaled_linear`, tokens times such a weight.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
@@ -38,12 +38,12 @@ from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.blocks import copy_blocks, read_blocks, write_blocks
 from jaxkv.ops.conversion import convert_blocks
-from jaxkv.ops.experts import grouped_swiglu
 from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
 from jaxkv.ops.prefill import prefill_mla
+from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import decode_mla_sparse
@@ -86,6 +86,7 @@ __all__ = [
     "ragged_paged_attention",
     "ragged_slots",
     "read_blocks",
+    "scaled_linear",
     "select_slots",
     "select_topk",
     "slots_for",

@@ -332,6 +332,37 @@ class Experts(Workload):
         return 6 * self.requests * self.chosen * width * inner
 
 
+class Linear(Workload):
+    """Multiplies `requests` tokens of `tokens` values with a weight in float8 that has `chosen` rows."""
+
+    cached = False
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shape and dtype of the tokens."""
+        return [((self.requests, self.tokens), "bfloat16")]
+
+    def index(self, requests, rng):
+        """The weight, made on the device."""
+        matrix = jax.random.normal(jax.random.key(0), (self.chosen, self.tokens), jnp.bfloat16) * self.tokens**-0.5
+        weight = jaxkv.TileScaled.of(matrix)
+        return [], [weight.values, weight.scales]
+
+    def arguments(self, cache, values, index, layer):
+        """Tokens and the weight."""
+        return (*values, jaxkv.TileScaled(*index)), {}
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the weight, tokens and results."""
+        return self.chosen * self.tokens + 2 * self.requests * (self.tokens + self.chosen)
+
+    @property
+    def flops(self) -> int:
+        """Flops of the product."""
+        return 2 * self.requests * self.chosen * self.tokens
+
+
 FAMILIES: dict[str, type[Workload]] = {
     "write_mla": Write,
     "write_kv": Write,
@@ -350,6 +381,7 @@ FAMILIES: dict[str, type[Workload]] = {
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,
     "grouped_swiglu": Experts,
+    "scaled_linear": Linear,
 }
 """The family of each declared operation."""
 

@@ -387,15 +387,57 @@ class Experts(Case):
         """Tokens, experts and their weights."""
         tokens, *matrices = values
         if self._sizes[-1]:
-            known = not isinstance(tokens, jax.ShapeDtypeStruct)
-            matrices = [jaxkv.TileScaled.of(m) if known else jax.eval_shape(jaxkv.TileScaled.of, m) for m in matrices]
+            matrices = _in_float8(matrices)
         return (tokens, draw.index[0], draw.keywords["weights"], *matrices), {}
 
     def run(self, cache, values, draw, layer, implementation):
-        """The result for matrices that are scaled by powers of two, so that sums are about 1."""
+        """The result for matrices with which sums are about 1."""
         tokens, *matrices = values
-        scaled = (matrix * 2.0 ** -round(math.log2(matrix.shape[-1]) / 2) for matrix in matrices)
-        return super().run(cache, [tokens, *scaled], draw, layer, implementation)
+        return super().run(cache, [tokens, *map(_unit, matrices)], draw, layer, implementation)
+
+
+class Linear(Case):
+    """Tokens times a weight in float8."""
+
+    result = "sums"
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The width of tokens, and that of results."""
+        sizes = 20, 64, 128, 256, 320
+        return {
+            "count": pick(rng, 1, 2, 33, 300),
+            "options": {"width": pick(rng, *sizes), "results": pick(rng, *sizes)},
+        }
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of tokens and the weight."""
+        (_, width), (_, results) = self.options
+        return [((self.count, width), self.dtype), ((results, width), self.dtype)]
+
+    def index(self, rng, live) -> Index:
+        """No integers."""
+        return (), {}
+
+    def arguments(self, cache, values, draw, layer):
+        """Tokens and the weight in float8."""
+        return (values[0], *_in_float8(values[1:])), {}
+
+    def run(self, cache, values, draw, layer, implementation):
+        """The result for a weight with which sums are about 1."""
+        return super().run(cache, [values[0], _unit(values[1])], draw, layer, implementation)
+
+
+def _unit(matrix):
+    """A matrix scaled by a power of two, so that its products with tokens are about 1."""
+    return matrix * 2.0 ** -round(math.log2(matrix.shape[-1]) / 2)
+
+
+def _in_float8(matrices) -> list[Any]:
+    """Matrices, arrays or their shapes, with a scale per tile."""
+    quantise = jaxkv.TileScaled.of
+    return [jax.eval_shape(quantise, m) if isinstance(m, jax.ShapeDtypeStruct) else quantise(m) for m in matrices]
 
 
 FAMILIES: dict[str, type[Case]] = {
@@ -416,6 +458,7 @@ FAMILIES: dict[str, type[Case]] = {
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,
     "grouped_swiglu": Experts,
+    "scaled_linear": Linear,
 }
 """The family of each declared operation."""
 

@@ -31,6 +31,14 @@ class Batch:
     expanded: bool = field(metadata={"static": True})
     """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
 
+    query_scales: jax.Array | None = None
+    """float32 [B, Q], the factors of the queries of MLA; None if the model has none."""
+
+    selected: jax.Array | None = None
+    """int32 [B, Q, K], the slots that the last layer with an indexer has selected, for layers that share them; None
+    before that layer, and if all layers have an indexer, or none.
+    """
+
     @classmethod
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
         """Makes the batch from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
@@ -49,7 +57,9 @@ class Batch:
                 implementation=model.implementation,
             )
         slots = model.parallel.slots(slot_mapping.reshape(-1), cache.layout)
-        return cls(*rope.angles(config, positions), seq_lens, block_tables, slots, plan, expanded)
+        scale = config.attention.query_scale if isinstance(config.attention, MLA) else None
+        scales = None if scale is None else rope.query_scales(scale, positions)
+        return cls(*rope.angles(config, positions), seq_lens, block_tables, slots, plan, expanded, scales)
 
 
 def _prefers_expansion(model: Model, q_len: int) -> bool:

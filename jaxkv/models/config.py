@@ -52,6 +52,7 @@ class Experts:
     """The mixture of experts: sizes, and how tokens are routed."""
 
     count: int
+    """The experts that have weights."""
     per_token: int
     groups: int
     groups_per_token: int
@@ -62,15 +63,34 @@ class Experts:
     scale: float
     intermediate_size: int
     shared_intermediate_size: int
+    """0 if there is no shared expert."""
+    zero_count: int = 0
+    """Experts without weights, numbered after the others, that return their input (LongCat-Flash)."""
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """The sparse indexer of DeepSeek V3.2."""
+    """The sparse indexer of DeepSeek V3.2 and GLM-5."""
 
     heads: int
     head_dim: int
     topk: int
+    interleaved: bool = False
+    """Whether rotary embedding rotates the pairs (x[2i], x[2i + 1]); otherwise (x[i], x[i + half])."""
+    layers: tuple[int, ...] | None = None
+    """The layers that select tokens, in order; each other layer shares the selection of the last of them before it.
+    None if all layers select.
+    """
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """The scaling of queries by position (Llama 4, Mistral 4): those at position p are multiplied by
+    1 + beta * ln(1 + floor(p / original_length)).
+    """
+
+    beta: float
+    original_length: int
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,7 @@ class MLA:
     qk_rope_head_dim: int
     v_head_dim: int
     indexer: Indexer | None = None
+    query_scale: QueryScale | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -137,6 +158,15 @@ class ModelConfig:
     experts: Experts | None
     num_nextn_predict_layers: int = 0
     """Layers of multi-token prediction in the checkpoint, which draft tokens (see `speculative.py`)."""
+    attentions_per_layer: int = 1
+    """Each has a layer of the cache.  With 2 (LongCat-Flash), each is followed by a dense feed-forward, beside which a
+    layer has experts.
+    """
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether a layer has a dense feed-forward, of `intermediate_size`."""
+        return self.experts is None or self.num_dense_layers > 0 or self.attentions_per_layer > 1
 
     @property
     def indexer(self) -> Indexer | None:

@@ -1,5 +1,6 @@
 """The decoder: embedding, layers, final norm and head."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -80,7 +81,8 @@ def _layers(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
     for layer, weights in enumerate(model.params["layers"]):
         # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.
         weights, cache = lax.optimization_barrier((weights, cache))
-        cache, x = block(weights, x, cache, batch, jnp.int32(layer))
+        cache, selected, x = block(weights, x, cache, batch, jnp.int32(layer))
+        batch = replace(batch, selected=selected)
     return cache, x
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Mapping
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -21,12 +21,13 @@ class JsonObject:
     A key with a `default` may be absent.  It may be null only if the default is None.
     """
 
-    def __init__(self, values: Any, source: str, parent: str = ""):
+    def __init__(self, values: Any, source: str, parent: str = "", names: Mapping[str, str] | None = None):
         if not isinstance(values, dict):
             raise ValueError(f"{source} holds {_shown(values)}: expected a JSON object")
         self._values = values
         self._source = source
         self._parent = parent
+        self._names = names or {}
 
     @classmethod
     def read(cls, file: Path) -> "JsonObject":
@@ -39,24 +40,31 @@ class JsonObject:
             raise ValueError(f"{file} is not a JSON file that can be read: {error}") from None
         return cls(values, str(file))
 
+    def renamed(self, names: Mapping[str, str]) -> "JsonObject":
+        """This object under other names: `names` maps a key to the name that the file, and errors, have for it."""
+        return JsonObject(self._values, self._source, self._parent, names)
+
     def __contains__(self, key: str) -> bool:
         """Whether the key is present and not null."""
-        return self._values.get(key) is not None
+        return self._values.get(self._key(key)) is not None
 
     def value(self, key: str, default: Any = REQUIRED) -> Any:
         """The value of the key, unchecked, or the default; ValueError if the key is absent and has no default."""
-        if key not in self._values and default is REQUIRED:
+        if self._key(key) not in self._values and default is REQUIRED:
             raise ValueError(f"{self._source} has no {self._name(key)}, which is required")
-        return self._values.get(key, default)
+        return self._values.get(self._key(key), default)
 
     def error(self, key: str, expected: str) -> ValueError:
         """The error for a key whose value is not as `expected`."""
-        held = _shown(self._values.get(key))
+        held = _shown(self._values.get(self._key(key)))
         return ValueError(f"{self._source}: {self._name(key)} is {held}: expected {expected}")
 
     def _name(self, key: str) -> str:
         """The key for a message, escaped as by `repr`, because it may hold any characters."""
-        return f"`{repr(self._parent + key)[1:-1]}`"
+        return f"`{repr(self._parent + self._key(key))[1:-1]}`"
+
+    def _key(self, key: str) -> str:
+        return self._names.get(key, key)
 
     def integer(self, key: str, *, least: int = 1) -> int:
         """An int of at least `least` that fits in int32."""
@@ -73,7 +81,7 @@ class JsonObject:
         low, bound = (f"{above} <", above) if least is None else (f"{least} <=", least)
         inside = type(value) in (int, float) and (value > bound or value == least) and value <= MAX_NUMBER
         if not inside:
-            raise self.error(key, f"a number, {low} `{key}` <= {MAX_NUMBER}")
+            raise self.error(key, f"a number, {low} {self._name(key)} <= {MAX_NUMBER}")
         return float(value)
 
     def flag(self, key: str, *, default: Any = REQUIRED) -> bool:
@@ -94,15 +102,16 @@ class JsonObject:
         """
         used = [key for key in keys if key in self]
         for other in used[1:]:
-            if self._values[other] != self._values[used[0]]:
+            if self.value(other) != self.value(used[0]):
                 raise self.error(other, f"the same as {self._name(used[0])}")
         return (used or keys)[0]
 
     def child(self, key: str) -> "JsonObject":
         """The JSON object that is the value of the key."""
-        if not isinstance(self.value(key), dict):
+        values = self.value(key)
+        if not isinstance(values, dict):
             raise self.error(key, "an object")
-        return JsonObject(self._values[key], self._source, f"{self._parent}{key}.")
+        return JsonObject(values, self._source, f"{self._parent}{self._key(key)}.")
 
     def items(self) -> ItemsView[str, Any]:
         """All keys with their values, unchecked."""

@@ -39,8 +39,8 @@ class Model:
 
     @property
     def num_cache_layers(self) -> int:
-        """Layers of the cache: one per layer of the model, and one for the MTP layer, if that is loaded."""
-        return self.config.num_layers + ("mtp" in self.params)
+        """Layers of the cache: one per attention of the model, and one for the MTP layer, if that is loaded."""
+        return self.config.num_layers * self.config.attentions_per_layer + ("mtp" in self.params)
 
     @property
     def num_heads(self) -> int:
@@ -55,11 +55,11 @@ class Model:
 
     @property
     def entry(self) -> MLAEntry | KVEntry:
-        """The entry that the cache stores per token and head.  V3.2 also stores the indexer's key."""
+        """The entry that the cache stores per token and head.  With an indexer, it also stores the indexer's key."""
         return self.config.attention.entry(self.entry_format)
 
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
-        """The layout of one device's cache.  With an indexer (V3.2), it is a PackedLayout with the indexer's keys."""
+        """The layout of one device's cache.  With an indexer, it is a PackedLayout with the indexer's keys."""
         block_size = self.parallel.device_block_size(block_size)
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
@@ -67,9 +67,13 @@ class Model:
         return CacheLayout(num_layers=self.num_cache_layers, num_heads=self.num_kv_heads, entry=self.entry, **sizes)
 
     def packed_layout(self, indexer: Indexer, num_blocks: int, block_size: int, order: str = "BLNHC") -> PackedLayout:
-        """The layout of a model with an indexer: groups "latent" and "indexer" in the same blocks."""
+        """The layout of a model with an indexer: groups "latent" and "indexer" in the same blocks.
+
+        Layers that share a selection of tokens have no indexer keys.
+        """
         layers, keys = self.num_cache_layers, IndexerEntry.beside(self.entry_format, indexer.head_dim)
-        groups = {"latent": Group(layers, self.entry), "indexer": Group(layers, keys)}
+        selecting = layers if indexer.layers is None else len(indexer.layers) + layers - self.config.num_layers
+        groups = {"latent": Group(layers, self.entry), "indexer": Group(selecting, keys)}
         return PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, order=order)
 
     def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> KVCache:
@@ -78,8 +82,8 @@ class Model:
         `num_blocks` and `block_size` are those of block tables and slots.  On several devices, `parallel` decides which
         part of them each device holds.
 
-        For a model with an indexer (V3.2), the result is a view of the group "latent".  `copy_blocks`, `read_blocks`
-        and `write_blocks` still move whole blocks, including the indexer's keys.
+        For a model with an indexer (V3.2, GLM-5), the result is a view of the group "latent".  `copy_blocks`,
+        `read_blocks` and `write_blocks` still move whole blocks, including the indexer's keys.
         """
         layout = self.layout(num_blocks, block_size, order)
         return self.parallel.zeros(layout["latent"] if isinstance(layout, PackedLayout) else layout)
@@ -87,7 +91,7 @@ class Model:
     def check_cache(self, cache: KVCache) -> None:
         """ValueError unless `cache` fits this model.
 
-        Any strides are accepted, except for V3.2, whose cache must have its packed layout.
+        Any strides are accepted, except for models with an indexer, whose cache must have its packed layout.
         """
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")

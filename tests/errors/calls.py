@@ -167,6 +167,10 @@ def grouped_swiglu(a, **changes):
     return call(jaxkv.grouped_swiglu, given, changes)
 
 
+def scaled_linear(a, **changes):
+    return call(jaxkv.scaled_linear, dict(x=a.x, weight=jaxkv.TileScaled.of(a.gate[0])), changes)
+
+
 def copy_blocks(a, **changes):
     return call(jaxkv.copy_blocks, dict(cache=a.mla, src=a.ids, dst=a.ids), changes)
 
@@ -204,6 +208,7 @@ OF_NO_CACHE = {
     "positions_to_slots": positions_to_slots,
     "merge_states": merge_states,
     "grouped_swiglu": grouped_swiglu,
+    "scaled_linear": scaled_linear,
 }
 OPERATIONS = {name: case[0] for name, case in {**OF_ONE_CACHE, **OF_ANY_CACHE}.items()} | OF_NO_CACHE
 DISPATCHED = [name for name in OPERATIONS if name != "positions_to_slots"]

@@ -21,6 +21,7 @@ from errors.calls import (
     positions_to_slots,
     prefill_mla,
     read_blocks,
+    scaled_linear,
     select_topk,
     write_blocks,
     write_indexer_k,
@@ -157,6 +158,11 @@ SHAPES = [
         ["`weights`", "(5, 1)", "`experts`"],
     ),
     ("gate of wider tokens", lambda a: grouped_swiglu(a, gate=a.down), ["`gate`", "(3, 8, 4)", "`x`"]),
+    (
+        "a weight of wider tokens",
+        lambda a: scaled_linear(a, weight=TileScaled.of(a.down[0])),
+        ["`weight.values`", "(8, 4)", "`x`"],
+    ),
     ("down like up", lambda a: grouped_swiglu(a, down=a.gate), ["`down`", "(3, 4, 8)", "E, D, I"]),
     (
         "one matrix in float8",
@@ -284,6 +290,7 @@ DTYPES = [
         lambda a: grouped_swiglu(a, weights=a.shares.astype("bfloat16")),
         ["`weights`", "bfloat16", "float32"],
     ),
+    ("a float32 weight", lambda a: scaled_linear(a, weight=a.gate[0]), ["`weight` is float32[4, 8]", "a TileScaled"]),
     (
         "e5m2 values",
         lambda a: grouped_swiglu(

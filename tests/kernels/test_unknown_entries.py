@@ -16,7 +16,8 @@ from jaxkv_kernels.formats.format import together
 from support.compare import assert_same_bits
 
 KINDS = (MLAEntry, KVEntry, IndexerEntry)
-WITHOUT_ENTRIES = {"copy_blocks", "read_blocks", "write_blocks", "select_topk", "merge_states", "grouped_swiglu"}
+WITHOUT_ENTRIES = {"copy_blocks", "read_blocks", "write_blocks", "select_topk", "merge_states"}
+WITHOUT_ENTRIES |= {"grouped_swiglu", "scaled_linear"}
 """Operations that move any bytes, or read no cache."""
 
 

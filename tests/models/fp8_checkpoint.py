@@ -15,6 +15,8 @@ from models.published import FP8
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
 FILE = "model.safetensors"
+KEPT = re.compile(r"mlp\.gate\.|weights_proj|embed_tokens|shared_head")
+"""The router, the indexer's weights of heads, and the MTP layer's copies of the embedding and the head."""
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "v_head_dim": 64}
 LARGER |= {"q_lora_rank": 128, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16}
 """Sizes of which tensor parallelism over two devices cuts no tile."""
@@ -38,11 +40,11 @@ def expanded(stored, scales):
 def save(folder, values, weights):
     """Writes `small`, with float8 weights, and `whole`, with their values in float32; returns both folders.
 
-    As published, the products of the layers are in float8, but for the router and the indexer's weights of heads.
+    As published, the products of the layers are in float8, but not those in `KEPT`.
     """
     rng, small, whole = np.random.default_rng(0), {}, {}
     for name, value in weights.items():
-        if ".layers." in name and value.ndim == 2 and not re.search(r"mlp\.gate\.|weights_proj", name):
+        if ".layers." in name and value.ndim == 2 and not KEPT.search(name):
             stored, scales = tiled(value.shape, rng)
             small[name], small[f"{name}_scale_inv"] = stored, scales
             rows, columns = value.shape

@@ -1,5 +1,6 @@
 """Reading checkpoints: missing, damaged and unsupported parts are rejected, with the file and the key or weight."""
 
+import itertools
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 import jaxkv.models
+from jaxkv.models.weights import safetensors_file
 from models.published import FP8, LLAMA_2, LLAMA_3, LLAMA_ROPE, PUBLISHED, PUBLISHED_V2, YARN
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
@@ -196,29 +198,22 @@ def test_json_files_that_cannot_be_read(shards, name, text, words):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_supported(name):
-    values = PUBLISHED[name]
-    config = jaxkv.models.ModelConfig.from_json(json.loads(json.dumps(values)))
-    assert config.num_layers == values["num_hidden_layers"]
+    whole = PUBLISHED[name]
+    values = whole.get("text_config", whole)
+    config = jaxkv.models.ModelConfig.from_json(json.loads(json.dumps(whole)))
+    assert config.num_layers == values.get("num_hidden_layers", values.get("num_layers"))
     assert config.dtype == "bfloat16"
-    assert (config.rope.scaling is not None) == (values.get("rope_scaling") is not None)
+    scaling = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    assert (config.rope.scaling is not None) == ("factor" in scaling)
     stop = values["eos_token_id"]
     assert config.stop_tokens == (tuple(stop) if isinstance(stop, list) else (stop,))
-    assert jaxkv.models.ModelConfig.from_json({**values, "quantization_config": FP8}) == config
+    assert jaxkv.models.ModelConfig.from_json({**whole, "quantization_config": FP8}) == config
 
 
 def test_one_value_written_as_an_integer_or_a_float_is_one_model():
     integers = jaxkv.models.ModelConfig.from_json(PUBLISHED_V2)
     floats = {**PUBLISHED_V2, "rope_theta": 10000.0, "rope_scaling": {**YARN, "factor": 40.0, "beta_slow": 1.0}}
     assert repr(jaxkv.models.ModelConfig.from_json(floats)) == repr(integers)  # fingerprints are made from it
-
-
-def test_the_indexer_needs_the_latent_of_the_queries(tmp_path):
-    folder = copied("deepseek_v32", tmp_path)
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "q_lora_rank": None}))
-    rejects(folder, "config.json", "`q_lora_rank` is None", "indexer")
-    (folder / "config.json").write_text(json.dumps({**values, "index_head_dim": 4}))
-    rejects(folder, "config.json", "`index_head_dim` is 4", "at least `qk_rope_head_dim`, which is 8")
 
 
 def test_a_folder_without_a_checkpoint(tmp_path):
@@ -448,3 +443,16 @@ def test_older_spellings_of_rope_mean_the_same(folder):
     configure(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "yarn", **yarn})
     assert jaxkv.models.ModelConfig.read(folder) == new
     assert new.rope.scaling.factor == 4
+
+
+@pytest.mark.parametrize("band", [1, 100, 2**23])
+def test_parts_of_a_weight(tmp_path, monkeypatch, band):
+    monkeypatch.setattr(safetensors_file, "BAND_BYTES", band)
+    weight = np.random.default_rng(0).standard_normal((23, 6), np.float32)
+    safetensors.numpy.save_file({"first": np.ones(3, np.float16), "weight": weight}, tmp_path / "file")
+    with safetensors_file.SafetensorsFile(tmp_path / "file") as file:
+        for rows, columns in itertools.product((slice(0, 23), slice(5, 22)), (slice(0, 6), slice(2, 5))):
+            assert np.array_equal(file.read("weight", (rows, columns)), weight[rows, columns])
+        (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-100])
+        with pytest.raises(ValueError, match="has been truncated"):
+            file.read("weight", (slice(0, 23), slice(0, 6)))

@@ -15,73 +15,14 @@ import safetensors.numpy
 
 import jaxkv.models
 from jaxkv.cli import main
+from models import config_keys
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
-ALIKE = {"deepseek_v3", "deepseek_v3_yarn", "moonlight"}
+ALIKE = {"axk1", "deepseek_v3", "deepseek_v3_yarn", "moonlight"}
 """Families whose configurations have the keys of another's."""
 FAMILIES = sorted({path.parent.name for path in RECORDED.glob("*/config.json")} - ALIKE)
 INDEX = "model.safetensors.index.json"
 
-IGNORED = {
-    "attention_dropout",
-    "bos_token_id",
-    "embedding_initializer_range",
-    "head_dim",
-    "initializer_range",
-    "layer_types",
-    "model_type",
-    "num_key_value_heads",
-    "output_router_logits",
-    "pad_token_id",
-    "pretraining_tp",
-    "qk_head_dim",
-    "transformers_version",
-    "use_cache",
-}
-"""Keys of the recorded configurations on which no model depends."""
-IGNORED_BESIDE = {
-    "deepseek_v32": {"first_k_dense_replace"},  # has mlp_layer_types, too
-    "deepseek_v2_lite": {"n_group", "topk_group"},  # greedy
-}
-NOT_IGNORED = {"llama": {"head_dim", "num_key_value_heads"}}
-"""Keys on which models of a family depend all the same."""
-ABSENT = {
-    "attention_bias": False,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "eos_token_id": None,
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "mlp_layer_types": None,
-    "moe_layer_freq": 1,
-    "mscale": None,
-    "mscale_all_dim": None,
-    "num_nextn_predict_layers": 0,
-    "rope_interleave": True,
-    "rope_parameters": None,
-    "rope_scaling": None,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-}
-"""What a key that may be absent stands for; all others are needed."""
-ABSENT_IN = {
-    "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},
-    "deepseek_v2_lite": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},
-    "llama": {
-        "head_dim": 48 // 6,
-        "num_key_value_heads": 6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "rope_theta": 10000.0,
-    },
-    "youtu": {"tie_word_embeddings": True},
-}
-NEEDED_IN = {"deepseek_v2": {"topk_method"}, "deepseek_v2_lite": {"topk_method"}}
-NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
-NULLABLE |= {"num_nextn_predict_layers"}
-NULLABLE |= NOT_IGNORED["llama"]
-"""Keys whose null stands for their absence."""
-OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}
-"""What an error may name instead of an absent key: another spelling."""
 WRONG_TYPES = {
     bool: [0, 1, "true", [], {}],
     int: [True, "1", [1], {}, 0.5, -1, float("nan"), float("inf"), 10**400],
@@ -113,7 +54,7 @@ def keys_of(values, parent=()):
     """The paths of all keys, of nested objects, too."""
     for key, value in values.items():
         yield (*parent, key)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in config_keys.IGNORED_OBJECTS:
             yield from keys_of(value, (*parent, key))
 
 
@@ -131,11 +72,17 @@ class Configuration:
         self.family, self.folder, self.file = family, folder, folder / "config.json"
         self.values = json.loads((RECORDED / family / "config.json").read_text())
         self.config = jaxkv.models.ModelConfig.from_json(self.values)
-        self.ignored = (IGNORED | IGNORED_BESIDE.get(family, set())) - NOT_IGNORED.get(family, set())
-        self.absent = {**ABSENT, "tie_word_embeddings": False, **ABSENT_IN.get(family, {})}
-        for key in NEEDED_IN.get(family, ()):
+        self.ignored = config_keys.IGNORED | config_keys.IGNORED_BESIDE.get(family, set())
+        self.used = config_keys.NOT_IGNORED.get(family, set())
+        self.absent = {**config_keys.ABSENT, "tie_word_embeddings": False, **config_keys.ABSENT_IN.get(family, {})}
+        for key in config_keys.NEEDED_IN.get(family, ()):
             del self.absent[key]
         self.generator = random.Random(0)
+
+    def ignores(self, path):
+        """Whether the model does not depend on the key."""
+        names = {path[-1], ".".join(path)}
+        return bool(names & self.ignored) and not names & self.used
 
     def read(self):
         return jaxkv.models.ModelConfig.read(self.folder)
@@ -160,17 +107,17 @@ class Configuration:
     def check_absent(self, path):
         """The configuration, written without a key, is rejected or has the default of that key."""
         key = path[-1]
-        if key in self.ignored:
+        if self.ignores(path):
             assert self.read() == self.config
         elif key in self.absent and not self.is_needed(path):
             standing_for = self.with_value(path, self.absent[key])
             assert self.read() == jaxkv.models.ModelConfig.from_json(standing_for)
         else:
-            self.check_refused(f"`{'.'.join(path)}`", OTHER_NAMES.get(key, key))
+            self.check_refused(f"`{'.'.join(path)}`", config_keys.OTHER_NAMES.get(key, key))
 
     def is_needed(self, path):
         """Whether the other spelling of a key is absent, too."""
-        other = OTHER_NAMES.get(path[-1])
+        other = config_keys.OTHER_NAMES.get(path[-1])
         return other is not None and other not in self.values and other not in self.absent
 
 
@@ -194,14 +141,14 @@ def test_nulls(configuration):
     for path in keys_of(configuration.values):
         configuration.write(configuration.with_value(path, None))
         key = path[-1]
-        if holder(configuration.values, path)[key] is None or key in configuration.ignored:
+        if holder(configuration.values, path)[key] is None or configuration.ignores(path):
             assert configuration.read() == configuration.config
-        elif key in NULLABLE:
+        elif key in config_keys.NULLABLE | config_keys.NULLABLE_IN.get(configuration.family, set()):
             configuration.check_absent(path)
-        elif key == "q_lora_rank" and configuration.family != "deepseek_v32":
+        elif key == "q_lora_rank" and configuration.family not in config_keys.Q_LATENT:
             assert configuration.read().attention.q_lora_rank is None  # a configuration of its own, for other weights
         else:
-            configuration.check_refused(f"`{'.'.join(path)}`", OTHER_NAMES.get(key, key))
+            configuration.check_refused(f"`{'.'.join(path)}`", config_keys.OTHER_NAMES.get(key, key))
 
 
 def test_values_of_other_types(configuration):
@@ -209,7 +156,7 @@ def test_values_of_other_types(configuration):
         value = holder(configuration.values, path)[path[-1]]
         for other in WRONG_TYPES[type(value)]:
             configuration.write(configuration.with_value(path, other))
-            if path[-1] in configuration.ignored:
+            if configuration.ignores(path):
                 assert configuration.read() == configuration.config
             elif (path[-1], other) == ("beta_slow", 0.5):
                 assert configuration.read().rope.scaling.beta_slow == 0.5  # an integer in the file, and yet any number

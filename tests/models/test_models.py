@@ -16,6 +16,7 @@ from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = [
+    "axk1",
     "deepseek_v2",
     "deepseek_v2_lite",
     "deepseek_v3",
@@ -23,8 +24,12 @@ FAMILIES = [
     "deepseek_v3_sharded",
     "deepseek_v3_yarn",
     "glm4_moe_lite",
+    "glm5",
     "kimi",
+    "kimi_k25",
     "llama",
+    "longcat_flash",
+    "mistral4",
     "moonlight",
     "youtu",
 ]
@@ -33,6 +38,9 @@ ORDERS = ("LBNHC", "BLNHC")
 BLOCK_SIZE = 64
 STEPS = 64
 TOLERANCE = 1e-4  # of logits, relative to the largest of the position
+
+SPARSE = {"deepseek_v32", "glm5"}
+"""Families whose latents and indexer keys share their blocks, which therefore need a block to be one run of memory."""
 
 HEADS = {"llama"}
 """Families whose cache has several heads, so that all six orders differ."""
@@ -43,12 +51,11 @@ WHOLE_PROMPTS = [
     ("llama", "BHLNC"),
 ]
 """All families run in chunks, on block-major caches."""
-# Latents and indexer keys that share their blocks need a block to be one run of memory.
 LAYOUTS = [
     (family, order) if (family, order) in WHOLE_PROMPTS else slow(family, order)
     for family in FAMILIES
     for order in (jaxkv.ORDERS if family in HEADS else ORDERS)
-    if family != "deepseek_v32" or order[0] == "B"
+    if family not in SPARSE or order[0] == "B"
 ]
 
 

@@ -48,6 +48,10 @@ class TestExperts(suites.Experts):
     implementation = "xla"
 
 
+class TestLinear(suites.Linear):
+    implementation = "xla"
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 def test_all_experts_at_once_and_one_by_one_give_the_same(tokens, monkeypatch):
     """GPUs compute all experts, some tokens at a time; CPUs only those that are chosen."""

@@ -42,6 +42,7 @@ def served(engine, family, count):
         ("deepseek_v3", 4),
         pytest.param("deepseek_v32", 2, marks=pytest.mark.slow),
         pytest.param("deepseek_v2_lite", 2, marks=pytest.mark.slow),
+        pytest.param("longcat_flash", 2, marks=pytest.mark.slow),  # its logits are those of one device, see below
     ],
 )
 def test_the_engine(family, devices):
@@ -63,6 +64,30 @@ def test_eight_devices_have_the_logits_of_one():
 
     one, many = logits(None), logits(models.ExpertParallel(mesh_of(8), "x"))
     assert np.abs(one - many).max() < 1e-5 * np.abs(one).max()
+
+
+@pytest.mark.parametrize("divided", [models.TensorParallel, models.ExpertParallel])
+def test_experts_without_weights_count_once(divided):
+    """A layer of LongCat-Flash has the logits of one device; half of all tokens' experts return their input."""
+    values = json.loads((FOLDER / "longcat_flash" / "config.json").read_text()) | {"num_layers": 1}
+    config = models.ModelConfig.from_json({**values, "zero_expert_num": values["n_routed_experts"]})
+    batch = jnp.asarray([[5, 7, 11]]), jnp.asarray([3]), jnp.asarray([[1]]), jnp.asarray([[16, 17, 18]])
+
+    def logits(parallel):
+        model = models.random_model(config, parallel=parallel)
+        return np.asarray(jax.jit(models.prefill)(model, model.cache(2, 16), *batch)[1])
+
+    one, many = logits(None), logits(divided(mesh_of(2), "x"))
+    assert np.abs(one - many).max() < 1e-5 * np.abs(one).max()
+
+
+@pytest.mark.parametrize("divided", [models.TensorParallel, models.ExpertParallel])
+def test_experts_packed_in_one_tensor_are_divided(divided):
+    whole, many = (models.load(FOLDER / "mistral4", parallel=parallel) for parallel in (None, divided(mesh_of(2), "x")))
+    for (path, array), one in zip(jax.tree.leaves_with_path(many.params), jax.tree.leaves(whole.params), strict=True):
+        assert_same_bits(array, one, path)
+        if any(getattr(key, "key", None) == "experts" for key in path):
+            assert array.addressable_shards[1].data.size == one.size // 2
 
 
 def test_every_device_holds_its_experts_whole():
@@ -96,6 +121,7 @@ def test_drafts_on_several_devices(tmp_path):
     [
         ("deepseek_v3", 8, "`parallel` divides the experts over 8 devices, and the model has 12: expected a multiple"),
         ("deepseek_v3", 3, "`parallel` divides the model over 3 devices, and num_heads is 4"),
+        ("longcat_flash", 3, "`parallel` divides the experts over 3 devices, and the model has 8: expected a multiple"),
         ("youtu", 2, "`parallel` divides experts, and the model has none: expected TensorParallel"),
     ],
 )

@@ -75,7 +75,13 @@ def serve(engine, family, count=12):
         pytest.param("deepseek_v3", partial(tensor, 4), id="tensor 4", marks=pytest.mark.slow),
         pytest.param("deepseek_v2_lite", partial(context, 2), id="context 2 by token", marks=pytest.mark.slow),
         pytest.param("youtu", partial(context, 8, 2), id="context 8 by block"),
-        pytest.param("deepseek_v32", partial(context, 2, 4), id="sparse context 2"),
+        pytest.param("glm5", partial(context, 2, 4), id="sparse context 2"),  # some layers share selected tokens
+        pytest.param("deepseek_v32", partial(context, 2, 4), id="sparse context 2, V3.2", marks=pytest.mark.slow),
+        # What these divide is divided in other families, too.
+        *(
+            pytest.param(family, partial(tensor, 2), id=f"tensor 2, {family}", marks=pytest.mark.slow)
+            for family in ("axk1", "glm5", "kimi_k25", "longcat_flash", "mistral4")
+        ),
         pytest.param("llama", partial(tensor, 2), id="KV heads"),
         pytest.param("llama", partial(context, 4, 2), id="KV context", marks=pytest.mark.slow),
     ],

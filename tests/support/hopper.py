@@ -48,17 +48,24 @@ def read_early(jaxpr) -> list[list[tuple[int, ...]]]:
     The interpreter does not wait, and so cannot tell.
     """
     found = []
-    names = [eqn.primitive.name for eqn in jaxpr.eqns]
-    if "griddepcontrol_wait" in names:
-        early = jaxpr.eqns[: names.index("griddepcontrol_wait")]
+    waits = [_waits(eqn) for eqn in jaxpr.eqns]
+    if any(waits):
+        early = jaxpr.eqns[: waits.index(True)]
         # Loops and branches are given the references that are used inside.
         avals = [var.aval for eqn in early for var in eqn.invars]
         avals = [aval for aval in avals if "Ref" in type(aval).__name__ and "smem" not in str(aval.memory_space)]
         found.append([aval.shape for aval in avals])
-    for eqn in jaxpr.eqns:
-        for inner in _inner(eqn):
+    for eqn, is_wait in zip(jaxpr.eqns, waits, strict=True):
+        for inner in [] if is_wait else _inner(eqn):
             found += read_early(inner)
     return found
+
+
+def _waits(eqn) -> bool:
+    """Whether an operation of a kernel is a wait, or a branch that begins with one (of CTAs that have work)."""
+    if eqn.primitive.name == "cond":
+        return any(inner.eqns and _waits(inner.eqns[0]) for inner in _inner(eqn))
+    return eqn.primitive.name == "griddepcontrol_wait"
 
 
 def _inner(eqn):

@@ -28,7 +28,13 @@ def _lay_out(sizes, partitions: int, costs: SplitCosts):
     splits = ((begins[:, None] + sizes - 1) // length[..., None] - begins[:, None] // length[..., None]).sum(axis=2)
     cost = SPLIT_COST_UNIT * load + jnp.where(splits > 0, costs.combining, 0) + costs.split * splits
     best = cost.argmin()
-    return begins[best // used.size], length.reshape(-1)[best]
+    begins, length, least = begins[best // used.size], length.reshape(-1)[best], cost.min()
+    if sizes.size > partitions:
+        return begins, length
+    # Or each request in a partition of its own, if none is so long that dividing it would be faster.
+    whole = SPLIT_COST_UNIT * (sizes.max() + costs.overhead) < least
+    apart = jnp.arange(sizes.size, dtype=jnp.int32) * sizes.max()
+    return jnp.where(whole, apart, begins), jnp.where(whole, sizes.max(), length)
 
 
 @partial(

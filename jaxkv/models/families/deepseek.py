@@ -17,20 +17,25 @@ from jaxkv.models.layers.mla import attention as mla_attention
 
 
 def _read_v2(fields: JsonObject) -> ModelConfig:
-    return _read(fields, mla.read(fields), _experts_v2)
+    return read(fields, mla.read(fields), _experts_v2)
 
 
 def _read_v3(fields: JsonObject) -> ModelConfig:
-    return _read(fields, mla.read(fields), experts.read)
+    return read(fields, mla.read(fields), experts.read)
 
 
 def _read_v32(fields: JsonObject) -> ModelConfig:
-    attention = mla.read(fields)
-    return _read(fields, replace(attention, indexer=_indexer(fields, attention)), experts.read)
+    attention = mla.read(fields, q_latent=True)  # the indexer's queries are made from it, too
+    return read(fields, replace(attention, indexer=read_indexer(fields, attention)), experts.read)
 
 
-def _read(fields: JsonObject, attention: MLA, read_experts) -> ModelConfig:
-    return decoder.read(fields, attention, rope.read_yarn(fields), experts.read_layers(fields, read_experts))
+def read(fields: JsonObject, attention: MLA, read_experts, outer: JsonObject | None = None) -> ModelConfig:
+    """The configuration of a model with this attention; `read_experts(fields)` reads its experts.
+
+    `outer` is as in `decoder.read`.
+    """
+    layers = experts.read_layers(fields, read_experts)
+    return decoder.read(fields, attention, rope.read_yarn(fields), layers, outer=outer)
 
 
 def _experts_v2(fields: JsonObject) -> Experts:
@@ -39,9 +44,8 @@ def _experts_v2(fields: JsonObject) -> Experts:
     return experts.read_routing(fields, "softmax", grouped=grouped, normalize=False)
 
 
-def _indexer(fields: JsonObject, attention: MLA) -> Indexer:
-    if attention.q_lora_rank is None:
-        raise fields.error("q_lora_rank", "an integer: the indexer's queries are made from the latent of the queries")
+def read_indexer(fields: JsonObject, attention: MLA) -> Indexer:
+    """The indexer of V3.2, for this attention."""
     head_dim = fields.integer("index_head_dim")
     if head_dim < attention.rotary_dim:
         raise fields.error("index_head_dim", f"at least `qk_rope_head_dim`, which is {attention.rotary_dim}")
@@ -49,7 +53,7 @@ def _indexer(fields: JsonObject, attention: MLA) -> Indexer:
 
 
 def _attention_weights(config: ModelConfig, attention: MLA, weight) -> dict[str, Any]:
-    """The weights of MLA and, for V3.2, of the indexer."""
+    """The weights of MLA and, for V3.2 and GLM-5, of the indexer."""
     tree, indexer, prefix = mla.weights(config, attention, weight), attention.indexer, "self_attn.indexer"
     if indexer is not None:
         tree["indexer"] = {

@@ -22,7 +22,14 @@ class Family:
     """Reads the configuration from `config.json`; ValueError if a key is missing or a value is not supported."""
     weights: Callable[[ModelConfig, int], Layer]
     """The names and shapes of the weights of the layer of that number."""
-    block: Callable[..., tuple[KVCache, jax.Array]]
-    """`block(model, weights, x, cache, batch, layer)` computes a layer; it returns the cache and x [B, Q, hidden]."""
+    block: Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
+    """`block(model, weights, x, cache, batch, layer)` computes a layer.
+
+    It returns the cache, the slots selected for later layers (`Batch.selected`), and x [B, Q, hidden].
+    """
     arrange: Callable[..., Layer] = lambda config, attention, layer: layer
     """`arrange(config, config.attention, layer)` converts the arrays of `weights` to those that `block` uses."""
+    prefix: str = ""
+    """What the names of all weights begin with in checkpoints; `weights` returns names without it."""
+    unused: str = ""
+    """A regular expression of the names of weights that published checkpoints contain but the model does not use."""

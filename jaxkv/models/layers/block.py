@@ -1,4 +1,7 @@
-"""A layer: attention and feed-forward, each with a norm before it and a residual connection."""
+"""A layer: attention and feed-forward, each with a norm before it and a residual connection.
+
+The feed-forward may have another norm after it (A.X K1).
+"""
 
 from collections.abc import Callable
 
@@ -10,19 +13,25 @@ from jaxkv.models.layers.feed_forward import feed_forward
 from jaxkv.models.layers.linear import rms_norm
 from jaxkv.models.model import Model
 
+Part = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
 
-def pre_norm(attention: Callable[..., tuple[KVCache, jax.Array]]) -> Callable[..., tuple[KVCache, jax.Array]]:
+
+def pre_norm(attention: Part) -> Part:
     """The layer function with the given attention.
 
-    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.
+    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.  Both return the cache, the slots
+    selected for later layers (`Batch.selected`), and their output [B, Q, hidden].
     """
 
-    def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+    def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer):
         config, total = model.config, model.parallel.total
         normed = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
-        cache, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
+        cache, selected, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
         x = x + total(out)
         normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
-        return cache, x + total(feed_forward(config.experts, weights, normed, model.parallel))
+        out = total(feed_forward(config.experts, weights, normed, model.parallel))
+        if "feed_forward_post_norm" in weights:
+            out = rms_norm(out, weights["feed_forward_post_norm"], config.rms_norm_eps)
+        return cache, selected, x + out
 
     return block

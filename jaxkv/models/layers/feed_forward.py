@@ -6,7 +6,7 @@ from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
-from jaxkv.ops.experts import grouped_swiglu
+from jaxkv.ops.products import grouped_swiglu
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax.Array:
@@ -26,8 +26,14 @@ def dense(weights, x) -> jax.Array:
 
 def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden]."""
-    tokens = x.reshape(-1, x.shape[-1])
-    chosen, shares = route(config, weights, tokens)
-    chosen, experts = parallel.local_experts(chosen, config.count), weights["experts"]
-    routed = grouped_swiglu(tokens, chosen, shares, experts["gate"], experts["up"], experts["down"])
-    return routed.reshape(x.shape) + dense(weights["shared"], x)
+    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]))
+    return routed(config, weights["experts"], x, chosen, shares, parallel) + dense(weights["shared"], x)
+
+
+def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel) -> jax.Array:
+    """The weighted sum of each token's experts, of which those with id -1 are skipped.
+
+    x and the result are [..., hidden]; `chosen` and `shares` are from `route`.
+    """
+    chosen, tokens = parallel.local_experts(chosen, config.count), x.reshape(-1, x.shape[-1])
+    return grouped_swiglu(tokens, chosen, shares, weights["gate"], weights["up"], weights["down"]).reshape(x.shape)

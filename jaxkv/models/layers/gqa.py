@@ -13,10 +13,12 @@ from jaxkv.models.model import Model
 from jaxkv.ops.writes import write_kv
 
 
-def attention(model: Model, config: GQA, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+def attention(
+    model: Model, config: GQA, weights, x, cache: KVCache, batch: Batch, layer
+) -> tuple[KVCache, None, jax.Array]:
     """Stores the keys and values of x and attends to all cached tokens.
 
-    x and the result are [B, Q, hidden].
+    x and the output, the last value returned, are [B, Q, hidden].
 
     If devices divide the heads, the result is this device's term of a sum over devices.
     """
@@ -33,4 +35,4 @@ def attention(model: Model, config: GQA, weights, x, cache: KVCache, batch: Batc
     cache = write_kv(cache, k, v, batch.slots, **options)
     index = batch.block_tables, batch.seq_lens
     out = model.parallel.decode_kv(q, cache, *index, scale=config.head_dim**-0.5, plan=batch.plan, **options)
-    return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+    return cache, None, linear(out.reshape(*x.shape[:2], -1), weights["o"])

@@ -1,4 +1,4 @@
-"""The sparse indexer of DeepSeek V3.2, which selects the cached tokens that each new token attends to."""
+"""The sparse indexer of DeepSeek V3.2 and GLM-5, which selects the cached tokens that each new token attends to."""
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,12 @@ def select_slots(
     """
     q = linear(q_latent, weights["q"]).reshape(*x.shape[:2], config.heads, config.head_dim)
     k = layer_norm(linear(x, weights["k"]), weights["k_norm"], weights["k_norm_bias"], KEY_EPS)
-    q = _rotate_first(q, batch.cos[:, :, None], batch.sin[:, :, None])
-    k = _rotate_first(k, batch.cos, batch.sin)
+    q = _rotate_first(q, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=config.interleaved)
+    k = _rotate_first(k, batch.cos, batch.sin, interleaved=config.interleaved)
     head_weights = linear(x.astype(jnp.float32), weights["weights"]) * (config.heads * config.head_dim) ** -0.5
 
+    if config.layers is not None:  # the cache has keys of these layers only, and of the MTP layer after them
+        layer = (jnp.asarray(config.layers, jnp.int32) < layer).sum(dtype=jnp.int32)
     options = {"layer": layer, "implementation": model.implementation}
     block_size = cache.layout.block_size
     max_len = batch.block_tables.shape[1] * block_size
@@ -49,10 +51,10 @@ def select_slots(
     return keys.view(cache.layout), slots
 
 
-def _rotate_first(x, cos, sin):
+def _rotate_first(x, cos, sin, *, interleaved: bool):
     """Rotates the rotary part of x [..., head_dim], which comes first in the indexer.
 
-    Its pairs are always (x[i], x[i + half]), even if those of the attention are interleaved.
+    Its pairs may be interleaved or not, whatever those of the attention are.
     """
     rotary = 2 * cos.shape[-1]
-    return jnp.concatenate([rope.rotate(x[..., :rotary], cos, sin, interleaved=False), x[..., rotary:]], axis=-1)
+    return jnp.concatenate([rope.rotate(x[..., :rotary], cos, sin, interleaved=interleaved), x[..., rotary:]], axis=-1)

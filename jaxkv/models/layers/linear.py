@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv.ops.products import scaled_linear
 from jaxkv_kernels.tile_scaled import TileScaled
 
 
@@ -19,7 +20,7 @@ def linear(x, weight) -> jax.Array:
     `weight` is an array or a `TileScaled`.
     """
     if isinstance(weight, TileScaled):
-        x, weight = weight.operands(x)
+        return scaled_linear(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
     return product("...i,oi->...o", x, weight)
 
 

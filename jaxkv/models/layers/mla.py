@@ -20,18 +20,32 @@ LATENT_EPS = 1e-6
 """
 
 
-def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, jax.Array]:
+def attention(
+    model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer
+) -> tuple[KVCache, jax.Array | None, jax.Array]:
     """Stores the entries of x and attends to all cached tokens.
 
-    x and the result are [B, Q, hidden].
+    If devices divide the heads, the output is this device's term of a sum over devices.
 
-    If devices divide the heads, the result is this device's term of a sum over devices.
+    Args:
+      model: the model.
+      config: the model's attention.
+      weights: the weights of this layer's attention.
+      x: [B, Q, hidden].
+      cache: the model's cache.
+      batch: the new tokens.
+      layer: traced int32 scalar.
+
+    Returns:
+      The cache; the slots selected for later layers, as in `Batch.selected`; and the output [B, Q, hidden].
     """
     q_source = x
     if config.q_lora_rank is not None:
         q_source = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], LATENT_EPS)
     q = linear(q_source, weights["q"])
     q = q.reshape(*x.shape[:2], model.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
+    if batch.query_scales is not None:
+        q = q * batch.query_scales.astype(q.dtype)[:, :, None, None]
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
     kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
@@ -53,18 +67,22 @@ def attention(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batc
             q_nope, q_pe, weights["w_uk"], weights["w_uv"], cache, batch.block_tables, batch.seq_lens, scale=scale,
             **options,
         )  # fmt: skip
-        return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+        return cache, None, linear(out.reshape(*x.shape[:2], -1), weights["o"])
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
+    selected = None
     if config.indexer is None:
         out = model.parallel.decode_mla(
             q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, scale=scale, plan=batch.plan, **options
         )
     else:
-        chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
-        cache, slots = chosen
+        slots = batch.selected
+        if "indexer" in weights:
+            chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
+            cache, slots = chosen
+        selected = None if config.indexer.layers is None else slots
         out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, scale=scale, **options)
     out = product("bqhr,hvr->bqhv", out, weights["w_uv"])
-    return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+    return cache, selected, linear(out.reshape(*x.shape[:2], -1), weights["o"])
 
 
 def _softmax_scale(config: MLA, rotary: Rope) -> float:

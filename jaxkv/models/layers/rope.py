@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, their scalings, and the rotation itself."""
+"""Rotary position embedding: frequencies, their scalings, the rotation itself, and the scaling of queries."""
 
 import math
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models.config import Llama3, ModelConfig, Rope, Yarn
+from jaxkv.models.config import Llama3, ModelConfig, QueryScale, Rope, Yarn
 from jaxkv.models.layers.linear import with_rank
 
 
@@ -16,6 +16,12 @@ def angles(config: ModelConfig, positions) -> tuple[jax.Array, jax.Array]:
     phase = positions[..., None].astype(jnp.float32) * per_token
     factor = _attention_factor(config.rope.scaling)
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
+
+
+def query_scales(config: QueryScale, positions) -> jax.Array:
+    """The factors of queries at `positions`, float32 of the same shape; padding, at negative positions, has 1."""
+    turns = jnp.maximum(positions, 0) // config.original_length
+    return 1 + config.beta * jnp.log1p(turns.astype(jnp.float32))
 
 
 def rotate(x, cos, sin, *, interleaved: bool) -> jax.Array:

@@ -12,18 +12,14 @@ def route(config: Experts, weights, x) -> tuple[jax.Array, jax.Array]:
     """The chosen experts of tokens x [T, hidden], int32 [T, per_token], and their weights, float32 of that shape.
 
     V2 (arXiv 2405.04434, section 2.1) uses softmax scores.  V3 (arXiv 2412.19437, section 2.1.2) uses sigmoid scores.
-    A bias per expert, which balances the load, is added to the scores for the choice of experts, but not for their
-    weights.  With groups, only experts of the best groups may be chosen; the score of a group is that of its best
-    expert (V2), or the sum of its two best (V3).
+    A bias per expert, if the model has one, balances the load: it is added to the scores for the choice of experts, but
+    not for their weights.  With groups, only experts of the best groups may be chosen; the score of a group is that of
+    its best expert (V2), or the sum of its two best (V3).
     """
     logits = linear(x.astype(jnp.float32), weights["router"])
-    if config.scoring == "softmax":
-        scores = choice = jax.nn.softmax(logits)
-        leaders = 1
-    else:
-        scores = jax.nn.sigmoid(logits)
-        choice = scores + with_rank(weights["router_bias"], scores.ndim)
-        leaders = 2
+    scores, leaders = (jax.nn.softmax(logits), 1) if config.scoring == "softmax" else (jax.nn.sigmoid(logits), 2)
+    bias = weights.get("router_bias")
+    choice = scores if bias is None else scores + with_rank(bias, scores.ndim)
     if config.groups > 1:
         grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
         kept = _best(lax.top_k(grouped, leaders)[0].sum(axis=-1), config.groups_per_token)

@@ -38,7 +38,7 @@ class TensorParallel(OnMesh):
         sizes = {"num_heads": config.num_heads}
         if isinstance(config.attention, GQA):
             sizes["num_kv_heads"] = config.attention.num_kv_heads
-        if config.num_dense_layers or config.experts is None:
+        if config.has_dense:
             sizes["intermediate_size"] = config.intermediate_size
         if config.experts is not None:
             sizes["the experts' intermediate_size"] = config.experts.intermediate_size

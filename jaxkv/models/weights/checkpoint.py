@@ -71,7 +71,7 @@ class Checkpoint:
 
         Each of `weights` must have its shape, and a plain float dtype or float8 with scales (see `fp8.py`).
         """
-        shapes = {name: weight.shape for weight in weights for name in weight.all_names()}
+        shapes = {name: weight.tensor_shape for weight in weights for name in weight.all_names()}
         scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in shapes and self.is_fp8(name)}
         unknown = sorted(self.names - set(shapes) - set(unused) - scales)
         if unknown:

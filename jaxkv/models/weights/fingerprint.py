@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.tile_scaled import TileScaled
+
 
 def fingerprint(model) -> str:
     """A stable name (32 hex digits) of the model, the same on every device.
@@ -19,6 +21,9 @@ def fingerprint(model) -> str:
       model: from `load` or `random_model`.
     """
     digest = hashlib.sha256(f"jaxkv model 3 {model.config}".encode())
+    weights = jax.tree.leaves(model.params, is_leaf=lambda weight: isinstance(weight, TileScaled))
+    if any(isinstance(weight, TileScaled) and weight.e4m3_products for weight in weights):
+        digest.update(b" e4m3 products")  # with the same weights, but other entries
     leaves, _ = jax.tree_util.tree_flatten_with_path(model.params)
     checksums = [_checksum(weight) for _, weight in leaves]
     for (path, weight), checksum in zip(leaves, jax.device_get(checksums), strict=True):

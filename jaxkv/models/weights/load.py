@@ -13,8 +13,9 @@ from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights import fp8
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
-from jaxkv.models.weights.parameters import all_names, copied, parameters, unused
+from jaxkv.models.weights.parameters import copied, parameters, required_names, unused
 from jaxkv.models.weights.placed import Placed, expanded_part, part
+from jaxkv.models.weights.safetensors_file import Index
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
@@ -78,8 +79,8 @@ def load(
     if fp8_weights not in FP8_WEIGHTS:
         raise ValueError(f"`fp8_weights` is {fp8_weights!r}: expected {' or '.join(map(repr, FP8_WEIGHTS))}")
     with Checkpoint(path) as checkpoint:
-        checkpoint.check_names(all_names(config, mtp=mtp))
-        leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp))
+        checkpoint.check_names(required_names(config, mtp=mtp))
+        leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp, names=checkpoint.names))
         paths, weights = zip(*leaves, strict=True)
         _check(checkpoint, config, weights, mtp=mtp)
         arrays: list[_Plain | _Scaled] = []
@@ -87,7 +88,7 @@ def load(
             stays = fp8_weights != "expand" and weight.may_stay_fp8 and all(map(checkpoint.is_fp8, weight.all_names()))
             kind = partial(_Scaled, e4m3_products=fp8_weights == "e4m3") if stays else _Plain
             arrays.append(kind(checkpoint, build, path, weight))
-        pieces = [(i, *piece) for i, weight in enumerate(weights) for piece in enumerate(weight.all_names())]
+        pieces = [(i, *piece) for i, weight in enumerate(weights) for piece in weight.pieces()]
         for i, expert, name in progress(pieces):
             arrays[i].add(expert, name)
         tree = jax.tree.unflatten(structure, [array.result() for array in arrays])
@@ -114,13 +115,20 @@ class _Plain:
     """A weight or a stack of experts' weights, of which float8 ones are expanded, on its devices."""
 
     def __init__(self, checkpoint: Checkpoint, build: Build, path, weight: Weight):
-        self._checkpoint, self._dtype, shape = checkpoint, build.dtype_of(weight), weight.stacked_shape
+        self._checkpoint, self._weight = checkpoint, weight
+        self._dtype, shape = build.dtype_of(weight), weight.stacked_shape
         sharding = build.parallel.sharding(path, len(shape))
         self._placed = Placed(shape, self._dtype, sharding, stacked=bool(weight.experts))
 
     def add(self, expert: int, name: str) -> None:
-        """Reads the weight `name`."""
-        self._placed.add(expert, partial(expanded_part, self._checkpoint, name, self._dtype))
+        """Reads the weight `name`, or that of the expert in it."""
+
+        def read(index: Index, device) -> jax.Array:
+            place = self._weight.place(expert, index)
+            found = expanded_part(self._checkpoint, name, self._dtype, place, device)
+            return found.reshape([of.stop - of.start for of in index])
+
+        self._placed.add(expert, read)
 
     def result(self) -> jax.Array:
         """The array."""

@@ -1,7 +1,8 @@
 """The names and shapes of a checkpoint's weights, arranged as the model uses them."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -18,31 +19,48 @@ MTP = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_
 """The modules of an MTP layer (see `unused`) besides those of a decoder layer."""
 
 
-def parameters(config: ModelConfig, *, mtp: bool) -> dict[str, Any]:
+def parameters(config: ModelConfig, *, mtp: bool, names: Container[str] | None = None) -> dict[str, Any]:
     """A tree of `Weight`s: "embed", "norm", "head" (unless tied to the embedding) and "layers", a tree per layer.
 
-    With `mtp`, also "mtp": the layer of multi-token prediction, which has its decoder layer as "layer".
+    With `mtp`, also "mtp": the layer of multi-token prediction, which has its decoder layer as "layer".  With the
+    `names` of a checkpoint's weights, optional weights that it lacks are None.
     """
-    tree = {**_outside_layers(config), "layers": tuple(_layers(config))}
-    return {**tree, "mtp": _mtp(config)} if mtp else tree
+    tree: dict[str, Any] = {**_outside_layers(config), "layers": tuple(_layers(config))}
+    if mtp:
+        tree["mtp"] = _mtp(config)
+    if names is None:
+        return tree
+    return jax.tree.map(lambda weight: None if weight.optional and weight.name not in names else weight, tree)
 
 
-def all_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
-    """The names of all weights of the model, one by one: a wrong configuration may have billions."""
+def required_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
+    """The names of all weights that a checkpoint must have, one by one: a wrong configuration may have billions."""
     for tree in chain([_outside_layers(config)], _layers(config), [_mtp(config)] if mtp else []):
         for weight in jax.tree.leaves(tree):
-            yield from weight.all_names()
+            if not weight.optional:
+                yield from weight.all_names()
 
 
 def _outside_layers(config: ModelConfig) -> dict[str, Weight]:
     hidden, vocab = config.hidden_size, config.vocab_size
     tree = {"embed": Weight(EMBED, (vocab, hidden), expanded=True), "norm": Weight("model.norm.weight", (hidden,))}
-    return tree if config.tie_word_embeddings else {**tree, "head": Weight(HEAD, (vocab, hidden), expanded=True)}
+    if not config.tie_word_embeddings:
+        tree["head"] = Weight(HEAD, (vocab, hidden), expanded=True)
+    return _named(config, tree)
 
 
 def _layers(config: ModelConfig) -> Iterator[Layer]:
-    layer_weights = FAMILIES[config.architecture].weights
-    return (layer_weights(config, layer) for layer in range(config.num_layers))
+    return (_layer(config, layer) for layer in range(config.num_layers))
+
+
+def _layer(config: ModelConfig, layer: int) -> Layer:
+    return _named(config, FAMILIES[config.architecture].weights(config, layer))
+
+
+def _named(config: ModelConfig, tree: Any) -> Any:
+    """The tree with the names that the checkpoint has, which begin with the family's prefix."""
+    prefix = FAMILIES[config.architecture].prefix
+    return jax.tree.map(lambda weight: replace(weight, name=prefix + weight.name), tree)
 
 
 def _mtp(config: ModelConfig) -> Layer:
@@ -50,7 +68,7 @@ def _mtp(config: ModelConfig) -> Layer:
     hidden, layer = config.hidden_size, config.num_layers
     sizes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "shared_head.norm": (hidden,)}
     tree = {name: Weight(f"model.layers.{layer}.{name}.weight", shape) for name, shape in sizes.items()}
-    return {**tree, "layer": FAMILIES[config.architecture].weights(config, layer)}
+    return {**_named(config, tree), "layer": _layer(config, layer)}
 
 
 def copied(config: ModelConfig, *, mtp: bool) -> dict[str, str]:
@@ -64,7 +82,8 @@ def copied(config: ModelConfig, *, mtp: bool) -> dict[str, str]:
     if mtp:
         shared = {"embed_tokens": EMBED, "shared_head.head": head}
         found |= {f"model.layers.{config.num_layers}.{name}.weight": own for name, own in shared.items()}
-    return found
+    prefix = FAMILIES[config.architecture].prefix
+    return {prefix + name: prefix + own for name, own in found.items()}
 
 
 def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
@@ -75,10 +94,14 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
     - Layers of multi-token prediction (MTP, arXiv 2412.19437, section 2.2; V3, V3.2, GLM-4.7-Flash), numbered after the
       model's layers.  They only draft tokens.  Each has an `eh_proj`; any other layer past `num_hidden_layers` is not
       counted as unused, because config.json should have included it.
+    - The `unused` ones of the family, and their scales.
     """
-    names, found = set(names), set()
+    family, names, found = FAMILIES[config.architecture], set(names), set()
+    of_layer = re.escape(family.prefix) + r"model\.layers\.([0-9]{1,9})\."
     for name in names:
-        match = re.fullmatch(r"model\.layers\.([0-9]{1,9})\.(self_attn\.rotary_emb\.inv_freq|eh_proj\.weight)", name)
+        if family.unused and re.fullmatch(family.unused, name.removesuffix(fp8.SUFFIX)):
+            found.add(name)
+        match = re.fullmatch(of_layer + r"(self_attn\.rotary_emb\.inv_freq|eh_proj\.weight)", name)
         if match and match[2].endswith("inv_freq"):
             found.add(name)
         elif match and int(match[1]) >= config.num_layers:
@@ -87,7 +110,7 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
 
 
 def _mtp_names(config: ModelConfig, layer: int) -> set[str]:
-    decoder = jax.tree.leaves(FAMILIES[config.architecture].weights(config, layer))
-    names = {name for weight in decoder for name in weight.all_names()}
-    names |= {f"model.layers.{layer}.{name}.weight" for name in MTP}
+    prefix = FAMILIES[config.architecture].prefix
+    names = {name for weight in jax.tree.leaves(_layer(config, layer)) for name in weight.all_names()}
+    names |= {f"{prefix}model.layers.{layer}.{name}.weight" for name in MTP}
     return names | {f"{name}{fp8.SUFFIX}" for name in names}

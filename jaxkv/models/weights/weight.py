@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxkv.models.weights.safetensors_file import Index
+
 EXPERT = "{expert}"
 
 
@@ -19,14 +21,25 @@ class Weight:
     experts: int = 0
     exact: bool = False
     """Whether the weight is kept in float32 whatever the model's dtype, because routing and scoring use float32."""
-
+    optional: bool = False
+    """Whether a checkpoint may lack the weight; the tree then has None in its place."""
     expanded: bool = False
     """Whether the weight is expanded to the model's dtype if it is in float8, because it is not only multiplied."""
+
+    packed: tuple[int, int] | None = None
+    """(first, total) if the checkpoint has one tensor [experts, total, ...] for the whole stack, of which this weight
+    is the rows from `first` on; None if it has a tensor per expert.
+    """
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor of the checkpoint."""
+        return self.shape if self.packed is None else (self.experts, self.packed[1], *self.shape[1:])
 
     @property
     def may_stay_fp8(self) -> bool:
         """Whether the model can use the weight in float8 with a scale per tile."""
-        return len(self.shape) == 2 and not self.exact and not self.expanded
+        return len(self.tensor_shape) == 2 and not self.exact and not self.expanded
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -34,8 +47,22 @@ class Weight:
         return (self.experts, *self.shape) if self.experts else self.shape
 
     def all_names(self) -> Iterator[str]:
-        """The names of all weights of the stack, by expert."""
-        if not self.experts:
+        """The names of the checkpoint's tensors, by expert; only one if experts are packed."""
+        if not self.experts or self.packed is not None:
             yield self.name
+            return
         for expert in range(self.experts):
             yield self.name.replace(EXPERT, str(expert))
+
+    def pieces(self) -> Iterator[tuple[int, str]]:
+        """Each expert, and the name of the tensor that has its weight; expert 0 if the weight is not a stack."""
+        if self.packed is None:
+            return enumerate(self.all_names())
+        return ((expert, self.name) for expert in range(self.experts))
+
+    def place(self, expert: int, index: Index) -> Index:
+        """Where a part of the weight of an expert lies in the tensor that has it."""
+        if self.packed is None:
+            return index
+        (rows, *others), (first, _) = index, self.packed
+        return slice(expert, expert + 1), slice(first + rows.start, first + rows.stop), *others

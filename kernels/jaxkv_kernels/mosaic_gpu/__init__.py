@@ -58,5 +58,6 @@ KERNELS: dict[str, Kernel] = {
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
     "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),
     "grouped_swiglu": _kernel("experts.swiglu.grouped_swiglu", {}, unsupported.grouped_swiglu, WGMMA),
+    "scaled_linear": _kernel("experts.linear.scaled_linear", {}, unsupported.scaled_linear, WGMMA),
 }
 """Operations that are not listed have no kernel here."""

@@ -14,7 +14,7 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
-from jaxkv_kernels.mosaic_gpu.experts.config import STEP
+from jaxkv_kernels.mosaic_gpu.experts.config import FEATURES, STEP
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
@@ -244,14 +244,28 @@ def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
     """Reasons against a `grouped_swiglu` call."""
     del options
     x, gate = arrays["x"], arrays["gate"]
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        yield f"`x` of {x.dtype}: supports bfloat16 and float16"
-    if isinstance(gate, TileScaled) and gate.e4m3_products:
-        yield "activations rounded to e4m3: supports weights in float8 with activations that keep their precision"
+    yield from _tokens(x)
     step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")
     for name, size in (("tokens", x.shape[1]), ("inner sizes", gate.shape[1])):
         if size % step:
             yield f"{name} of {size} values: supports multiples of {step}{kind}"
+
+
+def scaled_linear(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `scaled_linear` call."""
+    del options
+    x, weight = arrays["x"], arrays["weight"]
+    yield from _tokens(x)
+    if x.shape[1] % TILE:
+        yield f"tokens of {x.shape[1]} values: supports multiples of {TILE}"
+    if weight.shape[0] % FEATURES:
+        yield f"results of {weight.shape[0]} values: supports multiples of {FEATURES}"
+
+
+def _tokens(x) -> Iterator[str]:
+    """A reason against tokens of such a dtype."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"`x` of {x.dtype}: supports bfloat16 and float16"
 
 
 def copied(entry, dtypes) -> bool:

@@ -14,6 +14,7 @@ from jaxkv_kernels.xla.blocks import copy_blocks, read_blocks, write_blocks
 from jaxkv_kernels.xla.experts import grouped_swiglu
 from jaxkv_kernels.xla.gathers import gather_indexer_k, gather_kv, gather_mla
 from jaxkv_kernels.xla.indexer import indexer_logits, select_topk
+from jaxkv_kernels.xla.linear import scaled_linear
 from jaxkv_kernels.xla.merge import merge_states
 from jaxkv_kernels.xla.plan import plan_decode
 from jaxkv_kernels.xla.sparse import decode_mla_sparse
@@ -56,4 +57,5 @@ KERNELS: dict[str, Kernel] = {
     "read_blocks": _kernel(read_blocks, {}),
     "write_blocks": _kernel(write_blocks, {}),
     "grouped_swiglu": _kernel(grouped_swiglu, {}),
+    "scaled_linear": _kernel(scaled_linear, {}),
 }

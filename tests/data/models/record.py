@@ -31,6 +31,7 @@ Running it again with the same versions on the same machine gives the same bytes
 
 import itertools
 import json
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -39,8 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 LENGTHS = (1, 63, 64, 65, 200)  # a block of 64 tokens, one less, one more
 STEPS = 64
@@ -81,6 +83,7 @@ NO_GROUPS = {"n_group": 1, "topk_group": 1}
 V3 = {**MOE, "n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0}
 V3_2 = {name: value for name, value in V3.items() if name != "num_mtp_layers"}
 GLM = {name: value for name, value in MOE.items() if name != "first_k_dense_replace"}  # its default is one, too
+KIMI = {**V3, **NO_GROUPS, "num_hidden_layers": 2, "n_routed_experts": 8, "rms_norm_eps": 1e-5}
 TWO_LAYERS = {"num_hidden_layers": 2}
 YARN = {
     "rope_type": "yarn",
@@ -95,6 +98,7 @@ YARN = {
 
 # family: (model type, what its configuration has that TINY has not)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "axk1": ("axk1", {**V3_2, **TWO_LAYERS}),
     "deepseek_v2": (
         "deepseek_v2",
         {**MOE, **GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
@@ -119,16 +123,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {**GLM, **NO_GROUPS, "v_head_dim": 24, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
     ),
+    # The indexer's keys of layer 2 are the second ones of the cache: layer 1 has none.
+    "glm5": (
+        "glm_moe_dsa",
+        {
+            **GLM,
+            **NO_GROUPS,
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+            "indexer_types": ["full", "shared", "full"],
+            "v_head_dim": 24,
+            "index_topk": 64,
+            "index_n_heads": 8,
+            "index_head_dim": 32,
+        },
+    ),
     "kimi": (
         "deepseek_v3",
         {
-            **V3,
-            **NO_GROUPS,
-            **TWO_LAYERS,
-            "n_routed_experts": 8,
+            **KIMI,
             "routed_scaling_factor": 2.827,
-            "rms_norm_eps": 1e-5,
             "rope_parameters": {**YARN, "rope_theta": 50000.0, "beta_fast": 1},
+        },
+    ),
+    # The text model inside a model for images, whose own weights are as small as they can be.
+    "kimi_k25": (
+        "kimi_k25",
+        {
+            "text_config": {
+                **TINY,
+                **KIMI,
+                "model_type": "deepseek_v3",
+                "routed_scaling_factor": 2.827,
+                "rope_parameters": {**YARN, "rope_theta": 50000.0},
+            },
+            "vision_config": {
+                "patch_size": 2,
+                "pos_emb_height": 2,
+                "pos_emb_width": 2,
+                "pos_emb_time": 1,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "hidden_size": 16,
+                "intermediate_size": 8,
+            },
+            "projection_hidden_size": 16,
+            "tie_word_embeddings": False,
         },
     ),
     # Three query heads per KV head, of a size that GPU kernels support.  The original length puts pairs of the rotary
@@ -151,6 +190,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Four attentions, because a layer has two.  Tokens pass through 8 experts and 4 without weights.
+    "longcat_flash": (
+        "longcat_flash",
+        {
+            **MLA,
+            "num_layers": 2,
+            "head_dim": MLA["qk_rope_head_dim"],
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 16,
+            "moe_topk": 3,
+            "n_routed_experts": 8,
+            "zero_expert_num": 4,
+        },
+    ),
+    # The original length is so short that most queries are scaled.
+    "mistral4": (
+        "mistral4",
+        {
+            **MOE,
+            **TWO_LAYERS,
+            "kv_lora_rank": 256,
+            "qk_rope_head_dim": 16,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
+        },
+    ),
     "moonlight": (
         "deepseek_v3",
         {
@@ -168,11 +233,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("youtu", MLA),  # dense, and the head is the embedding
 }
 
+BIAS = {"longcat_flash": 0.02}
+"""The size of biases, where it is not 0.25: smaller than the scores of a softmax, so that these also choose experts."""
 SHARDS = {"deepseek_v3_sharded": "290KB"}
 
 # Families whose config.json gets the keys of the published checkpoints, and what these say besides.
 PUBLISHED = {
     "deepseek_v2_lite": {"scoring_func": "softmax", "moe_layer_freq": 1},
+    "kimi_k25": {"architectures": ["KimiK25ForConditionalGeneration"]},
     "kimi": {"model_type": "kimi_k2", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     "moonlight": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
 }
@@ -206,11 +274,15 @@ def margin(scores: torch.Tensor, k: int) -> float:
 def build(family: str) -> torch.nn.Module:
     """A model of the family, its weights large enough for attention and routing to have preferences."""
     model_type, changes = FAMILIES[family]
-    config = AutoConfig.for_model(model_type, **{**TINY, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    outer = {} if "text_config" in changes else TINY
+    if "num_layers" in changes:  # LongCat's own name, which sets `num_hidden_layers`, too
+        outer = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "intermediate_size")}
+    config = AutoConfig.for_model(model_type, **{**outer, **changes})
+    known = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    model = known.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name.endswith("bias"):  # the routing's correction bias is a buffer
-            weight.normal_(0, 0.25)
+            weight.normal_(0, BIAS.get(family, 0.25))
         elif isinstance(weight, torch.nn.Parameter):
             weight.normal_(0, 0.25) if weight.ndim > 1 else weight.uniform_(0.5, 1.5)
     return model
@@ -272,15 +344,23 @@ def save(model: torch.nn.Module, family: str, folder: Path) -> None:
     (folder / "generation_config.json").unlink()  # says nothing
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # save_pretrained hides them from other users
+        if "text_config" in FAMILIES[family][1]:
+            # Published checkpoints say `layers`; save_pretrained renames them as it does those of the images' model.
+            saved, published = "language_model.model.blocks.", "language_model.model.layers."
+            weights = {re.sub(f"^{re.escape(saved)}", published, name): held for name, held in load_file(file).items()}
+            save_file(weights, file, metadata={"format": "pt"})
     if family in PUBLISHED:
         path = folder / "config.json"
         config = {**json.loads(path.read_text()), **PUBLISHED[family]}
-        rope = config.pop("rope_parameters")
+        text = config.get("text_config", config)
+        if text is not config:
+            text |= PUBLISHED["kimi"]
+        rope = text.pop("rope_parameters")
         theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
-        config |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"type": kind, **rope}}
-        config["torch_dtype"] = config.pop("dtype")
+        text |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"type": kind, **rope}}
+        text["torch_dtype"] = text.pop("dtype")
         for name in TODAYS_KEYS:
-            config.pop(name, None)
+            text.pop(name, None)
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -297,7 +377,8 @@ def require_same(model: torch.nn.Module, folder: Path, truth: dict[str, np.ndarr
 def require_sparse(model: torch.nn.Module, truth: dict[str, np.ndarray]) -> None:
     """Raise unless attention to all tokens, not to the indexer's choice, continues the longest prompt otherwise."""
     for layer in model.model.layers:
-        layer.self_attn.indexer.index_topk = TINY["max_position_embeddings"]
+        if layer.self_attn.indexer is not None:  # some layers share that of an earlier one
+            layer.self_attn.indexer.index_topk = TINY["max_position_embeddings"]
     prompt = torch.from_numpy(truth["prompts"][-1:]).long()
     logits = model(torch.cat((prompt, torch.from_numpy(truth["tokens"][-1:, :-1]).long()), 1)).logits[0, -STEPS:]
     same = logits.argmax(-1).numpy() == truth["tokens"][-1]

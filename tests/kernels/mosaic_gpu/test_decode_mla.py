@@ -54,6 +54,21 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
 
         suites.assert_a_scan_stacks(lambda cache, layer: self.decode(q, cache, scene, layer), cache)
 
+    @pytest.mark.parametrize(("heads", "tokens"), [(5, 1), (16, 1), (64, 1), (16, 4), (24, 2)])
+    @pytest.mark.parametrize("count", [40, 70])
+    def test_many_requests(self, heads, tokens, count):
+        """With 34 to 66 requests, two CTAs share the keys of each."""
+        lengths = tuple(np.random.default_rng(count).integers(0, 700, count).tolist())
+        lengths = (0, 1, 64, 128, 129, 9000, *lengths[6:])
+        scene = suites.scenes.scene(self.entry(), lengths=lengths)
+        cache, q = (
+            scene.cache(suites.layout_of("BLNHC", self.entry()), 1),
+            suites.queries(self.entry(), count, tokens, heads),
+        )
+
+        found = self.check(q, cache, scene, 1)
+        assert_same_bits(self.check(q, cache, scene, 1)[0], found[0])
+
     @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
     @pytest.mark.parametrize("heads", [16, 64, 128])
     def test_batch_invariant_bits(self, heads, form):
@@ -74,6 +89,10 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     @pytest.mark.parametrize("heads", [5, slow(16), 64])
     def test_lengths_round_the_edges(self, heads):
         self.case((0, 1, 64, 65, 130), heads)
+
+    @pytest.mark.parametrize("heads", [16, 64])
+    def test_two_ctas_share_the_keys_of_each_request(self, heads):
+        self.case((130, 700), heads)  # as many requests as half of the interpreter's partitions
 
     @pytest.mark.parametrize("heads", [8, slow(64)])
     def test_keys_of_very_low_scores_count(self, heads):
@@ -181,7 +200,9 @@ def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
     )
 
     def decode(*arrays):
-        return mosaic_gpu.KERNELS["decode_mla"].run(*arrays, None, pages=layout.pages, entry=entry, logit_cap=cap)
+        return mosaic_gpu.KERNELS["decode_mla"].run(
+            *arrays, None, pages=layout.pages, entry=entry, logit_cap=cap, window=None
+        )
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -11,20 +11,22 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
-from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config
+from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config, default_config_of_fp8
+from jaxkv_kernels.mosaic_gpu.experts.linear import parts_of
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
 from support import suites
 from support.cases import slow
 from support.hopper import kernel_operands, on_hopper, read_early
 from support.suites.experts import arguments, scaled
+from support.suites.linear import operands
 
 
 class Mosaic:
     """What every suite of these kernels says of itself."""
 
     implementation = "mosaic_gpu"
-    gaps = ("`x` of float32", "tokens of 20", "activations rounded to e4m3")
+    gaps = ("`x` of float32", "tokens of 20")
 
 
 @on_hopper
@@ -38,6 +40,30 @@ class TestExperts(Mosaic, suites.Experts):
     @pytest.mark.parametrize("tokens", [1, 100, 2000])
     def test_weights_in_float8_of_a_published_size(self, tokens):
         self.check(scaled(arguments(tokens, count=16, chosen=6, width=2048, inner=1408)))
+
+
+@on_hopper
+class TestLinear(Mosaic, suites.Linear):
+    """The whole suite, on the GPU."""
+
+    gaps = (*Mosaic.gaps, "tokens of 200")
+
+    @pytest.mark.parametrize(("tokens", "width", "results"), [(1, 16384, 7168), (32, 7168, 576), (256, 1536, 24576)])
+    def test_published_sizes(self, tokens, width, results):
+        self.check(*operands(tokens, width, results))
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedLinear(Mosaic, suites.Linear):
+    """One and several tiles of rows and parts of the summed dimension."""
+
+    gaps = (*Mosaic.gaps, "tokens of 200")
+    test_products_are_those_of_float64 = None
+    test_sizes = None
+
+    @pytest.mark.parametrize(("tokens", "width", "results"), [(5, 256, 192), slow(70, 384, 64)])
+    def test_parts(self, tokens, width, results):
+        self.check(*operands(tokens, width, results))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -67,6 +93,17 @@ class TestInterpreted(Mosaic, suites.ExpertChecks):
     def test_weights_in_float8(self, tokens, config, sizes):
         with using(config):
             self.check(scaled(arguments(tokens, **{"width": 128, **sizes})))
+
+    @pytest.mark.slow  # the rounding is XLA's
+    def test_products_of_e4m3_numbers(self):
+        """Those of XLA, but for values that another rounding before moves to the next e4m3 number."""
+        x, *rest = scaled(arguments(9, width=256, inner=128), e4m3_products=True)
+        found = self.run(jaxkv.grouped_swiglu, x, *rest).astype(jnp.float32)
+        right = jaxkv.grouped_swiglu(x, *rest, implementation="xla").astype(jnp.float32)
+        kept = [dataclasses.replace(weight, e4m3_products=False) for weight in rest[2:]]
+        accurate = jaxkv.grouped_swiglu(x, *rest[:2], *kept, implementation="xla")
+        moved, rounded = (np.linalg.norm(other.astype(jnp.float32) - right) for other in (found, accurate))
+        assert moved < rounded / 2
 
     def test_experts_that_do_not_exist_are_skipped(self):
         x, experts, *rest = arguments(9, inner=64)
@@ -108,6 +145,18 @@ def test_published_sizes_in_float8_lower(tokens, dtype, sizes):
     check_lowering(shapes(tokens, *sizes, jnp.dtype(dtype), fp8=True))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "parts"), [((7168, 16384), 2), ((576, 7168), 14), slow((24576, 1536), 2), slow((2048, 7168), 8)]
+)
+@pytest.mark.parametrize("tokens", [1, slow(256)])
+def test_weights_of_dense_products_lower(tokens, sizes, parts):
+    assert tokens > 1 or parts_of(sizes, 1, 1) == parts
+    weight = jax.eval_shape(TileScaled.of, jax.ShapeDtypeStruct(sizes, jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((tokens, sizes[1]), jnp.bfloat16)
+    run = mosaic_gpu.KERNELS["scaled_linear"].run
+    assert kernel_operands(jax.jit(run).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text())
+
+
 def check_lowering(arguments):
     """The call lowers, and its second kernel reads nothing early that the first one does not have."""
     run = mosaic_gpu.KERNELS["grouped_swiglu"].run
@@ -137,20 +186,19 @@ def test_explain_reports_unsupported_calls(sizes, dtype, reason):
 
 
 def test_explain_reports_unsupported_weights_in_float8():
-    arguments = shapes(5, 6, 64, 2048, 704, fp8=True)
-    coarse = [*arguments[:3], *(dataclasses.replace(weight, e4m3_products=True) for weight in arguments[3:])]
+    reason = "inner sizes of 704 values: supports multiples of 128 with weights in float8"
     with interpreting(True):
-        found, other = (
-            jaxkv.explain(jaxkv.grouped_swiglu, *given).reasons["mosaic_gpu"] for given in (arguments, coarse)
-        )
-    assert found == ("inner sizes of 704 values: supports multiples of 128 with weights in float8",)
-    assert other[0].startswith("activations rounded to e4m3: supports")
+        found = jaxkv.explain(jaxkv.grouped_swiglu, *shapes(5, 6, 64, 2048, 704, fp8=True))
+    assert found.reasons["mosaic_gpu"] == (reason,)
 
 
 def test_tiles_hold_the_rows_of_most_experts():
     assert default_config(1, 6, 64).rows == 8
     assert default_config(128, 768, 64).rows == 24
     assert default_config(8192, 8192 * 6, 64) == ExpertsConfig(rows=128, consumers=2)
+    assert default_config_of_fp8(1, 6, 64, 1408) == ExpertsConfig(rows=8, consumers=1)
+    assert default_config_of_fp8(1, 8, 256, 2048) == ExpertsConfig(rows=8, consumers=2)
+    assert default_config_of_fp8(8192, 8192 * 6, 64, 1408) == ExpertsConfig(rows=112, consumers=2)
 
 
 @pytest.mark.parametrize("wrong", [{"rows": 12}, {"rows": 0}, {"rows": 400}, {"consumers": 3}, {"stages": 1}])

@@ -28,6 +28,7 @@ from support.suites.in_place import LargeCaches as LargeCaches
 from support.suites.in_place import WritesInScans as WritesInScans
 from support.suites.indexer import Indexer as Indexer
 from support.suites.indexer import IndexerChecks as IndexerChecks
+from support.suites.linear import Linear as Linear
 from support.suites.merge import Merge as Merge
 from support.suites.writes import WriteChecks as WriteChecks
 from support.suites.writes import Writes as Writes

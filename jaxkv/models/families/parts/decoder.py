@@ -1,12 +1,13 @@
 """The configuration and weights that the decoders of all families have in common."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxkv.dispatch.validate import FLOATS
 from jaxkv.models.config import GQA, MLA, Experts, ModelConfig, Rope
 from jaxkv.models.families.parts import experts as mixture
 from jaxkv.models.families.parts.feed_forward import feed_forward
-from jaxkv.models.json_object import JsonObject
+from jaxkv.models.json_object import REQUIRED, JsonObject
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.tile_scaled import TILE
 
@@ -20,22 +21,29 @@ def read(
     layers: tuple[int, Experts | None] | None = None,
     *,
     tied: bool = False,
+    dtype: Any = REQUIRED,
+    outer: JsonObject | None = None,
 ) -> ModelConfig:
     """Makes the configuration from the given parts and the keys that all families share.
 
     Args:
-      fields: the object of `config.json`.
+      fields: the object of `config.json`, or the one in it that describes the text model.
       attention: the attention of every layer.
       rope: the rotary embedding.
       layers: the number of leading dense layers, and the experts of the others; None if all layers are dense.
       tied: whether the head is tied to the embedding if `tie_word_embeddings` is absent.
+      dtype: the dtype if `dtype` is absent; by default, the key is required.
+      outer: the object of `config.json`, if `fields` is one in it.  The architecture and `tie_word_embeddings` are read
+        from it.
     """
-    if fields.value("quantization_config", None) not in (None, {}):
-        _check_quantisation(fields.child("quantization_config"))
+    outer = outer or fields
+    for held in (fields, outer):
+        if held.value("quantization_config", None) not in (None, {}):
+            _check_quantisation(held.child("quantization_config"))
     fields.choice("hidden_act", "silu", default="silu")
     fields.choice("attention_bias", False, default=False)
     fields.choice("mlp_bias", False, default=False)
-    (architecture,) = fields.value("architectures")
+    (architecture,) = outer.value("architectures")
     vocab_size, num_layers = fields.integer("vocab_size"), fields.integer("num_hidden_layers")
     num_dense_layers, experts = layers or (num_layers, None)
     return ModelConfig(
@@ -47,10 +55,10 @@ def read(
         num_heads=fields.integer("num_attention_heads"),
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=tied),
+        tie_word_embeddings=outer.flag("tie_word_embeddings", default=tied),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         stop_tokens=_stop_tokens(fields, vocab_size),
-        dtype=fields.choice(fields.spelling("dtype", "torch_dtype"), *FLOATS),
+        dtype=fields.choice(fields.spelling("dtype", "torch_dtype"), *FLOATS, default=dtype),
         rope=rope,
         attention=attention,
         experts=experts,
@@ -76,6 +84,11 @@ def _stop_tokens(fields: JsonObject, vocab_size: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+def of_layer(layer: int) -> Callable[..., Weight]:
+    """The function `weight(name, *shape, **options)`, which returns a `Weight` of the layer of that number."""
+    return lambda name, *shape, **options: Weight(f"model.layers.{layer}.{name}", shape, **options)
+
+
 def weights(attention, config: ModelConfig, layer: int) -> dict[str, Any]:
     """The weights of a layer: of a norm, attention, a second norm, and a feed-forward, which is dense or has experts.
 
@@ -85,10 +98,7 @@ def weights(attention, config: ModelConfig, layer: int) -> dict[str, Any]:
       config: the model's configuration.
       layer: the number of the layer, from 0.
     """
-
-    def weight(name: str, *shape: int, **options) -> Weight:
-        return Weight(f"model.layers.{layer}.{name}", shape, **options)
-
+    weight = of_layer(layer)
     tree: dict[str, Any] = {
         "attention_norm": weight("input_layernorm.weight", config.hidden_size),
         "attention": attention(config, config.attention, weight),

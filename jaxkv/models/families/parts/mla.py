@@ -6,8 +6,13 @@ from jaxkv.models.config import MLA, ModelConfig
 from jaxkv.models.json_object import JsonObject
 
 
-def read(fields: JsonObject) -> MLA:
-    """Reads the ranks and head sizes; the result has no indexer."""
+def read(fields: JsonObject, *, q_latent: bool = False) -> MLA:
+    """Reads the ranks and head sizes; the result has no indexer.
+
+    `q_latent` rejects a `q_lora_rank` of null, which stands for queries without a latent.
+    """
+    if q_latent and fields.value("q_lora_rank") is None:
+        raise fields.error("q_lora_rank", "an integer: models of this architecture make queries from a latent")
     rope_head_dim = fields.integer("qk_rope_head_dim", least=2)
     if rope_head_dim % 2:
         raise fields.error("qk_rope_head_dim", "an even number: rotary embedding rotates pairs")

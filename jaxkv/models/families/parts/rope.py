@@ -9,7 +9,9 @@ from jaxkv.models.json_object import REQUIRED, JsonObject
 Scalings = Mapping[str, Callable[[JsonObject], Yarn | Llama3]]
 
 
-def read(fields: JsonObject, scalings: Scalings, *, interleaved: bool, theta: Any = REQUIRED) -> Rope:
+def read(
+    fields: JsonObject, scalings: Scalings, *, interleaved: bool, theta: Any = REQUIRED, partial: float = 1.0
+) -> Rope:
     """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
 
     Args:
@@ -17,8 +19,10 @@ def read(fields: JsonObject, scalings: Scalings, *, interleaved: bool, theta: An
       scalings: functions that read the keys of a scaling, by the supported values of `rope_type` besides "default".
       interleaved: as in `Rope`.
       theta: the value if `rope_theta` is absent; by default, the key is required.
+      partial: the only supported value of `partial_rotary_factor`, which is optional.
     """
-    fields.choice("partial_rotary_factor", 1, 1.0, default=1)
+    factors = (1, 1.0) if partial == 1 else (partial,)
+    fields.choice("partial_rotary_factor", *factors, default=partial)
     spelling = fields.spelling("rope_parameters", "rope_scaling")
     if spelling not in fields:
         return Rope(fields.number("rope_theta", above=1, default=theta), interleaved, None)
@@ -27,7 +31,7 @@ def read(fields: JsonObject, scalings: Scalings, *, interleaved: bool, theta: An
     for held in (values, fields):
         if held.number("rope_theta", above=1, default=theta) != theta:
             raise held.error("rope_theta", f"{theta}, as in `{spelling}`")
-    values.choice("partial_rotary_factor", 1, 1.0, default=1)
+    values.choice("partial_rotary_factor", *factors, default=partial)
     values.choice("truncate", True, default=True)
     kind = values.choice(values.spelling("rope_type", "type"), "default", *scalings)
     return Rope(theta, interleaved, None if kind == "default" else scalings[kind](values))

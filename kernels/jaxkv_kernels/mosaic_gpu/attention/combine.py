@@ -10,7 +10,7 @@ among its warps:
 
 Timeline of a CTA.  `->` names the barrier that a line waits for; `stored` and `merged` are barriers 0 and 1.
 
-    look up the request and its splits        -> wait_for_previous
+    look up the request and its splits        -> wait_for_previous, if there are any
     per group of splits, usually only one:
       load log-sum-exps, scales and values of all splits of the group
       add them by an online softmax over log-sum-exps (base 2)
@@ -108,7 +108,10 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
         wg = lax.axis_index("wg")
         part, columns = floordiv(chunk * parts, split_chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
         request, first, count = (split_requests_ref[n, i] for i in range(3))
-        wait_for_previous(interpret=interpret)  # the attention kernel
+        is_used, is_first = request >= 0, (n == 0) & (step0 == 0) & (chunk == 0)
+        # Idle CTAs do not wait for the attention kernel, which leaves less to do after it.  But one CTA always waits:
+        # kernels that wait for this one rely on the attention kernel having ended, too.
+        pl.when(is_used | is_first)(partial(wait_for_previous, interpret=interpret))
 
         def of_rows(step, n):
             """The index of the n-th split of some rows, and whether it belongs to the request."""
@@ -215,7 +218,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
                 plgpu.barrier_arrive(scratch["barriers"].at[n])
                 plgpu.barrier_wait(scratch["barriers"].at[n])
 
-        @pl.when(request >= 0)
+        @pl.when(is_used)
         def _():
             lax.fori_loop(step0, step0 + steps, combine_rows, None)
 

@@ -96,6 +96,25 @@ class HalvesEpilogue:
         `load_sinks` returns the sinks of the rows, in base 2.  They are not applied to splits, because `combine`
         applies them.
         """
+
+        def finalize(*sinks):
+            return self.finalize(side, row_sum, running_max, *sinks)
+
+        self.store_final(side, acc, finalize, request, split, stage, load_sinks)
+
+    def finalize(self, side: int, row_sum, running_max, *sinks):
+        """What `OnlineSoftmax.finalize` returns of the row sums of both consumers, which both call this."""
+        self.stats[1 + side] = row_sum.sum(axis=1)
+        self.wait_for_both()
+        sums = plgpu.load(self.stats.at[1], layout=ROW) + plgpu.load(self.stats.at[2], layout=ROW)
+        inverse, lse = self.softmax.finalize(sums, running_max, *sinks)
+        return (inverse if self.value_scale is None else inverse * self.value_scale), lse
+
+    def store_final(
+        self, side: int, acc, finalize: Callable[..., Any], request, split, stage,
+        load_sinks: Callable[[], Any] | None = None,
+    ) -> None:  # fmt: skip
+        """As `store`, with `finalize` to get the factors that normalize `acc`, and log-sum-exps in base 2."""
         out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = self.refs
         rows = pl.ds(self.first_row, TILE)
 
@@ -103,13 +122,6 @@ class HalvesEpilogue:
             stage[...] = values
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(stage, to.at[place, rows, half_columns(side, to.shape[-1], request)])
-
-        def finalize(*sinks):
-            self.stats[1 + side] = row_sum.sum(axis=1)
-            self.wait_for_both()
-            sums = plgpu.load(self.stats.at[1], layout=ROW) + plgpu.load(self.stats.at[2], layout=ROW)
-            inverse, lse = self.softmax.finalize(sums, running_max, *sinks)
-            return (inverse if self.value_scale is None else inverse * self.value_scale), lse
 
         @pl.when(split < 0)
         def _():

@@ -1,15 +1,16 @@
 """Masks scores, and clears values that no row sees, because products still read them."""
 
 import math
+from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import zero_rows
 
 MASKED = -math.inf
 """The score of a masked key."""
@@ -36,23 +37,18 @@ def apply_mask(
 
 
 def clear_values(
-    values_ref, first_column: int, columns: int, table: PageTable, request, first_token, length, *, first_seen=None
-):
+    keys_ref, place: tuple[Any, ...], first_column: int, columns: int, table: PageTable, request, first_token, length,
+    *, first_seen=None, interpret: bool,
+):  # fmt: skip
     """Zeroes, in shared memory, the values of tokens that no row sees.  Their weights are 0, but 0 * NaN is NaN.
 
-    These are the tokens from `length` on, those before `first_seen`, and those in blocks outside the cache.
+    These are the tokens from `length` on, those before `first_seen`, and those in blocks outside the cache.  The values
+    are `columns` columns, from `first_column` on, of the tile `keys_ref[place]` [64, keys and values].
     """
-    token = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=WGMMA) + first_token
-
-    def clear(c, carry):  # a loop, because unrolled code would spill registers even in tiles without a mask
-        part = values_ref.at[:, pl.ds(pl.multiple_of(first_column + c * TILE, TILE), TILE)]
-        values = plgpu.load(part, layout=WGMMA)
-        zero = jnp.zeros((), values.dtype)
-        values = jnp.where(token < length, values, zero)
-        if first_seen is not None:
-            values = jnp.where(token >= first_seen, values, zero)
-        part[...] = table.mask_unknown(request, first_token, token, values, 0)
-        return carry
-
-    lax.fori_loop(0, columns // TILE, clear, 0)
+    clear = partial(zero_rows, keys_ref, place, first_column, columns, interpret=interpret)
+    clear(length - first_token, jnp.int32(TILE))
+    if first_seen is not None:
+        clear(jnp.int32(0), first_seen - first_token)
+    for low, known in table.known_copies(request, first_token):
+        clear(jnp.int32(low), jnp.where(known, 0, low + table.copy_rows))
     plgpu.commit_smem()

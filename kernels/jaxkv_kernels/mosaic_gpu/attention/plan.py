@@ -12,7 +12,7 @@ A work tile is the part of a request that lies in one partition.  The work tiles
 splits, which `combine` merges.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.mosaic_gpu.attention.config import (
+    CTAS,
     FEW_ROWS,
     PAIR,
     TILE,
@@ -55,6 +56,8 @@ class Plan:
     """[requests, 3]: a request that was split (-1: none), its first split, its number of splits."""
     max_splits: int = field(metadata={"static": True})
     """The most splits of all requests together."""
+    shared: bool = field(default=False, metadata={"static": True})
+    """Whether two CTAs share the keys of each work tile; see `sharing.py`."""
 
     @property
     def num_partitions(self) -> int:
@@ -84,12 +87,28 @@ def plan_decode(
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
     partitions = 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)
     step = PAIR if isinstance(config, WideConfig | QuantisedWideConfig | KVConfig) else TILE
-    return make_plan(
+    costs, shared = config.split_costs, False
+    # A batch-invariant plan must not depend on how many requests there are.
+    if isinstance(config, WideConfig | FewRowsConfig) and row_tiles == 1 and not batch_invariant:
+        shared = shares_keys(seq_lens.size, partitions)
+    if shared:
+        partitions, costs = partitions // CTAS, costs.of_shared_steps()
+    plan = make_plan(
         seq_lens, block_tables, partitions=partitions, tokens=tokens, block_size=pages.block_size,
         num_blocks=pages.num_blocks, window=window, batch_invariant=batch_invariant,
-        step=step, costs=config.split_costs,
+        step=step, costs=costs,
         by_kernel=not interpreting.value,
     )  # fmt: skip
+    return replace(plan, shared=shared)
+
+
+def shares_keys(requests: int, partitions: int) -> bool:
+    """Whether two CTAs share the keys of each work tile.
+
+    They do if there are enough pairs of CTAs for each request to have one, but not two: with fewer requests, most are
+    split among several pairs, and merging in pairs first takes longer.
+    """
+    return CTAS * requests <= partitions < 2 * CTAS * requests
 
 
 def by_slots(entry, rows: int) -> bool:

@@ -15,7 +15,7 @@ from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.tile_scaled import TILE, num_tiles
+from jaxkv_kernels.tile_scaled import TILE, num_tiles, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.linear import scaled_linear as by_xla
 
@@ -48,6 +48,8 @@ def parts_of(shape: tuple[int, int], tiles: int, consumers: int) -> int:
 
 @partial(jax.jit, static_argnames=("config", "interpret"))
 def _linear(x, weight, *, config, interpret):
+    if weight.e4m3_products:
+        x = rounded_to_e4m3(x)
     count = -(-len(x) // config.rows)
     parts = parts_of(weight.shape, count, config.consumers)
     rows = in_positions(jnp.pad(x, ((0, count * config.rows - len(x)), (0, 0))))

@@ -46,7 +46,16 @@ RESERVED = 2048
 
 
 def products(
-    rows, matrices, scales, tiles, following=(), *, parts: int = 0, config: ExpertsConfig, interpret: bool
+    rows,
+    matrices,
+    scales,
+    tiles,
+    following=(),
+    *,
+    early: bool = False,
+    parts: int = 0,
+    config: ExpertsConfig,
+    interpret: bool,
 ) -> jax.Array:
     """The products of each row with the matrices of its expert.
 
@@ -57,8 +66,9 @@ def products(
       scales: for e4m3 matrices, the scales of each, float32 [E, ceil(I / 128), D / 128].  Values of rows, and those
         of the result, are then in the order of `e4m3.in_positions`.
       tiles: experts [M], first rows [M] and sizes [M], both in units of 8 rows, and the number of tiles [1].
-      following: the matrices of a call on the result, which follows this one; it has the same `tiles`, and none
-        following it.
+      following: the matrices and scales of a call on the result, which follows this one; it has the same `tiles`, and
+        is `early`.
+      early: whether the previous kernel was such a call, so that weights can be loaded while it is still running.
       parts: if positive, rows are multiplied with one matrix [1, I, D], of which each tile takes one of so many equal
         parts of the summed dimension: `tiles` has numbers of parts instead of experts.
       config: the configuration.
@@ -85,7 +95,6 @@ def products(
         next_refs, (out_ref, w_s, x_s, out_s, full, free, *a_s) = refs[: len(following)], refs[len(following) :]
         expert_ref, start_ref, size_ref, count_ref = tile_refs
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-        early = not following and not parts  # whether the kernel before this one has the tiles and the weights
         if not early:
             wait_for_previous(interpret=interpret)
         if following:

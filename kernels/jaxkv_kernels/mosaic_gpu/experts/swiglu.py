@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.expert_groups import expert_groups
-from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, default_config
+from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.tile_scaled import TileScaled
+from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 
 
@@ -23,7 +23,9 @@ def grouped_swiglu(x, experts, weights, gate, up, down):
     """Maps x [T, D], of which each token has chosen K experts, to [T, D]."""
     if not experts.size:
         return jnp.zeros_like(x)
-    config = configuration(default_config(x.shape[0], experts.size, gate.shape[0]))
+    sizes = x.shape[0], experts.size, gate.shape[0]
+    fp8 = isinstance(gate, TileScaled)
+    config = configuration(default_config_of_fp8(*sizes, gate.shape[1]) if fp8 else default_config(*sizes))
     return _swiglu(x, experts, weights, gate, up, down, config=config, interpret=bool(interpreting.value))
 
 
@@ -32,13 +34,18 @@ def _swiglu(x, experts, weights, gate, up, down, *, config, interpret):
     groups = expert_groups(experts, gate.shape[0], tile=config.rows, align=ALIGN)
     tiles = groups.experts, groups.starts // ALIGN, groups.sizes // ALIGN, groups.count.reshape(1)
     rows, first, second, scales = x[groups.tokens], (gate, up), (down,), ((), ())
-    if scaled := isinstance(gate, TileScaled):
-        rows = in_positions(rows)
+    scaled = isinstance(gate, TileScaled)
+    rounds = scaled and gate.e4m3_products
+    if scaled:
+        rows = in_positions(rounded_to_e4m3(rows) if rounds else rows)
         scales = (gate.scales, up.scales), (down.scales,)
         first, second = (gate.values, up.values), (down.values,)
     options = {"config": config, "interpret": interpret}
-    inner = products(rows, first, scales[0], tiles, (*second, *scales[1]), **options)
-    results = products(inner, second, scales[1], tiles, **options)
+    following = () if rounds else (*second, *scales[1])
+    inner = products(rows, first, scales[0], tiles, following, **options)
+    if rounds:
+        inner = rounded_to_e4m3(inner)  # each 128 values have another order, but are the same
+    results = products(inner, second, scales[1], tiles, early=not rounds, **options)
     total = jnp.zeros(x.shape, jnp.float32)
     for rows, shares in zip(groups.rows.T, weights.T, strict=True):
         chosen = results.at[rows].get(mode="clip").astype(jnp.float32)

@@ -55,11 +55,17 @@ class PageTable:
             token = lax.rem(first_token + first_row, jnp.int32(self.pages.block_size))
             yield first_row, jnp.where(self.known(block), block, 0), token
 
+    def known_copies(self, request, first_token):
+        """Yields the row in a tile where each copy begins, and whether its block is in the cache."""
+        for c in range(copies_per_tile(self.pages)):  # one at a time: registers are scarce where this is called
+            row = c * self.copy_rows
+            yield row, self.known(self.block(request, first_token + row))
+
     def mask_unknown(self, request, first_token, token, x, fill):
         """A tile `x`, with `fill` at tokens of unknown blocks; `token`, of the same shape, has each element's token."""
         fill = jnp.asarray(fill, x.dtype)
-        for c in range(copies_per_tile(self.pages)):  # one at a time: registers are scarce where this is called
-            low = first_token + c * self.copy_rows
-            high = low + jnp.where(self.known(self.block(request, low)), 0, self.copy_rows)
+        for row, known in self.known_copies(request, first_token):
+            low = first_token + row
+            high = low + jnp.where(known, 0, self.copy_rows)
             x = jnp.where(token < low, x, jnp.where(token < high, fill, x))
         return x

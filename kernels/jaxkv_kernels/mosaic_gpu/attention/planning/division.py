@@ -20,6 +20,8 @@ LOADED_AT_ONCE = 4
 INVARIANT_SPLITS, INVARIANT_TOKENS = 8, 1024
 """Of a batch-invariant plan: the most splits of a request, and the fewest tokens of a split."""
 HUGE = 2**31 - 1
+UNDIVIDED = 2**23
+"""The length of a partition, in steps, in a division that leaves requests whole: more than any request has."""
 WARP = 32
 
 
@@ -97,8 +99,17 @@ class Problem:
 
     @property
     def candidates(self) -> int:
-        """How many divisions are compared: with `fewest` to `partitions` partitions, first with gaps, then without."""
-        return (self.partitions + 1 - self.fewest) * (1 if self.costs.overhead == 0 else 2)
+        """How many divisions are compared.
+
+        These are divisions into `fewest` to `partitions` partitions, first with gaps, then without, and, if there are
+        enough partitions, one that leaves all requests whole.
+        """
+        return (self.partitions + 1 - self.fewest) * (1 if self.costs.overhead == 0 else 2) + self.may_be_whole
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether each request can have a partition of its own."""
+        return self.batch <= self.partitions
 
     @property
     def boundaries(self) -> int:
@@ -136,14 +147,14 @@ class Division:
         keys = lengths - origin
         sizes = jnp.where(valid, _ceil_div(keys, problem.step), 0)
         sums = vectors.cumsum(sizes)
-        self._of = vectors.tables(sums=sums)
+        self._of = vectors.tables(sums=sums, sizes=sizes)
         self._total = vectors.read(self._of["sums"], problem.batch - 1)
         if problem.batch_invariant:
-            gap = jnp.int32(problem.costs.overhead)
+            gap, laid_out = jnp.int32(problem.costs.overhead), jnp.int32(1)
             self._length = _ceil_div(self._total + problem.batch * gap, problem.partitions)
         else:
-            gap, self._length = self._least_cost(sizes, sums)
-        begins = sums - sizes + gap * request
+            gap, self._length, laid_out = self._least_cost(sizes, sums)
+        begins = laid_out * (sums - sizes) + gap * request
         if problem.batch_invariant:
             counts = jnp.clip(_div(sizes, INVARIANT_TOKENS // problem.step), 1, INVARIANT_SPLITS)
             first = begins
@@ -157,14 +168,17 @@ class Division:
         unmasked_end = _div(jnp.maximum(keys - (problem.tokens - 1), 0), problem.step)
         unmasked_end = jnp.where(unknown() != 0, 0, unmasked_end)
         self._of |= vectors.tables(
-            before=after - counts, counts=counts, sizes=sizes, begins=begins, first=first, keys=keys,
+            before=after - counts, counts=counts, begins=begins, first=first, keys=keys,
             unmasked_end=unmasked_end, first_split=first_split, origin=origin, after=after,
         )  # fmt: skip
         self._tiles = vectors.read(self._of["after"], problem.batch - 1)
         self._own = request, is_split, first_split, counts
 
     def _least_cost(self, sizes, sums):
-        """The gap between requests and the length of a partition, both in steps."""
+        """The gap between requests and the length of a partition, both in steps, and whether requests lie end to end.
+
+        If they do not (0), each begins at a partition of its own, which it does not leave: the "gap" is the length.
+        """
         problem, v, costs = self._problem, self._v, self._problem.costs
         partitions, batch, overhead = problem.partitions, problem.batch, costs.overhead
         count, width, with_gaps = problem.candidates, problem.boundaries, partitions + 1 - problem.fewest
@@ -175,6 +189,8 @@ class Division:
         candidate = v.iota(count)
         used = problem.fewest + candidate - jnp.where(candidate < with_gaps, 0, with_gaps)
         length = jnp.maximum(_ceil_div(self._total + batch * gap_of(candidate), used), costs.least)
+        if problem.may_be_whole:
+            length = jnp.where(candidate < count - 1, length, UNDIVIDED)
         tables = v.tables(lengths=length, without_gaps=sums - sizes)
 
         def evaluate(element):
@@ -189,6 +205,11 @@ class Division:
             inside = jnp.where((found > 0) & (reached < end), 1, 0)
             passed = jnp.where(found > 0, jnp.minimum(end, reached), 0) + overhead * found
             load = v.following(passed) - passed + overhead * inside
+            if problem.may_be_whole:
+                size = v.take(self._of["sizes"], jnp.minimum(boundary, batch - 1))
+                own = jnp.where(boundary < batch, size + overhead, 0)
+                is_divided = candidate < count - 1
+                load, inside = jnp.where(is_divided, load, own), jnp.where(is_divided, inside, 0)
             real = (boundary < partitions) & (within - WARP * _div(within, WARP) < WARP - 1)
             return jnp.where(real, load, 0), jnp.where(real, inside, 0)
 
@@ -199,7 +220,11 @@ class Division:
             return SPLIT_COST_UNIT * load + jnp.where(split > 0, costs.combining, 0) + costs.split * split
 
         best = v.first_least(count, cost)
-        return gap_of(best), v.read(tables["lengths"], best)
+        gap, length, laid_out = gap_of(best), v.read(tables["lengths"], best), jnp.int32(1)
+        if problem.may_be_whole:
+            is_whole = best == count - 1
+            gap, laid_out = jnp.where(is_whole, length, gap), jnp.where(is_whole, 0, laid_out)
+        return gap, length, laid_out
 
     def work_tiles(self, tile, request=None) -> tuple[tuple[Any, ...], Any, Any]:
         """For work tiles by number: columns of `WorkTile`, partitions, and whether each is the last of its request.

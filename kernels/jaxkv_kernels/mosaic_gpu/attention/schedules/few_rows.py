@@ -8,7 +8,9 @@ few queries its columns:
 
 The schedule is memory-bound: the tensor cores are busy for half of the time that a tile takes to load.
 
-Work.  A CTA of two warpgroups walks its partition of the plan: work tiles, each a range of key tiles of a request.
+Work.  A CTA of two warpgroups walks its partition of the plan: work tiles, each a range of key tiles of a request.  If
+the plan is shared, a cluster of two CTAs walks a partition.  Each CTA has half of the keys of a work tile.  At its end,
+the second CTA sends its result to the first one, which merges and stores it (`sharing.py`).
 
 Timeline, downwards; `->` names the barrier that a line waits for.
 
@@ -51,18 +53,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE, FewRowsConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, TILE, FewRowsConfig
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.attention.sharing import PLACES, Exchange, exchange_types, merge_factors, own_steps
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.runtime.registers import over_rows, zeros
+from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, filled, over_rows, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
@@ -80,14 +83,21 @@ def attend_few_rows(
 
     def body(
         q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
-        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
-        q, qr, k, p, stats, q_full, done, k_full, k_free
+        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref, *exchange_refs,
+        q, qr, k, p, stats, q_full, done, k_full, k_free, **exchange_memory
     ):  # fmt: skip
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
-        partition, wg = (lax.axis_index(axis) for axis in ("partition", "wg"))
+        partition, cta, wg = (lax.axis_index(axis) for axis in ("partition", "cta", "wg"))
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         table = PageTable(table_ref, pages)
+
+        stores = cta == 0 if plan.shared else True
+
+        def own_part(tile):
+            return own_steps(tile, cta, TILE) if plan.shared else tile
+
         first, end, first_tile = load_work_range(partitions_ref, partition)
+        first_tile = own_part(first_tile)
 
         def query_stage_of(n):
             return lax.rem(n - first, jnp.int32(query_stages))
@@ -123,11 +133,11 @@ def attend_few_rows(
                     for i, to in enumerate(per_row_to):
                         plgpu.copy_smem_to_gmem(stats.at[stage, i], to)
 
-                @pl.when(split < 0)
+                @pl.when(stores & (split < 0))
                 def _():
                     store_to(out_ref.at[request], lse_ref.at[request])
 
-                @pl.when(split >= 0)
+                @pl.when(stores & (split >= 0))
                 def _():
                     store_to(split_out_ref.at[split], split_lse_ref.at[split], split_scale_ref.at[split, 0])
 
@@ -144,7 +154,7 @@ def attend_few_rows(
 
             def run(n, carry):
                 used, found, (request, begin, end, *_) = carry
-                ahead = load_work_tile(work_tiles_ref, n + 1)
+                ahead = own_part(load_work_tile(work_tiles_ref, n + 1))
                 carry = fetch(request, begin, (used, found))
                 fetch_queries(request, n)
                 next_found = look_up_first(ahead)  # early, while keys of this work tile are still to be fetched
@@ -190,7 +200,7 @@ def attend_few_rows(
 
                 @pl.when(masked)
                 def _():
-                    clear_values(k.at[stage], 0, LATENT, table, request, i * TILE, length)
+                    clear_values(k, (stage,), 0, LATENT, table, request, i * TILE, length, interpret=interpret)
 
                 values = k.at[stage, :, pl.ds(0, LATENT)].transpose((1, 0))
                 acc, _ = multiply_add(acc, values, p.transpose((1, 0)), scratch=p if interpret else None)
@@ -204,9 +214,44 @@ def attend_few_rows(
                     stats[query_stage, i] = x
                 plgpu.commit_smem()
 
+            def as_split(values):
+                """Values of a split, and their scales."""
+                parts = [values[at : at + TILE] for at in range(0, LATENT, TILE)]
+                # Reduces over the parts first, which needs no exchange between lanes.
+                magnitude = split_scale(reduce(jnp.maximum, [jnp.maximum(x, -x) for x in parts]).max(axis=0))
+                values = (values * over_rows(1 / magnitude, LATENT)).astype(SPLIT_DTYPE)
+                return lax.bitcast_convert_type(values, dtype), magnitude
+
+            def merge(n, values, lse):
+                """Merges the results of both CTAs in the first one."""
+                exchange = Exchange.of(exchange_refs, partition, exchange_memory, cta)
+                place, staged = lax.rem(n - first, jnp.int32(PLACES)), q.at[query_stage_of(n)]
+
+                def send():
+                    @pl.when(n > first)
+                    def _():
+                        plgpu.barrier_wait(exchange.sent)  # the other CTA has read what is in this place
+
+                    staged.transpose((1, 0))[...], exchange.rows[0, 1] = as_split(values)
+                    exchange.rows[0, 0] = lse
+                    exchange.send(staged, place)
+                    return values, lse
+
+                def receive():
+                    plgpu.barrier_arrive(exchange.sent)
+                    exchange.receive(staged, place)
+                    others = plgpu.load(staged.transpose((1, 0)), layout=WGMMA)
+                    others = lax.bitcast_convert_type(others, SPLIT_DTYPE).astype(jnp.float32)
+                    of_other = (plgpu.load(exchange.rows.at[1, i], layout=COLUMN) for i in range(2))
+                    own, other, merged = merge_factors(softmax, lse, filled(COLUMN, 1, rows), *of_other)
+                    plgpu.commit_smem()  # all lanes have read `staged`
+                    return values * over_rows(own, LATENT) + others * over_rows(other, LATENT), merged
+
+                return lax.cond(cta == 0, receive, send)
+
             def run(n, carry):
                 used, (request, begin, end, length, unmasked_end, split, _) = carry
-                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                ahead = own_part(load_work_tile(work_tiles_ref, n + 1))  # the loads proceed while this one is computed
                 length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
                 query_stage = query_stage_of(n)
                 plgpu.barrier_wait(q_full.at[query_stage])
@@ -215,36 +260,41 @@ def attend_few_rows(
                 used, acc, running_max, row_sum = lax.fori_loop(begin, end, tile, carry)
                 inverse, lse = softmax.finalize(row_sum.sum(axis=0), running_max)
                 acc = acc * over_rows(inverse, LATENT)
+                if plan.shared:
+                    acc, lse = merge(n, acc, lse)
 
-                @pl.when(split < 0)
+                @pl.when(stores & (split < 0))
                 def _():
                     stage_result(query_stage, acc.astype(dtype), lse * (1 / LOG2E))
 
-                @pl.when(split >= 0)
+                @pl.when(stores & (split >= 0))
                 def _():
-                    parts = [acc[at : at + TILE] for at in range(0, LATENT, TILE)]
-                    # Reduces over the parts first, which needs no exchange between lanes.
-                    magnitude = split_scale(reduce(jnp.maximum, [jnp.maximum(x, -x) for x in parts]).max(axis=0))
-                    values = (acc * over_rows(1 / magnitude, LATENT)).astype(SPLIT_DTYPE)
-                    stage_result(query_stage, lax.bitcast_convert_type(values, dtype), lse, magnitude)
+                    values, magnitude = as_split(acc)
+                    stage_result(query_stage, values, lse, magnitude)
 
                 plgpu.barrier_arrive(done.at[query_stage])
                 return used, ahead
 
             lax.fori_loop(first, end, run, (jnp.int32(0), first_tile))
+            if plan.shared:  # every completion of a barrier must be waited for
+                pl.when((cta == 1) & (end > first))(lambda: plgpu.barrier_wait(exchange_memory["sent"]))
 
         lax.cond(wg == 0, consumer, producer)
 
-    return kernel(
+    outputs = result_types(
+        (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=rows, split_lse=rows, scales=1
+    )
+    exchanged, exchange_scratch = exchange_types(plan.num_partitions, rows, LATENT, dtype) if plan.shared else ((), {})
+    found = kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
         reduction_bytes=128 * rows,    # for maxima across warps: a place for each lane of each warp
-        out_type=result_types(
-            (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=rows, split_lse=rows, scales=1
-        ),
+        out_type=(*outputs, *exchanged),
         grid=(plan.num_partitions,),
         grid_names=("partition",),
+        cluster=(CTAS if plan.shared else 1,),
+        cluster_names=("cta",),
         num_threads=2,
         thread_name="wg",
         kernel_name="decode_mla",
@@ -258,8 +308,10 @@ def attend_few_rows(
             "done": plgpu.Barrier(num_barriers=query_stages),
             "k_full": plgpu.Barrier(num_arrivals=copies_per_tile(pages), num_barriers=stages),
             "k_free": plgpu.Barrier(num_barriers=stages),
+            **exchange_scratch,
         },
     )(
         q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
+    return found[:5]

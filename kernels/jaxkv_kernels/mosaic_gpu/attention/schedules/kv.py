@@ -279,8 +279,8 @@ def attend_kv(
                     def _():
                         first_token = first_token_of(tile, i, side)
                         clear_values(
-                            kv.at[stage], head_dim, value_dim, table, request, first_token, length,
-                            first_seen=first_seen,
+                            kv, (stage,), head_dim, value_dim, table, request, first_token, length,
+                            first_seen=first_seen, interpret=interpret,
                         )  # fmt: skip
 
                     values = kv.at[stage, :, pl.ds(head_dim, value_dim)]

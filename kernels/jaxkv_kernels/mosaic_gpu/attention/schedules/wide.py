@@ -3,7 +3,9 @@
 Work.  A tile is 64 rows (query tokens x heads of a request) by 64 keys.  A CTA owns 64 rows and walks its partition of
 the plan: work tiles, each a range of pairs of key tiles of a request.  If the rows of a request are an even number of
 tiles (65 to 128 rows, say), two CTAs form a cluster, and TMA multicast brings each key tile to both.  With an odd
-number (up to 64 rows, or 129 to 192) there is no cluster.
+number (up to 64 rows, or 129 to 192) there is no such cluster.  If the plan is shared, which takes a single tile of
+rows, two CTAs form a cluster as well: each has half of the keys of a work tile, and the two merge their results at its
+end (`sharing.py`).
 
 Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O,
 64 x 256 float32 in 128 registers per lane.  `->` names the barrier that a line waits for (producer: on the next line).
@@ -17,9 +19,9 @@ Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer war
     (-> k_full[0], k_full[1])      O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
                                      arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
 
-Only clusters prefetch to the L2 cache, and only if `prefetch` is set and tokens are contiguous.  If a pair needs a
-mask, scores are masked before the softmax, and each consumer zeroes the values of unseen tokens in its own half of the
-tile before it multiplies them.
+Only CTAs that share key tiles prefetch to the L2 cache, and only if `prefetch` is set and tokens are contiguous.  If a
+pair needs a mask, scores are masked before the softmax, and each consumer zeroes the values of unseen tokens in its own
+half of the tile before it multiplies them.
 
 Around the pairs of a work tile:
 
@@ -47,27 +49,6 @@ the same, with these differences, which leave enough registers for the producer:
 Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
 lane for consumers and 72 for the producer.
 
-Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
-    q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] (1)
-    q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
-                       last time (1).  So the queries of the next work tile are loaded while this one ends.
-    k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
-    k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
-                       cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the
-                       result of a work tile, and are freed once TMA has read it.
-    s_issued           S0's products have been issued (1)
-    p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
-    both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
-                       the row sums of both are in stats[1:3]
-These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after K0
-has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
-the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
-TMA or wgmma after commit_smem, or after `both`.
-
-Epilogue.  Whole results need the row sums of both consumers.  A split stores its values before those are known: each
-consumer divides its half of a row by the half's own largest magnitude.  Only the scales and log-sum-exps, stored after
-the values, wait for the row sums of the other consumer.
-
 Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1 KiB = 225 KiB of
 227.  Registers: 240 per lane for consumers, 24 for the producer.
 """
@@ -80,7 +61,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.mosaic_gpu.attention import sharing
 from jaxkv_kernels.mosaic_gpu.attention.config import (
+    CTAS,
     HALF,
     PAIR,
     TILE,
@@ -124,7 +107,7 @@ def attend_wide(
     batch, rows, _ = q_latent.shape
     row_tiles = -(-rows // TILE)
     quantised = isinstance(config, QuantisedWideConfig)
-    cluster = 2 if row_tiles % 2 == 0 else 1
+    cluster = 2 if row_tiles % 2 == 0 else 1  # CTAs that share key tiles by multicast
     groups = row_tiles // cluster
     view = token_rows(pages)
     dtype = q_latent.dtype
@@ -134,12 +117,20 @@ def attend_wide(
     multicast: Any = {"collective_axes": "cta"} if cluster > 1 else {}
     prefetching = config.prefetch and cluster > 1 and pages.token_stride == pages.width
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+    outputs = result_types(
+        (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=padded, split_lse=row_tiles * TILE, scales=2
+    )
+    sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}
+    scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, **sizes)
+    if plan.shared:
+        exchanged, scratch = sharing.exchange_types(plan.num_partitions, TILE, HALF, dtype)
+        outputs, scratch_types = (*outputs, *exchanged), scratch_types | scratch
 
     def body(
         q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, *refs, stats, operands: Any = None, **memory
     ):  # fmt: skip
-        *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[:-5]
-        results = refs[-5:]
+        *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[: -len(outputs)]
+        results, exchange_refs = refs[-len(outputs) :][:5], refs[-len(outputs) :][5:]
         # Views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
         if quantised:
             (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = (memory[n] for n in ("q", "qr", "k", "r"))
@@ -154,15 +145,18 @@ def attend_wide(
         r_landed = [memory["r_landed"].at[n] for n in range(2)] if quantised else r_full
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
-        row_tile = group * cluster + cta
+        row_tile = group if plan.shared else group * cluster + cta
         first_row = row_tile * TILE
         table = PageTable(table_ref, pages)
+
+        def own_part(tile):
+            return sharing.own_steps(tile, cta, PAIR) if plan.shared else tile
 
         def load_work():
             """The work of this CTA, and the layer, in independent loads."""
             first, end, tile = load_work_range(partitions_ref, partition)
             layer = layer_ref[0]
-            return first, end, tile, layer, (layer >= 0) & (layer < pages.num_layers)
+            return first, end, own_part(tile), layer, (layer >= 0) & (layer < pages.num_layers)
 
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
@@ -234,7 +228,7 @@ def attend_wide(
                         convert(1)
                     # After the copies are issued, since spilling these values to local memory would wait for the load.
                     next_tile = lax.cond(
-                        i == begin, lambda: load_work_tile(work_tiles_ref, n + 1)[:3], lambda: next_tile
+                        i == begin, lambda: own_part(load_work_tile(work_tiles_ref, n + 1))[:3], lambda: next_tile
                     )
                     return used + 1, ahead, next_tile
 
@@ -264,7 +258,11 @@ def attend_wide(
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile, _, in_cache = load_work()
             value_scale = kv_scale_refs[0][0] if quantised else None
-            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
+            storing = results, stats, wait_for_both, softmax, first_row, stored, value_scale
+            epilogue = HalvesEpilogue(*storing)
+            if plan.shared:
+                exchange = sharing.Exchange.of(exchange_refs, partition, memory, cta)
+                epilogue = sharing.SharedEpilogue(*storing, exchange=exchange)
             scale = scale_ref[0] * LOG2E
 
             def load_queries():
@@ -317,7 +315,8 @@ def attend_wide(
                 return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
             def clear(i, t, request, length):
-                clear_values(k.at[opaque_zero(i) + t, side], 0, HALF, table, request, (2 * i + t) * TILE, length)
+                place, first_token = (opaque_zero(i) + t, jnp.int32(side)), (2 * i + t) * TILE
+                clear_values(k, place, 0, HALF, table, request, first_token, length, interpret=interpret)
 
             def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
@@ -396,7 +395,7 @@ def attend_wide(
             step = (pair0, pair1)[side]
 
             def run(n, tile: WorkTile):
-                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                ahead = own_part(load_work_tile(work_tiles_ref, n + 1))  # the loads proceed while this one is computed
                 request, begin, end, length, unmasked_end, split, _ = tile
                 length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
                 queries = load_queries()
@@ -414,7 +413,11 @@ def attend_wide(
                 acc, running_max, row_sum = carry
 
                 stage = stages.at[opaque_zero(last) + 1, side]
-                epilogue.store(side, acc, row_sum, running_max, request, split, stage)
+                found = side, acc, row_sum, running_max, request, split, stage
+                if isinstance(epilogue, sharing.SharedEpilogue):
+                    epilogue.store_shared(*found, place=lax.rem(n - first, jnp.int32(sharing.PLACES)))
+                else:
+                    epilogue.store(*found)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free[2 + side])
                 return ahead
@@ -424,21 +427,16 @@ def attend_wide(
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
-    sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}
-    scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, **sizes)
     kv_scales = [jnp.reshape(kv_scale, (1,))] if quantised else []
 
-    return kernel(
+    found = kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
-        out_type=result_types(
-            (batch,), plan.max_splits, dtype,
-            rows=rows, width=LATENT, lse=padded, split_lse=row_tiles * TILE, scales=2,
-        ),
+        out_type=outputs,
         grid=(groups, plan.num_partitions),
         grid_names=("group", "partition"),
-        cluster=(cluster,),
+        cluster=(CTAS if plan.shared else cluster,),
         cluster_names=("cta",),
         num_threads=3,
         thread_name="wg",
@@ -448,3 +446,4 @@ def attend_wide(
         q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
+    return found[:5]

@@ -1,4 +1,22 @@
-"""Shared memory and barriers of `schedules/wide.py`, with plain entries and with quantised ones."""
+"""Shared memory and barriers of `schedules/wide.py`, with plain entries and with quantised ones.
+
+Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
+    q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] (1)
+    q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
+                       last time (1).  So the queries of the next work tile are loaded while this one ends.
+    k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
+    k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
+                       cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the
+                       result of a work tile, and are freed once TMA has read it.
+    s_issued           S0's products have been issued (1)
+    p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
+    both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
+                       the row sums of both are in stats[1:3]
+These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after K0
+has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
+the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
+TMA or wgmma after commit_smem, or after `both`.
+"""
 
 from typing import Any
 

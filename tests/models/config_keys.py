@@ -1,0 +1,96 @@
+"""The keys of the recorded configurations: which may be absent, null, or anything at all, by family."""
+
+Q_LATENT = {"deepseek_v32", "glm5", "longcat_flash"}
+"""Families that have no configuration without a latent of the queries."""
+
+IGNORED = {
+    "attention_dropout",
+    "bos_token_id",
+    "embedding_initializer_range",
+    "head_dim",
+    "initializer_range",
+    "layer_types",
+    "model_type",
+    "num_key_value_heads",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "qk_head_dim",
+    "transformers_version",
+    "use_cache",
+}
+"""Keys of the recorded configurations on which no model depends."""
+IGNORED_OBJECTS = {"vision_config"}
+"""Objects of the recorded configurations on which no model depends."""
+IGNORED_BESIDE = {
+    "deepseek_v32": {"first_k_dense_replace"},  # has mlp_layer_types, too
+    "glm5": {"first_k_dense_replace"},
+    "kimi_k25": {
+        "dtype",  # of the whole; the text model's is `torch_dtype`
+        "image_token_id",
+        "projection_hidden_size",
+        "projection_layer_norm_eps",
+        "text_config.tie_word_embeddings",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_start_token_id",
+    },
+    "deepseek_v2_lite": {"n_group", "topk_group"},  # greedy
+}
+NOT_IGNORED = {
+    "kimi_k25": {"text_config.model_type"},
+    "llama": {"head_dim", "num_key_value_heads"},
+    "longcat_flash": {"head_dim"},
+}
+"""Keys on which models of a family depend all the same."""
+ABSENT = {
+    "attention_bias": False,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "eos_token_id": None,
+    "hidden_act": "silu",
+    "indexer_types": None,
+    "mlp_bias": False,
+    "mlp_layer_types": None,
+    "moe_layer_freq": 1,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "num_nextn_predict_layers": 0,
+    "rope_interleave": True,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+"""What a key that may be absent stands for; all others are needed."""
+ABSENT_IN = {
+    "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},
+    "deepseek_v2_lite": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},
+    "llama": {
+        "head_dim": 48 // 6,
+        "num_key_value_heads": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_theta": 10000.0,
+    },
+    "longcat_flash": {
+        "dtype": "bfloat16",
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+        "rope_theta": 1e7,
+    },
+    "mistral4": {"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1},
+    "youtu": {"tie_word_embeddings": True},
+}
+NEEDED_IN = {
+    "deepseek_v2": {"topk_method"},
+    "deepseek_v2_lite": {"topk_method"},
+    "kimi_k25": {"tie_word_embeddings"},
+    "mistral4": {"rope_parameters"},
+}
+NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
+NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}
+"""Keys whose null stands for their absence."""
+NULLABLE_IN = {"llama": NOT_IGNORED["llama"]}
+OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}
+"""What an error may name instead of an absent key: another spelling."""
