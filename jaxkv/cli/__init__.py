@@ -1,5 +1,5 @@
-"""The command line: `jaxkv demo`, `generate`, `verify`, `bench`, `step`, `ttft`, `offload`, `parallel`, `doctor`,
-`layout`, `matrix`.
+"""The command line: `jaxkv demo`, `generate`, `verify`, `bench`, `step`, `ttft`, `serve-bench`, `offload`,
+`parallel`, `doctor`, `layout`, `matrix`.
 """
 
 import argparse
@@ -11,7 +11,10 @@ import jax
 
 from jaxkv.terminal import streams
 
-COMMANDS = ("demo", "generate", "verify", "bench", "step", "ttft", "offload", "parallel", "doctor", "layout", "matrix")
+COMMANDS = (
+    "demo", "generate", "verify", "bench", "step", "ttft", "serve-bench", "offload", "parallel", "doctor", "layout",
+    "matrix",
+)  # fmt: skip
 
 MISTAKES = (ValueError, ImportError, OSError, NotImplementedError, MemoryError)
 """Exceptions of user errors, which are reported in one line.  Other exceptions are bugs and keep their traceback."""
@@ -38,7 +41,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="jaxkv", description="Paged KV caches for JAX, with explicit strides.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in COMMANDS:
-        module = importlib.import_module(f"jaxkv.cli.{name}")
+        module = importlib.import_module(f"jaxkv.cli.{name.replace('-', '_')}")
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)

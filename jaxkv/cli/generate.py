@@ -5,6 +5,7 @@ Nothing is downloaded.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 32
 """Requests that run at once; further prompts are queued."""
+CHUNK, MOST_CHUNKS = 64, 8
+"""Prompt tokens per chunk, and the most chunks per step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     require_memory(f"--blocks {args.blocks}", nbytes(jax.eval_shape(lambda: model.cache(args.blocks))))
     sizes = {"num_blocks": args.blocks, "max_requests": min(len(prompts), MOST_ROWS)}
     if args.num_speculative_tokens is None:
-        engine = serving.Engine(model, **sizes)
+        # No more chunks per step than the prompts have: all of them are computed, even if they are empty.
+        chunks = sum(math.ceil(len(prompt) / CHUNK) for prompt in prompts)
+        engine = serving.Engine(model, chunk=CHUNK, max_chunks=min(max(chunks, 1), MOST_CHUNKS), **sizes)
     else:
         engine = serving.SpeculativeEngine(model, num_speculative_tokens=args.num_speculative_tokens, **sizes)
     stop = () if args.ignore_eos else None

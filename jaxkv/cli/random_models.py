@@ -3,9 +3,10 @@
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jaxlib
 
 import jaxkv
 from jaxkv.cli.options import add_entry_format
@@ -38,3 +39,16 @@ def random_model(args: argparse.Namespace, num_blocks: int, block_size: int, ord
     needed = nbytes((model.params, cache))
     require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
     return make()  # weight by weight: XLA would compile a program that makes them all for minutes
+
+
+def described(model: "Model") -> dict[str, Any]:
+    """Device, versions and model, for a file of measurements."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
+        "model": {
+            "architecture": model.config.architecture,
+            "layers": model.config.num_layers,
+            "entries": model.entry_format,
+        },
+    }

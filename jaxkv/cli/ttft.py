@@ -15,7 +15,6 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import jaxlib
 import numpy as np
 
 import jaxkv
@@ -77,13 +76,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(wrong) or f"every case found the expected prefix and generated the same {NEW_TOKENS} tokens")
     if args.json:
         about = {
-            "device": jax.devices()[0].device_kind,
-            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
-            "model": {
-                "architecture": model.config.architecture,
-                "layers": model.config.num_layers,
-                "entries": model.entry_format,
-            },
+            **random_models.described(model),
             "prefix": {"tokens": args.prefix, "bytes": bench.nbytes, "order": args.order, "chunk": args.chunk},
             "ms": ms,
             "wrong": wrong,
@@ -153,7 +146,13 @@ class Bench:
         """A new engine with an empty cache."""
         from jaxkv.serving import Engine
 
-        sizes = {"num_blocks": self._num_blocks, "block_size": BLOCK_SIZE, "chunk": self._chunk, "max_requests": 1}
+        sizes = {
+            "num_blocks": self._num_blocks,
+            "block_size": BLOCK_SIZE,
+            "chunk": self._chunk,
+            "max_chunks": 1,
+            "max_requests": 1,
+        }
         max_len = self._num_blocks * BLOCK_SIZE
         engine = Engine(self._model, **sizes, order=self._order, max_len=max_len, offload=host)
         engine.warm_up()

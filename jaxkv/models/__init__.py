@@ -12,7 +12,7 @@ weights needs the extra `jaxkv[models]`.
 """
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import decode, forward, head, prefill
+from jaxkv.models.decoder import NewTokens, decode, forward, head, prefill, step
 from jaxkv.models.model import Model
 from jaxkv.models.parallel import ContextParallel, DataParallel, ExpertParallel, OneDevice, TensorParallel
 from jaxkv.models.sampling import Sampling
@@ -27,6 +27,7 @@ __all__ = [
     "ExpertParallel",
     "Model",
     "ModelConfig",
+    "NewTokens",
     "OneDevice",
     "Sampling",
     "TensorParallel",
@@ -39,5 +40,6 @@ __all__ = [
     "mtp_forward",
     "prefill",
     "random_model",
+    "step",
     "verify",
 ]

@@ -1,8 +1,11 @@
 """What every layer needs to know about the new tokens."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.models.config import MLA
@@ -14,16 +17,11 @@ from jaxkv.ops.prefill import prefers_expansion
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Batch:
-    """B requests with Q new tokens each, aligned to the end."""
+class Part:
+    """B requests with Q new tokens each, aligned to the end, which attend in one call."""
 
-    cos: jax.Array
-    """float32 [B, Q, rotary_dim / 2], the same shape as `sin`: the rotary embedding of the tokens."""
-    sin: jax.Array
     seq_lens: jax.Array
     block_tables: jax.Array
-    slots: jax.Array
-    """int32 [B * Q], the slots of the new tokens in this device's cache."""
 
     plan: DecodePlan | None
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
@@ -31,22 +29,16 @@ class Batch:
     expanded: bool = field(metadata={"static": True})
     """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
 
-    query_scales: jax.Array | None = None
-    """float32 [B, Q], the factors of the queries of MLA; None if the model has none."""
-
-    selected: jax.Array | None = None
-    """int32 [B, Q, K], the slots that the last layer with an indexer has selected, for layers that share them; None
-    before that layer, and if all layers have an indexer, or none.
-    """
+    shape: tuple[int, int] = field(metadata={"static": True})
+    """(B, Q)."""
 
     @classmethod
-    def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Batch":
-        """Makes the batch from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
-        config, q_len = model.config, slot_mapping.shape[1]
-        positions = seq_lens[:, None] - q_len + jax.numpy.arange(q_len)[None]
+    def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Part":
+        """Makes the part from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
+        q_len = slot_mapping.shape[1]
         expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
         plan = None
-        if config.indexer is None and not expanded:
+        if model.config.indexer is None and not expanded:
             plan = model.parallel.plan_decode(
                 cache,
                 block_tables,
@@ -56,10 +48,68 @@ class Batch:
                 dtype=model.dtype,
                 implementation=model.implementation,
             )
-        slots = model.parallel.slots(slot_mapping.reshape(-1), cache.layout)
+        return cls(seq_lens, block_tables, plan, expanded, slot_mapping.shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """The new tokens of a step.
+
+    Layers process arrays [B, Q, ...] if the step has one part, and [1, T, ...], with the tokens of all parts one after
+    the other, if it has several.
+    """
+
+    cos: jax.Array
+    """float32 [B, Q, rotary_dim / 2], the same shape as `sin`: the rotary embedding of the tokens."""
+    sin: jax.Array
+    slots: jax.Array
+    """int32 [B * Q], the slots of the new tokens in this device's cache."""
+    parts: tuple[Part, ...]
+
+    query_scales: jax.Array | None = None
+    """float32, the shape of the tokens: the factors of the queries of MLA; None if the model has none."""
+
+    selected: jax.Array | None = None
+    """int32 [B, Q, K] or [1, T, K], the slots that the last layer with an indexer has selected, for layers that share
+    them; None before that layer, and if all layers have an indexer, or none.
+    """
+
+    @classmethod
+    def of(cls, model: Model, cache: KVCache, batches: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> "Batch":
+        """Makes the batch from `seq_lens`, `block_tables` and `slot_mapping` [B, Q] of each part."""
+        slots = jnp.concatenate([slot_mapping.reshape(-1) for *_, slot_mapping in batches])
+        config, positions = model.config, []
+        for seq_lens, _, slot_mapping in batches:
+            q_len = slot_mapping.shape[1]
+            positions.append(seq_lens[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None])
         scale = config.attention.query_scale if isinstance(config.attention, MLA) else None
-        scales = None if scale is None else rope.query_scales(scale, positions)
-        return cls(*rope.angles(config, positions), seq_lens, block_tables, slots, plan, expanded, scales)
+        return cls(
+            *rope.angles(config, joined(positions)),
+            model.parallel.slots(slots, cache.layout),
+            tuple(Part.of(model, cache, *batch) for batch in batches),
+            None if scale is None else rope.query_scales(scale, joined(positions)),
+        )
+
+    def divided(self, x) -> list[jax.Array]:
+        """The arrays [B, Q, ...] of the parts, of an array that layers process."""
+        if len(self.parts) == 1:
+            return [x]
+        ends = np.cumsum([rows * columns for rows, columns in (part.shape for part in self.parts)])
+        pieces = jnp.split(x, ends[:-1], axis=1)
+        return [piece.reshape(*part.shape, *x.shape[2:]) for piece, part in zip(pieces, self.parts, strict=True)]
+
+    def attend(self, attention: Callable[..., jax.Array], *arrays) -> jax.Array:
+        """Calls `attention(part, *arrays)` for each part with its [B, Q, ...] of the arrays; joins the results."""
+        divided = zip(*map(self.divided, arrays), strict=True)
+        return joined([attention(part, *mine) for part, mine in zip(self.parts, divided, strict=True)])
+
+
+def joined(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The array that layers process, of the arrays [B, Q, ...] of the parts."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return jnp.concatenate([array.reshape(1, -1, *array.shape[2:]) for array in arrays], axis=1)
 
 
 def _prefers_expansion(model: Model, q_len: int) -> bool:

@@ -1,7 +1,10 @@
 """The decoder: embedding, layers, final norm and head."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import batched
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +12,46 @@ from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.validate import Dims, int32
-from jaxkv.models.batch import Batch
+from jaxkv.models.batch import Batch, joined
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.layers.linear import product, rms_norm
 from jaxkv.models.model import Model
+
+
+class NewTokens(NamedTuple):
+    """New tokens of B requests, at most Q each: the arguments of `prefill`."""
+
+    tokens: Any
+    """int32 [B, Q], aligned to the end of each row."""
+    seq_lens: Any
+    """int32 [B], the new tokens included."""
+    block_tables: Any
+    """int32 [B, M]."""
+    slot_mapping: Any
+    """int32 [B, Q]; negative for padding."""
+
+
+def step(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, jax.Array]:
+    """Processes several batches at once, such as chunks of prompts and the next tokens of other requests.
+
+    The result is that of `prefill` of one batch after the other, except that a row may attend to tokens of the same
+    request in other rows: in every layer, the entries of all new tokens are stored first.  A long chunk may therefore
+    be divided into several rows.  Matrix products multiply the tokens of all batches by the same weights, so that
+    these are read once.
+
+    Args:
+      model: from `load`.
+      cache: from `model.cache`; donate it.
+      *batches: one or more; their B and Q may differ.
+
+    Returns:
+      The cache, and the logits after the last token of each row of all batches, float32 [sum of B, vocab].
+
+    Raises:
+      ValueError: a shape or dtype is wrong, or the cache is not of the model's layout.
+    """
+    cache, parts = _forward(model, cache, batches)
+    return cache, head(model, jnp.concatenate([x[:, -1] for x in parts]))
 
 
 def prefill(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
@@ -36,8 +75,7 @@ def prefill(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
     Raises:
       ValueError: a shape or dtype is wrong, or the cache is not of the model's layout.
     """
-    cache, x = forward(model, cache, tokens, seq_lens, block_tables, slot_mapping)
-    return cache, head(model, x[:, -1])
+    return step(model, cache, NewTokens(tokens, seq_lens, block_tables, slot_mapping))
 
 
 def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
@@ -62,28 +100,41 @@ def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_ma
 
 def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
     """`prefill` without the head: the cache, and x [B, Q, hidden] after the last layer; padding has no meaning."""
+    cache, (x,) = _forward(model, cache, [NewTokens(tokens, seq_lens, block_tables, slot_mapping)])
+    return cache, x
+
+
+def _forward(model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> tuple[KVCache, tuple[jax.Array, ...]]:
+    """All layers: the cache, and x [B, Q, hidden] of each batch."""
     model.check_cache(cache)
-    dims = Dims()
-    dims.check_ints("tokens", tokens, "B Q")
-    dims.check_ints("seq_lens", seq_lens, "B")
-    dims.check_ints("block_tables", block_tables, "B M")
-    dims.check_ints("slot_mapping", slot_mapping, "B Q")
-    return model.parallel.run(_layers, model, cache, tokens, int32(seq_lens), int32(block_tables), int32(slot_mapping))
+    widths = {batch.block_tables.shape[-1] for batch in batches}
+    if len(widths) != 1:
+        raise ValueError(f"`batches` has block tables of {sorted(widths)} blocks: expected one width, of all batches")
+    arrays = []
+    for batch in batches:
+        dims = Dims()
+        dims.check_ints("tokens", batch.tokens, "B Q")
+        dims.check_ints("seq_lens", batch.seq_lens, "B")
+        dims.check_ints("block_tables", batch.block_tables, "B M")
+        dims.check_ints("slot_mapping", batch.slot_mapping, "B Q")
+        arrays += [batch.tokens, *map(int32, batch[1:])]
+    return model.parallel.run(_layers, model, cache, *arrays)
 
 
-def _layers(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
-    """`forward` on one device, for its part of the model, the cache and the batch."""
+def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.Array, ...]]:
+    """`_forward` on one device, for its part of the model, the cache and the batches, given as one list of arrays."""
     # Jitted, with the layer as an argument, so that JAX traces and lowers each kind of layer once.  `lax.scan` would
     # need the weights of all layers in one array, and XLA would copy a layer's weights out of it before using them.
     block = jax.jit(partial(FAMILIES[model.config.architecture].block, model))
-    batch = Batch.of(model, cache, seq_lens, block_tables, slot_mapping)
-    x = model.params["embed"][tokens]
+    batches = [NewTokens(*group) for group in batched(arrays, len(NewTokens._fields))]
+    batch = Batch.of(model, cache, [new[1:] for new in batches])
+    x = model.params["embed"][joined([new.tokens for new in batches])]
     for layer, weights in enumerate(model.params["layers"]):
         # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.
         weights, cache = lax.optimization_barrier((weights, cache))
         cache, selected, x = block(weights, x, cache, batch, jnp.int32(layer))
         batch = replace(batch, selected=selected)
-    return cache, x
+    return cache, tuple(batch.divided(x))
 
 
 def head(model: Model, x) -> jax.Array:

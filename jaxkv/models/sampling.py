@@ -48,6 +48,9 @@ def _is_real(value) -> bool:
 def sample(logits, temperature, top_p, seeds, positions) -> jax.Array:
     """Samples one token per row.
 
+    The vocabulary is sorted only if a row needs it, which is decided on the device.  On GPUs, the host waits for that
+    decision.
+
     Args:
       logits: float [B, V].
       temperature: float32 [B], 0 for greedy.
@@ -58,16 +61,22 @@ def sample(logits, temperature, top_p, seeds, positions) -> jax.Array:
     Returns:
       int32 [B], the token of each row; -1 if one of the row's logits is NaN.
     """
+    options = temperature, top_p, seeds, positions
+    return lax.cond(jnp.any(temperature > 0), draw, lambda logits, *_: likeliest(logits), logits, *options)
+
+
+def likeliest(logits) -> jax.Array:
+    """The most likely token of each row of logits [B, V], int32 [B]; -1 if one of the row's logits is NaN."""
     logits = logits.astype(jnp.float32)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, jnp.argmax(logits, axis=-1).astype(jnp.int32))
 
-    def draw(_):
-        drawn = jax.vmap(_draw)(logits, jnp.where(temperature > 0, temperature, 1), top_p, seeds, positions)
-        return jnp.where(temperature > 0, drawn, greedy)
 
-    # Sorting the vocabulary is slow on a GPU, so do it only if a row needs it.
-    tokens = lax.cond(jnp.any(temperature > 0), draw, lambda _: greedy, None)
-    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, tokens)
+def draw(logits, temperature, top_p, seeds, positions) -> jax.Array:
+    """The same as `sample`, but always sorts the vocabulary."""
+    logits = logits.astype(jnp.float32)
+    drawn = jax.vmap(_draw)(logits, jnp.where(temperature > 0, temperature, 1), top_p, seeds, positions)
+    found = likeliest(logits)
+    return jnp.where((temperature > 0) & (found >= 0), drawn, found)
 
 
 def _draw(logits, temperature, top_p, seed, position):

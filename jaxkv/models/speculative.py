@@ -69,7 +69,7 @@ def _mtp_layer(model: Model, cache: KVCache, hidden, tokens, seq_lens, block_tab
     embedded = rms_norm(model.params["embed"][tokens], weights["enorm"], config.rms_norm_eps)
     hidden = rms_norm(hidden, weights["hnorm"], config.rms_norm_eps)
     x = linear(jnp.concatenate([embedded, hidden], axis=-1), weights["eh_proj"])
-    batch = Batch.of(model, cache, seq_lens, block_tables, slot_mapping)
+    batch = Batch.of(model, cache, [(seq_lens, block_tables, slot_mapping)])
     block = FAMILIES[config.architecture].block
     cache, _, x = block(model, weights["layer"], x, cache, batch, jnp.int32(config.num_layers))
     return cache, rms_norm(x, weights["shared_head.norm"], config.rms_norm_eps)

@@ -50,7 +50,7 @@ def grouped_swiglu(
 def scaled_linear(x: jax.Array, weight: TileScaled, *, implementation=None) -> jax.Array:
     """x times the transpose of a weight in float8: [t, i] is the sum over d of x[t, d] * weight[i, d].
 
-    Sums are accumulated in float32.  With few tokens, the time is that of reading the weight, half of that in bf16.
+    Sums are accumulated in float32.
 
     Args:
       x: tokens [T, D].

@@ -1,27 +1,30 @@
-"""Continuous batching: requests join and leave while one compiled program of each kind runs."""
+"""Continuous batching: requests join and leave while few compiled programs run, without waiting for the host."""
 
 import operator
+from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv.cache import KVCache
 from jaxkv.dispatch.validate import positive_int
-from jaxkv.models.decoder import decode, prefill
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import HostPool, prefix_keys
 from jaxkv.ops.blocks import copy_blocks
+from jaxkv.serving import program
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import BELOW, Prefix
 from jaxkv.serving.prefix_stats import PrefixCacheStats
 from jaxkv.serving.request import Request, uncancelled
-from jaxkv.serving.step_inputs import Rows
+from jaxkv.serving.step_inputs import Choices, Rows, Span
 from jaxkv.serving.tiers import Tiers
 
 GREEDY = Sampling()
@@ -32,27 +35,34 @@ NOWHERE = -1
 class Engine:
     """Serves requests from one cache.
 
-    Every step prefills a chunk of one prompt, and decodes one token of every request whose prompt is complete.  Prefill
-    and decode are compiled once each, for static shapes.  If blocks run out, new requests wait.  If a running request
-    needs a block and none is free, the most recent request is preempted and recomputed later.
+    Every step decodes one token of every request whose prompt is complete, and prefills chunks of one or more prompts.
+    The layers are compiled for two static shapes, of steps with and without chunks.  If blocks run out, new requests
+    wait.  If a running request needs a block and none is free, the most recent request of the lowest priority is
+    preempted and recomputed later.
+
+    The host works one step behind the device: it launches a step before it reads the tokens of the previous one.
+    Sampled tokens stay on the device, where the next step uses them.  If a stop token ends a request, the next step has
+    already been launched with it, and the token of that step is discarded.
 
     A request reuses the longest prefix of its tokens that is cached, and computes the rest.  Full blocks are found by
     their content until they are evicted, whether a request holds them or not.  If a running request has a block that
-    begins with the next tokens, this block is copied.  With `offload`, full blocks are also stored in host memory.
-    The blocks that a step fills are copied while the next step runs, so steps do not wait, and an evicted block is
-    already stored.  Blocks that are found in the pool are loaded when their request joins, and that step waits for
-    them.  Blocks that cannot be loaded are computed.  None of this changes the generated tokens, except through the
-    rounding of logits.
+    begins with the next tokens, this block is copied; if it is computing the next block, the request waits for that.
+    With `offload`, full blocks are also stored in host memory.  They are copied while later steps run, so steps do not
+    wait, and an evicted block is already stored.  Blocks that are found in the pool are loaded when their request
+    joins, and that step waits for them.  Blocks that cannot be loaded are computed.  None of this changes the generated
+    tokens, except through the rounding of logits.
 
     Args:
       model: from `jaxkv.models.load`.
       num_blocks: blocks of the cache, shared by all requests.
       block_size: tokens per block.
       order: order of the cache's axes.
-      max_requests: requests that run at once, which is the number of rows of the decode program.
+      max_requests: requests that run at once.
       max_len: the most cached tokens of a request, rounded up to blocks; default the capacity of the cache or the
         model's `max_position_embeddings`, whichever is less.
-      chunk: prompt tokens per step, which is the number of columns of the prefill program.
+      chunk: prompt tokens per chunk.
+      max_chunks: chunks per step, of the same or of different prompts.  A step processes at most `max_requests +
+        max_chunks * chunk` tokens.
       offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
         for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the engine.
 
@@ -70,7 +80,8 @@ class Engine:
         order: str = "BLNHC",
         max_requests: int = 32,
         max_len: int | None = None,
-        chunk: int = 256,
+        chunk: int = 64,
+        max_chunks: int = 8,
         offload: HostPool | None = None,
     ):
         if isinstance(model.parallel, DataParallel):
@@ -89,17 +100,31 @@ class Engine:
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
+        self.max_chunks = positive_int("max_chunks", max_chunks)
         if max_len is None:
             max_len = min(num_blocks * block_size, model.config.max_position_embeddings)
         else:
             max_len = positive_int("max_len", max_len)
-        self.table_blocks = _blocks(max_len, block_size)
-        self.waiting: deque[Request] = deque()
+        self._tables = np.full((self.max_requests, _blocks(max_len, block_size)), -1, np.int32)
+        """The block tables of running requests, by place."""
+        self._submitted = 0
+        self.waiting: list[Request] = []
+        """Waiting requests, in the order in which they join: by priority, then by age."""
         self.running: list[Request] = []
-        """Running requests, oldest first.  The last is preempted first."""
+        """Running requests, in the same order.  The last is preempted first."""
+        self._places = list(range(self.max_requests))
+        """Free places of running requests."""
+        self._last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
+        """The last sampled token of every running request, on the device."""
+        self._launched: deque[tuple[jax.Array, dict[int, Span]]] = deque()
+        """Steps whose tokens have not been read: the sampled tokens, and the span of each row."""
+        self._new: list[tuple[Request, int]] = []
+        """Tokens that have been read, and that `step` has not returned yet."""
         # The cache is donated, so that it is updated in place.
-        self._prefill = jax.jit(_prefill_step, donate_argnames="cache")
-        self._decode = jax.jit(_decode_step, donate_argnames="cache")
+        self._layers = jax.jit(program.run_layers, donate_argnames="cache")
+        self._likeliest, self._draw = (
+            jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)
+        )
         copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
         self._copy = jax.jit(copy, donate_argnums=0)
 
@@ -110,6 +135,7 @@ class Engine:
         max_tokens: int = 64,
         sampling: Sampling = GREEDY,
         stop: Collection[int] | None = None,
+        priority: int = 0,
     ) -> Request:
         """Queues a request.
 
@@ -119,12 +145,14 @@ class Engine:
           sampling: how tokens are chosen; default greedy.
           stop: token ids that end the request; the stop token is included in the result.  Default: those of the
             checkpoint.
+          priority: requests of higher priority join first.  If no row or too few blocks are free, they preempt running
+            requests of lower priority.
 
         Returns:
           The request.  `step` and `run` append its tokens.
 
         Raises:
-          TypeError: a token id is not an integer, or `sampling` is not a Sampling.
+          TypeError: a token id or `priority` is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
             would exceed the block table or the cache.
         """
@@ -138,7 +166,7 @@ class Engine:
             raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
         # The last token needs no entry, because no token attends to it.
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
-        table, cache = (blocks * self.block_size for blocks in (self.table_blocks, self.pool.num_blocks))
+        table, cache = (blocks * self.block_size for blocks in (self._tables.shape[1], self.pool.num_blocks))
         if entries > min(table, cache):
             raise ValueError(
                 f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries: a request's "
@@ -147,15 +175,17 @@ class Engine:
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
         stop = self.model.config.stop_tokens if stop is None else stop
-        request = Request(prompt, max_tokens, sampling, frozenset(stop))
-        self.waiting.append(request)
+        self._submitted += 1
+        options = {"priority": operator.index(priority), "number": self._submitted}
+        request = Request(prompt, max_tokens, sampling, frozenset(stop), **options)
+        insort(self.waiting, request, key=_rank)
         return request
 
     def cancel(self, request: Request) -> None:
         """Ends a waiting or running request and frees its blocks.  ValueError if it has already ended.
 
-        `run` yields no further tokens of it.  A token that the current step has sampled is still in
-        `request.generated`.
+        `run` yields no further tokens of it.  Tokens that the last call of `step` returned are still in
+        `request.generated`; those that the device has sampled since then are discarded.
         """
         if request in self.waiting:
             self.waiting.remove(request)
@@ -171,73 +201,163 @@ class Engine:
             yield from uncancelled(self.step())
 
     def step(self) -> list[tuple[Request, int]]:
-        """Runs one step and returns the new tokens with their requests.
+        """Launches a step; returns the new tokens of the previous step with their requests.
 
         If the logits of a request are NaN, it ends with `finish_reason` "nan" and no further token; the others
         continue.
         """
-        return [*self._prefill_next(), *self._decode_ready()]
+        launched = self._launch()
+        while len(self._launched) > launched:
+            self._read()
+        new, self._new = self._new, []
+        return new
 
     def warm_up(self) -> None:
         """Compiles the programs by running them without requests, so that later steps do not compile."""
-        self._advance(self._prefill, [], count=1, columns=self.chunk)
-        self._advance(self._decode, [], count=self.max_requests, columns=1)
+        inputs = [self._batches([], [])[1:], self._batches([], [])]
+        lowered = [self._layers.lower(self.model, self.cache, self._last, *batches) for batches in inputs]
+        samplers = self._likeliest, self._draw
+        for batches in inputs:
+            rows = sum(len(batch.seq_lens) for batch in batches)
+            logits = jax.device_put(np.zeros((rows, self.model.config.vocab_size), np.float32), self._last.sharding)
+            lowered += [sample.lower(logits, self._last, Choices.of({}, rows)) for sample in samplers]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda step: step.compile(), lowered))
+        for batches in inputs:
+            for sample in samplers:
+                self._run(batches, {}, sample)
         self.cache = self.tiers.warm_up(self._copy(self.cache, _ids(NOWHERE), _ids(NOWHERE)))
 
-    def _prefill_next(self) -> list[tuple[Request, int]]:
-        unfinished = [request for request in self.running if request.missing > 1]
-        # A request joins only after earlier prompts are cached, so that it can share their prefixes.
-        while not unfinished and self._admit():
-            unfinished = [request for request in self.running if request.missing > 1]
-        return self._advance(self._prefill, unfinished[:1], count=1, columns=self.chunk) if unfinished else []
-
-    def _decode_ready(self) -> list[tuple[Request, int]]:
+    def _launch(self) -> bool:
+        """Launches a step on the next tokens of the running requests; False if there are none."""
         for request in list(self.running):
-            # This request may have been preempted to make room for an older one.
-            if request.missing == 1 and request in self.running:
+            if request.missing == 1 and request.length > len(request.blocks) * self.block_size:
                 self._make_room(request)
-        ready = [request for request in self.running if request.missing == 1]
-        return self._advance(self._decode, ready, count=self.max_requests, columns=1) if ready else []
+        room = self.max_chunks - sum(map(self._chunks_of, self.running))
+        while room > 0 and (joined := self._admit()):
+            room -= self._chunks_of(joined)
+        decoded = [Span.of(request, request.cached, 1) for request in self.running if request.missing == 1]
+        chunks = self._chunks()
+        if not decoded and not chunks:
+            return False
+        batches, first = self._batches(chunks, decoded), self.max_chunks
+        if not chunks:
+            batches, first = batches[1:], 0
+        spans = {**dict(enumerate(chunks)), **dict(enumerate(decoded, first))}
+        greedy = all(span.request.sampling.temperature == 0 for span in spans.values())
+        drawn = self._run(batches, spans, self._likeliest if greedy else self._draw)
+        drawn.copy_to_host_async()
+        self._launched.append((drawn, spans))
+        for request, _, end, samples in spans.values():
+            request.cached = end
+            request.unread += samples
+        return True
 
-    def _advance(self, program, requests: list[Request], *, count: int, columns: int) -> list[tuple[Request, int]]:
-        """Runs a program on the next tokens of these requests; returns the sampled tokens."""
-        rows = Rows.of(requests, count, columns, table_blocks=self.table_blocks, block_size=self.block_size)
-        self.cache, drawn = program(self.model, self.cache, rows)
-        new = []
-        for request, length, token in zip(requests, rows.seq_lens.tolist(), np.asarray(drawn).tolist(), strict=False):
+    def _run(self, batches: list[Rows], spans: dict[int, Span], sample) -> jax.Array:
+        """Runs the layers and a program that chooses the next token of each row, and returns these tokens."""
+        self.cache, logits = self._layers(self.model, self.cache, self._last, *batches)
+        self._last, drawn = sample(logits, self._last, Choices.of(spans, len(logits)))
+        return drawn
+
+    def _chunks(self) -> list[Span]:
+        """The next chunks of prompts."""
+        chunks = []
+        for request in self.running:
+            if request.missing > 1:
+                starts = range(request.cached, request.length, self.chunk)
+                chunks += [Span.of(request, start, self.chunk) for start in starts[: self.max_chunks - len(chunks)]]
+        return chunks
+
+    def _chunks_of(self, request: Request) -> int:
+        """The number of chunks of a request's missing tokens; 0 if the next step decodes it."""
+        missing = request.missing
+        return _blocks(missing, self.chunk) if missing > 1 else 0
+
+    def _batches(self, chunks: list[Span], decoded: list[Span]) -> list[Rows]:
+        """The inputs of a step."""
+        sizes = {"tables": self._tables, "block_size": self.block_size}
+        return [
+            Rows.of(chunks, self.max_chunks, self.chunk, **sizes),
+            Rows.of(decoded, self.max_requests, 1, **sizes),
+        ]
+
+    def _read(self) -> None:
+        """Waits for the oldest launched step and appends its tokens to their requests."""
+        drawn, spans = self._launched.popleft()
+        tokens = np.asarray(drawn).tolist()
+        for row, span in spans.items():
+            request, token = span.request, tokens[row]
+            if request.finish_reason:
+                continue  # it was cancelled or ended after this step was launched
             if token >= 0:  # negative if the logits were NaN
-                self._fill(request, length)
-            request.cached = length
-            if request.missing:
+                self._fill(span)
+                request.filled = span.end
+            if not span.samples:
                 continue  # the prompt is not complete: ignore the sampled token
+            request.unread -= 1
             if token < 0:
                 request.finish_reason = "nan"
             else:
                 request.append(token)
-                new.append((request, token))
+                self._new.append((request, token))
             if request.finish_reason:
                 self._leave(request)
-        return new
 
-    def _admit(self) -> bool:
-        """Admits the first request of the queue if a row and enough blocks are free."""
-        if not self.waiting or len(self.running) == self.max_requests:
-            return False
+    def _admit(self) -> Request | None:
+        """Admits the first waiting request if there is a place and enough blocks, or if preemption can free them.
+
+        Returns the request.
+        """
+        if not self.waiting:
+            return None
         request = self.waiting[0]
+        if not self._places and self.running[-1].priority >= request.priority:
+            return None
         self._extend_keys(request)
-        prefix = Prefix.of(request, self.running, self.pool, self.tiers, self.block_size)
-        if prefix.takes(_blocks(len(request.tokens), self.block_size), self.pool) > self.pool.num_free:
-            return False
-        if BELOW in prefix.blocks:
-            self._load(request, prefix)
-            return self._admit()  # all blocks that could be loaded are on the device now
-        self.running.append(self.waiting.popleft())
+        count = _blocks(len(request.tokens), self.block_size)
+        while True:
+            prefix = Prefix.of(request, self.running, self.pool, self.tiers, self.block_size)
+            if prefix.awaited:
+                return None
+            if not self._places or prefix.takes(count, self.pool) > self.pool.num_free:
+                if not self._preempt_for(request, count, prefix):
+                    return None
+            elif BELOW in prefix.blocks:
+                self._load(request, prefix)  # all blocks that could be loaded are on the device then
+            else:
+                break
+        self.waiting.remove(request)
+        insort(self.running, request, key=_rank)
+        request.place = self._places.pop()
         request.blocks = [self.pool.share(block) for block in prefix.blocks]
-        request.cached = prefix.tokens
+        self._tables[request.place, : len(request.blocks)] = request.blocks
+        request.cached = request.filled = prefix.tokens
         self.prefix_stats.tokens += len(request.tokens)
         self.prefix_stats.found += prefix.tokens
         self._own(request)
+        return request
+
+    def _preempt_for(self, request: Request, count: int, prefix: Prefix) -> bool:
+        """Frees the place and the blocks of one running request of lower priority than a waiting one of `count` blocks.
+
+        Returns whether anything was freed; not if the waiting request would not fit even without all of them.
+        """
+        others = [other for other in self.running if other.priority >= request.priority]
+        held = {block for other in others for block in other.blocks}
+        needed = count + prefix.copied - len(held.intersection(prefix.blocks))
+        if len(others) == len(self.running) or needed > self.pool.num_blocks - len(held):
+            return False
+        self._preempt()
         return True
+
+    def _preempt(self) -> None:
+        """Reads the launched steps, which may end requests; if there are none, preempts the last running request."""
+        if self._launched:
+            self._read()
+        else:
+            latest = self.running[-1]
+            self._leave(latest)
+            insort(self.waiting, latest, key=_rank)
 
     def _load(self, request: Request, prefix: Prefix) -> None:
         """Loads the blocks of a prefix that are not on the device; if that fails, the request computes them."""
@@ -262,10 +382,12 @@ class Engine:
         if len(request.tokens) - known >= self.block_size:
             request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)
 
-    def _fill(self, request: Request, length: int) -> None:
-        """Registers the keys of the blocks that become full at `length` cached tokens, and stores them in the tiers."""
+    def _fill(self, span: Span) -> None:
+        """Registers the keys of the blocks that became full with these tokens, and stores them in the tiers."""
+        request, filled = span.request, range(span.start // self.block_size, span.end // self.block_size)
+        if not filled:
+            return
         self._extend_keys(request)
-        filled = range(request.cached // self.block_size, length // self.block_size)
         contents = {request.keys[index]: request.blocks[index] for index in filled}
         for key, block in contents.items():
             self.pool.name(block, key)
@@ -273,34 +395,37 @@ class Engine:
 
     def _make_room(self, request: Request) -> None:
         """Takes the blocks for a running request's next token; preempts the most recent requests if none is free."""
-        while self._lacks(request) > self.pool.num_free:
-            latest = self.running[-1]
-            self._leave(latest)
-            self.waiting.appendleft(latest)
-            if latest is request:
-                return
-        self._own(request)
+        while request.place >= 0 and self._lacks(request) > self.pool.num_free:
+            self._preempt()
+        if request.place >= 0:
+            self._own(request)
 
     def _lacks(self, request: Request) -> int:
         """The number of free blocks that `_own` takes: for new blocks, and for copies of shared ones."""
         shared = map(self.pool.is_shared, request.blocks[request.cached // self.block_size :])
-        return _blocks(len(request.tokens), self.block_size) - len(request.blocks) + sum(shared)
+        return _blocks(request.length, self.block_size) - len(request.blocks) + sum(shared)
 
     def _own(self, request: Request) -> None:
         """Gives a request its own blocks for the tokens that it will write: new ones, and copies of shared ones."""
-        for index in range(request.cached // self.block_size, _blocks(len(request.tokens), self.block_size)):
+        for index in range(request.cached // self.block_size, _blocks(request.length, self.block_size)):
             if index == len(request.blocks):
                 request.blocks.append(self.pool.take())
             elif self.pool.is_shared(shared := request.blocks[index]):
                 request.blocks[index] = self.pool.take()
                 self.cache = self._copy(self.cache, _ids(shared), _ids(request.blocks[index]))
                 self.pool.release(shared)
+            self._tables[request.place, index] = request.blocks[index]
 
     def _leave(self, request: Request) -> None:
-        """Removes a request from the batch and releases its blocks.  Blocks that other requests share remain held."""
+        """Removes a request from the batch and releases its blocks.  Blocks that other requests share remain held.
+
+        Launched steps may still write to the blocks.  Programs that later holders launch run after them.
+        """
         self.running.remove(request)
+        self._places.append(request.place)
+        self._tables[request.place] = -1
         self._release(request.blocks)
-        request.blocks, request.cached = [], 0
+        request.blocks, request.cached, request.filled, request.place = [], 0, 0, -1
 
     def _release(self, blocks: list[int]) -> None:
         # Release the last block first, so that it is evicted first: a block is useless without those before it.
@@ -316,12 +441,10 @@ def _ids(block: int) -> np.ndarray:
     return np.asarray([block], np.int32)
 
 
-def _prefill_step(model: Model, cache: KVCache, rows: Rows) -> tuple[KVCache, jax.Array]:
-    cache, logits = prefill(model, cache, rows.tokens, rows.seq_lens, rows.block_tables, rows.slot_mapping)
-    return cache, rows.draw(logits)
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
 
 
-def _decode_step(model: Model, cache: KVCache, rows: Rows) -> tuple[KVCache, jax.Array]:
-    tokens, slots = rows.tokens[:, 0], rows.slot_mapping[:, 0]
-    cache, logits = decode(model, cache, tokens, rows.seq_lens, rows.block_tables, slots)
-    return cache, rows.draw(logits)
+def _replicated(sharding):
+    """Where arrays lie that all devices of a cache's sharding have."""
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

@@ -22,6 +22,8 @@ class Prefix:
     """The blocks of the prefix: ids on the device, or `BELOW`."""
     copied: bool
     """Whether the last block must be copied, because the request will write to it and others hold it."""
+    awaited: bool
+    """Whether a running request computes the next full block."""
 
     @classmethod
     def of(
@@ -34,13 +36,18 @@ class Prefix:
             if block is None and key not in tiers:
                 break
             blocks.append(BELOW if block is None else block)
-        start = len(blocks) * block_size
-        common = {donor: _common(request, donor, len(blocks), block_size) for donor in running}
+        full = len(blocks)
+        start = full * block_size
+        key = request.keys[full : full + 1]
+        if key and any(donor.keys[full : full + 1] == key and donor.filled < start + block_size for donor in running):
+            return cls(start, blocks, False, True)
+        common = {donor: _common(request, donor, full, block_size) for donor in running}
         donor = max(common, key=common.__getitem__, default=request)
         if common.get(donor):
-            return cls(start + common[donor], [*blocks, donor.blocks[len(blocks)]], True)
+            return cls(start + common[donor], [*blocks, donor.blocks[full]], True, False)
         tokens = min(start, len(request.tokens) - 1)
-        return cls(tokens, blocks, tokens < start and blocks[-1] != BELOW and not pool.is_free(blocks[-1]))
+        copied = tokens < start and blocks[-1] != BELOW and not pool.is_free(blocks[-1])
+        return cls(tokens, blocks, copied, False)
 
     def takes(self, count: int, pool: BlockPool) -> int:
         """The number of free blocks that a request of `count` blocks with this prefix takes."""
@@ -57,6 +64,8 @@ def _common(request: Request, donor: Request, block: int, block_size: int) -> in
     if block and donor.keys[block - 1 : block] != request.keys[block - 1 : block]:
         return 0  # equal keys would mean equal earlier tokens
     start = block * block_size
-    ours, theirs = request.tokens[start:-1], donor.tokens[start : donor.cached]
-    pairs = zip(ours[:block_size], theirs[:block_size], strict=False)
+    end = start + block_size
+    ours = request.tokens[start : min(end, len(request.tokens) - 1)]
+    theirs = donor.tokens[start : min(end, donor.cached)]
+    pairs = zip(ours, theirs, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -14,12 +14,21 @@ class Request:
     max_tokens: int
     sampling: Sampling
     stop: frozenset[int]
+    priority: int = 0
+    number: int = 0
+    """Counts the requests of an engine."""
     tokens: list[int] = field(init=False)
     """The prompt and the generated tokens."""
     blocks: list[int] = field(default_factory=list, init=False)
     """Its blocks, in order."""
     cached: int = field(default=0, init=False)
-    """The number of leading tokens that have entries in its blocks."""
+    """The number of leading tokens that have entries in its blocks, including those that a launched step writes."""
+    filled: int = field(default=0, init=False)
+    """The number of leading tokens whose entries have been written, and are not NaN, as far as the host has read."""
+    unread: int = field(default=0, init=False)
+    """The number of tokens after `tokens` that launched steps sample, and that the host has not read yet."""
+    place: int = field(default=-1, init=False)
+    """Where its last token is kept on the device while it runs."""
     keys: list[bytes] = field(default_factory=list, init=False)
     """Keys of its full blocks, in order; updated when it joins and when it fills a block."""
     finish_reason: str | None = field(default=None, init=False)
@@ -35,9 +44,21 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Requests of lower rank are served first: those of higher priority, and of equal ones the earlier."""
+        return -self.priority, self.number
+
+    @property
+    def length(self) -> int:
+        """The number of tokens, including those that the host has not read yet."""
+        return len(self.tokens) + self.unread
+
+    @property
     def missing(self) -> int:
-        """The number of tokens without entries: 1 if the next step decodes, more if it prefills."""
-        return len(self.tokens) - self.cached
+        """The number of tokens without entries that the next steps process: 1 if the next step decodes, more if it
+        prefills, and 0 if launched steps sample the last of `max_tokens`."""
+        is_last = self.length == len(self.prompt) + self.max_tokens
+        return 0 if is_last else self.length - self.cached
 
     def append(self, token: int) -> None:
         """Appends the next token; sets `finish_reason` if it is a stop token, or the last of `max_tokens`."""

@@ -1,26 +1,91 @@
-"""`Rows`: the inputs of a step, as arrays of static shape."""
+"""The inputs of a step, as arrays of static shape."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models.sampling import sample
+from jaxkv.models.decoder import NewTokens
 from jaxkv.serving.request import Request
+
+ON_DEVICE = -1
+"""Stands for a token that an earlier step has sampled, and that the host has not read yet."""
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a request, which a step processes in one row."""
+
+    request: Request
+    start: int
+    end: int
+    samples: bool
+    """Whether these tokens are the request's last, so that the step samples the next one."""
+
+    @classmethod
+    def of(cls, request: Request, start: int, most: int) -> "Span":
+        """The tokens from position `start` on, at most `most`."""
+        end = min(start + most, request.length)
+        return cls(request, start, end, end == request.length)
 
 
 class Rows(NamedTuple):
-    """One row per request; NumPy arrays on the host, JAX arrays inside a program."""
+    """A batch with one row per span; NumPy arrays on the host, JAX arrays inside a program."""
 
     tokens: Any
-    """int32 [B, Q], new tokens, aligned to the end."""
+    """int32 [B, Q], new tokens, aligned to the end; `ON_DEVICE` for the request's last token on the device."""
     seq_lens: Any
-    """int32 [B], the new tokens included; 0 for a row without a request."""
+    """int32 [B], the new tokens included; 0 for a row without a span."""
     block_tables: Any
     """int32 [B, M]."""
     slot_mapping: Any
     """int32 [B, Q]; -1 for padding."""
+    places: Any
+    """int32 [B], where the request's last token is kept on the device."""
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], count: int, columns: int, *, tables: np.ndarray, block_size: int) -> "Rows":
+        """The tokens of the spans, at most `columns` each, in `count` rows.  Rows without a span are empty.
+
+        `tables` are the block tables of running requests by place, int32 [places, M].
+        """
+        used = len(spans)
+        rows = cls(
+            tokens=np.zeros((count, columns), np.int32),
+            seq_lens=np.zeros(count, np.int32),
+            block_tables=np.full((count, tables.shape[1]), -1, np.int32),
+            slot_mapping=np.full((count, columns), -1, np.int32),
+            places=np.zeros(count, np.int32),
+        )
+        rows.places[:used] = places = [span.request.place for span in spans]
+        rows.seq_lens[:used] = [span.end for span in spans]
+        rows.block_tables[:used] = tables[places]
+        for row, (request, start, end, _) in enumerate(spans):
+            first, known = columns - (end - start), request.tokens[start:end]
+            rows.tokens[row, first : first + len(known)] = known
+            rows.tokens[row, first + len(known) :] = ON_DEVICE
+        positions = rows.seq_lens[:used, None] - columns + np.arange(columns, dtype=np.int32)
+        starts = np.asarray([span.start for span in spans], np.int32)[:, None]
+        blocks = np.take_along_axis(rows.block_tables[:used], np.maximum(positions, 0) // block_size, axis=1)
+        slots = blocks * block_size + positions % block_size
+        rows.slot_mapping[:used] = np.where(positions < starts, -1, slots)
+        return rows
+
+    def new_tokens(self, last) -> NewTokens:
+        """The batch for `models.step`, given the last token of each place, int32 [places]."""
+        # The last token is -1 if its logits were NaN.  The request has ended then, but the host does not know it yet.
+        kept = jnp.maximum(last[self.places], 0)
+        tokens = jnp.where(self.tokens == ON_DEVICE, kept[:, None], self.tokens)
+        return NewTokens(tokens, self.seq_lens, self.block_tables, self.slot_mapping)
+
+
+class Choices(NamedTuple):
+    """How the next tokens are chosen, with one row for each row of all batches."""
+
+    places: Any
+    """int32 [B], where the token is kept on the device; out of range if the row samples none."""
+    lengths: Any
+    """int32 [B], the length of the request so far."""
     temperature: Any
     """float32 [B]."""
     top_p: Any
@@ -29,33 +94,21 @@ class Rows(NamedTuple):
     """uint32 [B]."""
 
     @classmethod
-    def of(cls, requests: Sequence[Request], count: int, columns: int, *, table_blocks: int, block_size: int) -> "Rows":
-        """The next tokens of each request, at most `columns`, in `count` rows.  Rows without a request are empty."""
-        rows = cls(
-            tokens=np.zeros((count, columns), np.int32),
-            seq_lens=np.zeros(count, np.int32),
-            block_tables=np.full((count, table_blocks), -1, np.int32),
-            slot_mapping=np.full((count, columns), -1, np.int32),
+    def of(cls, spans: Mapping[int, Span], count: int) -> "Choices":
+        """The choices of `count` rows, given the spans by row."""
+        choices = cls(
+            places=np.full(count, np.iinfo(np.int32).max, np.int32),
+            lengths=np.zeros(count, np.int32),
             temperature=np.zeros(count, np.float32),
             top_p=np.ones(count, np.float32),
             seeds=np.zeros(count, np.uint32),
         )
-        for row, request in enumerate(requests):
-            new = min(columns, request.missing)
-            end = request.cached + new
-            positions, blocks = np.arange(request.cached, end), np.asarray(request.blocks, np.int32)
-            rows.tokens[row, columns - new :] = request.tokens[request.cached : end]
-            rows.seq_lens[row] = end
-            rows.block_tables[row, : len(blocks)] = blocks
-            slots = blocks[positions // block_size] * block_size + positions % block_size
-            rows.slot_mapping[row, columns - new :] = slots
-            rows.temperature[row] = request.sampling.temperature
-            rows.top_p[row] = request.sampling.top_p
-            rows.seeds[row] = request.sampling.seed
-        return rows
-
-    def draw(self, logits) -> jax.Array:
-        """Samples the next token of each row, int32 [B], from logits [B, V]; -1 if they are NaN."""
-        # The position of the next token is the length so far, so its random numbers do not depend on the step or the
-        # row.
-        return sample(logits, self.temperature, self.top_p, self.seeds, self.seq_lens)
+        sampled = {row: span for row, span in spans.items() if span.samples}
+        rows = list(sampled)
+        choices.places[rows] = [span.request.place for span in sampled.values()]
+        choices.lengths[rows] = [span.end for span in sampled.values()]
+        samplings = [span.request.sampling for span in sampled.values()]
+        choices.temperature[rows] = [sampling.temperature for sampling in samplings]
+        choices.top_p[rows] = [sampling.top_p for sampling in samplings]
+        choices.seeds[rows] = [sampling.seed for sampling in samplings]
+        return choices

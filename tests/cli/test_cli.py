@@ -21,19 +21,27 @@ HOSTILE = [
     *("-1", "0", "-0", "2147483648", "99999999999", "9" * 5000, "1.5", "1e400", "nan", "inf", "many", "", "\udcff"),
     *("/", "/dev/full", "/no/such", "/" + "x" * 300, "/etc/passwd/x", "../"),
 ]
-REQUIRED = {"generate": ["--model", "/no/such"], "step": ["/no/such"], "ttft": ["/no/such"], "parallel": ["context"]}
+REQUIRED = {
+    "generate": ["--model", "/no/such"],
+    "parallel": ["context"],
+    **{command: ["/no/such"] for command in ("step", "ttft", "serve-bench")},
+}
+
+
+def module(command):
+    return f"jaxkv.cli.{command.replace('-', '_')}"
 
 
 def options(command):
     """The options of a command that take a value."""
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"jaxkv.cli.{command}").add_arguments(parser)
+    importlib.import_module(module(command)).add_arguments(parser)
     return [action for action in parser._actions if action.option_strings and action.nargs != 0]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_hostile_values_end_in_a_line(command, monkeypatch, capsys):
-    monkeypatch.setattr(f"jaxkv.cli.{command}.run", lambda args: 0)
+    monkeypatch.setattr(f"{module(command)}.run", lambda args: 0)
     for option in options(command):
         for value in HOSTILE:
             with pytest.raises(SystemExit) as ended:

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import jaxkv.models
+from jaxkv.bench import model_steps
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.cli import main, step
 
@@ -15,7 +16,7 @@ MODELS = Path(__file__).parents[1] / "data" / "models"
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
-    monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(model_steps, "LEAST_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -30,10 +31,13 @@ def test_sizes_and_the_time_of_a_step_are_printed(family, form, capsys):
 
 @pytest.mark.parametrize("family", ["deepseek_v2_lite", "llama"])
 def test_the_step_attends_to_full_caches(family):
-    tables = step._tables(3, 130)
-    assert sorted(tables.reshape(-1)) == list(range(9))
     model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / family))
-    cache = step._filled(model, tables.size)
+    cache = model_steps.filled(model, 9)
+    steps = model_steps.Steps(model, cache, requests=3, tokens=130)
+    lengths, tables, slots = steps._index
+    assert lengths.tolist() == [130] * 3
+    assert sorted(tables.reshape(-1).tolist()) == list(range(9))
+    assert slots.tolist() == [[64 * block + 1] for block in tables[:, -1].tolist()]
     assert (cache.buffer != 0).mean() > 0.99
 
 
@@ -41,12 +45,12 @@ def test_the_share_of_the_kernels_is_printed(monkeypatch, capsys):
     names = "gemm_fusion", "_ZN7cutlass", "decode_mla_mosaic_gpu_kernel", "_store_entries"
     kernels = tuple(zip(names, (5e-3, 1e-3, 3e-3, 1e-3), strict=True))
 
-    def timed(call, *args, repeats):
-        jax.block_until_ready(jax.jit(call)(*args))
+    def timed(run, *, repeats):
+        jax.block_until_ready(run())
         return KernelTimes(10e-3, kernels)
 
-    monkeypatch.setattr(step, "time_kernels", timed)
-    monkeypatch.setattr(step, "_seconds", lambda model, cache, tokens, index: (20e-3, cache))
+    monkeypatch.setattr(step, "kernels_of", timed)
+    monkeypatch.setattr(model_steps.Steps, "seconds", lambda steps: 20e-3)
     main(["step", str(MODELS / "deepseek_v3" / "config.json"), "--requests", "1", "--tokens", "1"])
     printed = capsys.readouterr().out
     assert "a step of 1 request x 1 token: " in printed
@@ -84,7 +88,7 @@ def test_only_out_of_memory_errors_are_reported_as_such(error, raised, message, 
     def fail(model, num_blocks):
         raise jax.errors.JaxRuntimeError(error)
 
-    monkeypatch.setattr(step, "_filled", fail)
+    monkeypatch.setattr(model_steps, "filled", fail)
     with pytest.raises(raised, match=message):
         main(["step", str(MODELS / "deepseek_v3"), "--requests", "2", "--tokens", "1"])
     assert not capsys.readouterr().out

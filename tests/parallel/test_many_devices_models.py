@@ -12,7 +12,7 @@ import pytest
 import jaxkv
 from jaxkv import models, parallel, serving
 from jaxkv.offload import HostPool
-from jaxkv.serving.engine import _decode_step
+from jaxkv.serving.program import run_layers
 from jaxkv.serving.step_inputs import Rows
 from support import toy_model
 from support.compare import assert_close, assert_same_bits
@@ -90,19 +90,25 @@ def test_the_engine(family, divided):
     # 14 blocks of 16 tokens, which the longest request needs: some wait, some are computed again; requests of one
     # prompt share blocks, and copy the last of them.
     model = load(family, divided())
-    shared, sent_back = serve(serving.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64), family)
+    shared, sent_back = serve(
+        serving.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2), family
+    )
     assert shared
     assert sent_back
 
 
 @pytest.mark.parametrize("family", [SMALL, "llama"])
 def test_replicas_serve_the_recorded_prompts(family):
-    served = serving.Replicas(load(family, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    served = serving.Replicas(
+        load(family, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
+    )
     serve(served, family, count=8)
 
 
 def test_replicas():
-    served = serving.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    served = serving.Replicas(
+        load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
+    )
     assert [engine.cache.buffer.devices() for engine in served.engines] == [{device} for device in jax.devices()[:2]]
     served.warm_up()
     requests = [served.submit([3, 1, 4], max_tokens=2) for _ in range(4)]
@@ -121,7 +127,9 @@ def test_replicas():
 
 
 def test_where_a_replica_raises_the_others_keep_their_tokens(monkeypatch):
-    served = serving.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    served = serving.Replicas(
+        load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
+    )
     requests = [served.submit([3, 1, 4], max_tokens=3) for _ in range(2)]
     broken, healthy = served.engines
     with monkeypatch.context() as patch:
@@ -189,8 +197,9 @@ def test_no_program_copies_the_cache(divided):
     cache = model.cache(2**13)
     layout = cache.layout
     assert layout.nbytes > 100e6
-    rows = Rows.of([], 4, 1, table_blocks=8, block_size=64)
-    memory = jax.jit(_decode_step, donate_argnums=1).lower(model, cache, rows).compile().memory_analysis()
+    rows = Rows.of([], 4, 1, tables=np.full((4, 8), -1, np.int32), block_size=64)
+    program = jax.jit(run_layers, donate_argnums=1).lower(model, cache, np.zeros(4, np.int32), rows)
+    memory = program.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= layout.nbytes
     assert memory.temp_size_in_bytes < layout.nbytes / 10
 

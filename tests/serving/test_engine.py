@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models.sampling import Sampling
-from jaxkv.serving import engine as engine_module
+from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
 from support import toy_model
@@ -71,9 +71,8 @@ def test_the_stream_is_what_the_requests_hold():
 
 def test_twenty_requests_join_and_leave_with_one_trace_of_each_program(monkeypatch):
     chex.clear_trace_counter()
-    for program in ("_prefill_step", "_decode_step"):
-        once = chex.assert_max_traces(getattr(engine_module, program), n=1)
-        monkeypatch.setattr(engine_module, program, once)
+    for function in ("run_layers", "likeliest", "draw"):  # for steps with and without chunks
+        monkeypatch.setattr(program, function, chex.assert_max_traces(getattr(program, function), n=2))
     served, rng = engine(), np.random.default_rng(0)
     requests, concurrent = [], set()
     while len(requests) < 20 or served.running or served.waiting:
@@ -230,36 +229,6 @@ def test_the_checkpoints_stop_tokens_are_the_default():
     finish(served)
     assert stopped.generated == right(prompt(11), 8)[:4]
     assert other.generated == right(prompt(11), 8)
-
-
-def test_a_cancelled_request_releases_its_blocks():
-    served = engine(num_blocks=10)
-    requests = [served.submit(prompt(16, seed=n), max_tokens=8) for n in range(3)]
-    served.step()
-    for request in requests[::2]:
-        served.cancel(request)
-    finish(served)
-    assert [request.finish_reason for request in requests] == ["cancelled", "length", "cancelled"]
-    assert requests[1].generated == right(requests[1].prompt, 8)
-    with pytest.raises(ValueError, match="`request` neither waits nor runs: it ended with 'length'"):
-        served.cancel(requests[1])
-
-
-def test_cancel_inside_run_ends_the_stream_of_the_request():
-    served = engine()
-    # The last prompt is short: the step that prefills it also decodes, and so draws two of its tokens.
-    requests = [served.submit(prompt(length), max_tokens=8) for length in (9, 10, 3)]
-    cancelled, late = {}, []
-    for request, _ in served.run():
-        late += [request] if request in cancelled else []
-        if request is requests[0] and len(request.generated) == 4:
-            cancelled[requests[1]] = served.cancel(requests[1])
-        if request is requests[2] and request not in cancelled:
-            cancelled[request] = served.cancel(request)
-    assert len(cancelled) == 2
-    assert not late
-    assert [request.finish_reason for request in requests] == ["length", "cancelled", "cancelled"]
-    assert requests[0].generated == right(requests[0].prompt, 8)
 
 
 def test_logits_that_are_nan_end_only_their_request():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import KVCache, models
-from jaxkv.serving import engine as engine_module
+from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.step_inputs import Rows
 from support.cases import slow
@@ -38,16 +38,15 @@ def recorded(family, request, known=0):
 @pytest.fixture
 def one_trace(monkeypatch):
     chex.clear_trace_counter()
-    for program in ("_prefill_step", "_decode_step"):
-        once = chex.assert_max_traces(getattr(engine_module, program), n=1)
-        monkeypatch.setattr(engine_module, program, once)
+    for function in ("run_layers", "likeliest", "draw"):  # for steps with and without chunks
+        monkeypatch.setattr(program, function, chex.assert_max_traces(getattr(program, function), n=2))
 
 
 @pytest.mark.parametrize("family", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "deepseek_v32", "llama"])
 def test_twenty_requests_come_and_go(family, one_trace):
-    # Requests of one prompt come in pairs and share it.  20 blocks of 16 tokens, of which the longest request takes 17:
+    # Requests of one prompt come in pairs and share it.  17 blocks of 16 tokens, which the longest request takes:
     # some wait, and some are computed again.
-    served = Engine(model(family), num_blocks=20, block_size=16, max_requests=4, chunk=64)
+    served = Engine(model(family), num_blocks=17, block_size=16, max_requests=4, chunk=64, max_chunks=3)
     rng, requests, sent_back, shared = np.random.default_rng(0), [], set(), 0
     while len(requests) < 20 or served.running or served.waiting:
         if len(requests) < 20 and rng.random() < 0.4:
@@ -62,7 +61,7 @@ def test_twenty_requests_come_and_go(family, one_trace):
     assert shared
     for request, follows in requests:
         assert request.generated == follows
-    assert served.pool.num_free == 20
+    assert served.pool.num_free == 17
 
 
 @pytest.mark.parametrize("order", ["LBNHC", slow("BLNHC")])
@@ -80,7 +79,7 @@ def test_strict_programs_may_run_the_engine(family):
     prompt, follows = recorded(family, 1)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         strict = models.load(FOLDER / family)
-        served = Engine(strict, num_blocks=8, block_size=16, max_requests=2, chunk=64)
+        served = Engine(strict, num_blocks=8, block_size=16, max_requests=2, chunk=64, max_chunks=2)
         requests = [served.submit(prompt, max_tokens=3, sampling=models.Sampling(t)) for t in (0.0, 0.7)]
         list(served.run())
         assert models.fingerprint(strict) == models.fingerprint(model(family))
@@ -88,13 +87,14 @@ def test_strict_programs_may_run_the_engine(family):
     assert len(requests[1].generated) == 3
 
 
-@pytest.mark.parametrize(("program", "count", "columns"), [("_prefill_step", 1, 256), ("_decode_step", 32, 1)])
-def test_no_program_copies_the_cache(program, count, columns):
+@pytest.mark.parametrize("chunks", [True, False])
+def test_no_program_copies_the_cache(chunks):
     layout = model().layout(4096)
     assert layout.nbytes > 400e6
     cache = KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
-    rows = Rows.of([], count, columns, table_blocks=8, block_size=64)
-    step = jax.jit(getattr(engine_module, program), donate_argnames="cache")
-    memory = step.lower(model(), cache, rows).compile().memory_analysis()
+    sizes = {"tables": np.full((32, 8), -1, np.int32), "block_size": 64}
+    batches = [Rows.of([], 4, 64, **sizes)] * chunks + [Rows.of([], 32, 1, **sizes)]
+    layers = jax.jit(program.run_layers, donate_argnames="cache")
+    memory = layers.lower(model(), cache, np.zeros(32, np.int32), *batches).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= layout.nbytes
     assert memory.temp_size_in_bytes < layout.nbytes / 10

@@ -21,25 +21,25 @@ pytestmark = pytest.mark.usefixtures("toy")
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often each program ran."""
+    """How many chunks were prefilled, and how many tokens decoded."""
     counted = Counter()
-    advance = Engine._advance
+    batches = Engine._batches
 
-    def counting(self, program, *args, **kwargs):
-        counted["prefill" if program is self._prefill else "decode"] += 1
-        return advance(self, program, *args, **kwargs)
+    def counting(self, chunks, decoded):
+        counted.update({"chunks": len(chunks), "decoded": len(decoded)})
+        return batches(self, chunks, decoded)
 
-    monkeypatch.setattr(Engine, "_advance", counting)
+    monkeypatch.setattr(Engine, "_batches", counting)
     return counted
 
 
 def test_a_prefix_outlives_its_request_on_the_device(calls):
     served = engine()
     assert serve(served, prompt(22)) == 0
-    assert calls.pop("prefill") == 3
+    assert calls.pop("chunks") == 4
     # Five full blocks, and what was generated: 22 + 6 - 1 entries.
     assert serve(served, prompt(22)) == 20
-    assert calls.pop("prefill") == 1
+    assert calls.pop("chunks") == 1
     assert serve(served, (*prompt(22), *right(prompt(22), 6), 5)) == 24
     assert serve(served, (*prompt(10), *prompt(12, seed=1))) == 0
     assert serve(served, prompt(22)[:13]) == 12
@@ -52,7 +52,7 @@ def test_of_a_prompt_that_is_known_whole_the_last_token_is_computed_in_place(cal
     assert serve(served, prompt(20), count=1) == 0
     calls.clear()
     assert serve(served, prompt(20), count=1) == 19
-    assert calls == {"decode": 1}
+    assert calls == {"chunks": 0, "decoded": 1}
 
 
 def test_who_shares_a_known_block_with_another_copies_it():
@@ -87,7 +87,7 @@ def test_another_engine_finds_a_prefix_on_the_host(order, calls):
     calls.clear()
     other = engine(order=order, offload=host)
     assert serve(other, prompt(22)) == 20
-    assert calls["prefill"] == 1
+    assert calls["chunks"] == 1
     assert other.prefix_stats.loaded == 20
     assert host.stats.loaded == 5
     # Now it is on the device.
@@ -123,7 +123,7 @@ def test_a_later_engine_finds_a_prefix_on_disk(tmp_path, calls):
     host = host_pool(num_blocks=2, disk=disk_pool(tmp_path))
     other = engine(offload=host)
     assert serve(other, prompt(22)) == 20
-    assert calls["prefill"] == 1
+    assert calls["chunks"] == 1
     assert host.stats.read == 5
 
 
@@ -266,7 +266,7 @@ def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):
     monkeypatch.setattr(toy_model, "ROOM", 65)  # no other test has compiled for this size
     served = engine(num_blocks=15, offload=host_pool())
     served.warm_up()
-    assert {"jit(_decode_step)", "jit(read_blocks)", "jit(write_blocks)"} <= set(compiled)
+    assert {"jit(run_layers)", "jit(read_blocks)", "jit(write_blocks)"} <= set(compiled)
     compiled.clear()
     for seed in (0, 1, 0):
         serve(served, prompt(29, seed), count=20)

@@ -39,7 +39,9 @@ def serve(family, engine):
 
 
 def engine(family, offload=None):
-    return serving.Engine(model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, offload=offload)
+    return serving.Engine(
+        model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, max_chunks=2, offload=offload
+    )
 
 
 def host_pool(family, disk=None):

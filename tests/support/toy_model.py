@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.models import OneDevice
-from jaxkv.serving import engine
+from jaxkv.serving import program
 
 LAYERS, HIDDEN, HEADS, LATENT, ROPE, VOCAB, LONGEST = 2, 24, 2, 16, 8, 97, 512
 SCALE = 0.5
@@ -69,8 +69,7 @@ def prompt(length, seed=0):
 
 def install(monkeypatch):
     """Has engines run this model's programs."""
-    monkeypatch.setattr(engine, "prefill", prefill)
-    monkeypatch.setattr(engine, "decode", decode)
+    monkeypatch.setattr(program, "step", step)
 
 
 def prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping):
@@ -88,8 +87,12 @@ def prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping):
     return cache, x[:, -1] @ params["head"]
 
 
-def decode(model, cache, tokens, seq_lens, block_tables, slot_mapping):
-    return prefill(model, cache, tokens[:, None], seq_lens, block_tables, slot_mapping[:, None])
+def step(model, cache, *batches):
+    found = []
+    for batch in batches:
+        cache, logits = prefill(model, cache, *batch)
+        found.append(logits)
+    return cache, jnp.concatenate(found)
 
 
 def logits_without_cache(params, tokens):

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch
+from jaxkv.models.batch import Batch, Part
 from jaxkv.models.config import GQA
 from jaxkv.models.layers import rope
 from jaxkv.models.layers.linear import linear
@@ -33,6 +33,10 @@ def attention(
         options |= {"k_scale": 1.0, "v_scale": 1.0}
     k, v = (new.reshape(len(batch.slots), -1, config.head_dim) for new in (k, v))
     cache = write_kv(cache, k, v, batch.slots, **options)
-    index = batch.block_tables, batch.seq_lens
-    out = model.parallel.decode_kv(q, cache, *index, scale=config.head_dim**-0.5, plan=batch.plan, **options)
+    options["scale"] = config.head_dim**-0.5
+
+    def attend(part: Part, q) -> jax.Array:
+        return model.parallel.decode_kv(q, cache, part.block_tables, part.seq_lens, plan=part.plan, **options)
+
+    out = batch.attend(attend, q)
     return cache, None, linear(out.reshape(*x.shape[:2], -1), weights["o"])

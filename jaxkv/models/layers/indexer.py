@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch
+from jaxkv.models.batch import Batch, Part
 from jaxkv.models.config import Indexer
 from jaxkv.models.layers import rope
 from jaxkv.models.layers.linear import layer_norm, linear
@@ -43,11 +43,14 @@ def select_slots(
         layer = (jnp.asarray(config.layers, jnp.int32) < layer).sum(dtype=jnp.int32)
     options = {"layer": layer, "implementation": model.implementation}
     block_size = cache.layout.block_size
-    max_len = batch.block_tables.shape[1] * block_size
     keys = cache.view(model.packed_layout(config, cache.layout.num_blocks, block_size)["indexer"])
     keys = write_indexer_k(keys, k.reshape(-1, config.head_dim), batch.slots, **options)
-    index = batch.block_tables, batch.seq_lens
-    slots = model.parallel.select_slots(q, head_weights, keys, *index, config.topk, max_len=max_len, **options)
+
+    def select(part: Part, q, head_weights) -> jax.Array:
+        index, max_len = (part.block_tables, part.seq_lens), part.block_tables.shape[1] * block_size
+        return model.parallel.select_slots(q, head_weights, keys, *index, config.topk, max_len=max_len, **options)
+
+    slots = batch.attend(select, q, head_weights)
     return keys.view(cache.layout), slots
 
 

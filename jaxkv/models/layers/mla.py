@@ -1,12 +1,13 @@
 """Multi-head latent attention over the cache."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch
+from jaxkv.models.batch import Batch, Part
 from jaxkv.models.config import MLA, Rope, Yarn
 from jaxkv.models.layers import indexer, rope
 from jaxkv.models.layers.linear import linear, product, rms_norm
@@ -61,28 +62,38 @@ def attention(
     tokens = len(batch.slots)
     cache = write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
 
-    scale = _softmax_scale(config, model.config.rope)
-    if batch.expanded:
-        out = model.parallel.prefill_mla(
-            q_nope, q_pe, weights["w_uk"], weights["w_uv"], cache, batch.block_tables, batch.seq_lens, scale=scale,
-            **options,
-        )  # fmt: skip
-        return cache, None, linear(out.reshape(*x.shape[:2], -1), weights["o"])
-    q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
+    options["scale"] = _softmax_scale(config, model.config.rope)
     selected = None
     if config.indexer is None:
-        out = model.parallel.decode_mla(
-            q_latent, q_pe, cache, batch.block_tables, batch.seq_lens, scale=scale, plan=batch.plan, **options
-        )
+        attend = partial(_attend, model, weights, cache, options=options)
+        out = batch.attend(attend, q_nope, q_pe)
     else:
         slots = batch.selected
         if "indexer" in weights:
             chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
             cache, slots = chosen
         selected = None if config.indexer.layers is None else slots
-        out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, scale=scale, **options)
-    out = product("bqhr,hvr->bqhv", out, weights["w_uv"])
+        attend = partial(_attend_sparse, model, weights, cache, options=options)
+        out = batch.attend(attend, q_nope, q_pe, slots)
     return cache, selected, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+
+
+def _attend(model: Model, weights, cache: KVCache, part: Part, q_nope, q_pe, *, options) -> jax.Array:
+    """Values [B, Q, H, V] of the attention of one part to all cached tokens."""
+    index = part.block_tables, part.seq_lens
+    if part.expanded:
+        up = weights["w_uk"], weights["w_uv"]
+        return model.parallel.prefill_mla(q_nope, q_pe, *up, cache, *index, **options)
+    q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
+    out = model.parallel.decode_mla(q_latent, q_pe, cache, *index, plan=part.plan, **options)
+    return product("bqhr,hvr->bqhv", out, weights["w_uv"])
+
+
+def _attend_sparse(model: Model, weights, cache: KVCache, part: Part, q_nope, q_pe, slots, *, options) -> jax.Array:
+    """The same for the cached tokens in `slots` [B, Q, K]."""
+    q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
+    out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, **options)
+    return product("bqhr,hvr->bqhv", out, weights["w_uv"])
 
 
 def _softmax_scale(config: MLA, rotary: Rope) -> float:

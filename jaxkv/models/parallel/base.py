@@ -50,10 +50,10 @@ class Parallel(ABC):
         """A cache of zeros; `layout` is that of one device's part."""
 
     @abstractmethod
-    def run(self, function: Callable[..., Any], model, cache: KVCache, *batch) -> tuple[KVCache, jax.Array]:
+    def run(self, function: Callable[..., Any], model, cache: KVCache, *batch) -> tuple[KVCache, Any]:
         """Runs `function(model, cache, *batch)` on each device with its part of the arguments.
 
-        The function and this method return a cache and an array with one row per request.
+        The function and this method return a cache, and an array or a tuple of arrays with one row per request.
         """
 
     @abstractmethod

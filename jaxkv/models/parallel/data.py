@@ -33,9 +33,9 @@ class DataParallel(OnMesh):
 
     @override
     def run(self, function, model, cache, *batch):
-        rows = batch[0].shape[0]
-        if rows % self.num_devices:
-            raise ValueError(f"`tokens` has {rows} rows: expected a multiple of the {self.num_devices} devices")
+        for array in batch:
+            if (rows := array.shape[0]) % self.num_devices:
+                raise ValueError(f"`tokens` has {rows} rows: expected a multiple of the {self.num_devices} devices")
         return super().run(function, model, cache, *batch)
 
     def replicas(self, model: "Model") -> "Iterator[Model]":

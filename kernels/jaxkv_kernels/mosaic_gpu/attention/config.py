@@ -50,10 +50,14 @@ class SplitCosts:
             require(getattr(self, field) >= 0, self, field, "0 or more")
 
     def of_shared_steps(self) -> "SplitCosts":
-        """The costs if two CTAs share each step, which then takes half the time, and merge their results."""
-        return replace(
-            self, overhead=2 * self.overhead + MERGING, combining=2 * self.combining, split=2 * self.split
-        )  # fmt: skip
+        """The costs if two CTAs share each step, which then takes half the time, and merge their results.
+
+        Combining is made to look four times as expensive as it is, so that requests that are not much longer than
+        others stay whole.  With the real cost, 64 requests of 256 to 1,024 tokens with 16 heads would be split, and
+        take 0.0247 ms instead of 0.0215.
+        """
+        overhead = 2 * self.overhead + MERGING
+        return replace(self, overhead=overhead, combining=8 * self.combining, split=2 * self.split)
 
 
 _PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)

@@ -3,9 +3,9 @@
 The tokens of a request are counted in steps: pairs of 64-token tiles, or single tiles for MLA calls with few rows.  By
 default, the steps of all requests are laid end to end, and the line is divided into equal partitions: as many as fill
 the GPU, with a CTA for each partition, tile of rows and KV head.  Several divisions are compared: into as many
-partitions as fill the GPU or somewhat fewer, and with and without gaps between requests, which stand for the cost of
-beginning and ending a request.  The division with the least estimated time is used: the time of its longest partition
-and of combining its splits.
+partitions as fill the GPU or somewhat fewer, with and without gaps between requests, which stand for the cost of
+beginning and ending a request, and one that leaves all requests whole, if there are enough partitions.  The division
+with the least estimated time is used: the time of its longest partition and of combining its splits.
 A batch-invariant plan splits a request by its own length alone.
 
 A work tile is the part of a request that lies in one partition.  The work tiles of a request that was divided store
@@ -106,7 +106,8 @@ def shares_keys(requests: int, partitions: int) -> bool:
     """Whether two CTAs share the keys of each work tile.
 
     They do if there are enough pairs of CTAs for each request to have one, but not two: with fewer requests, most are
-    split among several pairs, and merging in pairs first takes longer.
+    split among several pairs, and merging in pairs first takes longer: 0.0300 ms instead of 0.0281 for one request of
+    65,536 tokens with 16 heads.  With 64 requests of 4,096 tokens, sharing takes 0.0777 ms instead of 0.0792.
     """
     return CTAS * requests <= partitions < 2 * CTAS * requests
 

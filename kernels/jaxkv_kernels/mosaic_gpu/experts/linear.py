@@ -1,8 +1,10 @@
 """`scaled_linear`: tokens times a weight in float8, on sm_90.
 
-The kernel of `products.py` with one matrix.  A weight has too few rows to give every multiprocessor work, so the summed
-dimension is divided into parts, whose sums XLA adds up.  For many tokens, XLA expands the weight and multiplies: then
-the time of a product is that of its arithmetic, and expanding takes little in comparison.
+The kernel of `products.py` with one matrix.  XLA would first write the weight in bf16 to memory, and read it again: on
+an H200, [7168, 16384] takes 0.209 to 0.306 ms with up to 128 tokens, and 0.059 to 0.081 if it is in bf16.  A weight has
+too few rows to give every multiprocessor work, so the summed dimension is divided into parts, whose sums XLA adds up.
+For many tokens, XLA expands the weight and multiplies: then the time of a product is that of its arithmetic, and
+expanding takes little in comparison.
 """
 
 from functools import partial
@@ -20,11 +22,11 @@ from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.linear import scaled_linear as by_xla
 
 MOST_TOKENS = 256
-"""The most tokens that are multiplied by the kernel."""
+"""The most tokens that are multiplied by the kernel; not tuned."""
 MOST_ROWS = 64
 """The most rows of a tile."""
 START = 4
-"""The steps that would take as long as starting a work tile and adding up its sums."""
+"""The steps that would take as long as starting a work tile and adding up its sums; an estimate, not tuned."""
 
 
 def scaled_linear(x, weight):

@@ -19,7 +19,9 @@ A tile may extend past its group: the rows of other groups or of none that it th
 and are not stored.
 
 Budget.  Shared memory: per stage, 16 KiB of weights per consumer and 128 bytes per row, for as many stages as fit;
-per consumer, 128 bytes per row for results.  Registers of a consumer: one per row of a tile.
+per consumer, 128 bytes per row for results.  Registers of a consumer: one per row of a tile.  With e4m3 weights, a step
+has 128 values: 16 KiB of weights per consumer and 256 bytes per row; registers: one and a half per row, for the sums so
+far and one product of a step, and 32 to 64 for operands (`e4m3.py`).
 """
 
 from typing import Any

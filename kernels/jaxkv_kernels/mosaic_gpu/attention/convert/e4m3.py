@@ -3,6 +3,10 @@
 TMA copies half a tile of keys as it is stored, 16 KiB, into the first half of the shared memory of its float16
 values.  A warpgroup loads all of it to registers, and then stores it converted.  So keys need no additional
 memory, and the copies of all halves can be in flight at once.
+
+Converting keys in registers, as the first operand of S' = K Q', and storing only values was slower: 128 requests with
+128 heads and 4,096 tokens take 0.293 ms as it is, 0.310 if each consumer converts the tile that it multiplies with the
+queries, and more than 0.337 if one warpgroup computes all weights and two multiply them with the values.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,161 @@
+"""Time the serving engine under load: throughput, time to first token, and time between tokens, at several loads.
+
+The weights are random, which does not change the times.  First, prefill and decode are timed alone, and then requests
+that all arrive at once.  The output tokens per second while requests wait are the saturation; they are compared with
+what the rates of prefill and decode allow.  Finally, requests arrive at random (a Poisson process), at fractions of the
+rate at which saturation serves them.
+"""
+
+import argparse
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxkv.cli import random_models
+from jaxkv.cli.options import integer, output_file, positive
+from jaxkv.terminal.files import write_json
+from jaxkv.terminal.formatting import counted, size
+from jaxkv.terminal.memory import nbytes
+from jaxkv.terminal.streams import notice
+
+if TYPE_CHECKING:
+    from jaxkv.bench.serving import Lengths, Served
+    from jaxkv.models import Model
+
+BLOCK_SIZE = 64
+MOST_REQUESTS = 2**20
+ROOM = 1.5
+"""The default number of blocks, relative to those of as many requests of mean length as run at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options: the model, the engine's sizes, and the requests."""
+    random_models.add_arguments(parser)
+    count = integer(1, MOST_REQUESTS)
+    parser.add_argument("--max-requests", type=count, default=256, metavar="N", help="requests that run at once (256)")
+    parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
+    parser.add_argument("--max-chunks", type=positive, default=10, metavar="N", help="chunks per step (10)")
+    blocks = f"blocks of {BLOCK_SIZE} tokens in the cache; by default enough for the requests that run at once"
+    parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
+    many = "requests per load; default four times those that run at once"
+    parser.add_argument("--requests", type=count, metavar="N", help=many)
+    parser.add_argument("--prompt", type=positive, default=512, metavar="N", help="mean tokens of a prompt (512)")
+    parser.add_argument("--output", type=positive, default=256, metavar="N", help="mean tokens of an answer (256)")
+    lengths = "file with a line for each request: its prompt and output tokens; instead of drawn lengths"
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help=lengths)
+    loads = "loads after saturation, as fractions of it (0.5 0.8)"
+    parser.add_argument("--loads", type=_load, nargs="*", default=[0.5, 0.8], metavar="X", help=loads)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the rates of the model, and one line per load."""
+    from jaxkv.bench import serving
+    from jaxkv.serving import Engine
+
+    lengths = _lengths(args)
+    per_request = float(np.mean(lengths.prompts + lengths.outputs)) / BLOCK_SIZE
+    num_blocks = args.blocks or math.ceil(args.max_requests * (ROOM * per_request + 1))
+    num_blocks = max(num_blocks, math.ceil(lengths.longest / BLOCK_SIZE))
+    model = random_models.random_model(args, num_blocks, BLOCK_SIZE)
+    print(_about(model, lengths))
+    alone = serving.Alone(model, lengths, args.max_requests)
+    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
+    engine = Engine(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_len=lengths.longest, **sizes)
+    notice("compiling")
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda compile: compile(), (engine.warm_up, alone.compile)))
+    rates = alone.measure()
+    allowed = rates.allowed(lengths)
+    print(f"alone: prefill {rates.prefill:,.0f} tokens/s, decode {rates.decode:,.0f} tokens/s")
+    print(f"these allow {allowed:,.0f} output tokens/s")
+    count = len(lengths.prompts)
+    served = serving.serve(engine, lengths, np.zeros(count))
+    saturation = served.throughput(*served.saturated)
+    print(f"saturation: {saturation:,.0f} output tokens/s, {saturation / allowed:.0%} of what is allowed")
+    print("load  requests/s  output tokens/s  first token, ms: median, p99  between tokens, ms: median, p99")
+    loads = []
+    for load in args.loads:
+        rate = load * saturation / float(lengths.outputs.mean())
+        found = serving.serve(engine, lengths, serving.poisson(count, rate))
+        loads.append(_summary(load, rate, found))
+        print(_line(loads[-1]))
+    if args.json:
+        about = {
+            **random_models.described(model),
+            "engine": {"num_blocks": num_blocks, **sizes},
+            "requests": {
+                "count": count,
+                "prompt_tokens": float(lengths.prompts.mean()),
+                "output_tokens": float(lengths.outputs.mean()),
+            },
+            "alone": {"prefill": rates.prefill, "decode": rates.decode},
+            "allowed": allowed,
+            "saturation": {
+                "output_tokens_per_s": saturation,
+                "fraction": saturation / allowed,
+                "between_tokens_ms": serving.percentiles(served.between),
+            },
+            "loads": loads,
+        }
+        write_json(args.json, about)
+    return 0
+
+
+def _load(text: str) -> float:
+    try:
+        load = float(text)
+    except ValueError:
+        load = math.nan
+    if not 0 < load < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return load
+
+
+def _lengths(args: argparse.Namespace) -> "Lengths":
+    from jaxkv.bench.serving import Lengths
+
+    count = args.requests or 4 * args.max_requests
+    if count <= args.max_requests:
+        raise ValueError(
+            f"--requests is {count}: expected more than --max-requests {args.max_requests}, so that some wait"
+        )
+    if args.lengths:
+        return Lengths.read(args.lengths, count)
+    return Lengths.drawn(count, args.prompt, args.output)
+
+
+def _about(model: "Model", lengths: "Lengths") -> str:
+    config = model.config
+    prompts, outputs = (f"{part.mean():.0f} (at most {part.max()})" for part in lengths)
+    return (
+        f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}, weights "
+        f"{size(nbytes(model.params))}\n{counted(len(lengths.prompts), 'requests')} per load, prompts of {prompts} and "
+        f"outputs of {outputs} tokens on average"
+    )
+
+
+def _summary(load: float, rate: float, served: "Served") -> dict[str, Any]:
+    from jaxkv.bench.serving import percentiles
+
+    end = max(times[-1] for times in served.tokens)
+    return {
+        "load": load,
+        "requests_per_s": rate,
+        "output_tokens_per_s": served.throughput(*np.quantile(served.arrivals, [0.25, 1])),
+        "seconds": end,
+        "first_token_ms": percentiles(served.first),
+        "between_tokens_ms": percentiles(served.between),
+    }
+
+
+def _line(found: dict[str, Any]) -> str:
+    first, between = found["first_token_ms"], found["between_tokens_ms"]
+    return (
+        f"{found['load']:<4g}{found['requests_per_s']:>12.1f}{found['output_tokens_per_s']:>17,.0f}"
+        f"{first['median']:>23.1f}, {first['p99']:.1f}{between['median']:>26.2f}, {between['p99']:.2f}"
+    )

@@ -1,0 +1,77 @@
+"""Engines under load: lengths, arrivals, and what is counted."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxkv.bench import serving
+from jaxkv.bench.serving import Lengths, Rates, Served
+from serving.toy_engines import engine
+from support import toy_model
+
+
+def test_drawn_lengths_have_their_means_and_an_end():
+    lengths = Lengths.drawn(5000, 512, 256)
+    for values, mean in zip(lengths, (512, 256), strict=True):
+        assert abs(values.mean() - mean) < 1
+        assert values.min() >= 1
+        assert values.max() < 1.1 * serving.LONGEST * mean
+        assert 0.5 * mean < values.std() < 0.8 * mean
+    assert np.abs(np.corrcoef(*lengths)[0, 1]) < 0.05
+    assert lengths.longest == (lengths.prompts + lengths.outputs).max()
+
+
+def test_requests_that_run_have_more_tokens_than_the_mean():
+    # Of ten steps, nine are those of the second request, which has 10 + 9 / 2 tokens on average.
+    assert Lengths(np.asarray([10, 10]), np.asarray([1, 9])).running == math.floor(0.1 * 10.5 + 0.9 * 14.5)
+
+
+def test_lengths_are_read_from_a_file(tmp_path):
+    file = tmp_path / "lengths"
+    file.write_text("5, 7\n11 13\n")
+    lengths = Lengths.read(file, 3)
+    assert (lengths.prompts.tolist(), lengths.outputs.tolist()) == ([5, 11, 5], [7, 13, 7])
+    for text in ("5", "5 6 7", "5 0", "a b"):
+        file.write_text(f"1 2\n{text}\n")
+        with pytest.raises(ValueError, match=f"lengths, line 2: '{text}' is not the prompt and output tokens"):
+            Lengths.read(file, 3)
+    file.write_text("")
+    with pytest.raises(ValueError, match="lengths is empty: expected a line"):
+        Lengths.read(file, 3)
+
+
+def test_arrivals_are_a_poisson_process():
+    between = np.diff(serving.poisson(20000, 4.0))
+    assert abs(between.mean() - 0.25) < 0.01
+    assert abs(between.std() - 0.25) < 0.01
+
+
+def test_what_the_rates_allow():
+    lengths = Lengths(np.asarray([400, 600]), np.asarray([200, 300]))
+    # 500 prompt tokens take 0.05 s, and 250 output tokens take 0.2 s.
+    assert Rates(prefill=10000.0, decode=1250.0).allowed(lengths) == pytest.approx(250 / 0.25)
+
+
+def test_what_is_counted():
+    served = Served(np.asarray([0.0, 1.0]), [[0.5, 0.75, 1.5], [3.0]], (0.5, 2.5))
+    assert served.throughput(*served.saturated) == 2 / 2
+    assert served.first.tolist() == [0.5, 2.0]
+    assert served.between.tolist() == [0.25, 0.75]
+    assert serving.percentiles(served.between)["median"] == 500
+    assert serving.percentiles(np.asarray([])) == {"median": 0.0, "p99": 0.0}
+
+
+def test_requests_arrive_and_are_served(monkeypatch):
+    toy_model.install(monkeypatch)
+    lengths = Lengths(np.asarray([5, 9, 3, 7, 4, 12]), np.asarray([4, 6, 1, 3, 5, 2]))
+    served_at_once = serving.serve(engine(), lengths, np.zeros(6))
+    assert [len(times) for times in served_at_once.tokens] == lengths.outputs.tolist()
+    start, end = served_at_once.saturated
+    assert 0 < end < max(times[-1] for times in served_at_once.tokens)
+    arrivals = np.asarray([0.0, 0.0, 0.05, 0.1, 0.1, 0.3])
+    found = serving.serve(engine(), lengths, arrivals)
+    assert [len(times) for times in found.tokens] == lengths.outputs.tolist()
+    assert (found.first > 0).all()
+    assert (np.concatenate([np.diff(times) for times in found.tokens]) >= 0).all()
+    assert start < math.inf
