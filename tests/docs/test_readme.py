@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxkv
 from jaxkv.cli import COMMANDS, main
 from jaxkv.support import support_matrix
 
@@ -87,6 +88,19 @@ def test_tables_are_those_of_the_recorded_measurements(name, marks, tmp_path):
     report = ROOT / "notebooks" / "h200" / "report.py"
     subprocess.run([sys.executable, report, copy], check=True)
     assert copy.read_text() == text, f"run `python notebooks/h200/report.py {name}`"
+
+
+def test_the_table_of_accuracy_is_that_of_the_recorded_numbers(tmp_path):
+    readme = ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md"
+    copy = tmp_path / "README.md"
+    emptied = re.sub(r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)", r"\1\2", readme.read_text(), flags=re.DOTALL)
+    copy.write_text(emptied)
+    script = ROOT / "notebooks" / "accuracy" / "entry_formats.py"
+    subprocess.run([sys.executable, script, "table", copy], check=True)
+    assert copy.read_text() == readme.read_text(), f"run `python {script.relative_to(ROOT)} table {readme.name}`"
+    recorded = json.loads(script.with_suffix(".json").read_text())
+    assert {"date", "device", "versions", "command", "models"} <= set(recorded)
+    assert {row["format"] for row in recorded["rows"]} == {*jaxkv.MLAEntry.formats, *jaxkv.KVEntry.formats}
 
 
 def test_measurements_name_their_date_device_versions_and_command():

@@ -53,7 +53,7 @@ def test_no_tokens_are_written_in_any_format(entry):
     cache, slots = scenes.to_cache(layout, before), jnp.zeros(0, jnp.int32)
     parts = [jnp.zeros((0, n)) for n in entry.sizes]
     if isinstance(entry, jaxkv.MLAEntry):
-        scale = {"kv_scale": 1.0} if entry.format == "fp8" else {}
+        scale = {"kv_scale": 1.0} if entry.codec.scaled else {}
         cache = jaxkv.write_mla(cache, *parts, slots, layer=0, **scale)
     elif isinstance(entry, jaxkv.KVEntry):
         cache = jaxkv.write_kv(cache, *(part[:, None] for part in parts), slots, layer=0, k_scale=1.0, v_scale=1.0)

@@ -30,5 +30,7 @@ class Triton:
     implementation = "triton"
     gaps = (
         "`logit_cap` of",  # too large for tanh by way of exp2
+        "entries of format",
+        "`q` of float16: supports bfloat16 and float32 with entries of format 'int8'",
         "part of 0 values",  # gathers would have a result of no values
     )

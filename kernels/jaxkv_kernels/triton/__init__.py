@@ -22,6 +22,7 @@ def _kernel(name: str, entries: Listed, unsupported_reasons: Callable[..., Itera
 _PLAIN = ("bf16", "f16", "f32")
 _MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla")}
 _KV: Listed = {KVEntry: (*_PLAIN, "fp8")}
+_ATTENDED_KV: Listed = {KVEntry: (*_KV[KVEntry], "int8", "nvfp4")}
 _INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8")}
 
 KERNELS: dict[str, Kernel] = {
@@ -31,9 +32,9 @@ KERNELS: dict[str, Kernel] = {
     "gather_mla": _kernel("entries.gathers.gather_mla", _MLA, unsupported.gather_mla),
     "gather_kv": _kernel("entries.gathers.gather_kv", _KV, unsupported.gather_kv),
     "gather_indexer_k": _kernel("entries.gathers.gather_indexer_k", _INDEXER, unsupported.gather_indexer_k),
-    "plan_decode": _kernel("attention.plan_decode.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode),
+    "plan_decode": _kernel("attention.plan_decode.plan_decode", {**_MLA, **_ATTENDED_KV}, unsupported.plan_decode),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla),
-    "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv),
+    "decode_kv": _kernel("attention.decode_kv.decode_kv", _ATTENDED_KV, unsupported.decode_kv),
     "decode_mla_sparse": _kernel("attention.decode_mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse),
     "indexer_logits": _kernel("indexer.indexer_logits.indexer_logits", _INDEXER, unsupported.indexer_logits),
     "select_topk": _kernel("indexer.select_topk.select_topk", {}, unsupported.select_topk),

@@ -85,6 +85,10 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
     yield from _empty(arrays, "q", "block_tables")
+    dtype = arrays["q"].dtype if "q" in arrays else options["dtype"]
+    if options["entry"].format == "int8" and dtype == "float16":
+        # Weights are multiplied by the scales of values, which may be too small for float16.
+        yield "`q` of float16: supports bfloat16 and float32 with entries of format 'int8'"
     if max(options["entry"].sizes) > HEAD_DIM:
         yield f"entries of {' + '.join(map(str, options['entry'].sizes))} values: supports at most {HEAD_DIM} of each"
     yield from too_large(options)

@@ -38,13 +38,21 @@ class TestMerge(Mosaic, suites.Merge):
 
 CASES = [(LATENTS, "packed, bfloat16", 1), (HEADS, "BHLNC", 2), slow(LATENTS, "gaps, offset", 1), (KEYS, "BLNHC", 1)]
 """Two scales per entry; a scale per head; scales that lie apart."""
+NARROW = [
+    (jaxkv.MLAEntry("nvfp4_ds_mla", latent=128, rope=16), "packed, bfloat16", 1),
+    (jaxkv.MLAEntry("mxfp4_ds_mla", latent=128, rope=16), "BLNHC padded", 1),
+    (jaxkv.MLAEntry("fp8_v4", latent=128, rope=16), "packed, uint8", 1),
+    (jaxkv.KVEntry("int8", head_dim=24, value_dim=8), "BHLNC", 2),
+    (jaxkv.KVEntry("nvfp4", head_dim=64, value_dim=64), "BLNHC", 2),
+]
+"""Permuted scales; padded scales; scales that lie apart, in padded pages; scales of whole arrays; two scales."""
 
 
 @pytest.mark.usefixtures("interpreted")
 class TestInterpretedWrites(Mosaic, suites.WriteChecks):
     """Encoded entries, and that nothing else is written."""
 
-    @pytest.mark.parametrize(("entry", "name", "heads"), CASES)
+    @pytest.mark.parametrize(("entry", "name", "heads"), [*CASES, *NARROW])
     def test_entries(self, entry, name, heads):
         layout = suites.layout_of(name, entry, num_heads=heads, block_size=3)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
@@ -64,7 +72,7 @@ class TestInterpretedWrites(Mosaic, suites.WriteChecks):
 class TestInterpretedGathers(Mosaic, suites.GatherChecks):
     """Likewise, with first tokens that are not 0, requests without tokens, and rows without a token."""
 
-    @pytest.mark.parametrize(("entry", "name", "heads"), [CASES[0], slow(*CASES[1]), CASES[2], CASES[3]])
+    @pytest.mark.parametrize(("entry", "name", "heads"), [CASES[0], slow(*CASES[1]), CASES[2], CASES[3], *NARROW])
     def test_entries(self, entry, name, heads):
         scene = suites.scenes.scene(entry, num_heads=heads, block_size=16, lengths=(0, 2, 17, 0, 21))
         layout = suites.layout_of(name, entry, num_heads=heads, block_size=16)

@@ -23,7 +23,7 @@ class Mosaic:
 
     implementation = "mosaic_gpu"
     gaps = (
-        "entries of format 'f32'",  # has no wgmma
+        "entries of format",  # float32 has no wgmma
         "`q` of",  # of float32, and of float16 with bf16 keys: there is no such wgmma
         "blocks of",  # of 1, 3 and 61 tokens; of 16 e4m3 keys, which are not whole rows of 128 bytes
         "offset of",

@@ -115,6 +115,8 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
         ("f16", (192, 128), 16, 1, {}),
         ("bf16", (256, 256), 4, 3, {"window": 100}),
         ("fp8", (128, 128), 8, 1, {"k_scale": 1.0, "v_scale": 1.0}),
+        ("int8", (128, 128), 8, 1, {}),
+        ("nvfp4", (128, 128), 8, 1, {"k_scale": 1.0, "v_scale": 1.0}),
     ],
 )
 def test_pairs_compile_at_the_sizes_of_models(form, sizes, sharing, tokens, options, capability):

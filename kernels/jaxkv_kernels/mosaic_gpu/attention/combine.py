@@ -70,7 +70,7 @@ CHUNK = 256
 def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpret, sinks=None):
     """Returns out [B, >= rows, R] and lse [B, >= rows] after combining the `rows` rows of each split request.
 
-    split_out [splits, >= rows, R] holds the bits of SPLIT_DTYPE, split_lse [splits, >= rows] log-sum-exps in base 2.
+    split_out [splits, >= rows, >= R] holds the bits of SPLIT_DTYPE, split_lse [splits, >= rows] log-sum-exps in base 2.
     split_scale [splits, parts, >= rows] has a factor for each of the equal parts of a row's values.  `sinks` [>= rows]
     are logits, one per row, that are part of the softmax's sum but have no value; lse excludes them.
     """
@@ -80,10 +80,12 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     # must not change.
     splits = max(plan.max_splits // batch, 2)
     parts = split_scale.shape[1]
-    width = math.gcd(latent // parts, CHUNK)
-    chunks = latent // width
+    width = math.gcd(split_out.shape[-1] // parts, CHUNK, latent)
+    chunks, split_chunks = latent // width, split_out.shape[-1] // width
     requests = plan.split_requests.shape[0]
-    by_splits = splits >= MANY_SPLITS or height % WARPS != 0
+    # A warpgroup merges the sums of a row only if it has a column for each lane.
+    # Otherwise, heights are multiples of 8.
+    by_splits = width >= WARPS * LANES and (splits >= MANY_SPLITS or height % WARPS != 0)
     if by_splits:
         most = plan.max_splits - batch if splits >= MANY_SPLITS else splits  # of a request, if others have one each
         warpgroups, group = _share_splits(most, requests * chunks * rows if splits >= MANY_SPLITS else MOST_CTAS)
@@ -104,7 +106,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
         *sink_refs, out_ref, lse_ref = refs
         n, step0, chunk = lax.axis_index("request"), lax.axis_index("rows") * steps, lax.axis_index("chunk")
         wg = lax.axis_index("wg")
-        part, columns = floordiv(chunk * parts, chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
+        part, columns = floordiv(chunk * parts, split_chunks), pl.ds(pl.multiple_of(chunk * width, width), width)
         request, first, count = (split_requests_ref[n, i] for i in range(3))
         is_used, is_first = request >= 0, (n == 0) & (step0 == 0) & (chunk == 0)
         # Idle CTAs do not wait for the attention kernel, which leaves less to do after it.  But one CTA always waits:

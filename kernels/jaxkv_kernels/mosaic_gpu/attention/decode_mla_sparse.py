@@ -1,4 +1,4 @@
-"""Sparse MLA decode for latents of 512 and rotary parts of 64 values, in bf16, f16, fp8 or fp8_ds_mla, on sm_90.
+"""Sparse MLA decode for latents of 512 or 448 and rotary parts of 64 values, on sm_90.
 
 To the plan, each query token is a request of its own, with `counts` slots.
 """
@@ -17,7 +17,6 @@ from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.attention.schedules.slots import attend_slots
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 from jaxkv_kernels.tuning import configuration
 
 
@@ -82,4 +81,4 @@ def _decode(
         rows=rows, logit_cap=logit_cap, config=config, interpret=interpret,
     )  # fmt: skip
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks)
-    return out[:, :heads].reshape(batch, tokens, heads, LATENT), lse[:, :heads].reshape(batch, tokens, heads)
+    return out[:, :heads].reshape(batch, tokens, heads, -1), lse[:, :heads].reshape(batch, tokens, heads)

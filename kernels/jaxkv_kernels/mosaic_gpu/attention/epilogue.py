@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
+from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, store
 
 SPLIT_DTYPE = jnp.float16
@@ -26,21 +27,25 @@ FINITE = 1e37
 
 
 def result_types(
-    leading: tuple[int, ...], splits: int, dtype, *, rows: int, width: int, lse: int, split_lse: int, scales: int
-) -> tuple[Any, ...]:
+    leading: tuple[int, ...], splits: int, dtype, *, rows: int, width: int, lse: int, split_lse: int, scales: int,
+    split_width: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Shapes and dtypes of the five results of an attention kernel.
 
     These are the values and log-sum-exps of whole requests, and the values, log-sum-exps (base 2) and scales of splits.
 
     `leading` is (requests,) or (requests, heads).  `lse` and `split_lse` are the numbers of rows of the arrays with one
-    value per row.  A row of a split has `scales` scales, one for each equal part of its values.
+    value per row.  A row of a split has `scales` scales, one for each equal part of its values.  There may be more
+    values in a split, `split_width`, than in a result: those at its end are not used.
     """
     batch, *heads = leading
     shape, per_row = jax.ShapeDtypeStruct, partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return (
         shape((batch, *heads, rows, width), dtype),
         per_row((batch, *heads, lse)),
-        shape((splits, *heads, rows, width), dtype),  # holds the bits of SPLIT_DTYPE, as shared memory has one dtype
+        shape(
+            (splits, *heads, rows, split_width or width), dtype
+        ),  # holds the bits of SPLIT_DTYPE, as shared memory has one dtype
         per_row((splits, *heads, split_lse)),
         per_row((splits, scales, *heads, split_lse)),
     )
@@ -49,6 +54,15 @@ def result_types(
 def split_scale(magnitude):
     """The divisors of a split's rows, computed from the rows' largest magnitudes."""
     return jnp.where(magnitude < FINITE, jnp.maximum(magnitude, 1 / FINITE), 1.0)
+
+
+def half_columns(half: int, columns: int, index) -> pl.Slice:
+    """256 columns of an array that has 512, or fewer: TMA loads zeros past its end, and stores nothing there.
+
+    Only a slice whose start is not constant may reach beyond the end.  `index` is any int32 scalar.
+    """
+    start = half * HALF
+    return pl.ds(start if start + HALF <= columns else pl.multiple_of(opaque_zero(index) + start, HALF), HALF)
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,7 @@ class HalvesEpilogue:
         def store_values(values, to, place):
             stage[...] = values
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, to.at[place, rows, pl.ds(side * HALF, HALF)])
+            plgpu.copy_smem_to_gmem(stage, to.at[place, rows, half_columns(side, to.shape[-1], request)])
 
         @pl.when(split < 0)
         def _():

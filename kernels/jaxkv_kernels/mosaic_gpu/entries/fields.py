@@ -1,24 +1,64 @@
 """The fields of an entry: what each stores, and at which byte addresses.  Lanes move fields in chunks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
 from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.formats import fp8_ds_mla, indexer_fp8
+from jaxkv_kernels.formats import indexer_fp8
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Part
+from jaxkv_kernels.formats.latents import fp8_ds_mla, fp8_v4, mxfp4_ds_mla, nvfp4_ds_mla
 
 CHUNK = 8
 """Values that a lane moves at once: 16 bytes of bf16."""
 WIDEST = 16
 """Bytes of the widest load or store of a lane."""
-SMALLEST_EXPONENTS = {
-    "fp8_ds_mla": fp8_ds_mla.SMALLEST_EXPONENT,
-    "indexer_fp8": indexer_fp8.SMALLEST_EXPONENT,
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How the scales of a format's tiles are computed from the largest magnitude of a tile, and stored."""
+
+    values: str
+    """The dtype of the values that have scales: e4m3, e2m1x2 or int8.  Others of the same entry have none."""
+    stored: str
+    """float32; e8m0; e4m3.  The first two are powers of two, but for int8 values."""
+    smallest_exponent: int = 0
+    """Of a power of two."""
+    round_up: bool = False
+    """Whether an e4m3 scale is rounded up, instead of to nearest."""
+    columns: int = 1
+    """The bytes of scales are permuted: that of tile t is byte n / columns * (t % columns) + t // columns of n."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per scale."""
+        return 4 if self.stored == "float32" else 1
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether scales are powers of two."""
+        return self.stored != "e4m3" and self.values != "int8"
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of the values."""
+        return {"e4m3": 448.0, "e2m1x2": 6.0, "int8": 127.0}[self.values]
+
+
+RULES = {
+    "fp8_ds_mla": ScaleRule("e4m3", "float32", fp8_ds_mla.SMALLEST_EXPONENT),
+    "indexer_fp8": ScaleRule("e4m3", "float32", indexer_fp8.SMALLEST_EXPONENT),
+    "fp8_v4": ScaleRule("e4m3", "e8m0", fp8_v4.SMALLEST_EXPONENT),
+    "nvfp4_ds_mla": ScaleRule("e2m1x2", "e4m3", round_up=True, columns=nvfp4_ds_mla.COLUMNS),
+    "mxfp4_ds_mla": ScaleRule("e2m1x2", "e8m0", mxfp4_ds_mla.SMALLEST_EXPONENT),
+    "int8": ScaleRule("int8", "float32"),
+    "nvfp4": ScaleRule("e2m1x2", "e4m3"),
 }
-"""The smallest exponent of a scale, by format, for formats that store scales."""
+"""By format, for formats that store scales."""
+NO_SCALES = ScaleRule("", "")
 
 
 @dataclass(frozen=True)
@@ -47,42 +87,49 @@ class Field:
     """The index of the array among those of the entry."""
     count: int
     stored: str
-    """`e4m3`, or the NumPy name of a float dtype."""
+    """`e4m3`, `e2m1x2`, or the NumPy name of a dtype."""
     address: PartAddress
     scaled: bool = False
     """Whether values are divided by a scale that the caller keeps."""
     scales: PartAddress | None = None
     """Where the entry's own scales lie."""
+    rule: ScaleRule = NO_SCALES
+    """How they are computed."""
     tile: int = 0
-    """Values that share a scale of the entry: 128, or all of them."""
-    smallest_exponent: int = 0
+    """Values that share a scale of the entry, which divide 256, or all of them."""
+    padding: tuple[PartAddress, int] | None = None
+    """Bytes after the scales that are stored as zeros: where they begin, and how many."""
 
     @property
     def chunks(self) -> int:
         """The number of chunks per entry."""
         return self.count // CHUNK
 
+    @property
+    def num_scales(self) -> int:
+        """The number of scales per entry."""
+        return self.count // self.tile
+
 
 def fields_of(entry: Entry, pages: Pages, itemsize: int) -> tuple[Field, ...]:
     """The fields of an entry in a buffer whose elements have `itemsize` bytes."""
     parts = {part.name: part for part in entry.parts(pages.block_size if entry.split else 1)}
-    scales = parts.pop("scales", None)
-    found = []
-    for number, part in enumerate(parts.values()):
-        more: dict[str, Any] = {}
-        if part.dtype == "e4m3" and scales is not None:
-            more = {
-                "scales": _address(scales, pages, itemsize),
-                "tile": part.count // scales.count,
-                "smallest_exponent": SMALLEST_EXPONENTS[entry.format],
-            }
-        address = _address(part, pages, itemsize)
-        found.append(Field(number, part.count, part.dtype, address, entry.codec.scaled, **more))
+    values = [part for name, part in parts.items() if "scales" not in name and name != "padding"]
+    rule, padding, found = RULES.get(entry.format, NO_SCALES), parts.get("padding"), []
+    zeros = None if padding is None else (_address(padding, pages, itemsize), padding.count)
+    for number, (part, count) in enumerate(zip(values, entry.sizes, strict=True)):
+        field = Field(number, count, part.dtype, _address(part, pages, itemsize), entry.codec.scaled)
+        if part.dtype == rule.values:
+            whole = next(part for name, part in parts.items() if "scales" in name)
+            scales = parts.get(f"{part.name} scales", whole)
+            tile, address = count // scales.count, _address(scales, pages, itemsize)
+            field = replace(field, scales=address, rule=rule, tile=tile, padding=zeros)
+        found.append(field)
     return tuple(found)
 
 
 def _address(part: Part, pages: Pages, itemsize: int) -> PartAddress:
-    token = part.nbytes if part.per_page else pages.token_stride * itemsize
+    token = part.step if part.step is not None else pages.token_stride * itemsize
     steps = {
         "layer": (pages.num_layers, pages.layer_stride * itemsize),
         "block": (pages.num_blocks, pages.block_stride * itemsize),

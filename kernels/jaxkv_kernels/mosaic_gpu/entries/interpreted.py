@@ -10,7 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.formats.bits import corrected_quotient, power_of_two_scale, to_fp8, view_as
+from jaxkv_kernels.formats.bits import FP8, corrected_quotient, largest_magnitude, power_of_two_scale, to_fp8, view_as
+from jaxkv_kernels.formats.format import SHORT_NAMES
+from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, from_e8m0, to_e2m1, to_e8m0
+from jaxkv_kernels.formats.int8 import SMALLEST_SCALE
 from jaxkv_kernels.mosaic_gpu.entries.fields import Field, PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.teams import Teams
 
@@ -32,36 +35,44 @@ class InterpretedLanes:
     def store_entry(self, field: Field, cache_ref, raw, dtype, keep, index, scale):
         """Encodes and stores values `raw` [count]."""
         del dtype
-        own = None
+        own, values = None, raw.astype(jnp.float32)
         if field.scales is not None:
-            tiles = raw.astype(jnp.float32).reshape(-1, field.tile)
-            own, inverse = power_of_two_scale(jnp.abs(tiles).max(axis=1), field.smallest_exponent)
-            stored = to_fp8(tiles * inverse[:, None]).reshape(-1)
+            values = corrected_quotient(values, scale) if field.scaled else values
+            stored, own = _quantised(field, values.reshape(-1, field.tile))
         elif field.scaled:
-            stored = to_fp8(corrected_quotient(raw.astype(jnp.float32), scale))
+            stored = to_fp8(corrected_quotient(values, scale))
         else:
-            stored = raw.astype(field.stored)
+            stored = to_fp8(values) if field.stored == "e4m3" else raw.astype(field.stored)
 
         @pl.when(keep)
         def _():
             _write(cache_ref, field.address, index, stored)
             if own is not None:
                 _write(cache_ref, field.scales, index, own)
+            if field.padding is not None:
+                address, count = field.padding
+                _write(cache_ref, address, index, jnp.zeros(count, jnp.uint8))
 
     def load_entry(self, field: Field, cache_ref, live, index):
         """Stored values [count], and their scales."""
         stored = _dtype(field.stored)
-        raw = _read(cache_ref, field.address, index, live, stored, field.count)
+        raw = _read(cache_ref, field.address, index, live, stored, field.count // (2 if stored == jnp.uint8 else 1))
         if field.scales is None:
             return raw, None
-        own = _read(cache_ref, field.scales, index, live, jnp.dtype(jnp.float32), field.count // field.tile)
-        return raw, jnp.repeat(own, field.tile)
+        rule = field.rule
+        own = _read(cache_ref, field.scales, index, live, _dtype(rule.stored), field.num_scales)
+        own = own.reshape(rule.columns, -1).T.reshape(-1)
+        own = from_e8m0(own) if rule.stored == "e8m0" else own.astype(jnp.float32)
+        return raw, own
 
     def store_values(self, field: Field, ref, found, i, inside, scale):
         """Stores values [count]."""
         raw, own = found
-        factor = own if own is not None else scale
-        values = raw if factor is None else raw.astype(jnp.float32) * factor
+        if field.stored == "e2m1x2":
+            values = from_e2m1(raw, own)
+        else:
+            values = raw if own is None else raw.astype(jnp.float32) * jnp.repeat(own, field.tile)
+        values = values if scale is None else values.astype(jnp.float32) * scale
 
         @pl.when(inside)
         def _():
@@ -90,8 +101,25 @@ class InterpretedLanes:
             ref[i] = x
 
 
+def _quantised(field: Field, tiles):
+    """Stored values of tiles [n, tile], and their scales as they are stored."""
+    rule, amax = field.rule, largest_magnitude(tiles)
+    if rule.values == "int8":
+        own = jnp.maximum(corrected_quotient(amax, jnp.float32(rule.largest)), SMALLEST_SCALE)
+        quotients = corrected_quotient(tiles, own[:, None])
+        return jnp.where(jnp.isnan(quotients), 0, jnp.round(quotients)).astype(jnp.int8).reshape(-1), own
+    if rule.power_of_two:
+        scale, inverse = power_of_two_scale(amax, rule.smallest_exponent, rule.largest)
+        own = scale if rule.stored == "float32" else to_e8m0(scale)
+        stored = to_e2m1(tiles, scale) if rule.values == "e2m1x2" else to_fp8(tiles * inverse[:, None]).reshape(-1)
+    else:
+        scale = e4m3_scale(amax, round_up=rule.round_up)
+        own, stored = scale.astype(FP8), to_e2m1(tiles, scale)
+    return stored, own.reshape(-1, rule.columns).T.reshape(-1)
+
+
 def _dtype(name: str) -> Any:
-    return jnp.dtype(jnp.float8_e4m3fn if name == "e4m3" else name)
+    return jnp.dtype(jnp.uint8 if name == "e8m0" else SHORT_NAMES.get(name, name))  # e8m0 has no zero to load
 
 
 def _first(address: PartAddress, index):

@@ -13,15 +13,18 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
+from jaxkv_kernels.formats.int8 import SMALLEST_SCALE
 from jaxkv_kernels.mosaic_gpu.entries import words
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, WIDEST, Field, PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.memory import (
     array,
     both,
     chunks_of,
+    load_byte,
     load_words,
     offset_of,
     scalar,
+    store_byte,
     store_words,
     strided,
     times,
@@ -32,7 +35,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, f32, i32
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 AXES = ("layer", "block", "head", "token")
-ITEMSIZES = {"e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+BITS = {"e2m1x2": 4, "e4m3": 8, "int8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
+"""Of a value, and so the bytes of a chunk of 8 values."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Lanes:
             first = self._in_entry(field, ref, index)
 
             if field.scales is not None:
-                chunks = self._quantised(field, chunks, dtype, ref, keep, index)
+                chunks = self._quantised(field, chunks, dtype, ref, keep, index, *map(scalar, scales))
             elif scales:
                 divisor = words.Divisor(scalar(scales[0]))
                 chunks = [words.narrow(divisor.quotients(words.widen(chunk, dtype)), field.stored) for chunk in chunks]
@@ -80,9 +84,12 @@ class Lanes:
 
         store(cache_ref, raw, keep.astype(jnp.int32), tuple(index[axis] for axis in AXES), scales)
 
-    def _quantised(self, field, chunks, dtype, ref, keep, index):
-        """Converts chunks to e4m3, and stores their scales."""
-        values = [words.widen(chunk, dtype) for chunk in chunks]
+    def _quantised(self, field, chunks, dtype, ref, keep, index, *whole):
+        """Converts chunks to values with scales, and stores the scales.  `whole` may have the caller's scale."""
+        values, rule = [words.widen(chunk, dtype) for chunk in chunks], field.rule
+        if whole:
+            divisor = words.Divisor(*whole, wide=True)
+            values = [divisor.quotients(each) for each in values]
         sizes = [words.largest(each) for each in values]
         for n in range(len(sizes)):
             active = self._active(field, n)
@@ -96,17 +103,60 @@ class Lanes:
             sizes = [size]
         else:
             lanes = field.tile // CHUNK
-        tile = arith.shrui(self._lane(), c32(lanes.bit_length() - 1))
         leads = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(self._lane(), c32(lanes - 1)), c32(0))
-        first = at(_place(ref, field.scales, index), times(tile, 4))
-        inverses = []
+        first, step = self._scale_place(field, ref, index)
+        results = []
         for n, size in enumerate(sizes):
-            scale, inverse = words.power_of_two_scale(words.largest_of_lanes(size, lanes), field.smallest_exponent)
+            stored, apply = self._scale(rule, words.largest_of_lanes(size, lanes))
             active = both(arith.andi(keep, leads), self._active(field, n))
-            store_words(first, n * (self.teams.lanes // lanes) * 4, [scale], 4, active)
-            inverses.append(inverse)
-        inverses *= len(values) // len(inverses)
-        return [words.narrow(words.scaled(each, by), "e4m3") for each, by in zip(values, inverses, strict=True)]
+            if rule.itemsize == 1:
+                store_byte(first, n * step, stored, active)
+            else:
+                store_words(first, n * step, [stored], 4, active)
+            results.append(apply)
+        self._store_zeros(field, ref, keep, index)
+        results *= len(values) // len(results)
+        return [self._narrowed(rule, apply(each), each) for each, apply in zip(values, results, strict=True)]
+
+    def _scale(self, rule, amax):
+        """The scale for a largest magnitude as it is stored, in a word, and the function that divides values by it."""
+        if rule.power_of_two:
+            bits, inverse = words.power_of_two_scale(amax, rule.smallest_exponent, rule.largest)
+            stored = bits if rule.stored == "float32" else arith.shrui(bits, c32(23))
+            return stored, lambda values: words.scaled(values, inverse)
+        if rule.stored == "e4m3":
+            stored, scale = words.e4m3_scale(amax, round_up=rule.round_up)
+        else:
+            scale = words.quotient_scale(amax, rule.largest, SMALLEST_SCALE)
+            stored = arith.bitcast(i32(), scale)
+        return stored, words.Divisor(scale).quotients
+
+    def _narrowed(self, rule, quotients, values):
+        """A chunk of quotients as it is stored."""
+        if rule.values == "e2m1x2":
+            return words.narrow_e2m1(quotients, values)
+        return words.narrow(quotients, rule.values)
+
+    def _store_zeros(self, field, ref, keep, index) -> None:
+        """Stores the padding of scales, a byte per lane."""
+        if field.padding is None:
+            return
+        address, count = field.padding
+        active = arith.andi(keep, arith.cmpi(arith.CmpIPredicate.ult, self._lane(), c32(count)))
+        store_byte(at(_place(ref, address, index), times(self._lane(), 1)), 0, c32(0), active)
+
+    def _scale_place(self, field, ref, index):
+        """The address of the scale of the lane's first chunk, and the bytes from there to that of the next round."""
+        place, rule = _place(ref, field.scales, index), field.rule
+        if field.tile == field.count:
+            return place, 0
+        per_tile = field.tile // CHUNK
+        tile, step = arith.shrui(self._lane(), c32(per_tile.bit_length() - 1)), self.teams.lanes // per_tile
+        if rule.columns == 1:
+            return at(place, times(tile, rule.itemsize)), step * rule.itemsize
+        row = arith.shrui(tile, c32(rule.columns.bit_length() - 1))
+        column = arith.muli(arith.andi(tile, c32(rule.columns - 1)), c32(field.num_scales // rule.columns))
+        return at(place, times(arith.addi(row, column), 1)), step // rule.columns
 
     def load_entry(self, field: Field, cache_ref, live, index):
         """The stored chunks of a field, and the scales of the chunks; zeros where `live` does not hold."""
@@ -120,18 +170,23 @@ class Lanes:
             first = self._in_entry(field, ref, index)
             found = [array(self._load(field, first, field.stored, field.address.alignment, live))]
             if field.scales is not None:
-                whole = field.tile == field.count
-                tile = c32(0) if whole else arith.shrui(self._lane(), c32((field.tile // CHUNK).bit_length() - 1))
-                step = 0 if whole else self.teams.lanes * CHUNK // field.tile * 4
-                first = at(_place(ref, field.scales, index), times(tile, 4))
+                first, step = self._scale_place(field, ref, index)
                 rounds = range(self.teams.rounds(field))
                 found.append(
-                    array([load_words(first, n * step, 4, 4, both(live, self._active(field, n))) for n in rounds])
+                    array(
+                        [self._load_scale(field, first, n * step, both(live, self._active(field, n))) for n in rounds]
+                    )
                 )
             return tuple(found)
 
         found = load(cache_ref, live.astype(jnp.int32), tuple(index[axis] for axis in AXES))
         return found if len(found) > 1 else (*found, None)
+
+    def _load_scale(self, field: Field, first, offset: int, active) -> list[Any]:
+        """The bits of a float32 scale."""
+        if field.rule.itemsize == 4:
+            return load_words(first, offset, 4, 4, active)
+        return [words.scale_of_byte(load_byte(first, offset, active), field.rule.stored)]
 
     def store_values(self, field: Field, ref, found, i, inside, scale):
         """Decodes chunks and stores them as value `field.number` of the i-th row of an array [entries, count]."""
@@ -145,11 +200,12 @@ class Lanes:
             chunks = chunks_of(raw, _words_of(field.stored))
             if field.stored != dtype:
                 values = [words.widen(each, field.stored) for each in chunks]
-                if own or scales:
-                    factors = [arith.bitcast(f32(), word) for (word,) in chunks_of(own[0], 1)] if own else (
-                        [scalar(scales[0])] * len(values)
-                    )  # fmt: skip
-                    values = [words.scaled(each, by) for each, by in zip(values, factors, strict=True)]
+                factors = (
+                    [[arith.bitcast(f32(), word)] for (word,) in chunks_of(own[0], 1)] if own else [[]] * len(values)
+                )
+                for n, each in enumerate(factors):
+                    for factor in (*each, *map(scalar, scales)):
+                        values[n] = words.scaled(values[n], factor)
                 chunks = [words.narrow(each, dtype) for each in values]
             first = self._in_row(field, ref, i, dtype)
             self._store(field, first, chunks, _row_alignment(field, dtype), true(inside))
@@ -206,7 +262,7 @@ class Lanes:
 
     def _load(self, field: Field, first, dtype: str, alignment: int, condition=None) -> list[list[Any]]:
         """The lane's chunks, the first of which lies at `first`."""
-        nbytes = CHUNK * ITEMSIZES[dtype]
+        nbytes = BITS[dtype]
         return [
             load_words(
                 first, n * self.teams.lanes * nbytes, nbytes, min(alignment, nbytes),
@@ -224,12 +280,12 @@ class Lanes:
 
     def _in_row(self, field: Field, ref, i, dtype: str) -> Any:
         """The address of the lane's first chunk in row i of an array [entries, count]."""
-        row = times(scalar(i), field.count * ITEMSIZES[dtype])
-        return at(mgpu.utils.memref_ptr(ref), arith.addi(row, times(self._lane(), CHUNK * ITEMSIZES[dtype])))
+        row = times(scalar(i), field.count * BITS[dtype] // 8)
+        return at(mgpu.utils.memref_ptr(ref), arith.addi(row, times(self._lane(), BITS[dtype])))
 
     def _in_entry(self, field: Field, ref, index) -> Any:
         """The address of the lane's first chunk in the cache."""
-        return at(_place(ref, field.address, index), times(self._lane(), CHUNK * ITEMSIZES[field.stored]))
+        return at(_place(ref, field.address, index), times(self._lane(), BITS[field.stored]))
 
     def _lane(self) -> Any:
         """The index of the calling lane in its team."""
@@ -259,12 +315,12 @@ class Lanes:
 
 def _words_of(dtype: str) -> int:
     """The number of words of a chunk."""
-    return CHUNK * ITEMSIZES[dtype] // 4
+    return BITS[dtype] // 4
 
 
 def _row_alignment(field: Field, dtype: str) -> int:
     """The alignment in bytes of the rows of an array [entries, count], at most `WIDEST`."""
-    return gcd(WIDEST, field.count * ITEMSIZES[dtype])
+    return gcd(WIDEST, field.count * BITS[dtype] // 8)
 
 
 def _by_axis(index) -> dict[str, Any]:

@@ -84,3 +84,17 @@ def store_words(pointer, offset: int, values, alignment: int, active) -> None:
         names = ", ".join(f"${n + 1}" for n in range(width))
         store = f"st.global.{_kind(width)} [$0 + {offset + 4 * first}], {names if width == 1 else '{' + names + '}'};"
         ptx(store, pointer, *values[first : first + width], predicate=active)
+
+
+def load_byte(pointer, offset: int, active) -> Any:
+    """A byte as a word; 0 where `active` does not hold."""
+    load = f"ld.global.u8 $0, [$1 + {offset}];"
+    if active is None:
+        return ptx(load, pointer, result_types=i32(), has_side_effects=True)
+    load = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p {load} }}"
+    return ptx(load, pointer, arith.extui(i32(), active), result_types=i32(), has_side_effects=True)
+
+
+def store_byte(pointer, offset: int, word, active) -> None:
+    """Stores the lowest byte of a word where `active` holds."""
+    ptx(f"st.global.u8 [$0 + {offset}], $1;", pointer, word, predicate=active)

@@ -116,12 +116,16 @@ def attend_tiles(
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
         ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
-        k, v = load_keys_and_values(token_address(buffer, layer, slot, head, PAGES), known, LOADS)
+        k, v, factors = load_keys_and_values(token_address(buffer, layer, slot, head, PAGES), known, LOADS)
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
+        if LOADS.per_token:
+            score *= factors[0][None, :]
         visible = _visible(known, position, sight, Q_LEN, WINDOW)
         score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
         weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
         row_sum = update_sum(row_sum, rescale, weight)
+        if LOADS.per_token:
+            weight *= factors[1][None, :]
         weight = rounded(weight, LOADS.dtype)
         sums = ()
         for i in tl.static_range(len(v)):

@@ -22,6 +22,7 @@ from jaxkv_kernels.triton.attention.config import kv_config, next_power_of_two
 from jaxkv_kernels.triton.attention.load_keys import EntryLoads
 from jaxkv_kernels.triton.attention.plan_decode import plan_or_default
 from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3
+from jaxkv_kernels.triton.codecs.e4m3_pairs import in_halves
 from jaxkv_kernels.triton.entries.addresses import in_bytes
 from jaxkv_kernels.triton.entries.tiles import load_pieces
 from jaxkv_kernels.triton.runtime.dtypes import element_type
@@ -41,11 +42,13 @@ def decode_kv(
     rows = q_len * (heads // pages.num_heads)
     config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
-    columns = [max(16, next_power_of_two(n)) for n in entry.sizes]
+    least = 32 if entry.format == "nvfp4" else 16  # columns of the smallest product; a load of nvfp4 gives two tiles
+    columns = [max(least, next_power_of_two(n)) for n in entry.sizes]
+    stored = element_type("int8" if entry.format == "int8" else entry.dtype)
     loads = EntryLoads(
         format=entry.format, latents=False, first=entry.sizes[0], second=entry.sizes[1],
         first_columns=columns[0], second_columns=columns[1],
-        stored=element_type(entry.dtype), dtype=element_type(q.dtype), native=has_e4m3(), even=False,
+        stored=stored, dtype=element_type(q.dtype), native=has_e4m3(), even=False,
     )  # fmt: skip
     one = (1,)
     scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (k_scale, v_scale)]
@@ -84,14 +87,18 @@ def _attend_kv(
     begin, end, is_split = load_range(work_tiles, index)
     head, token, line, live = query_rows(tl.program_id(0) % ROW_TILES, PAGES.num_heads, Q_LEN, HEADS, CONFIG.rows)
     query = q + (request.to(tl.int64) * ALL + line) * LOADS.first
-    queries = load_pieces(query, live, LOADS.first, LOADS.first_columns)
+    queries = (load_pieces(query, live, LOADS.first, LOADS.first_columns),)
+    if LOADS.in_pairs:
+        queries = in_halves(queries[0])
     scale = tl.load(scales)
     if SCALED:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
     acc, row_max, row_sum = attend_tiles(
-        (queries,), scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
+        queries, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
         PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, CONFIG, False,
     )  # fmt: skip
+    if LOADS.in_pairs:
+        acc = (tl.interleave(acc[0], acc[1]),)
     if SCALED:
         acc = (acc[0] * tl.load(v_scales + head * SCALE_STEPS[1]),)
     store_results(

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.formats.fp8_ds_mla import TILE
+from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
+from jaxkv_kernels.triton.codecs.e2m1 import SCALE_TILE as E2M1_TILE
+from jaxkv_kernels.triton.codecs.e2m1 import load_e2m1
 from jaxkv_kernels.triton.codecs.e4m3_pairs import halves, load_pairs
 from jaxkv_kernels.triton.codecs.widen import widened
 from jaxkv_kernels.triton.entries.tiles import load_pieces
@@ -48,8 +50,13 @@ class EntryLoads:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether each load gives two tiles: its even and its odd columns (see `codecs/e4m3_pairs.py`)."""
-        return self.latents and self.format == "fp8"
+        """Whether each load gives two tiles: its even and its odd columns (see `e4m3_pairs.py`, `e2m1.py`)."""
+        return self.format == "nvfp4" or (self.latents and self.format == "fp8")
+
+    @property
+    def per_token(self) -> bool:
+        """Whether keys and values have a scale per token, by which scores and weights are multiplied."""
+        return self.format == "int8"
 
     @property
     def value_tiles(self) -> int:
@@ -59,15 +66,17 @@ class EntryLoads:
     @property
     def value_columns(self) -> int:
         """Columns of each tile of values."""
-        return self.first_columns // (2 if self.in_pairs else 1) if self.latents else self.second_columns
+        return (self.first_columns if self.latents else self.second_columns) // (2 if self.in_pairs else 1)
 
 
 @triton.jit
 def load_keys_and_values(entry, known, LOADS: tl.constexpr):
     """Tiles [n, columns] of the keys and of the values of the entries at byte pointers `entry` [n]; 0 if not `known`.
 
-    Values of `fp8` are returned as stored, those of `fp8_ds_mla` multiplied by their scales.
+    Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
+    scales [n] of keys and of values if they are `per_token`, otherwise nothing.
     """
+    factors = ()
     if LOADS.latents:
         NUM_LOADS: tl.constexpr = LOADS.loads
         values = ()
@@ -75,10 +84,20 @@ def load_keys_and_values(entry, known, LOADS: tl.constexpr):
             values += _latent_tile(entry, known, i * LOADS.first_columns, LOADS)
         # The rotary keys come first: their product is the first term of the scores.
         keys = _rope_tile(entry, known, LOADS) + values
+    elif LOADS.format == "nvfp4":
+        SCALES: tl.constexpr = (LOADS.first + LOADS.second) // 2
+        keys = load_e2m1(entry, entry + SCALES, known, LOADS.first, LOADS.first_columns, LOADS.dtype, LOADS.native)
+        values = load_e2m1(
+            entry + LOADS.first // 2, entry + SCALES + LOADS.first // E2M1_TILE, known,
+            LOADS.second, LOADS.second_columns, LOADS.dtype, LOADS.native,
+        )  # fmt: skip
     else:
         keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
         values = (_plain_tile(entry, known, LOADS.first, LOADS.second, LOADS.second_columns, LOADS),)
-    return keys, values
+        if LOADS.per_token:
+            scales = (entry + LOADS.first + LOADS.second).to(tl.pointer_type(tl.float32))
+            factors += (tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0))
+    return keys, values, factors
 
 
 @triton.jit

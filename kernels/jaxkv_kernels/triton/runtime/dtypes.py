@@ -8,6 +8,7 @@ _TYPES = {
     "float16": tl.float16,
     "float32": tl.float32,
     "uint8": tl.uint8,
+    "int8": tl.int8,
 }
 
 

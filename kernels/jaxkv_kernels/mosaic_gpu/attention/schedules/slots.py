@@ -68,7 +68,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.attention.gather.full import CopiedFull, StoredFull
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
 from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import FACTOR, FLAG, STATS, ConvertedTiles, CopiedTiles
@@ -104,9 +104,10 @@ def attend_slots(
     """Results of whole query tokens, and of splits (`result_types`).
 
     q_latent [N, heads rounded up to 8, R], slots [N, K], sinks [heads rounded up to 64] or None.  Entries are
-    multiplied by `kv_scale` unless that is None.
+    multiplied by `kv_scale` unless that is None.  R is 512, or 448: queries and keys in shared memory then end with
+    zeros, and the last columns of the output are not stored.
     """
-    batch, heads, _ = q_latent.shape
+    batch, heads, latent = q_latent.shape
     tiles = -(-heads // TILE)
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
     stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
@@ -140,7 +141,7 @@ def attend_slots(
 
         def fetch_queries(request):
             for half in range(2):
-                columns = pl.ds(half * HALF, HALF)
+                columns = half_columns(half, latent, request)
                 plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
             plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, q_full)
 
@@ -334,8 +335,8 @@ def attend_slots(
         interpret=interpret,
         auto_barriers=False,
         out_type=result_types(
-            (batch,), plan.max_splits, dtype,
-            rows=heads, width=LATENT, lse=(tiles - 1) * TILE + stored, split_lse=tiles * TILE, scales=2,
+            (batch,), plan.max_splits, dtype, rows=heads, width=latent, split_width=LATENT, lse=(tiles - 1) * TILE +
+            stored, split_lse=tiles * TILE, scales=2,
         ),
         grid=(tiles, plan.num_partitions),
         grid_names=("group", "partition"),
