@@ -95,12 +95,12 @@ PAGE = 64
 def format_table() -> str:
     """A Markdown table of the entry formats, made from their byte maps.
 
-    If several kinds of entries have a format, its byte map is that of the first kind, with default sizes.  The other
+    If several kinds of entries have a format, its byte map is that of the first kind, with typical sizes.  The other
     kinds are stored in the same way.
     """
     lines = ["| format | entries | bytes per token and head | byte map |", "|---|---|---|---|"]
     for name, form in FORMATS.items():
-        entry = form.kinds[0](name)
+        entry = form.kinds[0].typical(name)
         kinds = ", ".join(f"`{kind.__name__}`" for kind in form.kinds)
         size = f"{entry.nbytes:,} for {' + '.join(map(str, entry.sizes))} values"
         lines.append(f"| `{name}` | {kinds} | {size} | {_byte_map(entry)} |")
@@ -108,11 +108,17 @@ def format_table() -> str:
 
 
 def _byte_map(entry: Entry) -> str:
-    tokens = PAGE if entry.split else 1
-    found = [f"of a page of {tokens} tokens: "] if entry.split else []
-    for part in entry.parts(tokens):
-        stop = part.offset + part.nbytes * tokens
-        values = f"{tokens} x {part.count}" if entry.split else f"{part.count}"
-        found.append(f"[{part.offset}, {stop}) {part.name}, {values} {part.dtype}; ")
-    scale = "value = stored * scale, which the caller keeps" if entry.codec.scaled else ""
-    return ("".join(found) + scale).removesuffix("; ")
+    if not entry.split:
+        found = [
+            f"[{part.offset}, {part.offset + part.nbytes}) {part.name}, {part.count} {part.dtype}"
+            for part in entry.parts()
+        ]
+        return "; ".join([*found, *["value = stored * scale, which the caller keeps"] * entry.codec.scaled])
+    found = []
+    for region in entry.regions(PAGE):
+        first, step = region[0].offset, region[0].step or 0
+        values = " + ".join(f"{part.count} {part.dtype} {part.name}" for part in region)
+        found.append(f"[{first}, {first + step * PAGE}) {PAGE} x ({values})")
+    padding = entry.page_nbytes(PAGE) - PAGE * entry.nbytes
+    found += [f"{padding} bytes of padding"] * (padding > 0)
+    return f"of a page of {PAGE} tokens: {'; '.join(found)}"

@@ -33,10 +33,14 @@ seed = integer(0, 2**32 - 1)
 """Parses the seed of random numbers."""
 
 
+ENTRY_FORMATS = tuple(dict.fromkeys((*jaxkv.MLAEntry.formats, *jaxkv.KVEntry.formats)))
+"""Of latents, and of keys and values."""
+
+
 def add_entry_format(parser: argparse.ArgumentParser) -> None:
     """Adds `--entry-format`, the format of a model's cache."""
     entry_format = "format of the cached entries; default: the dtype of the weights"
-    parser.add_argument("--entry-format", choices=jaxkv.MLAEntry.formats, help=entry_format)
+    parser.add_argument("--entry-format", choices=ENTRY_FORMATS, help=entry_format)
 
 
 def output_folder(text: str) -> Path:

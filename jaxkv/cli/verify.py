@@ -24,9 +24,9 @@ LENGTHS = (0, 1, 63, 64, 65, 190)
 BLOCKS, BLOCK_SIZE, LAYERS, LAYER = 12, 64, 3, 1
 
 ENTRIES = (
-    *(jaxkv.MLAEntry(name) for name in jaxkv.MLAEntry.formats),
-    *(jaxkv.KVEntry(name) for name in jaxkv.KVEntry.formats),
-    *(jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.formats),
+    *(jaxkv.MLAEntry.typical(name) for name in jaxkv.MLAEntry.formats),
+    *(jaxkv.KVEntry.typical(name) for name in jaxkv.KVEntry.formats),
+    *(jaxkv.IndexerEntry.typical(name) for name in jaxkv.IndexerEntry.formats),
 )
 
 

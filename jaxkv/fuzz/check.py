@@ -39,19 +39,32 @@ class AddressMap(NamedTuple):
 
 def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
     """The address map of a layout."""
+    entries = _elements(layout)
+    blocks = np.sort(entries.swapaxes(0, 1).reshape(layout.num_blocks, -1))
+    if layout.blocks_are_runs:
+        blocks = np.arange(layout.size, dtype=np.int32).reshape(layout.num_blocks, -1)
+    layer, place, block, place_in_block = (np.full(layout.size, -1, np.int32) for _ in range(4))
+    layer[entries] = np.arange(layout.num_layers).reshape(-1, 1, 1, 1, 1)
+    place[entries] = _elements(packed_twin(layout))
+    block[blocks], place_in_block[blocks] = np.indices(blocks.shape, np.int32)
+    return AddressMap(layer, place, block, place_in_block, blocks)
+
+
+def _elements(layout: jaxkv.CacheLayout) -> np.ndarray:
+    """The indices in the buffer of the elements of each entry, [layers, blocks, tokens, heads, width]."""
     strides = layout.strides
     shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.num_heads, layout.width)
     steps = (strides.layer, strides.block, strides.token, strides.head, 1)
     every = np.arange(layout.size, dtype=np.int32)
-    entries = np.lib.stride_tricks.as_strided(every[layout.offset :], shape, [4 * step for step in steps])
-    blocks = np.sort(entries.swapaxes(0, 1).reshape(layout.num_blocks, -1))
-    if layout.blocks_are_runs:
-        blocks = every.reshape(layout.num_blocks, -1)
-    layer, place, block, place_in_block = (np.full(layout.size, -1, np.int32) for _ in range(4))
-    layer[entries] = np.arange(layout.num_layers).reshape(-1, 1, 1, 1, 1)
-    place[entries] = np.arange(entries[0].size).reshape(shape[1:])
-    block[blocks], place_in_block[blocks] = np.indices(blocks.shape, np.int32)
-    return AddressMap(layer, place, block, place_in_block, blocks)
+    return np.lib.stride_tricks.as_strided(every[layout.offset :], shape, [4 * step for step in steps])
+
+
+def packed_twin(layout: jaxkv.CacheLayout) -> jaxkv.CacheLayout:
+    """The layout of a packed cache of one layer with the same blocks."""
+    return jaxkv.CacheLayout(
+        num_layers=1, num_blocks=layout.num_blocks, block_size=layout.block_size, num_heads=layout.num_heads,
+        entry=layout.entry, order="LBNHC", dtype=layout.dtype,
+    )  # fmt: skip
 
 
 def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
@@ -59,11 +72,7 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
 
     A value above 1 means that the result is wrong.
     """
-    layout = case.layout
-    twin_layout = jaxkv.CacheLayout(
-        num_layers=1, num_blocks=layout.num_blocks, block_size=layout.block_size, num_heads=layout.num_heads,
-        entry=layout.entry, order="LBNHC", dtype=layout.dtype,
-    )  # fmt: skip
+    layout, twin_layout = case.layout, packed_twin(case.layout)
     bits = jnp.dtype(f"uint{8 * layout.itemsize}")
 
     def buffer(raw):

@@ -17,17 +17,27 @@ def pick(rng: np.random.Generator, *choices) -> Any:
     return choices[rng.integers(len(choices))]
 
 
+SIZES: dict[type[Entry], tuple[tuple[int, ...], ...]] = {
+    jaxkv.IndexerEntry: ((128,), (128,), (32,)),
+    jaxkv.KVEntry: ((128, 128), (64, 64), (128, 128), (192, 128), (10, 4), (32, 16), (12, 4)),
+    jaxkv.MLAEntry: ((512, 64), (512, 64), (512, 64), (448, 64), (256, 32), (128, 8), (128, 32)),
+}
+"""Those of real models, and small ones.  Each format can store the first of them."""
+
+
 def draw_entry(rng: np.random.Generator, kinds: Sequence[type[Entry]]) -> Entry:
     """An entry of one of `kinds`, in any of its formats, with the sizes of a real model or small sizes."""
     kind = pick(rng, *kinds)
     form = pick(rng, *kind.formats)
-    if kind is jaxkv.IndexerEntry:
-        return jaxkv.IndexerEntry(form, head_dim=pick(rng, 128, 128, 32))
-    if kind is jaxkv.KVEntry:
-        head_dim, value_dim = pick(rng, (128, 128), (64, 64), (128, 128), (192, 128), (10, 4))
-        return jaxkv.KVEntry(form, head_dim=head_dim, value_dim=value_dim)
-    latent, rope = pick(rng, (512, 64), (512, 64), (512, 64), (256, 32), (128, 8))
-    return jaxkv.MLAEntry(form, latent=latent, rope=rope)
+    return pick(rng, *(entry for sizes in SIZES[kind] if (entry := _entry(kind, form, sizes))))
+
+
+def _entry(kind: type[Entry], form: str, sizes: tuple[int, ...]) -> Entry | None:
+    """An entry of these sizes; None if the format cannot store them."""
+    try:
+        return kind(form, *sizes)
+    except ValueError:
+        return None
 
 
 def draw_layout(rng: np.random.Generator, entry: Entry) -> jaxkv.CacheLayout:

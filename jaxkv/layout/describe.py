@@ -46,6 +46,16 @@ class Description:
     fingerprint: str
 
 
+def page_contents(entry: Entry) -> str:
+    """What a split page stores: `all latent and rope, then all scales`."""
+    return ", then ".join(f"all {_region_name(region)}" for region in entry.regions())
+
+
+def _region_name(region: Sequence[Part]) -> str:
+    """The names of a region's parts, without padding unless it has nothing else."""
+    return " and ".join([part.name for part in region if part.name != "padding"] or ["padding"])
+
+
 Descriptions = Mapping[str, Description]
 """A layout under the name "", or the groups that share a buffer, by name."""
 
@@ -167,8 +177,9 @@ class _View:
         return [axis for axis in self.about.axes if axis.count > 1 or axis.name in ("block", "layer")]
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        return self.about.entry.parts(self.about.block_size)
+    def regions(self) -> list[tuple[Part, ...]]:
+        """The parts of a split page, by region."""
+        return self.about.entry.regions(self.about.block_size)
 
     def is_split_page(self, depth: int) -> bool:
         """Whether the next axis enumerates the tokens of a split page."""
@@ -191,12 +202,12 @@ class _View:
     def pieces(self, depth: int, start: int) -> list[Piece]:
         """The pieces from `start` on: the steps of an axis, the parts of an entry, or the contents of a split page."""
         if depth == len(self.axes):
-            return _parts(self.parts, 1, start, self.name)
+            return _parts(self.about.entry.parts(), start, self.name)
         axis = self.axes[depth]
         if not self.is_split_page(depth):
             return _items(axis, start, self.span(depth + 1), self.name)
-        first, *rest = self.parts
-        return [*_tokens(first, axis.count, start, self.name), *_parts(rest, axis.count, start, self.name)]
+        first, *rest = self.regions
+        return [*_tokens(first, axis.count, start, self.name), *_wholes(rest, axis.count, start, self.name)]
 
     def note(self, depth: int) -> str:
         """A description of the pieces."""
@@ -204,8 +215,7 @@ class _View:
         if depth == len(self.axes):
             return f"one entry, {type(entry).__name__} {entry.format}, {entry.nbytes:,} B"
         if self.is_split_page(depth):
-            contents = ", then ".join(f"all {part.name}" for part in self.parts)
-            return f"{self.axes[depth].count:,} tokens: {contents}"
+            return f"{self.axes[depth].count:,} tokens: {page_contents(entry)}"
         return _note(self.axes[depth], self.span(depth + 1))
 
     def deeper(self, block: str, high: int) -> list[Band]:
@@ -214,18 +224,34 @@ class _View:
         pieces, result = self.pieces(1, start), []
         for depth, axis in enumerate(self.axes[1:], 2):
             if self.is_split_page(depth - 1):
-                # The row above shows the first part token by token, this row the other parts.
-                _, *rest = self.parts
-                page, start, high = start, pieces[-len(rest)].start, pieces[-1].stop
-                pieces = [piece for part in rest for piece in _tokens(part, axis.count, page, self.name)]
-                path.append(", ".join(part.name for part in rest))
-                note = "; ".join(f"{axis.count * part.count:,} x {part.dtype}, {part.count} per token" for part in rest)
-            else:
-                start, high = pieces[0].start, min(pieces[0].start + axis.stride, high)
-                path.append(pieces[0].label)
-                pieces, note = self.pieces(depth, start), self.note(depth)
+                result += self._inside_page(path, pieces, start, depth, axis.count)
+                break
+            start, high = pieces[0].start, min(pieces[0].start + axis.stride, high)
+            path.append(pieces[0].label)
+            pieces, note = self.pieces(depth, start), self.note(depth)
             result.append(Band(" · ".join(path), note, _fill(pieces, start, high), depth, self.name))
         return result
+
+    def _inside_page(self, path, pieces, page, depth, tokens) -> list[Band]:
+        """The rows below that of a split page at `page`, which shows its first region token by token.
+
+        The first row shows the other regions token by token.  If the first region has several parts, the next row shows
+        those of its first token.
+        """
+        first, *rest = self.regions
+        begin, stop = pieces[-len(rest)].start, pieces[-1].stop
+        title = ", ".join(_region_name(region) for region in rest)
+        note = "; ".join(
+            f"{tokens * part.count:,} x {part.dtype}, {part.count} per token" for region in rest for part in region
+        )
+        inner = [piece for region in rest for piece in _tokens(region, tokens, page, self.name)]
+        found = [Band(" · ".join([*path, title]), note, _fill(inner, begin, stop), depth, self.name)]
+        if len(first) > 1:
+            parts = _parts(first, page, self.name)
+            note = f"one token's {_region_name(first)}, {first[0].step:,} B"
+            title = " · ".join([*path, pieces[0].label])
+            found.append(Band(title, note, _fill(parts, page, parts[-1].stop), depth + 1, self.name))
+        return found
 
 
 def _items(axis: Axis, start: int, span: int, group: str = "") -> list[Piece]:
@@ -244,24 +270,42 @@ def _items(axis: Axis, start: int, span: int, group: str = "") -> list[Piece]:
     return [*map(item, head), *middle, *map(item, tail)]
 
 
-def _tokens(part: Part, count: int, page: int, group: str) -> list[Piece]:
-    """A part of each of the `count` tokens of the split page that begins at `page`."""
-    return _items(Axis("token", count, part.nbytes), page + part.offset, part.nbytes, group)
+def _tokens(region: Sequence[Part], count: int, page: int, group: str) -> list[Piece]:
+    """A region of each of the `count` tokens of the split page that begins at `page`."""
+    first = region[0]
+    step = first.step or 0
+    return _items(Axis("token", count, step), page + first.offset, step, group)
 
 
-def _parts(parts: Sequence[Part], count: int, start: int, group: str) -> list[Piece]:
-    """Parts of `count` tokens each, of the entry or the split page that begins at `start`."""
+def _parts(parts: Sequence[Part], start: int, group: str) -> list[Piece]:
+    """Parts of one token, of the entry or the split page that begins at `start`."""
     return [
         Piece(
             "part",
             start + part.offset,
-            start + part.offset + part.nbytes * count,
+            start + part.offset + part.nbytes,
             part.name,
-            f"{part.count * count:,} x {part.dtype}",
+            f"{part.count:,} x {part.dtype}",
             i,
             group,
         )
         for i, part in enumerate(parts)
+    ]
+
+
+def _wholes(regions: Sequence[Sequence[Part]], count: int, page: int, group: str) -> list[Piece]:
+    """Regions of the split page of `count` tokens that begins at `page`."""
+    return [
+        Piece(
+            "part",
+            page + region[0].offset,
+            page + region[0].offset + (region[0].step or 0) * count,
+            _region_name(region),
+            " + ".join(f"{part.count * count:,} x {part.dtype}" for part in region),
+            i,
+            group,
+        )
+        for i, region in enumerate(regions)
     ]
 
 

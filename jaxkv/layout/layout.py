@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv.layout.describe import Axis, Description, table
+from jaxkv.layout.describe import Axis, Description, page_contents, table
 from jaxkv.layout.draw import draw, svg
 from jaxkv.layout.overlap import overlapping_entries
 from jaxkv_kernels.addressing.integers import as_int
@@ -58,7 +58,8 @@ class CacheLayout:
       entry: what one token stores for one head: `MLAEntry`, `KVEntry` or `IndexerEntry`.
       num_heads: KV heads (H); 1 for MLA and indexer entries.
       order: physical order of the axes, outermost first, one of `ORDERS`.  `BLNHC` (cross-layer), the default, keeps
-        everything that a block needs, in every layer, in one run of memory.
+        everything that a block needs, in every layer, in one run of memory.  Pages are padded where the entry's format
+        requires it (`entry.page_nbytes`).
       block_padding: unused elements after each step of the block axis.  Keep blocks at multiples of 128 bytes where
         speed matters (`packed.ALIGNMENT`); kernels for GPUs need multiples of 16.
       dtype: dtype of the buffer; default the entry's own.  Any dtype whose itemsize divides the entry's bytes is
@@ -159,7 +160,7 @@ class CacheLayout:
             )
         object.__setattr__(self, "entry", entry)
         object.__setattr__(self, "dtype", entry.dtype if dtype is None else checked_dtype(dtype))
-        runs = [part.nbytes for part in entry.parts()] if entry.split else [entry.nbytes]
+        runs = [region[0].step for region in entry.regions()] if entry.split else [entry.nbytes]
         if any(nbytes % self.itemsize for nbytes in runs):
             raise ValueError(
                 f"`dtype` is {self.dtype} of {self.itemsize} bytes, which does not divide the "
@@ -175,7 +176,7 @@ class CacheLayout:
             if axis == "B":
                 extent += block_padding
             strides[AXES[axis]] = extent
-            extent *= counts[AXES[axis]]
+            extent = self._page_width if axis == "N" and self.entry.split else extent * counts[AXES[axis]]
         return Strides(**strides), 0, extent
 
     def _set_addresses(self, strides, offset, size):
@@ -194,7 +195,8 @@ class CacheLayout:
         strides = {axis: getattr(given, axis) for axis in counts if counts[axis] > 1}
         strides.setdefault("head", self.width)
         strides.setdefault("token", self.width)
-        strides.setdefault("layer", max(strides["head"] * counts["head"], strides["token"] * counts["token"]))
+        pages = strides["head"] * counts["head"], strides["token"] * counts["token"], self._page_width
+        strides.setdefault("layer", max(pages))
         strides.setdefault("block", size)
         return Strides(**strides, content=given.content)
 
@@ -231,7 +233,7 @@ class CacheLayout:
                 f"{self.alignment}"
             )
         if self.entry.split and self.block_size > 1 and self.strides.token != self.width:
-            contents = ", then ".join(f"all {part.name}" for part in self.entry.parts())
+            contents = page_contents(self.entry)
             raise ValueError(
                 f"`strides.token` is {self.strides.token}: a page of {self.entry.format} entries is one run of "
                 f"{self.block_size} * {self.width} elements ({contents}), so its token stride is the entry's width"
@@ -246,6 +248,11 @@ class CacheLayout:
     def width(self) -> int:
         """Elements of the buffer per entry."""
         return self.entry.nbytes // self.itemsize
+
+    @property
+    def _page_width(self) -> int:
+        """Elements of the buffer per page, padding included."""
+        return self.entry.page_nbytes(self.block_size) // self.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -61,7 +61,7 @@ class Operation:
             yield Sample("", *self.sample())
         for kind in self.entries:
             for name in kind.formats:
-                yield Sample(name, *self.sample(sample_cache(kind(name))))
+                yield Sample(name, *self.sample(sample_cache(kind.typical(name))))
 
     @cached_property
     def _signature(self):

@@ -15,20 +15,25 @@ from jaxkv_kernels.formats.bits import corrected_quotient
 from support import oracle
 
 ROOT = Path(__file__).parents[2]
-ENTRIES = [kind(name) for kind in (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry) for name in kind.formats]
+ENTRIES = [kind.typical(name) for kind in (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry) for name in kind.formats]
 every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 
 
 @every_entry
 @pytest.mark.parametrize("block_size", [1, 3, 64])
 def test_parts_fill_a_page_without_overlap(entry, block_size):
-    tokens = block_size if entry.split else 1
-    end = 0
-    for part in entry.parts(block_size):
-        assert part.offset == end
-        assert part.offset % part.itemsize == 0
-        end += part.nbytes * tokens
-    assert end == entry.nbytes * tokens
+    tokens, steps = (block_size, entry.regions(block_size)) if entry.split else (1, [entry.parts(block_size)])
+    begin = 0
+    for region in steps:
+        end = begin
+        for part in region:
+            assert part.offset == end
+            assert part.offset % part.itemsize == 0
+            end += part.nbytes
+            assert part.step is None or part.step % part.itemsize == 0
+        assert not entry.split or {part.step for part in region} == {end - begin}
+        begin += (end - begin) * tokens
+    assert begin == entry.nbytes * tokens
 
 
 @every_entry
@@ -40,6 +45,76 @@ def test_encoded_entries_have_the_parts_of_a_page_of_one_token(entry):
     assert row.shape == (2, entry.nbytes // entry.dtype.itemsize)
     for part in entry.parts():
         assert jax.eval_shape(part.read, row).shape == (2, part.count)
+
+
+PUBLISHED = {
+    "fp8_ds_mla": 656, "fp8_v4": 584, "fp8_v41": 528, "nvfp4_ds_mla": 352, "mxfp4_ds_mla": 368, "fp4_v41": 288,
+    "indexer_fp8": 132, "indexer_mxfp4": 68,
+}  # fmt: skip
+PUBLISHED_PAGES = {"fp8_v4": 37_440, "fp8_v41": 33_792, "fp4_v41": 18_432, "indexer_fp8": 8_448, "indexer_mxfp4": 4_352}
+"""Of 64 tokens."""
+
+
+def test_entries_and_pages_have_the_published_sizes():
+    entries = {entry.format: entry for entry in ENTRIES}
+    assert {name: entries[name].nbytes for name in PUBLISHED} == PUBLISHED
+    assert {name: entries[name].page_nbytes(64) for name in PUBLISHED_PAGES} == PUBLISHED_PAGES
+    assert jaxkv.MLAEntry("mxfp4_ds_mla", latent=512, rope=64).nbytes == 400
+
+
+def rows_of_every_kind(size):
+    """Float32 rows [n, size]: random, tiny, huge, denormal, zero, ties, and rows with infinity or NaN."""
+    rng = np.random.default_rng(size)
+    noise = rng.standard_normal((12, size)).astype(np.float32)
+    halves = rng.integers(-24, 25, size) / 4.0
+    middle = size // 2
+    rows = [
+        *noise[:4],
+        noise[4] * 1e-5,
+        noise[5] * 1e-30,
+        noise[6] * 1e-40,
+        noise[7] * 1e30,
+        np.exp2(rng.integers(-60, 60, size)),
+        noise[8] * np.exp2(rng.integers(-20, 20, size)),
+        np.zeros(size),
+        -np.zeros(size),
+        np.full(size, np.finfo(np.float32).max),
+        np.full(size, -1e-4),
+        *(halves * 2.0**n for n in (-120, -9, 0, 9, 100)),
+        *(halves * scale for scale in (1.125, 1.375, 0.15625)),
+        *(np.where(np.arange(size) == middle, x, noise[9]) for x in (np.inf, -np.inf, np.nan, 448.0, 6.0, 2688.0)),
+        np.where(np.arange(size) == middle, np.nextafter(np.float32(448), np.float32(500)), 1e-3),
+        np.where(np.arange(size) == middle, np.nextafter(np.float32(6), np.float32(7)), noise[10]),
+        *of_every_kind(rng, 8 * size).reshape(8, size),
+    ]
+    with np.errstate(invalid="ignore"):  # casting signalling NaNs
+        return np.stack(rows).astype(np.float32)
+
+
+def without_nan_signs(rows, entry):
+    """Encoded rows whose NaNs of part dtypes are all the same: the sign of a NaN depends on the device."""
+    rows = np.asarray(rows).copy().view(np.uint8)
+    for part in entry.parts():
+        name = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}.get(part.dtype, part.dtype)
+        dtype = jnp.dtype("uint8") if name in ("e8m0", "e2m1x2") else jnp.dtype(name)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            continue
+        values = rows[..., part.offset : part.offset + part.nbytes].copy().view(dtype)
+        values[np.isnan(values.astype(np.float32))] = np.nan
+        rows[..., part.offset : part.offset + part.nbytes] = values.view(np.uint8)
+    return rows
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.quantised], ids=str)
+def test_encoders_write_the_bytes_of_an_independent_encoder(entry):
+    values = [rows_of_every_kind(size) for size in entry.sizes]
+    scales = (np.float32(0.037), np.float32(0.5)) if entry.codec.scaled else (None, None)
+    found = jax.jit(lambda values: entry.encode(values, [x if x is None else jnp.float32(x) for x in scales]))(values)
+    with np.errstate(all="ignore"):
+        right = oracle.encode(entry, values, tuple(1.0 if x is None else x for x in scales))
+    found, right = without_nan_signs(found, entry), without_nan_signs(right, entry)
+    differ = np.argwhere(found != right)
+    assert not len(differ), (len(differ), differ[:4], found[tuple(differ[0])], right[tuple(differ[0])])
 
 
 def test_the_oracle_knows_every_format():

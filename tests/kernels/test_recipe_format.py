@@ -16,7 +16,7 @@ from support import oracle, scenes, suites
 class Int8(Format):
     """int8 values and one float32 scale per entry, a power of two."""
 
-    name = "int8"
+    name = "toy8"
     kinds = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
     dtype = "uint8"
 
@@ -25,7 +25,7 @@ class Int8(Format):
 
     def _fields(self, sizes):
         if sum(sizes.values()) % 4:
-            raise ValueError(f"int8 stores a multiple of 4 values, which keeps scales aligned; got {sizes}")
+            raise ValueError(f"toy8 stores a multiple of 4 values, which keeps scales aligned; got {sizes}")
         return *((name, "int8", count) for name, count in sizes.items()), ("scale", "float32", 1)
 
     def encode(self, values, scales):
@@ -42,11 +42,11 @@ class Int8(Format):
 class Int8Pages(Int8):
     """The same in split pages: all latents, then all rotary parts, then all scales."""
 
-    name = "int8_pages"
+    name = "toy8_pages"
     kinds = (jaxkv.MLAEntry,)
 
     def parts(self, sizes, block_size):
-        return split_by_page(block_size, *self._fields(sizes))
+        return split_by_page(block_size, *([field] for field in self._fields(sizes)))
 
 
 def _encode(parts, scales):
@@ -65,10 +65,10 @@ TOYS = {
     Int8Pages(): oracle.Truth(_encode, _decode, lambda entry: (*entry.sizes, 4)),
 }
 ENTRIES = {
-    "latents": lambda: jaxkv.MLAEntry("int8", latent=128, rope=16),
-    "latents in pages": lambda: jaxkv.MLAEntry("int8_pages", latent=128, rope=16),
-    "keys and values": lambda: jaxkv.KVEntry("int8", head_dim=16, value_dim=8),
-    "indexer keys": lambda: jaxkv.IndexerEntry("int8", head_dim=32),
+    "latents": lambda: jaxkv.MLAEntry("toy8", latent=128, rope=16),
+    "latents in pages": lambda: jaxkv.MLAEntry("toy8_pages", latent=128, rope=16),
+    "keys and values": lambda: jaxkv.KVEntry("toy8", head_dim=16, value_dim=8),
+    "indexer keys": lambda: jaxkv.IndexerEntry("toy8", head_dim=32),
 }
 LAYOUTS = ("LHBNC", "BLNHC padded", "packed, bfloat16", "gaps, offset")
 
@@ -168,7 +168,7 @@ class TestBlocks(suites.BlockChecks):
 def test_the_table_and_the_drawing_show_its_byte_map():
     sizes = {"num_layers": 2, "num_blocks": 3, "block_size": 4}
     whole = jaxkv.CacheLayout(**sizes, entry=ENTRIES["latents"]())
-    assert "MLAEntry(format='int8', latent=128, rope=16)" in str(whole)
+    assert "MLAEntry(format='toy8', latent=128, rope=16)" in str(whole)
     assert "148 bytes" in str(whole)
     last = bands({"": whole.describe()})[-1]
     assert [(piece.label, piece.detail, piece.start, piece.stop) for piece in last.pieces] == [
@@ -199,22 +199,22 @@ def test_other_implementations_move_its_blocks_and_reject_all_else_with_a_reason
     entry, _, layout = make("latents", "LHBNC")
     values = [jnp.zeros((1, size)) for size in entry.sizes]
     found = jaxkv.explain(jaxkv.write_mla, jaxkv.KVCache.zeros(layout), *values, jnp.zeros(1, jnp.int32), layer=0)
-    assert any("entries of format 'int8'" in reason for reason in found.reasons[implementation])
+    assert any("entries of format 'toy8'" in reason for reason in found.reasons[implementation])
 
 
 def test_lists_of_formats_have_it():
-    assert "int8" in jaxkv.MLAEntry.formats
-    assert "int8_pages" not in jaxkv.KVEntry.formats
-    assert "| `int8` | `MLAEntry`, `KVEntry`, `IndexerEntry` | 580 for 512 + 64 values |" in format_table()
-    assert jaxkv.IndexerEntry.beside("int8", 128).format == "int8"
-    assert jaxkv.IndexerEntry.beside("int8_pages", 128).format == "indexer_fp8"
+    assert "toy8" in jaxkv.MLAEntry.formats
+    assert "toy8_pages" not in jaxkv.KVEntry.formats
+    assert "| `toy8` | `MLAEntry`, `KVEntry`, `IndexerEntry` | 580 for 512 + 64 values |" in format_table()
+    assert jaxkv.IndexerEntry.beside("toy8", 128).format == "toy8"
+    assert jaxkv.IndexerEntry.beside("toy8_pages", 128).format == "indexer_fp8"
 
 
 def test_its_rules_are_reported():
     with pytest.raises(ValueError, match="multiple of 4 values"):
-        jaxkv.MLAEntry("int8", latent=13, rope=4)
-    with pytest.raises(ValueError, match="KVEntry format 'int8_pages': expected one of bf16, f16, f32, fp8, int8"):
-        jaxkv.KVEntry("int8_pages")
+        jaxkv.MLAEntry("toy8", latent=13, rope=4)
+    with pytest.raises(ValueError, match="KVEntry format 'toy8_pages': expected one of bf16, f16, f32, fp8, .*, toy8"):
+        jaxkv.KVEntry("toy8_pages")
     sizes = {"num_layers": 1, "num_blocks": 2, "block_size": 4, "entry": ENTRIES["latents in pages"](), "size": 8000}
     with pytest.raises(ValueError, match=r"all latent, then all rope, then all scale.*token stride"):
         jaxkv.CacheLayout.from_strides(**sizes, strides={"layer": 4000, "block": 4000, "head": 148, "token": 152})

@@ -8,17 +8,20 @@ AXES = {"layer": "num_layers", "block": "num_blocks", "token": "block_size", "he
 
 def mla_entry(random):
     name = random.choice(jaxkv.MLAEntry.formats)
-    latent = random.choice([128, 256] if name == "fp8_ds_mla" else [8, 20, 64])
-    return jaxkv.MLAEntry(name, latent=latent, rope=random.choice([2, 8, 16]))
+    plain = name in ("bf16", "f16", "f32", "fp8", "fp8_e5m2")
+    latent = random.choice([8, 20, 64] if plain else [128, 256])
+    return jaxkv.MLAEntry(name, latent=latent, rope=random.choice([2, 8, 16] if plain else [32, 64]))
 
 
 def kv_entry(random):
     name = random.choice(jaxkv.KVEntry.formats)
-    return jaxkv.KVEntry(name, head_dim=random.choice([4, 10]), value_dim=random.choice([2, 4, 16]))
+    sizes = {"nvfp4": ([16, 32], [16, 48]), "int8": ([4, 12], [4, 16])}.get(name, ([4, 10], [2, 4, 16]))
+    return jaxkv.KVEntry(name, *map(random.choice, sizes))
 
 
 def indexer_entry(random):
-    return jaxkv.IndexerEntry(head_dim=random.choice([8, 128]))
+    name = random.choice(["indexer_fp8", "indexer_mxfp4"])
+    return jaxkv.IndexerEntry(name, head_dim=random.choice([8, 128] if name == "indexer_fp8" else [32, 128]))
 
 
 def sizes_of(random, entry):

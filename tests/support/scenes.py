@@ -13,14 +13,23 @@ UNUSED = 2_147_480_000
 
 BLOCKS = 16
 
-MLA_ENTRIES = [jaxkv.MLAEntry(name, latent=128, rope=16) for name in jaxkv.MLAEntry.formats]
-KV_ENTRIES = [jaxkv.KVEntry(name, head_dim=16, value_dim=8) for name in jaxkv.KVEntry.formats]
+SMALLEST = {"fp8_v41": 64, "fp4_v41": 32, "nvfp4": 16}
+"""The fewest values of an array, of formats that store values in larger groups than others."""
+
+
+def entry_of(kind, name, *sizes):
+    """The entry of a format with these sizes, or with the smallest that the format can store."""
+    return kind(name, *(max(size, SMALLEST.get(name, 1)) for size in sizes))
+
+
+MLA_ENTRIES = [entry_of(jaxkv.MLAEntry, name, 128, 16) for name in jaxkv.MLAEntry.formats]
+KV_ENTRIES = [entry_of(jaxkv.KVEntry, name, 16, 8) for name in jaxkv.KVEntry.formats]
 INDEXER_ENTRY = jaxkv.IndexerEntry()
 INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.formats]
 
 
 def is_split(entry):
-    """Whether pages hold the first part of all tokens, then the second."""
+    """Whether pages hold some parts of all tokens, then others."""
     return oracle.FORMATS[entry.format].page_parts is not None
 
 
@@ -106,7 +115,7 @@ def fetch(layout, buffer, layer):
 
 
 def _edges(entry):
-    """Where the parts of an entry of a split page part, in bytes."""
+    """Where the regions of a split page part an entry, in bytes."""
     return np.cumsum(oracle.FORMATS[entry.format].page_parts(entry))[:-1]
 
 

@@ -46,8 +46,8 @@ def load(
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
       dtype: dtype of weights and activations: bfloat16, float16 or float32; by default that of the checkpoint.
-      entry_format: format of the cached entries: `bf16`, `f16`, `f32`, `fp8` (with scale 1), and for MLA models
-        `fp8_ds_mla`.  By default, the unquantised format of `dtype`.
+      entry_format: format of the cached entries: any of `MLAEntry.formats` or `KVEntry.formats` that can store the
+        model's entries; a scale that the caller keeps is 1.  By default, the unquantised format of `dtype`.
       implementation: the implementation of the operations on the cache: None (the best that supports the call), a name,
         or a tuple of names in order of preference.
       parallel: how the model is divided over devices: `TensorParallel`, `ExpertParallel`, `ContextParallel`,

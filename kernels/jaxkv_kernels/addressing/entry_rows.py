@@ -33,15 +33,15 @@ def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array
 
 
 def _runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
-    """Addresses of the runs of bytes that make up an entry: the whole entry, or each part of a split page.
+    """Addresses of the runs of bytes that make up an entry: the whole entry, or its parts in each region of a split page.
 
     `itemsize` is that of the buffer.
     """
     if not entry.split:
         return [pages]
 
-    def run(part: Part) -> Pages:
-        width = part.nbytes // itemsize
-        return replace(pages, token_stride=width, width=width, offset=pages.offset + part.offset // itemsize)
+    def run(first: Part) -> Pages:
+        width = (first.step or 0) // itemsize
+        return replace(pages, token_stride=width, width=width, offset=pages.offset + first.offset // itemsize)
 
-    return [run(part) for part in entry.parts(pages.block_size)]
+    return [run(first) for first, *_ in entry.regions(pages.block_size)]

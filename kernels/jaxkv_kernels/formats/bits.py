@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 FP8 = jnp.float8_e4m3fn
@@ -18,22 +19,30 @@ def view_as(x: jax.Array, dtype) -> jax.Array:
     return lax.bitcast_convert_type(x, dtype).reshape(*x.shape[:-1], x.shape[-1] * old // new)
 
 
-def to_fp8(x: jax.Array) -> jax.Array:
-    """`x` rounded to e4m3 (nearest, ties to even), saturating at +-448.  A plain cast returns NaN for larger values."""
-    return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(FP8)
+def to_fp8(x: jax.Array, dtype=FP8) -> jax.Array:
+    """`x` rounded to e4m3 or e5m2 (nearest, ties to even), saturating.  A plain cast returns NaN for larger values."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)
 
 
-def power_of_two_scale(amax: jax.Array, smallest_exponent: int) -> tuple[jax.Array, jax.Array]:
-    """The smallest power of two s >= amax / 448, at least 2 ** smallest_exponent, and 1 / s; both float32.
+def largest_magnitude(x: jax.Array) -> jax.Array:
+    """The largest magnitude along the last axis; NaN if any value is NaN, also where a device's maximum ignores NaN."""
+    return jnp.where(jnp.isnan(x).any(axis=-1), jnp.nan, jnp.abs(x).max(axis=-1))
 
-    Values of magnitude up to `amax`, divided by s, are within the range of e4m3.  NaN returns NaN, so that invalid
-    values stay visible.
 
-    s = 2 ** ceil(log2(amax / 448)) is computed on the bits, so that all devices agree: with amax = m * 2**e and
-    1 <= m < 2, amax / 448 = (m / 1.75) * 2**(e - 8).
+def power_of_two_scale(amax: jax.Array, smallest_exponent: int, largest=FP8_MAX) -> tuple[jax.Array, jax.Array]:
+    """The smallest power of two s >= amax / largest, at least 2 ** smallest_exponent, and 1 / s; both float32.
+
+    Values of magnitude up to `amax`, divided by s, are at most `largest`: that of e4m3, or of another dtype.  NaN
+    returns NaN, so that invalid values stay visible.
+
+    s = 2 ** ceil(log2(amax / largest)) is computed on the bits, so that all devices agree: with amax = m * 2**e and
+    largest = n * 2**f, where 1 <= m, n < 2, amax / largest = (m / n) * 2**(e - f).
     """
+    of_largest = int(np.float32(largest).view(np.int32))
     bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
-    exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
+    above = (bits & FRACTION) > (of_largest & FRACTION)
+    exponent = (bits >> 23) - (of_largest >> 23) + above.astype(jnp.int32)
     exponent = jnp.maximum(exponent, smallest_exponent)
     nan = jnp.isnan(amax)
     scale = lax.bitcast_convert_type((127 + exponent) << 23, jnp.float32)

@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.integers import as_int
-from jaxkv_kernels.formats.format import FORMATS, Format, Part
+from jaxkv_kernels.formats.format import FORMATS, Format, Part, regions_of
 
 
 class _FormatNames:
@@ -43,6 +43,11 @@ class Entry:
             object.__setattr__(self, name, size)
         self.parts()
 
+    @classmethod
+    def typical(cls, format: str) -> Self:
+        """The entry of a format that has the sizes of the models for which the format was made."""
+        return cls(format, **FORMATS[format].typical)
+
     @property
     def named_sizes(self) -> dict[str, int]:
         """The lengths of the arrays of values that an entry stores, by name, in order."""
@@ -64,8 +69,19 @@ class Entry:
 
     @property
     def split(self) -> bool:
-        """Whether pages are split: they store the first part of all tokens, then the second part of all tokens."""
-        return any(part.per_page for part in self.parts())
+        """Whether pages are split: they store some parts of all tokens, then other parts of all tokens."""
+        return self.parts()[0].step is not None
+
+    def regions(self, block_size: int = 1) -> list[tuple[Part, ...]]:
+        """The parts of a split page of `block_size` tokens, by region."""
+        return regions_of(self.parts(block_size))
+
+    def page_nbytes(self, block_size: int) -> int:
+        """Bytes of a page of `block_size` tokens, padding included."""
+        nbytes = block_size * self.nbytes
+        if self.codec.pads_pages:
+            nbytes += -nbytes % sum(part.nbytes for part in self.regions()[0])
+        return nbytes
 
     @property
     def dtype(self):

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import FP8, view_as
 
-SHORT_NAMES = {"e4m3": FP8}
-"""Dtypes of parts that have a shorter name than in NumPy."""
+SHORT_NAMES = {
+    "e4m3": FP8,
+    "e5m2": jnp.float8_e5m2,
+    "e8m0": jnp.float8_e8m0fnu,
+    "e2m1x2": jnp.uint8,
+}
+"""Dtypes of parts that are not called as in NumPy.  An e2m1x2 is a byte with two e2m1 values, the first in the low
+bits; `fp4.py` converts them."""
 
 FORMATS: dict[str, "Format"] = {}
 """The registered formats by name.  Messages and tables show them in this order."""
@@ -39,9 +45,9 @@ def unquantised(dtype) -> str:
 class Part:
     """A run of values of one dtype in the byte map of a format.
 
-    A format stores all parts of an entry together, or all parts `per_page`.  A page holds the tokens of one block,
-    layer and head.  A split page stores the first part of all its tokens, then the second part of all its tokens, and
-    so on.
+    A format stores all parts of an entry together, or in split pages.  A page holds the tokens of one block, layer and
+    head.  A split page consists of regions.  A region stores one or several parts of each token, token by token; then
+    the next region stores the next parts of all tokens.
     """
 
     name: str
@@ -50,8 +56,9 @@ class Part:
     count: int
     """Values per entry."""
     offset: int
-    """Bytes from the start of the entry.  For a part `per_page`, the offset of the first token's part in the page."""
-    per_page: bool = False
+    """Bytes from the start of the entry.  In a split page, the offset of the first token's part in the page."""
+    step: int | None = None
+    """In a split page, the bytes from the part of one token to that of the next.  None if parts lie together."""
 
     @property
     def itemsize(self) -> int:
@@ -80,22 +87,42 @@ def _bits(name: str) -> int:
     return int(info.bits)
 
 
-def together(*fields: tuple[str, str, int]) -> tuple[Part, ...]:
-    """Parts of an entry, stored one after the other; each of `fields` is (name, dtype, count)."""
-    return _in_order(fields, tokens=1, per_page=False)
+Field = tuple[str, str, int]
+"""The name, dtype and count of a part."""
 
 
-def split_by_page(block_size: int, *fields: tuple[str, str, int]) -> tuple[Part, ...]:
-    """Parts of a split page of `block_size` tokens; each of `fields` is (name, dtype, count)."""
-    return _in_order(fields, tokens=block_size, per_page=True)
+def together(*fields: Field) -> tuple[Part, ...]:
+    """Parts of an entry, stored one after the other."""
+    return tuple(_in_order(fields, 0, None))
 
 
-def _in_order(fields, *, tokens: int, per_page: bool) -> tuple[Part, ...]:
+def split_by_page(block_size: int, *regions: Sequence[Field]) -> tuple[Part, ...]:
+    """Parts of a split page of `block_size` tokens, whose `regions` store these parts of each token."""
     parts, offset = [], 0
-    for name, dtype, count in fields:
-        parts.append(Part(name, dtype, count, offset, per_page))
-        offset += parts[-1].nbytes * tokens
+    for fields in regions:
+        step = sum(part.nbytes for part in _in_order(fields, 0, None))
+        parts += _in_order(fields, offset, step)
+        offset += step * block_size
     return tuple(parts)
+
+
+def regions_of(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
+    """The parts of a split page, by region."""
+    found: list[tuple[Part, ...]] = []
+    for part in parts:
+        if found and part.offset < found[-1][0].offset + (part.step or 0):
+            found[-1] += (part,)
+        else:
+            found.append((part,))
+    return found
+
+
+def _in_order(fields: Sequence[Field], offset: int, step: int | None) -> list[Part]:
+    parts = []
+    for name, dtype, count in fields:
+        parts.append(Part(name, dtype, count, offset, step))
+        offset += parts[-1].nbytes
+    return parts
 
 
 def join(arrays: Sequence[jax.Array], dtype) -> jax.Array:
@@ -119,10 +146,17 @@ class Format(ABC):
     """The natural dtype of the buffer: that of all parts, or "uint8" if they differ."""
     scaled: bool = False
     """Whether the caller passes a scale for each array of values: value = stored * scale."""
+    in_float32: bool = False
+    """Whether attention multiplies decoded values in float32, because bf16 and float16 do not represent them exactly."""
+    pads_pages: bool = False
+    """Whether pages, which are split, are rounded up to a multiple of what their first region stores per token.  Readers
+    that load pages by TMA need such strides."""
+    typical: Mapping[str, int] = {}
+    """Arguments of an entry that has the sizes of the models for which the format was made, if its defaults do not."""
 
     @abstractmethod
     def parts(self, sizes: Mapping[str, int], block_size: int) -> tuple[Part, ...]:
-        """The byte map of a page of `block_size` tokens: all parts together, or all `per_page`.
+        """The byte map of a page of `block_size` tokens: all parts together, or in regions.
 
         Raises:
           ValueError: the format cannot store values of these sizes.

@@ -7,7 +7,7 @@ the key's absolute maximum, or 1e-4 if that is larger, as in vLLM's `ue8m0` mode
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.formats.bits import power_of_two_scale, to_fp8
+from jaxkv_kernels.formats.bits import largest_magnitude, power_of_two_scale, to_fp8
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.formats.format import Format, join, split_by_page
 
@@ -26,12 +26,12 @@ class IndexerFp8(Format):
         """The values, then the scale."""
         if sizes["key"] % 4:
             raise ValueError(f"indexer_fp8 entry of `head_dim` {sizes['key']}: expected a multiple of 4 values")
-        return split_by_page(block_size, ("values", "e4m3", sizes["key"]), ("scales", "float32", 1))
+        return split_by_page(block_size, [("values", "e4m3", sizes["key"])], [("scales", "float32", 1)])
 
     def encode(self, values, scales):
         """Computes each scale from the largest magnitude of its key."""
         key = values[0].astype(jnp.float32)
-        scale, inverse = power_of_two_scale(jnp.abs(key).max(axis=-1, keepdims=True), SMALLEST_EXPONENT)
+        scale, inverse = power_of_two_scale(largest_magnitude(key)[..., None], SMALLEST_EXPONENT)
         return join((to_fp8(key * inverse), scale), self.dtype)
 
     def decode(self, row, sizes, scales, dtype):

@@ -29,6 +29,7 @@ _MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla")}
 _MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8")}
 _MOVED_INDEXER: Listed = {IndexerEntry: ("bf16", "f16", "f32", "indexer_fp8")}
 _MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla")}
+_SPARSE: Listed = {MLAEntry: (*_MLA[MLAEntry], "fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")}
 _LOGITS: Listed = {IndexerEntry: ("bf16", "f16", "indexer_fp8")}
 _KV: Listed = {KVEntry: ("bf16", "f16", "fp8")}
 
@@ -46,7 +47,7 @@ KERNELS: dict[str, Kernel] = {
     "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
     "decode_mla_sparse": _kernel(
-        "attention.decode_mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse, WGMMA
+        "attention.decode_mla_sparse.decode_mla_sparse", _SPARSE, unsupported.decode_mla_sparse, WGMMA
     ),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
     "merge_states": _kernel("entries.merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),

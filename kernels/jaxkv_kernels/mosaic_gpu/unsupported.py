@@ -21,6 +21,8 @@ from jaxkv_kernels.tile_scaled import TILE, TileScaled
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
 LATENT, ROPE = 512, 64
+SPARSE_LATENTS = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
+"""Latents of sparse attention, by format, if not of 512 values."""
 HEAD_DIMS = (64, 128, 192, 256)
 BULK = 16
 """Bytes: addresses and sizes of bulk copies are multiples of it."""
@@ -64,9 +66,10 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
 def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla_sparse` call."""
     entry, pages, q = options["entry"], options["pages"], arrays["q_latent"]
-    yield from _latent_sizes(entry)
+    yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
+    # The regions of split pages store multiples of 16 bytes per token, but their scales.
+    yield from _unaligned(_steps(pages, ("layer",) if entry.split else ("layer", "token")), arrays["buffer"].dtype.itemsize)
     yield from too_large(options)
 
 
@@ -151,10 +154,11 @@ def _query_dtype(entry, dtype, name: str) -> Iterator[str]:
         yield f"{name} of {dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
 
 
-def _latent_sizes(entry) -> Iterator[str]:
-    """A reason against latents of such sizes."""
-    if entry.sizes != (LATENT, ROPE):
-        yield f"{_values_of(entry)}: supports {LATENT} + {ROPE}"
+def _latent_sizes(entry, *latents: int) -> Iterator[str]:
+    """A reason against latents of such sizes; `latents` are the supported numbers of values, by default 512."""
+    supported = [(latent, ROPE) for latent in latents or (LATENT,)]
+    if entry.sizes not in supported:
+        yield f"{_values_of(entry)}: supports {' and '.join(f'{latent} + {rope}' for latent, rope in supported)}"
 
 
 def _values_of(entry) -> str:

@@ -56,13 +56,14 @@ def decode_kv(
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
     batch, tokens, query_heads, head_dim = q.shape
-    grouped = q.reshape(batch, tokens, pages.num_heads, query_heads // pages.num_heads, head_dim)
+    dtype = jnp.dtype(jnp.float32) if entry.codec.in_float32 else q.dtype
+    grouped = q.astype(dtype).reshape(batch, tokens, pages.num_heads, query_heads // pages.num_heads, head_dim)
     begins, ends = query_ranges(lengths, tokens, window)
 
     def load(i):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
         rows, valid = load_entries(buffer, pages, entry, slots, layer)
-        k, v = entry.decode(rows, q.dtype)
+        k, v = entry.decode(rows, dtype)
         seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
         return k, v, seen
 

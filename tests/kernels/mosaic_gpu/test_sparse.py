@@ -10,7 +10,7 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
-from support.cases import each_value
+from support.cases import each_value, slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
@@ -22,11 +22,16 @@ ROUNDED = [(-9, -8), (-17, -16)]
 """Exponents of scales with a mantissa: as quantisers choose them, and too small to be multiplied into values."""
 
 
+E8M0_EXPONENTS = [(-8, -5), (-12, 6), (-40, 40)]
+"""Of tokens: as encoders write them, of which float16 holds some as they are, and none."""
+NARROW = ["fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla"]
+"""Formats with scales of one byte."""
+
+
 class Mosaic:
     """What every suite of this kernel says of itself."""
 
     implementation = "mosaic_gpu"
-    latent, rope = 512, 64
     exact = "bf16"
     gaps = (
         "entries of format",  # float32 has no wgmma
@@ -36,6 +41,10 @@ class Mosaic:
         "token stride of",
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
+
+    def entry(self, name=None):
+        """Entries of a format, of the sizes that models have."""
+        return jaxkv.MLAEntry.typical(name or self.exact)
 
     def sparse(self, form, lengths, heads, slots, *, tokens=1, layout="BLNHC", layer=1, scene=None, q=None, **keywords):
         """Checks random slots of requests of those lengths."""
@@ -69,6 +78,30 @@ class Mosaic:
                 scales = (scales * (position != 7)).astype(np.float32)
                 scene = scene.holding(scales.view(np.uint8), request, position, slice(512, 528))
         return scene
+
+    def with_e8m0_scales(self, form, exponents):
+        """A scene of entries with e8m0 scales whose exponents are between these, a token of zeros, and one of NaN."""
+        scene, rng = suites.scenes.scene(self.entry(form), lengths=(190, 64)), np.random.default_rng(5)
+        scales = next(part for part in scene.entry.parts() if part.name == "scales")
+        for request in range(2):
+            for position in range(scene.lengths[request]):
+                found = 127 + rng.integers(*exponents) + rng.integers(-3, 4, scales.count)
+                found = (found * (position != 7)).clip(0, 254).astype(np.uint8)
+                scene = scene.holding(found, request, position, slice(scales.offset, scales.offset + scales.count))
+        return scene
+
+    def check_a_nan_scale(self, form, heads):
+        """A NaN scale of one token makes all of the results that see it NaN."""
+        scene = suites.scenes.scene(self.entry(form), lengths=(64, 64))
+        part = next(part for part in scene.entry.parts() if "scales" in part.name)
+        nan = 0xFF if part.dtype == "e8m0" else 0x7F
+        scene = scene.holding(np.uint8(nan), 0, 5, slice(part.offset + 3, part.offset + 4))
+        slots = np.stack([scene.slots(0), scene.slots(1)])[:, None].astype(np.int32)
+        q = suites.queries(scene.entry, 2, 1, heads)
+        out, lse = self.decode(q, scene.cache(suites.layout_of("BLNHC", scene.entry), 1), slots, 1, scene)
+        assert np.isnan(np.asarray(lse)[0]).all()
+        assert np.isnan(np.asarray(out.astype(jnp.float32))[0]).all()
+        assert np.isfinite(np.asarray(lse)[1]).all()
 
     def check_queries(self, form, power, heads, lengths, slots):
         """Checks queries times a power of two, by which the softmax scale is divided."""
@@ -118,7 +151,7 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     def test_batch_invariant_bits(self, form, heads):
         self.check_batch_invariance(form, (190, 64), heads, 4000)
 
-    @pytest.mark.parametrize("form", ["bf16", "f16", "fp8", "fp8_ds_mla"])
+    @pytest.mark.parametrize("form", ["bf16", "f16", "fp8", "fp8_ds_mla", *NARROW])
     @pytest.mark.parametrize("heads", [8, 64, 100, 128])
     def test_many_slots(self, form, heads):
         self.sparse(form, (640, 100, 1), heads, 700, tokens=2)
@@ -127,6 +160,15 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     def test_any_scales(self, exponents):
         scene = self.with_scales(exponents)
         self.sparse("fp8_ds_mla", (190, 64), 128, 200, scene=scene)
+
+    @pytest.mark.parametrize("form", ["fp8_v4", "mxfp4_ds_mla"])
+    @pytest.mark.parametrize("exponents", E8M0_EXPONENTS)
+    def test_any_e8m0_scales(self, form, exponents):
+        self.sparse(form, (190, 64), 128, 200, scene=self.with_e8m0_scales(form, exponents))
+
+    @pytest.mark.parametrize("form", NARROW)
+    def test_a_nan_scale(self, form):
+        self.check_a_nan_scale(form, 64)
 
     @pytest.mark.parametrize("exponents", ROUNDED)
     def test_scales_that_are_not_powers_of_two(self, exponents):
@@ -173,6 +215,21 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     def test_any_scales(self, exponents):
         self.sparse("fp8_ds_mla", (190, 64), 8, 130, scene=self.with_scales(exponents))
 
+    @pytest.mark.parametrize(
+        ("form", "exponents"), [("fp8_v4", (-40, 40)), ("mxfp4_ds_mla", (-8, -5)), slow("mxfp4_ds_mla", (-40, 40))]
+    )
+    def test_any_e8m0_scales(self, form, exponents):
+        self.sparse(form, (70, 3), 8, 80, scene=self.with_e8m0_scales(form, exponents))
+
+    @pytest.mark.parametrize("form", NARROW)
+    def test_narrow_formats_in_an_odd_layout(self, form):
+        self.sparse(form, (70, 3), 8, 80, layout="packed, bfloat16")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("form", NARROW)
+    def test_a_nan_scale(self, form):
+        self.check_a_nan_scale(form, 8)
+
     @pytest.mark.parametrize("exponents", ROUNDED)
     def test_scales_that_are_not_powers_of_two(self, exponents):
         self.check_scales_that_are_not_powers_of_two(exponents, 8)
@@ -203,14 +260,16 @@ LOWERED = [("BLNHC", 128, False, False, None), ("LBNHC", 20, True, True, 30.0)]
 """Order, heads, whether there are counts and sinks, `logit_cap`."""
 
 
-@each_value(("form", "case"), ["bf16", "f16", "fp8", "fp8_ds_mla"], LOWERED)
+@each_value(
+    ("form", "case"), ["bf16", "f16", "fp8", "fp8_ds_mla", "nvfp4_ds_mla", "fp8_v4", "mxfp4_ds_mla"], LOWERED
+)
 def test_lowers_for_hopper(form, case):
     order, heads, counts, sinks, cap = case
-    entry = jaxkv.MLAEntry(form)
+    entry = jaxkv.MLAEntry.typical(form)
     layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=64, entry=entry, order=order)
     shape = jax.ShapeDtypeStruct
     arrays = (
-        shape((4, 2, heads, 512), entry.input_dtype),
+        shape((4, 2, heads, entry.latent), entry.input_dtype),
         shape((4, 2, heads, 64), entry.input_dtype),
         shape((layout.size,), layout.dtype),
         shape((4, 2, 300), jnp.int32),

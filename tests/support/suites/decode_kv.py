@@ -37,7 +37,7 @@ class DecodeKVChecks(Suite):
 
     def entry(self, name=None):
         """An entry of that format, in the sizes that the implementation takes."""
-        return jaxkv.KVEntry(name or self.exact, head_dim=self.head_dim, value_dim=self.value_dim)
+        return scenes.entry_of(jaxkv.KVEntry, name or self.exact, self.head_dim, self.value_dim)
 
     def query(self, entry, batch, tokens, heads, dtype=None):
         """q [B, Q, Hq, D]."""

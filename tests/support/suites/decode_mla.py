@@ -71,7 +71,7 @@ class DecodeMLAChecks(Suite):
 
     def entry(self, name=None):
         """An entry of that format, in the sizes that the implementation takes."""
-        return jaxkv.MLAEntry(name or self.exact, latent=self.latent, rope=self.rope)
+        return scenes.entry_of(jaxkv.MLAEntry, name or self.exact, self.latent, self.rope)
 
     def decode(self, q, cache, scene, layer, **keywords):
         """out and lse."""

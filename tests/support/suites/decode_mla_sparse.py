@@ -23,7 +23,7 @@ class DecodeMLASparseChecks(Suite):
 
     def entry(self, name=None):
         """Entries of a format, of sizes that the implementation supports."""
-        return jaxkv.MLAEntry(name or self.exact, latent=self.latent, rope=self.rope)
+        return scenes.entry_of(jaxkv.MLAEntry, name or self.exact, self.latent, self.rope)
 
     def choose(self, scene, tokens, k, rng):
         """Slots [B, Q, K] of random tokens, some entries negative or past the cache."""

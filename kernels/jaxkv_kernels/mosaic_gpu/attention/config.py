@@ -255,7 +255,7 @@ def sparse_config(format: str, tiles: int) -> SparseConfig:
     Calls with few tiles per CTA are slower with prefetching: 8 requests with 128 heads and 2,048 slots (4 tiles) take
     0.0276 ms instead of 0.0215, and 32 requests (16 tiles) 0.0634 instead of 0.0594.
     """
-    if format not in ("fp8", "fp8_ds_mla"):
+    if format in ("bf16", "f16"):
         return SparseConfig()
     return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
 

@@ -1,4 +1,4 @@
-"""Sparse MLA decode for latents of 512 and rotary parts of 64 values, in bf16, f16, fp8 or fp8_ds_mla, on sm_90.
+"""Sparse MLA decode for latents of 512 or 448 and rotary parts of 64 values, on sm_90.
 
 To the plan, each query token is a request of its own, with `counts` slots.
 """
@@ -17,7 +17,7 @@ from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.attention.schedules.slots import attend_slots
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
+from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 from jaxkv_kernels.tuning import configuration
 
 
@@ -72,8 +72,11 @@ def _decode(
     batch, tokens, heads, _ = q_latent.shape
     requests = batch * tokens
     slots = slots.reshape(requests, slots.shape[-1])
-    pad = ((0, 0), (0, -heads % 8), (0, 0))  # TMA tiles are of 8 rows
-    q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (q_latent, q_pe))
+    # TMA tiles are of 8 rows; latents of 448 values are followed by zeros.
+    q_latent, q_pe = (
+        jnp.pad(q.reshape(requests, heads, -1), ((0, 0), (0, -heads % 8), (0, size - q.shape[-1])))
+        for q, size in ((q_latent, LATENT), (q_pe, ROPE))
+    )
     if sinks is not None:
         sinks = jnp.pad(sinks, (0, -heads % TILE))
     rows = (InterpretedRows if interpret else GatheredRows)(pages, entry, buffer.dtype.itemsize)
@@ -82,4 +85,5 @@ def _decode(
         rows=rows, logit_cap=logit_cap, config=config, interpret=interpret,
     )  # fmt: skip
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks)
-    return out[:, :heads].reshape(batch, tokens, heads, LATENT), lse[:, :heads].reshape(batch, tokens, heads)
+    out = out[:, :heads, : entry.latent].reshape(batch, tokens, heads, entry.latent)
+    return out, lse[:, :heads].reshape(batch, tokens, heads)

@@ -6,9 +6,10 @@ from math import gcd
 from typing import Any
 
 from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.formats import fp8_ds_mla, indexer_fp8
+from jaxkv_kernels.formats import indexer_fp8
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Part
+from jaxkv_kernels.formats.latents import fp8_ds_mla
 
 CHUNK = 8
 """Values that a lane moves at once: 16 bytes of bf16."""
@@ -82,7 +83,7 @@ def fields_of(entry: Entry, pages: Pages, itemsize: int) -> tuple[Field, ...]:
 
 
 def _address(part: Part, pages: Pages, itemsize: int) -> PartAddress:
-    token = part.nbytes if part.per_page else pages.token_stride * itemsize
+    token = part.step if part.step is not None else pages.token_stride * itemsize
     steps = {
         "layer": (pages.num_layers, pages.layer_stride * itemsize),
         "block": (pages.num_blocks, pages.block_stride * itemsize),

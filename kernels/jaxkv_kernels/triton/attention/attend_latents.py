@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.formats.fp8_ds_mla import TILE
+from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.triton.attention.attend_tiles import attend_tiles, load_range, query_rows, store_results
 from jaxkv_kernels.triton.attention.combine import combine
 from jaxkv_kernels.triton.attention.config import latent_config, next_power_of_two

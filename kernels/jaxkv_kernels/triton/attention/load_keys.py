@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.formats.fp8_ds_mla import TILE
+from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.triton.codecs.e4m3_pairs import halves, load_pairs
 from jaxkv_kernels.triton.codecs.widen import widened
 from jaxkv_kernels.triton.entries.tiles import load_pieces

@@ -14,7 +14,7 @@ import jax
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.formats.fp8_ds_mla import TILE
+from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.triton.codecs.e4m3 import from_e4m3, has_e4m3
 from jaxkv_kernels.triton.entries.addresses import in_bytes, token_address
 from jaxkv_kernels.triton.entries.ragged import ragged_constants, ragged_operands, ragged_slots

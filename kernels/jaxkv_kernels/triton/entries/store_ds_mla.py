@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jaxkv_kernels.formats.fp8_ds_mla import SMALLEST_EXPONENT, TILE
+from jaxkv_kernels.formats.latents.fp8_ds_mla import SMALLEST_EXPONENT, TILE
 from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3, power_of_two_scale, to_e4m3
 from jaxkv_kernels.triton.entries.addresses import in_bytes, slots_of, token_address
 from jaxkv_kernels.triton.entries.tiles import WARPS, load_rows, store_pieces, tile_shape

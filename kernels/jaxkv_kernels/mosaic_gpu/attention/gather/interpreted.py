@@ -4,9 +4,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxkv_kernels.formats.fp4 import from_e2m1
+from jaxkv_kernels.formats.latents.nvfp4_ds_mla import COLUMNS
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import LINE, GatheredRows
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import CHUNK, LINE, GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
+    E8M0_RANGES,
     EXPONENT,
     LARGEST,
     LEAST_FACTOR,
@@ -14,6 +17,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     MOST_FACTOR,
     SMALLEST,
 )
+from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 
 
 class InterpretedRows(GatheredRows):
@@ -43,12 +47,16 @@ class InterpretedRows(GatheredRows):
             self.fetch_rope(kv_ref, None, slots, layer, limit, stage, r_ref)
 
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit):
-        """A unit of the rows, bytes [64, 128]."""
-        return self._bytes(kv_ref, slots, layer, limit, unit.offset, LINE)
+        """A unit of the rows, bytes [64, 128]; zeros past the end of a latent."""
+        raw = self._bytes(kv_ref, slots, layer, limit, unit.offset, unit.chunks * CHUNK)
+        return jnp.pad(raw, ((0, 0), (0, LINE - raw.shape[1])))
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
-        """The scales of the rows, bytes [64, 16]."""
-        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), 16) if self.scaled else None
+        """The scales of the rows, bytes [64, n]."""
+        if self.scale_dtype is None:
+            return None
+        nbytes, region = self._part("scales").nbytes, self._region("scales")
+        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), nbytes, region)
 
     def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
         """Copies rotary keys, for which `finish_rope` need not wait, or loads them."""
@@ -63,7 +71,7 @@ class InterpretedRows(GatheredRows):
         """Converts rotary keys, or divides them by the factors of their rows."""
         if self.converts_rope:
             r_ref[stage] = _from_e4m3(loaded)
-        if scales is not None:
+        if self.factored:
             _, factor = scales
             r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
 
@@ -71,17 +79,18 @@ class InterpretedRows(GatheredRows):
         """Does nothing: the interpreter has no caches."""
 
     def factors(self, stats_ref, row, flag, slots, limit, raw):
-        """Returns what latents are multiplied by, float16 [64, 4], and the factors, float32 [64]."""
+        """Returns what each value of latents is multiplied by, float16 [64, 512], and the factors, float32 [64]."""
         factor, scales = jnp.ones(TILE, jnp.float32), None
-        if raw is not None:
-            scale = lax.bitcast_convert_type(raw.reshape(TILE, 4, 4), jnp.float32)
-            bits = lax.bitcast_convert_type(jnp.abs(scale), jnp.int32)
-            least, most = bits.min(axis=1), bits.max(axis=1)
-            power = jnp.clip(most & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
-            factor = jnp.where(
-                (least >= SMALLEST) & (most < LARGEST), 1.0, lax.bitcast_convert_type(power, jnp.float32)
-            )
-            scales = (scale / factor[:, None]).astype(jnp.float16)
+        if self.scale_dtype == "float32":
+            factor, scales = _fitted(lax.bitcast_convert_type(raw.reshape(TILE, 4, 4), jnp.float32))
+        elif self.scale_dtype == "e8m0":
+            factor, scales = _fitted_e8m0(raw.astype(jnp.int32), self.stored)
+        elif self.scale_dtype == "e4m3":
+            columns = jnp.swapaxes(raw.reshape(TILE, COLUMNS, -1), 1, 2).reshape(TILE, -1)
+            scales = _from_e4m3(columns)
+        if scales is not None:
+            scales = jnp.repeat(scales, self.entry.latent // scales.shape[1], axis=1)
+            scales = jnp.pad(scales, ((0, 0), (0, LATENT - self.entry.latent)))
         factor = jnp.where((slots >= 0) & (slots < limit), factor, MASKED_KEY)
         stats_ref[row] = factor
         stats_ref[flag[0], pl.ds(flag[1], 4)] = jnp.full(4, (factor != 1).any(), jnp.float32)
@@ -89,17 +98,38 @@ class InterpretedRows(GatheredRows):
 
     def store(self, unit, stage, k_ref, raw, scales):
         """Stores a unit, `raw` [64, bytes]."""
-        values = _from_e4m3(raw)
-        values = values if scales is None else values * scales[0][:, unit.number, None]
-        half, column = divmod(unit.number * LINE, HALF)
-        k_ref[stage, half, :, pl.ds(column, LINE)] = values
+        values = _from_e4m3(raw) if self.stored == "e4m3" else from_e2m1(raw, jnp.ones((TILE, 1))).astype(jnp.float16)
+        first = unit.number * self.line_values
+        values = values if scales is None else values * scales[0][:, first : first + self.line_values]
+        half, column = divmod(first, HALF)
+        k_ref[stage, half, :, pl.ds(column, self.line_values)] = values
 
-    def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
-        """Bytes of each slot's entry; zeros of masked ones."""
+    def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes, region=0):
+        """Bytes of each slot's entry, in a region; zeros of masked ones."""
         valid = (slots >= 0) & (slots < limit)
-        first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x)
+        first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x, region)
         byte = first[:, None] + (offset + jnp.arange(nbytes, dtype=jnp.int32))
         return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
+
+
+def _fitted(scale):
+    """The factors [64] of rows of float32 scales [64, n], and the scales divided by them, float16."""
+    bits = lax.bitcast_convert_type(jnp.abs(scale), jnp.int32)
+    least, most = bits.min(axis=1), bits.max(axis=1)
+    power = lax.bitcast_convert_type(jnp.clip(most & EXPONENT, LEAST_FACTOR, MOST_FACTOR), jnp.float32)
+    factor = jnp.where((least >= SMALLEST) & (most < LARGEST), 1.0, power)
+    return factor, (scale / factor[:, None]).astype(jnp.float16)
+
+
+def _fitted_e8m0(scale, stored):
+    """The same for e8m0 scales, int32 [64, n].  Scales that are too small for float16 become 0."""
+    base, least_safe, most_safe = E8M0_RANGES[stored]
+    least, most = scale.min(axis=1), scale.max(axis=1)
+    power = jnp.where((least >= least_safe) & (most <= most_safe), 127, jnp.clip(most, 27, 253))
+    exponent = jnp.maximum(scale - power[:, None] + base, 0)
+    fitted = lax.bitcast_convert_type((exponent << 10).astype(jnp.uint16), jnp.float16) * 2.0 ** (15 - base)
+    fitted = jnp.where((most == 255)[:, None], jnp.nan, fitted).astype(jnp.float16)
+    return lax.bitcast_convert_type(power << 23, jnp.float32), fitted
 
 
 def _from_e4m3(raw):

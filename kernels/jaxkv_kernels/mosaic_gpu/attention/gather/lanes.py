@@ -1,5 +1,6 @@
 """What one lane does in a gather (`rows.py` has the mapping of lanes): MLIR and inline PTX."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
@@ -106,6 +107,11 @@ class Lane:
         return arith.addi(arith.addi(arith.shli(tile, c32(2)), odd), arith.shli(self.second, c32(1)))
 
     @property
+    def e2m1_chunk(self) -> Any:
+        """The same for e2m1 values, stored as float16: a quarter has the two chunks of a column tile."""
+        return arith.addi(arith.shli(self.quarter, c32(1)), self.second)
+
+    @property
     def rope_chunk(self) -> Any:
         """The same for e4m3 rotary keys (4 chunks).  The last two rows have another order, to use other banks."""
         return arith.xori(self.quarter, arith.shli(self.second, c32(1)))
@@ -176,16 +182,18 @@ class _Narrow:
         return _Narrow(arith.remui(self.value, c32(other)))
 
 
-def address(cache, kv, slot, layer) -> Any:
-    """The address at which the row of a slot begins."""
-    found = cache.offset(_Narrow(slot), _Narrow(layer), lambda n: _Wide(c64(n)), lambda x: _Wide(_wide(x.value)))
+def address(cache, kv, slot, layer, region: int = 0) -> Any:
+    """The address at which the row of a slot begins, or what a region of a split page has of it."""
+    found = cache.offset(
+        _Narrow(slot), _Narrow(layer), lambda n: _Wide(c64(n)), lambda x: _Wide(_wide(x.value)), region
+    )
     return at(mgpu.utils.memref_ptr(kv), found.value)
 
 
-def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
-    """The addresses at which the rows of slots begin; for masked keys, the address of `zero`."""
+def rows(cache, kv, zero, slots, layer, limit, region: int = 0) -> list[Any]:
+    """The addresses at which the rows of slots begin, in a region; for masked keys, the address of `zero`."""
     nothing = mgpu.utils.memref_ptr(zero)
-    return [arith.select(valid(slot, limit), address(cache, kv, slot, layer), nothing) for slot in slots]
+    return [arith.select(valid(slot, limit), address(cache, kv, slot, layer, region), nothing) for slot in slots]
 
 
 def copy_rows(cache, kv, slot, layer, limit, parts) -> None:
@@ -209,9 +217,14 @@ def copy_rows(cache, kv, slot, layer, limit, parts) -> None:
                 ptx(COPY.format(into=into, offset=offset + line * LINE), place, start, size)
 
 
-def load_unit(addresses, unit) -> list[Any]:
-    """The lane's chunks of a unit of latents."""
-    return _load_chunks(addresses, Lane().e4m3_chunk, unit.offset)
+def load_unit(addresses, zero, unit, stored: str) -> list[Any]:
+    """The lane's chunks of a unit of latents; zeros, which are at `zero`, past the end of a latent."""
+    chunk = Lane().e4m3_chunk if stored == "e4m3" else Lane().e2m1_chunk
+    if unit.chunks < LINE // 16:
+        inside = arith.cmpi(arith.CmpIPredicate.ult, chunk, c32(unit.chunks))
+        nothing = mgpu.utils.memref_ptr(zero)
+        addresses = [arith.select(inside, address, nothing) for address in addresses]
+    return _load_chunks(addresses, chunk, unit.offset)
 
 
 def load_rope(addresses, offset: int) -> list[Any]:
@@ -227,8 +240,10 @@ def _load_chunks(addresses, chunk, offset: int) -> list[Any]:
     return found
 
 
-def load_scales(address, offset: int) -> list[Any]:
-    """The four scales of the lane's own row."""
+def load_scales(address, offset: int, *, by_half: bool) -> list[Any]:
+    """16 bytes of scales of the lane's own row; with `by_half`, the next 16 in the last 16 lanes of a warp."""
+    if by_half:
+        address = at(address, _wide(arith.andi(Lane().lane, c32(WARP_ROWS))))
     return list(ptx(LOAD.format(offset=offset), address, result_types=[i32()] * 4, has_side_effects=True))
 
 
@@ -320,10 +335,17 @@ def divide_rope(ref, stage: int, special, inverse) -> None:
             ptx(STORE.format(offset=offset), start, *divided)
 
 
-def store_e4m3(ref, raw, pairs, stage: int, group: int) -> None:
-    """Stores a unit of e4m3 values, scale group `group` of a latent, as float16 times their scales.
+def scale_of_group(pairs, owner, group: int) -> Any:
+    """The scale of group `group` of the row of lane `owner`, as a pair; `pairs` are what `scales` returned."""
+    splat = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {%s, %s}; }"
+    splat %= ("low", "low") if group % 2 == 0 else ("high", "high")
+    return ptx(splat, shuffle(pairs[group // 2], owner), result_types=i32())
 
-    `pairs` has the scales of the lane's own row, or is None if entries have no scales of their own.
+
+def store_e4m3(ref, raw, scale_of: Callable[[Any], Any] | None, stage: int, group: int) -> None:
+    """Stores a unit of e4m3 values, group `group` of a latent, as float16 times their scales.
+
+    `scale_of` returns the scale for the row of a lane; None if entries have no scales of their own.
     """
     lane = Lane()
     column_tiles = HALF // 64
@@ -333,11 +355,8 @@ def store_e4m3(ref, raw, pairs, stage: int, group: int) -> None:
     second_tile = arith.muli(arith.shrui(lane.quarter, c32(1)), c32(COLUMN_TILE))
     place = arith.addi(lane.place(chunk, column_tiles), second_tile)
     starts = [at(mgpu.utils.memref_ptr(ref), x) for x in (place, arith.xori(place, c32(16)))]
-    splat = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {%s, %s}; }"
-    splat %= ("low", "low") if group % 2 == 0 else ("high", "high")
     for n, (register, owner) in enumerate(zip(raw.registers.flat, lane.owners, strict=True)):
-        scale = [] if pairs is None else [ptx(splat, shuffle(pairs[group // 2], owner), result_types=i32())]
-        values = _converted(register, *scale)
+        values = _converted(register, *([] if scale_of is None else [scale_of(owner)]))
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
             ptx(STORE.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *four)
 

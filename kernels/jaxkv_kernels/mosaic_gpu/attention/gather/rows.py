@@ -6,17 +6,18 @@ Entries of bf16 and f16 are copied to swizzled shared memory without passing thr
 row 4 * warp + lane // 8 of every 16 rows, and copies one chunk of each line (128 bytes) of these rows.  It computes the
 addresses of its four rows once, for all lines.
 
-Quantised entries pass through registers, where e4m3 values are converted to float16 between load and store.  Values of
-`fp8_ds_mla` entries are multiplied by their scales there (`scaling.py`).  The single scale of all `fp8` entries is
-applied to scores and results instead.  The latents of a tile of 64 rows move in units of 8 KiB, one chunk of four rows
-per lane: 128 values of each entry, which in `fp8_ds_mla` are a scale group.  A lane has row 4 * warp + lane % 4 of
-every 16 rows, and a chunk that depends on the quarter lane // 8 and on lane // 4 % 2.  So the eight lanes that share a
-phase of a shared-memory access have four rows and two chunks, which the 128-byte swizzle spreads over all banks.
-Rotary keys of `fp8_ds_mla` entries need no conversion, and are copied.  Rotary keys of `fp8` entries are 64 bytes: each
-lane loads chunks of two rows before the latents of the tile are stored, and stores them after these.
+Quantised entries pass through registers, where e4m3 and e2m1 values are converted to float16 between load and store.
+Values of entries with scales are multiplied by them there (`scaling.py`, `narrow.py`).  The single scale of all `fp8`
+entries is applied to scores and results instead.  The latents of a tile of 64 rows move in units of 8 KiB, one chunk of
+four rows per lane: 128 e4m3 values of each entry, which in `fp8_ds_mla` are a scale group, or 256 e2m1 values.  A lane
+has row 4 * warp + lane % 4 of every 16 rows, and a chunk that depends on the quarter lane // 8 and on lane // 4 % 2.  So
+the eight lanes that share a phase of a shared-memory access have four rows and two chunks, which the 128-byte swizzle
+spreads over all banks.  Latents of 448 values are followed by zeros.  bf16 rotary keys need no conversion, and are
+copied.  e4m3 rotary keys are 64 bytes: each lane loads chunks of two rows before the latents of the tile are stored, and
+stores them after these.
 
 A row has one slot and one set of scales.  A lane loads those of a single row, called its own row: one of the 16 rows of
-its warp.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or past the cache, or position
+its warp, or half of those of this row.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or past the cache, or position
 past the count) is a row of zeros with factor -1.
 """
 
@@ -30,8 +31,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.formats.format import Part
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF
-from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
+from jaxkv_kernels.mosaic_gpu.attention.gather import lanes, narrow
 from jaxkv_kernels.mosaic_gpu.runtime.elements import array
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
@@ -50,6 +52,8 @@ def _array(per_lane: int) -> Any:
 
 LINE = lanes.LINE
 """Bytes of each entry in a unit."""
+CHUNK = 16
+"""Bytes of a chunk."""
 OWN, FOUR = _registers(1), _registers(4)
 """The slot of a lane's own row; the slots of four rows, or four words of its own row."""
 ROPE_ROWS = 2
@@ -64,6 +68,8 @@ class Unit:
     """Its first byte in an entry."""
     number: int
     """Its number among the units of an entry."""
+    chunks: int
+    """The chunks of 16 bytes of a line that belong to latents.  The others are loaded as zeros."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +82,28 @@ class GatheredRows:
 
     @property
     def quantised(self) -> bool:
-        """Whether latents are stored as e4m3, and converted to float16."""
+        """Whether latents are stored as e4m3 or e2m1, and converted to float16."""
         return self.entry.quantised
 
     @property
-    def scaled(self) -> bool:
-        """Whether each entry has scales of its own, and bf16 rotary keys.  Other quantised entries share one scale."""
-        return self.entry.format == "fp8_ds_mla"
+    def stored(self) -> str:
+        """The dtype of latents in the byte map."""
+        return self._part("latent").dtype
+
+    @property
+    def scale_dtype(self) -> str | None:
+        """The dtype of the scales of an entry: float32, e8m0 or e4m3; None if it has none."""
+        return next((part.dtype for part in self.entry.parts() if "scales" in part.name), None)
+
+    @property
+    def factored(self) -> bool:
+        """Whether the scales of an entry may need a factor to fit float16.  Others share one scale, or always fit."""
+        return self.scale_dtype in ("float32", "e8m0")
 
     @property
     def converts_rope(self) -> bool:
         """Whether rotary keys are e4m3 as well."""
-        return self.quantised and not self.scaled
+        return self.quantised and self._part("rope").dtype == "e4m3"
 
     @property
     def latent_dtype(self) -> Any:
@@ -97,21 +113,39 @@ class GatheredRows:
     @property
     def rope_dtype(self) -> Any:
         """The dtype of rotary keys in shared memory."""
-        return jnp.dtype(jnp.bfloat16) if self.scaled else self.latent_dtype
+        return jnp.dtype(jnp.bfloat16) if self.quantised and not self.converts_rope else self.latent_dtype
+
+    @property
+    def line_values(self) -> int:
+        """The values of a line of quantised latents."""
+        return LINE if self.stored == "e4m3" else 2 * LINE
 
     @property
     def units(self) -> int:
         """The units of a tile of quantised entries."""
-        return LATENT // LINE
+        return LATENT // self.line_values
 
     def half(self, which: int) -> tuple[Unit, ...]:
         """The units of half a latent."""
-        count = self.units // 2
-        return tuple(Unit(n * LINE, n) for n in range(which * count, (which + 1) * count))
+        count, latent = self.units // 2, self._part("latent").nbytes
+        return tuple(
+            Unit(n * LINE, n, min(latent - n * LINE, LINE) // CHUNK)
+            for n in range(which * count, (which + 1) * count)
+        )
+
+    def _part(self, name: str) -> Part:
+        """The part of an entry whose name contains `name`."""
+        return next(part for part in self.entry.parts() if name in part.name)
 
     def part(self, name: str) -> int:
-        """Where a part of an entry begins."""
-        return next(part.offset for part in self.entry.parts() if part.name == name)
+        """Where a part of an entry begins, in its region."""
+        part = self._part(name)
+        return part.offset - (self.entry.regions()[self._region(name)][0].offset if self.entry.split else 0)
+
+    def _region(self, name: str) -> int:
+        """The region of a split page that has the part; 0 if pages are not split."""
+        regions = self.entry.regions() if self.entry.split else []
+        return next((n for n, region in enumerate(regions) if any(name in part.name for part in region)), 0)
 
     def zeros(self) -> jax.Array:
         """The row of zeros from which masked keys are loaded.
@@ -126,19 +160,26 @@ class GatheredRows:
         """The operand that rows are loaded from; no copy."""
         return buffer
 
-    def offset(self, slot, layer, constant, wide):
-        """The byte at which the entry of a slot begins.  `constant` makes offsets of ints, `wide` of int32."""
-        pages = self.pages
-        first = constant(pages.offset * self.itemsize) + wide(layer) * constant(pages.layer_stride * self.itemsize)
-        token = pages.token_stride if pages.block_size > 1 else pages.block_stride
-        if pages.num_blocks == 1 or pages.block_stride == pages.block_size * token:
-            return first + wide(slot) * constant(token * self.itemsize)
-        block, within = slot // pages.block_size, slot % pages.block_size
-        return (
-            first
-            + wide(block) * constant(pages.block_stride * self.itemsize)
-            + wide(within) * constant(pages.token_stride * self.itemsize)
-        )
+    def offset(self, slot, layer, constant, wide, region: int = 0):
+        """The byte at which the entry of a slot begins, or what a region of a split page has of it.
+
+        `constant` makes offsets of ints, `wide` of int32.
+        """
+        pages, (first, token) = self.pages, self._region_place(region)
+        start = constant(first) + wide(layer) * constant(pages.layer_stride * self.itemsize)
+        block = pages.block_stride * self.itemsize
+        if pages.num_blocks == 1 or block == pages.block_size * token:
+            return start + wide(slot) * constant(token)
+        number, within = slot // pages.block_size, slot % pages.block_size
+        return start + wide(number) * constant(block) + wide(within) * constant(token)
+
+    def _region_place(self, region: int) -> tuple[int, int]:
+        """The byte at which a region of the first page begins, and its bytes per token."""
+        pages, first = self.pages, self.pages.offset * self.itemsize
+        if self.entry.split:
+            part = self.entry.regions(pages.block_size)[region][0]
+            return first + part.offset, part.step or 0
+        return first, (pages.token_stride if pages.block_size > 1 else pages.block_stride) * self.itemsize
 
     def slots(self, slot_ref, request, tile, length):
         """The slots of a tile of keys, in each lane that of its own row; -1 at positions from `length` on."""
@@ -188,21 +229,32 @@ class GatheredRows:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=_array(16))
         def load(_, kv, zero, slots, layer, limit):
-            return array(lanes.load_unit(self._rows(kv, zero, slots, layer, limit), unit), _registers(16))
+            rows = self._rows(kv, zero, slots, layer, limit)
+            return array(lanes.load_unit(rows, zero, unit, self.stored), _registers(16))
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
     def load_scales(self, kv_ref, zero_ref, slots, layer, limit):
         """Starts to load the scales of a tile's rows, in each lane those of its own row; None if entries have none."""
-        if not self.scaled:
+        if self.scale_dtype is None:
             return None
+        count, region = 2 if self.scale_dtype == "e8m0" else 4, self._region("scales")
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=_array(4))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=_array(count))
         def load(_, kv, zero, slots, layer, limit):
-            (row,) = self._rows(kv, zero, slots, layer, limit)
-            return array([lanes.load_scales(row, self.part("scales"))], FOUR)
+            (row,) = self._rows(kv, zero, slots, layer, limit, region)
+            if self.scale_dtype == "e8m0":
+                found = narrow.load_eight(row, self.part("scales"), by_half=self._scales_by_half)
+            else:
+                found = lanes.load_scales(row, self.part("scales"), by_half=self._scales_by_half)
+            return array([found], _registers(count))
 
         return load(kv_ref, zero_ref, slots, layer, limit)
+
+    @property
+    def _scales_by_half(self) -> bool:
+        """Whether a row has twice the scales that a lane loads, so that lanes that are 16 apart load half of them."""
+        return self.stored == "e2m1x2"
 
     def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> Any:
         """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64], or to load them; `slots` come from `spread_rope`.
@@ -267,36 +319,53 @@ class GatheredRows:
         other warps follow.  `raw` is what `load_scales` returned, or None for entries without scales.  Returns what
         `store` and `finish_rope` need.
         """
-        if raw is None:
+        if not self.factored:
 
             @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR))
             def mark(_, stats, slots, limit):
                 lanes.store_factors(stats, row, flag, lanes.valid(_word(slots), limit.registers.item()), None)
 
-            return mark(stats_ref, slots, limit)
+            mark(stats_ref, slots, limit)
+            return raw
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, FOUR), return_type=_array(4))
+        held = _registers(2 if self.scale_dtype == "e8m0" else 4)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, held), return_type=_array(4))
         def scale(_, stats, slots, limit, raw):
-            factor, pairs = lanes.scales(_words(raw))
+            factor, scales = self._scales(_words(raw))
             known = lanes.valid(_word(slots), limit.registers.item())
             factor, special = lanes.store_factors(stats, row, flag, known, factor)
-            return array([[*pairs, special, lanes.inverse_pair(factor)]], FOUR)
+            return array([[*scales, special, lanes.inverse_pair(factor)]], FOUR)
 
         return scale(stats_ref, slots, limit, raw)
 
+    def _scales(self, raw) -> tuple[Any, list[Any]]:
+        """From the scales of a row: its factor, and two words of scales to multiply by."""
+        if self.scale_dtype == "float32":
+            return lanes.scales(raw)
+        padding = sum(part.nbytes for part in self.entry.parts() if part.name == "padding")
+        return narrow.e8m0_scales(raw, self.stored, padding=padding, by_half=self._scales_by_half)
+
     def store(self, unit: Unit, stage: int, k_ref, raw, scales) -> None:
         """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]."""
-        scaled = [FOUR] if self.scaled else []
+        scaled = [] if self.scale_dtype is None else [FOUR]
 
         @plgpu.inline_mgpu(arg_types=(_ref_type(self.latent_dtype), _registers(16), *scaled))
         def store(_, ref, raw, *scales):
-            lanes.store_e4m3(ref, raw, _words(*scales)[:2] if scales else None, stage, unit.number)
+            found = _words(*scales) if scales else []
+            if self.stored == "e4m3":
+                of_row = {"float32": lanes.scale_of_group, "e8m0": narrow.e8m0_of_e4m3}.get(self.scale_dtype or "")
+                scale_of = of_row and (lambda owner: of_row(found, owner, unit.number))
+                lanes.store_e4m3(ref, raw, scale_of, stage, unit.number)
+            else:
+                of_row = narrow.e8m0_of_e2m1 if self.scale_dtype == "e8m0" else narrow.e4m3_of_e2m1
+                narrow.store_e2m1(ref, raw, lambda owner: of_row(found, owner, unit.number), stage, unit.number)
 
-        store(k_ref, raw, *([scales] if self.scaled else []))
+        store(k_ref, raw, *([scales] if scaled else []))
 
-    def _rows(self, kv, zero, slots, layer, limit):
-        """The addresses at which the rows of a lane's slots begin."""
-        return lanes.rows(self, kv, zero, _words(slots), layer.registers.item(), limit.registers.item())
+    def _rows(self, kv, zero, slots, layer, limit, region: int = 0):
+        """The addresses at which the rows of a lane's slots begin, in a region."""
+        return lanes.rows(self, kv, zero, _words(slots), layer.registers.item(), limit.registers.item(), region)
 
 
 def _words(held) -> list[Any]:

@@ -9,7 +9,7 @@ decode to the same bits everywhere.  Entries written by others with arbitrary fl
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.formats.bits import power_of_two_scale, to_fp8
+from jaxkv_kernels.formats.bits import largest_magnitude, power_of_two_scale, to_fp8
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Format, join, together
 
@@ -40,7 +40,7 @@ class Fp8DsMla(Format):
         """Computes each scale from the largest magnitude of its tile."""
         latent, rope = values
         tiles = _tiles(latent.astype(jnp.float32))
-        scale, inverse = power_of_two_scale(jnp.abs(tiles).max(axis=-1), SMALLEST_EXPONENT)
+        scale, inverse = power_of_two_scale(largest_magnitude(tiles), SMALLEST_EXPONENT)
         quantised = to_fp8(tiles * inverse[..., None]).reshape(latent.shape)
         return join((quantised, scale, rope.astype(jnp.bfloat16)), self.dtype)
 

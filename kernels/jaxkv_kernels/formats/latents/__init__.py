@@ -1,0 +1,1 @@
+"""Formats of MLA entries only: a latent and a rotary part, quantised in tiles whose scales are part of the entry."""

@@ -1,0 +1,50 @@
+"""`fp4_v41`: the FP4 entry of DeepSeek V4.1, 288 bytes for 448 + 64 values.
+
+Latent and rotary part are e2m1, with an e4m3 scale for each tile of 16 values.  Pages are split: a page stores the
+values of all tokens (256 bytes per token), then their scales (32 bytes).  Pages are rounded up to a multiple of 256
+bytes.  DeepSeek V4.1 stores its compressed entries so, and those of the window as `fp8_v41`.
+
+The byte map is that of FlashMLA (`ModelType::V41_FP4`) as SGLang (`KVLayout.V41_FP4`) and vLLM
+(`V41_NVFP4_BYTES_PER_TOKEN`) describe it.  A scale is amax / 6 rounded to the nearest e4m3 value, at least 2**-9 and at
+most 448.  Values are divided by it, rounded to nearest even, and saturate.  vLLM multiplies by the rounded reciprocal
+of 6, which gives the same scales for bf16 and float16 values.  A tile with NaN has the scale NaN.
+"""
+
+import jax.numpy as jnp
+
+from jaxkv_kernels.formats.bits import largest_magnitude
+from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.formats.format import Format, join, split_by_page
+from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, tiles_of, to_e2m1
+from jaxkv_kernels.formats.latents.fp8_v41 import check_tiles
+
+TILE = 16
+"""Values that share a scale."""
+
+
+class Fp4V41(Format):
+    """The number of values must be a multiple of 16 in both parts."""
+
+    name = "fp4_v41"
+    kinds = (MLAEntry,)
+    dtype = "uint8"
+    pads_pages = True
+    typical = {"latent": 448, "rope": 64}
+
+    def parts(self, sizes, block_size):
+        """The values of both parts, then their scales."""
+        check_tiles(self.name, sizes, TILE)
+        values = [(name, "e2m1x2", count // 2) for name, count in sizes.items()]
+        return split_by_page(block_size, values, [("scales", "e4m3", sum(sizes.values()) // TILE)])
+
+    def encode(self, values, scales):
+        """Computes each scale from the largest magnitude of its tile."""
+        tiles = tiles_of(jnp.concatenate([x.astype(jnp.float32) for x in values], axis=-1), TILE)
+        scale = e4m3_scale(largest_magnitude(tiles))
+        return join((to_e2m1(tiles, scale.astype(jnp.float32)), scale), self.dtype)
+
+    def decode(self, row, sizes, scales, dtype):
+        """Multiplies in float32 and rounds to `dtype`, which is exact for bf16 and float16."""
+        latent, rope, scale = (part.read(row) for part in self.parts(sizes, 1))
+        values = from_e2m1(jnp.concatenate([latent, rope], axis=-1), scale.astype(jnp.float32)).astype(dtype)
+        return [values[..., : sizes["latent"]], values[..., sizes["latent"] :]]

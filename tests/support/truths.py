@@ -1,0 +1,286 @@
+"""Encoders and decoders of the entry formats in NumPy, written from the byte maps alone."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+E4M3 = ml_dtypes.float8_e4m3fn
+E5M2 = ml_dtypes.float8_e5m2
+BF16 = ml_dtypes.bfloat16
+PLAIN = {"bf16": BF16, "f16": np.float16, "f32": np.float32}
+
+
+def to_e4m3(x):
+    """Rounded to nearest even, saturating at 448."""
+    return np.clip(x, -448, 448).astype(E4M3)
+
+
+def tile_scales(x, floor_exponent, largest=448):
+    """Power-of-two scales [..., 1] of tiles x [..., n]: 2 ** ceil(log2(amax / largest)), at least 2 ** floor_exponent."""
+    amax = np.abs(x.astype(np.float64)).max(axis=-1, keepdims=True)
+    amax = np.where(np.isinf(amax), 2.0**128, amax)  # infinity counts as the power of two after the largest float32
+    mantissa, exponent = np.frexp(amax / largest)  # amax / largest = mantissa * 2 ** exponent, 0.5 <= mantissa < 1
+    ceil = np.where(mantissa == 0.5, exponent - 1, exponent)
+    scale = 2.0 ** np.maximum(np.where(amax == 0, floor_exponent, ceil), floor_exponent)
+    return np.where(np.isnan(amax), np.nan, scale)
+
+
+def as_bytes(x):
+    """The bytes of the last axis."""
+    return np.ascontiguousarray(x).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """How a format stores values, written from its byte map alone; tests of a new format add theirs to `FORMATS`."""
+
+    encode: Callable[..., Iterable[np.ndarray]]
+    """(float32 values [..., n_i], scales) to arrays whose bytes, side by side, are the entry."""
+    decode: Callable[..., Iterable[np.ndarray]]
+    """(field, sizes, scales) to float64 values; field(first, count, dtype) are `count` numbers at byte `first`."""
+    page_parts: Callable[[Any], tuple[int, ...]] | None = None
+    """Of a format whose pages are split, the bytes of an entry in each region of a page."""
+
+
+def encode(entry, parts, scales=(1.0, 1.0)):
+    """Parts [..., n_i] to the bytes [..., nbytes] of an entry."""
+    parts = [np.asarray(part, np.float32) for part in parts]
+    return np.concatenate([as_bytes(piece) for piece in FORMATS[entry.format].encode(parts, scales)], axis=-1)
+
+
+def decode(entry, rows, scales=(1.0, 1.0)):
+    """Bytes [..., nbytes] of an entry to its parts, float64 [..., n_i]."""
+
+    def field(first, count, dtype):
+        last = first + count * np.dtype(dtype).itemsize
+        return np.ascontiguousarray(rows[..., first:last]).view(dtype).astype(np.float64)
+
+    return tuple(FORMATS[entry.format].decode(field, entry.sizes, scales))
+
+
+def _plain(dtype):
+    def decode(field, sizes, scales):
+        firsts = np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize
+        return [field(first, size, dtype) for first, size in zip(firsts, sizes, strict=True)]
+
+    return Truth(lambda parts, scales: [part.astype(dtype) for part in parts], decode)
+
+
+def _fp8(dtype, largest):
+    def encode(parts, scales):
+        quotients = [part / np.float32(s) for part, s in zip(parts, scales, strict=False)]
+        return [np.clip(x, -largest, largest).astype(dtype) for x in quotients]
+
+    def decode(field, sizes, scales):
+        return field(0, sizes[0], dtype) * scales[0], field(sizes[0], sizes[1], dtype) * scales[1]
+
+    return Truth(encode, decode)
+
+
+def _encode_ds_mla(parts, scales):
+    tiles = parts[0].reshape(*parts[0].shape[:-1], -1, 128)
+    scale = tile_scales(tiles, -13)
+    values = to_e4m3((tiles / scale).astype(np.float32)).reshape(parts[0].shape)
+    return values, scale[..., 0].astype(np.float32), parts[1].astype(BF16)
+
+
+def _decode_ds_mla(field, sizes, scales):
+    latent, rope = sizes
+    scale = np.repeat(field(latent, latent // 128, np.float32), 128, axis=-1)
+    return field(0, latent, E4M3) * scale, field(latent + latent // 32, rope, BF16)
+
+
+def _encode_indexer(parts, scales):
+    scale = tile_scales(parts[0], -22)
+    return to_e4m3((parts[0] / scale).astype(np.float32)), scale.astype(np.float32)
+
+
+def _decode_indexer(field, sizes, scales):
+    return (field(0, sizes[0], E4M3) * field(sizes[0], 1, np.float32),)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+POSITIVE_E4M3 = np.arange(1, 0x7F, dtype=np.uint8).view(E4M3).astype(np.float64)
+"""All finite e4m3 values above 0, in order: byte n has index n - 1."""
+
+
+def to_e2m1(x, scale):
+    """Values x [..., tiles, tile] / scale [..., tiles, 1] as pairs of e2m1, [..., bytes]: the nearest, or the even one."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        size = np.minimum(np.abs(x.astype(np.float64) / scale), 6.0)
+    distance = np.abs(np.nan_to_num(size)[..., None] - E2M1)
+    nearest = distance == distance.min(axis=-1, keepdims=True)
+    odd = np.arange(8) % 2 == 1
+    nearest &= ~(odd & (nearest.sum(axis=-1, keepdims=True) == 2))
+    code = nearest.argmax(axis=-1).astype(np.uint8) | np.signbit(x).astype(np.uint8) << 3
+    code = code.reshape(*code.shape[:-2], code.shape[-2] * code.shape[-1])
+    return code[..., 0::2] | code[..., 1::2] << 4
+
+
+def from_e2m1(pairs, scales):
+    """Pairs of e2m1 [..., bytes] times the scales [..., tiles] of their tiles: float64 [..., values]."""
+    pairs = pairs.astype(np.uint8)
+    code = np.stack([pairs % 16, pairs // 16], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
+    value = np.where(code >= 8, -1.0, 1.0) * E2M1[code % 8]
+    return value * np.repeat(scales, value.shape[-1] // scales.shape[-1], axis=-1)
+
+
+def nearest_e4m3(amax):
+    """amax / 6, divided in float32, as the nearest e4m3 value from 2**-9 to 448."""
+    quotient = np.maximum((amax / np.float32(6)).astype(np.float32), np.float32(2.0**-9))
+    return to_e4m3(quotient)
+
+
+def e4m3_above(amax):
+    """The smallest e4m3 value that is at least amax / 6, from 2**-9 to 448."""
+    place = np.searchsorted(6 * POSITIVE_E4M3, amax.astype(np.float64))
+    found = np.minimum(place + 1, 0x7E).astype(np.uint8)
+    return np.where(np.isnan(amax), 0x7F, found).astype(np.uint8).view(E4M3)
+
+
+def e8m0(scale):
+    """Powers of two as bytes: the exponent plus 127; 255 for NaN."""
+    return np.where(np.isnan(scale), 255, np.log2(scale) + 127).astype(np.uint8)
+
+
+def from_e8m0(byte):
+    """Bytes, as float64 numbers, to the powers of two that they mean; byte 0 means 0."""
+    return np.where(byte == 255, np.nan, np.where(byte == 0, 0.0, 2.0 ** (byte - 127)))
+
+
+def _tiles(x, tile):
+    return x.reshape(*x.shape[:-1], x.shape[-1] // tile, tile)
+
+
+def _quantised(x, tile, floor_exponent):
+    """e4m3 values of x [..., n] and the e8m0 scales of their tiles."""
+    tiles = _tiles(x, tile)
+    scale = tile_scales(tiles, floor_exponent)
+    return to_e4m3((tiles / scale).astype(np.float32)).reshape(x.shape), e8m0(scale[..., 0])
+
+
+def _encode_v4(parts, scales):
+    values, scale = _quantised(parts[0], 64, -22)
+    padding = np.zeros((*scale.shape[:-1], -scale.shape[-1] % 8), np.uint8)
+    return values, parts[1].astype(BF16), scale, padding
+
+
+def _decode_v4(field, sizes, scales):
+    latent, rope = sizes
+    scale = from_e8m0(field(latent + 2 * rope, latent // 64, np.uint8))
+    return field(0, latent, E4M3) * np.repeat(scale, 64, axis=-1), field(latent, rope, BF16)
+
+
+def _encode_v41(parts, scales):
+    return _quantised(np.concatenate(parts, axis=-1), 32, -22)
+
+
+def _decode_v41(field, sizes, scales):
+    count = sum(sizes)
+    values = field(0, count, E4M3) * np.repeat(from_e8m0(field(count, count // 32, np.uint8)), 32, axis=-1)
+    return values[..., : sizes[0]], values[..., sizes[0] :]
+
+
+def _encode_nvfp4_ds_mla(parts, scales):
+    tiles = _tiles(parts[0], 16)
+    scale = e4m3_above(np.abs(tiles).max(axis=-1))
+    count = scale.shape[-1]
+    permuted = np.empty_like(scale)
+    for tile in range(count):
+        permuted[..., count // 4 * (tile % 4) + tile // 4] = scale[..., tile]
+    return to_e2m1(tiles, scale.astype(np.float64)[..., None]), to_e4m3(parts[1]), permuted
+
+
+def _decode_nvfp4_ds_mla(field, sizes, scales):
+    latent, rope = sizes
+    count = latent // 16
+    permuted = field(latent // 2 + rope, count, E4M3)
+    scale = np.stack([permuted[..., count // 4 * (tile % 4) + tile // 4] for tile in range(count)], axis=-1)
+    return from_e2m1(field(0, latent // 2, np.uint8), scale), field(latent // 2, rope, E4M3)
+
+
+def _encode_mxfp4_ds_mla(parts, scales):
+    tiles = _tiles(parts[0], 32)
+    scale = tile_scales(tiles, -124, 6)
+    padding = np.zeros((*scale.shape[:-2], -scale.shape[-2] % 16), np.uint8)
+    return to_e2m1(tiles, scale), e8m0(scale[..., 0]), padding, parts[1].astype(BF16)
+
+
+def _decode_mxfp4_ds_mla(field, sizes, scales):
+    latent, rope = sizes
+    scale = from_e8m0(field(latent // 2, latent // 32, np.uint8))
+    return from_e2m1(field(0, latent // 2, np.uint8), scale), field(latent // 2 + -(-latent // 512) * 16, rope, BF16)
+
+
+def _encode_fp4_v41(parts, scales):
+    tiles = _tiles(np.concatenate(parts, axis=-1), 16)
+    scale = nearest_e4m3(np.abs(tiles).max(axis=-1))
+    return to_e2m1(tiles, scale.astype(np.float64)[..., None]), scale
+
+
+def _decode_fp4_v41(field, sizes, scales):
+    count = sum(sizes)
+    values = from_e2m1(field(0, count // 2, np.uint8), field(count // 2, count // 16, E4M3))
+    return values[..., : sizes[0]], values[..., sizes[0] :]
+
+
+def _encode_int8(parts, scales):
+    found = [np.maximum(np.abs(x).max(axis=-1, keepdims=True) / np.float32(127), np.float32(1e-6)) for x in parts]
+    with np.errstate(invalid="ignore"):
+        values = [np.nan_to_num(np.rint(x / scale)).astype(np.int8) for x, scale in zip(parts, found, strict=True)]
+    return *values, *found
+
+
+def _decode_int8(field, sizes, scales):
+    k, v = sizes
+    return field(0, k, np.int8) * field(k + v, 1, np.float32), field(k, v, np.int8) * field(k + v + 4, 1, np.float32)
+
+
+def _encode_nvfp4(parts, scales):
+    pairs, found = [], []
+    for x, whole in zip(parts, scales, strict=True):
+        tiles = _tiles((x / np.float32(whole)).astype(np.float32), 16)
+        found.append(nearest_e4m3(np.abs(tiles).max(axis=-1)))
+        pairs.append(to_e2m1(tiles, found[-1].astype(np.float64)[..., None]))
+    return *pairs, *found
+
+
+def _decode_nvfp4(field, sizes, scales):
+    k, v = sizes
+    first = (k + v) // 2
+    k_values = from_e2m1(field(0, k // 2, np.uint8), field(first, k // 16, E4M3))
+    v_values = from_e2m1(field(k // 2, v // 2, np.uint8), field(first + k // 16, v // 16, E4M3))
+    return k_values * scales[0], v_values * scales[1]
+
+
+def _encode_indexer_mxfp4(parts, scales):
+    tiles = _tiles(parts[0], 32)
+    scale = tile_scales(tiles, -124, 6)
+    return to_e2m1(tiles, scale), e8m0(scale[..., 0])
+
+
+def _decode_indexer_mxfp4(field, sizes, scales):
+    count = sizes[0]
+    return (from_e2m1(field(0, count // 2, np.uint8), from_e8m0(field(count // 2, count // 32, np.uint8))),)
+
+
+FORMATS = {
+    **{name: _plain(dtype) for name, dtype in PLAIN.items()},
+    "fp8": _fp8(E4M3, 448),
+    "fp8_ds_mla": Truth(_encode_ds_mla, _decode_ds_mla),
+    "indexer_fp8": Truth(_encode_indexer, _decode_indexer, lambda entry: (entry.head_dim, 4)),
+    "fp8_e5m2": _fp8(E5M2, 57344),
+    "fp8_v4": Truth(_encode_v4, _decode_v4, lambda entry: (entry.latent + 2 * entry.rope, -(-entry.latent // 512) * 8)),
+    "fp8_v41": Truth(_encode_v41, _decode_v41, lambda entry: (sum(entry.sizes), sum(entry.sizes) // 32)),
+    "nvfp4_ds_mla": Truth(_encode_nvfp4_ds_mla, _decode_nvfp4_ds_mla),
+    "mxfp4_ds_mla": Truth(_encode_mxfp4_ds_mla, _decode_mxfp4_ds_mla),
+    "fp4_v41": Truth(_encode_fp4_v41, _decode_fp4_v41, lambda entry: (sum(entry.sizes) // 2, sum(entry.sizes) // 16)),
+    "int8": Truth(_encode_int8, _decode_int8),
+    "nvfp4": Truth(_encode_nvfp4, _decode_nvfp4),
+    "indexer_mxfp4": Truth(
+        _encode_indexer_mxfp4, _decode_indexer_mxfp4, lambda entry: (entry.head_dim // 2, entry.head_dim // 32)
+    ),
+}
