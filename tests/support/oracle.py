@@ -10,7 +10,6 @@ from support.truths import decode as decode
 from support.truths import encode as encode
 
 
-
 def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=None):
     """Softmax attention of q [Q, Hq, D] to k [S, H, D], v [S, H, Dv]; query t sees keys below ends[t].
 

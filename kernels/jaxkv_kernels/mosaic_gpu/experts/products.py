@@ -218,7 +218,10 @@ def products(
 
                 def step(k, totals):
                     stage = stage_of(n + k)
-                    factors = [scale_refs[half if gated else 0][expert, row, first_step + k] for half, row in enumerate(scale_rows)]
+                    factors = [
+                        scale_refs[half if gated else 0][expert, row, first_step + k]
+                        for half, row in enumerate(scale_rows)
+                    ]
                     plgpu.barrier_wait(full.at[stage])
 
                     def operands(half):

@@ -67,7 +67,9 @@ def e8m0_scales(raw, stored: str, *, padding: int, by_half: bool) -> tuple[Any, 
     if padding:
         # Scales before the padding stand in for it.
         whole = permute(second, second, c32({1: 0x2210, 2: 0x1010}[padding]))
-        second = arith.select(arith.cmpi(arith.CmpIPredicate.ne, upper_half(), c32(0)), whole, second) if by_half else whole
+        second = (
+            arith.select(arith.cmpi(arith.CmpIPredicate.ne, upper_half(), c32(0)), whole, second) if by_half else whole
+        )
     mask = c32(0x00FF00FF)
     pairs = [arith.andi(word, mask) for word in (first, second)]
     pairs += [arith.andi(arith.shrui(word, c32(8)), mask) for word in (first, second)]
@@ -154,5 +156,3 @@ def store_e2m1(ref, raw, scales_of: Callable[[Any], list[Any]], stage: int, half
         for i, (word, start) in enumerate(zip(words(register), starts, strict=True)):
             values = ptx(CONVERT_E2M1, word, scales[i // 2], result_types=[i32()] * 4)
             ptx(STORE.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *values)
-
-

@@ -129,8 +129,7 @@ class GatheredRows:
         """The units of half a latent."""
         count, latent = self.units // 2, self._part("latent").nbytes
         return tuple(
-            Unit(n * LINE, n, min(latent - n * LINE, LINE) // CHUNK)
-            for n in range(which * count, (which + 1) * count)
+            Unit(n * LINE, n, min(latent - n * LINE, LINE) // CHUNK) for n in range(which * count, (which + 1) * count)
         )
 
     def _part(self, name: str) -> Part:
