@@ -13,7 +13,7 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Axis:
-    """`count` steps of `stride` bytes along "layer", "block", "head" or "token"."""
+    """`count` steps of `stride` bytes along "layer", "block", "head", "token" or "part"."""
 
     name: str
     count: int
@@ -27,7 +27,7 @@ class Description:
     entry: Entry
     block_size: int
     axes: tuple[Axis, ...]
-    """All four axes, outermost in memory first."""
+    """All axes, outermost in memory first: four, or five if keys and values lie apart."""
     order: str
     """The order of the axes in letters, such as `BLNHC`."""
     offset: int
@@ -188,7 +188,12 @@ class _View:
 
     def span(self, depth: int) -> int:
         """Bytes from the start of the first entry at this depth to the end of the last one."""
-        return sum((axis.count - 1) * axis.stride for axis in self.axes[depth:]) + self.about.entry.nbytes
+        return sum((axis.count - 1) * axis.stride for axis in self.axes[depth:]) + self.run
+
+    @cached_property
+    def run(self) -> int:
+        """Bytes of an entry, or of a key if keys and values lie apart."""
+        return self.about.entry.nbytes // next((axis.count for axis in self.axes if axis.name == "part"), 1)
 
     def check_order(self) -> None:
         """ValueError if the steps of an axis interleave in memory, which adjacent boxes cannot show."""
@@ -202,7 +207,7 @@ class _View:
     def pieces(self, depth: int, start: int) -> list[Piece]:
         """The pieces from `start` on: the steps of an axis, the parts of an entry, or the contents of a split page."""
         if depth == len(self.axes):
-            return _parts(self.about.entry.parts(), start, self.name)
+            return _parts([part for part in self.about.entry.parts() if part.offset < self.run], start, self.name)
         axis = self.axes[depth]
         if not self.is_split_page(depth):
             return _items(axis, start, self.span(depth + 1), self.name)
@@ -261,7 +266,8 @@ def _items(axis: Axis, start: int, span: int, group: str = "") -> list[Piece]:
 
     def item(i: int) -> Piece:
         first = start + i * axis.stride
-        return Piece(axis.name, first, first + span, f"{axis.name} {i:,}", human(span), i, group)
+        label = ("keys", "values")[i] if axis.name == "part" else f"{axis.name} {i:,}"
+        return Piece(axis.name, first, first + span, label, human(span), i, group)
 
     middle = []
     if tail:

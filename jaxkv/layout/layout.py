@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,8 @@ class Strides:
     head: int
     token: int
     content: int = 1
+    part: int = 0
+    """From the key of an entry to its value, where they lie apart; 0 if the value follows the key."""
 
 
 @dataclass(frozen=True, init=False)
@@ -44,6 +46,7 @@ class CacheLayout:
 
     Entry (layer, block, head, token) begins at element
     `offset + layer * strides.layer + block * strides.block + head * strides.head + token * strides.token`.
+    Keys and values may lie apart, in planes of their own: the value then begins `strides.part` elements after the key.
     Two layouts that address the same bytes are equal, however they were described.  A group of a `PackedLayout` with
     several groups is equal only to groups of equal blocks.
 
@@ -130,7 +133,11 @@ class CacheLayout:
         offset: int = 0,
         dtype=None,
     ) -> "CacheLayout":
-        """A layout of a buffer of `size` elements that another library laid out; strides and offset in its elements."""
+        """A layout of a buffer of `size` elements that another library laid out; strides and offset in its elements.
+
+        `strides` may have a `part` if keys and values lie apart: an array [2, B, N, H, D] of a layer's keys and values
+        has the strides `{"part": B * N * H * D, "block": N * H * D, "token": H * D, "head": D, "layer": 0}`.
+        """
         return cls(
             num_layers=num_layers,
             num_blocks=num_blocks,
@@ -171,7 +178,7 @@ class CacheLayout:
         """Strides, offset and size of a buffer without gaps, except for the padding of blocks."""
         if order not in ORDERS:
             raise ValueError(f"`order` is {order!r}: expected one of {', '.join(ORDERS)}")
-        counts, strides, extent = self._counts(), {}, self.width
+        counts, strides, extent = self._counts(False), {}, self.width
         for axis in reversed(order[:-1]):
             if axis == "B":
                 extent += block_padding
@@ -182,6 +189,7 @@ class CacheLayout:
     def _set_addresses(self, strides, offset, size):
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "offset", offset)
+        self._check_part(strides)
         object.__setattr__(self, "strides", self._canonical(strides, size))
         self._check_addresses()
         entry_view(self.pages)  # ValueError if int32 indices cannot address so large a buffer
@@ -189,19 +197,40 @@ class CacheLayout:
     def _canonical(self, given: Strides, size: int) -> Strides:
         """Strides in which axes of length 1 have the strides of a packed cache.
 
-        Callers may pass any stride there, and kernels divide by strides.
+        Callers may pass any stride there, and kernels divide by strides.  A value that follows its key is part of the
+        same run.
         """
-        counts = self._counts()
+        if 2 * given.part == self.width:
+            given = replace(given, part=0)
+        counts = self._counts(bool(given.part))
+        run = self.width // counts.get("part", 1)
         strides = {axis: getattr(given, axis) for axis in counts if counts[axis] > 1}
-        strides.setdefault("head", self.width)
-        strides.setdefault("token", self.width)
+        strides.setdefault("head", run)
+        strides.setdefault("token", run)
         pages = strides["head"] * counts["head"], strides["token"] * counts["token"], self._page_width
         strides.setdefault("layer", max(pages))
         strides.setdefault("block", size)
         return Strides(**strides, content=given.content)
 
-    def _counts(self) -> dict[str, int]:
-        return {"layer": self.num_layers, "block": self.num_blocks, "head": self.num_heads, "token": self.block_size}
+    def _counts(self, apart: bool | None = None) -> dict[str, int]:
+        """The length of each axis.  `part` is one if keys and values lie `apart`, by default as the strides say."""
+        counts = {"layer": self.num_layers, "block": self.num_blocks, "head": self.num_heads, "token": self.block_size}
+        return counts | ({"part": 2} if (self.strides.part if apart is None else apart) else {})
+
+    def _check_part(self, strides: Strides):
+        """ValueError if keys and values lie apart, and the entry is not just a key and a value of the same size."""
+        if not strides.part:
+            return
+        parts = [(part.name, part.nbytes) for part in self.entry.parts()]
+        if self.entry.split or [name for name, _ in parts] != ["K", "V"] or parts[0][1] != parts[1][1]:
+            raise ValueError(
+                f"`strides.part` is {strides.part}: expected 0 for {self.entry}, as only keys and values of equal "
+                "size, without scales in the entry, may lie apart"
+            )
+        if self.width % 2:
+            raise ValueError(
+                f"`dtype` is {self.dtype}, which does not divide the keys of {self.entry}, which lie apart"
+            )
 
     def _check_addresses(self):
         counts, strides = self._counts(), vars(self.strides)
@@ -213,14 +242,15 @@ class CacheLayout:
         for axis, (count, stride) in stepped.items():
             if stride < 1:
                 raise ValueError(f"`strides.{axis}` is {stride}: expected at least 1, as the axis has {count} steps")
-        if found := overlapping_entries(stepped, self.width):
+        run = self.pages.width
+        if found := overlapping_entries(stepped, run):
             names = [f"({', '.join(f'{axis} {entry.get(axis, 0)}' for axis in counts)})" for entry in found]
             begins = [self.offset + sum(i * strides[axis] for axis, i in entry.items()) for entry in found]
             raise ValueError(
                 f"entries overlap: entry {names[1]} begins at element {begins[1]}, and entry {names[0]} has elements "
-                f"[{begins[0]}, {begins[0] + self.width}) (strides {self.strides}, counts {counts})"
+                f"[{begins[0]}, {begins[0] + run}) (strides {self.strides}, counts {counts})"
             )
-        end = self.width + sum((count - 1) * stride for count, stride in stepped.values())
+        end = run + sum((count - 1) * stride for count, stride in stepped.values())
         if self.offset < 0 or self.offset + end > self.size:
             raise ValueError(
                 f"strides leave the buffer: entries lie in elements [{self.offset}, {self.offset + end}), the buffer "
@@ -285,17 +315,17 @@ class CacheLayout:
     @property
     def is_block_contiguous(self) -> bool:
         """Whether the entries of a block, in all layers, are one run of memory without a gap."""
-        return self._is_run("layer", "head", "token")
+        return self._is_run("layer", "head", "token", "part")
 
     @property
     def is_layer_contiguous(self) -> bool:
         """Whether the entries of a layer, in all blocks, are one run of memory without a gap."""
-        return self._is_run("block", "head", "token")
+        return self._is_run("block", "head", "token", "part")
 
     def _is_run(self, *axes):
         counts, strides = self._counts(), vars(self.strides)
-        end = self.width
-        for axis in sorted((a for a in axes if counts[a] > 1), key=lambda a: strides[a]):
+        end = self.pages.width
+        for axis in sorted((a for a in axes if counts.get(a, 1) > 1), key=lambda a: strides[a]):
             if strides[axis] != end:
                 return False
             end *= counts[axis]
@@ -319,8 +349,10 @@ class CacheLayout:
             head_stride=self.strides.head,
             token_stride=self.strides.token,
             offset=self.offset,
-            width=self.width,
+            width=self.width // self._counts().get("part", 1),
             size=self.size,
+            num_parts=self._counts().get("part", 1),
+            part_stride=self.strides.part,
         )
 
     @property
@@ -335,6 +367,7 @@ class CacheLayout:
 
     def _block_description(self) -> dict[str, Any]:
         inner = {axis: stride for axis, _, stride in self.pages.row_axes}
+        apart = {"part_bytes": inner["part"] * self.itemsize} if "part" in inner else {}
         # Blocks of the same bytes have the same name, whatever the stride of an axis of length 1.
         strides = vars(self._canonical(Strides(block=0, **inner), 0))
         return {
@@ -344,12 +377,17 @@ class CacheLayout:
             "offset_bytes": self.pages.row_offset * self.itemsize,
             "block_bytes": self.block_nbytes,
             "dtype": str(self.dtype),
+            **apart,
         }
 
     def describe(self) -> Description:
         """The layout in plain numbers, for the table and the memory map."""
         counts, strides = self._counts(), vars(self.strides)
-        axes = (AXES[letter] for letter in self.order if letter in AXES)
+        # The sort is stable: of axes with equal strides, those of length 1, the order stays.
+        axes = sorted(
+            [*(AXES[x] for x in self.order if x in AXES), *(["part"] if "part" in counts else [])],
+            key=lambda axis: -strides[axis],
+        )
         return Description(
             entry=self.entry,
             block_size=self.block_size,
@@ -390,7 +428,7 @@ def _checked_strides(strides) -> Strides:
     """`strides` as Strides of Python ints."""
     given = vars(strides) if isinstance(strides, Strides) else strides
     axes = tuple(AXES.values())
-    if not isinstance(given, Mapping) or not {*axes} <= {*given} <= {*axes, "content"}:
+    if not isinstance(given, Mapping) or not {*axes} <= {*given} <= {*axes, "content", "part"}:
         raise ValueError(f"`strides` is {strides!r}: expected Strides, or a mapping with {', '.join(axes)}")
     return Strides(**{axis: checked_int(f"strides.{axis}", stride) for axis, stride in given.items()})
 

@@ -44,9 +44,10 @@ def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | Pac
     rows = view_as(jnp.asarray(data), _bits(first))
     out = jnp.zeros((rows.shape[0], target.pages.block_elements), _bits(target))
     for old, new in pairs if rows.size else ():
-        inside, place = _in_rows(rows, old.pages)
+        parts = max(old.pages.num_parts, new.pages.num_parts)
+        inside, place = _in_rows(rows, old.pages, parts)
         entries = view_as(read_entries(rows.reshape(-1), inside, **place), _bits(new))
-        inside, place = _in_rows(out, new.pages)
+        inside, place = _in_rows(out, new.pages, parts)
         out = write_entries(out.reshape(-1), inside, entries, jnp.array(True), **place).reshape(out.shape)
     return view_as(lax.optimization_barrier(out), target.dtype)
 
@@ -78,14 +79,21 @@ def pairs_of_groups(**layouts: CacheLayout | PackedLayout) -> list[tuple[CacheLa
     return [(old, groups[1][name]) for name, old in groups[0].items()]
 
 
-def _in_rows(rows: jax.Array, pages: Pages) -> tuple[Pages, dict[str, jax.Array]]:
+def _in_rows(rows: jax.Array, pages: Pages, parts: int) -> tuple[Pages, dict[str, jax.Array]]:
     """The addresses of the entries in `rows` [n, E], concatenated as a buffer of n blocks, and all entries' indices.
 
-    The indices are one array [n, L, H, N] per axis.
+    Entries consist of `parts` parts.  The indices are one array [n, L, H, N, parts] per axis.
     """
     strides = {f"{axis}_stride": stride for axis, _, stride in pages.row_axes}
     count, length = rows.shape
     inside = replace(pages, num_blocks=count, block_stride=length, offset=pages.row_offset, size=rows.size, **strides)
-    counts = {"block": count, "layer": pages.num_layers, "head": pages.num_heads, "token": pages.block_size}
+    inside = inside.divided(parts)
+    counts = {
+        "block": count,
+        "layer": pages.num_layers,
+        "head": pages.num_heads,
+        "token": pages.block_size,
+        "part": parts,
+    }
     grid = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in counts.values()), indexing="ij")
     return inside, dict(zip(counts, grid, strict=True))

@@ -1,7 +1,7 @@
 """`Kernel`, what an implementation registers for an operation: the function, and the reasons against running it."""
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,12 @@ class Kernel:
     def reasons_against(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
         """The reasons against a call, apart from those that depend on the machine; empty if the call is supported."""
         return unlisted(self.entries, options) or list(self.unsupported_reasons(arrays, options))
+
+
+def apart(options: Mapping[str, Any]) -> Iterator[str]:
+    """A reason against a call on a cache whose keys and values lie apart."""
+    if options["pages"].num_parts > 1:
+        yield "keys and values that lie apart: supports values that follow their keys"
 
 
 def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[str]:

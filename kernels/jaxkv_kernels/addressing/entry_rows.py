@@ -33,13 +33,14 @@ def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array
 
 
 def _runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
-    """Addresses of the runs of bytes that make up an entry: the whole entry, or its parts in each region of a split
-    page.
+    """Addresses of the runs of bytes that make up an entry.
 
+    These are the whole entry, its parts in each region of a split page, or its key and its value, if these lie apart.
     `itemsize` is that of the buffer.
     """
     if not entry.split:
-        return [pages]
+        offsets = [pages.offset + part * pages.part_stride for part in range(pages.num_parts)]
+        return [replace(pages, offset=offset, num_parts=1, part_stride=0) for offset in offsets]
 
     def run(first: Part) -> Pages:
         width = (first.step or 0) // itemsize

@@ -1,14 +1,15 @@
 """Where the entries of a paged cache lie in its flat buffer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Pages:
     """Counts and strides of a cache, all of them Python ints; strides are in elements of the buffer.
 
-    Entry (layer, block, head, token) consists of `width` elements, beginning at element
-    offset + layer * layer_stride + block * block_stride + head * head_stride + token * token_stride.
+    Entry (layer, block, head, token) consists of `num_parts` runs of `width` elements.  The first one begins at element
+    offset + layer * layer_stride + block * block_stride + head * head_stride + token * token_stride, and the second one
+    (the value of a key, where they lie apart) `part_stride` elements after it.
     """
 
     num_layers: int
@@ -23,6 +24,15 @@ class Pages:
     width: int
     size: int
     """Elements of the whole buffer."""
+    num_parts: int = 1
+    part_stride: int = 0
+
+    def divided(self, num_parts: int) -> "Pages":
+        """The same addresses, with entries of at least `num_parts` parts: adjacent ones, if there was one."""
+        if num_parts <= self.num_parts:
+            return self
+        width = self.width // num_parts
+        return replace(self, width=width, num_parts=num_parts, part_stride=width)
 
     @property
     def num_slots(self) -> int:
@@ -36,6 +46,7 @@ class Pages:
             ("layer", self.num_layers, self.layer_stride),
             ("token", self.block_size, self.token_stride),
             ("head", self.num_heads, self.head_stride),
+            *([("part", self.num_parts, self.part_stride)] if self.num_parts > 1 else []),
         )
         return tuple(sorted(axes, key=lambda axis: -axis[2]))
 
@@ -53,7 +64,7 @@ class Pages:
         """Elements of an exported block: its run, or only its entries if blocks are not runs."""
         if self.blocks_are_runs:
             return self.block_stride
-        return self.num_layers * self.num_heads * self.block_size * self.width
+        return self.num_layers * self.num_heads * self.block_size * self.num_parts * self.width
 
     @property
     def row_axes(self) -> tuple[tuple[str, int, int], ...]:

@@ -23,7 +23,7 @@ ROW_LIMIT = 2**31
 MOST_COLUMNS, LARGEST_TRIED = 2**30, 2**20
 """For `PieceView`: rows are shorter than MOST_COLUMNS; divisors of the size are searched up to LARGEST_TRIED."""
 
-AXES = ("layer", "block", "head", "token")
+AXES = ("layer", "block", "head", "token", "part")
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,16 @@ class RowView:
 
     shape: tuple[int, ...]
     origin: tuple[int, ...]
-    """The start of entry (0, 0, 0, 0): one index per leading axis, then the column."""
+    """The start of entry (0, 0, 0, 0, 0): one index per leading axis, then the column."""
     steps: dict[str, tuple[int, ...]]
     """What one step along an axis adds to the index."""
     window: int
     """Elements moved at once: one entry."""
 
     def index(self, **indices) -> tuple[Any, ...]:
-        """The start of the entry at `layer`, `block`, `head` and `token`: one index per leading axis, then the column.
+        """The start of the entry at `layer`, `block`, `head` and `token` (and of which `part`, where these lie apart).
+
+        The result is one index per leading axis, then the column.
 
         Indices are int32 integers or arrays.
         """
@@ -124,12 +126,12 @@ def entry_view(pages: Pages) -> RowView | PieceView:
 
 def _axes(pages: Pages) -> list[tuple[int, int, str]]:
     """(stride, count, axis) of the axes of more than one step, outermost in memory first."""
-    counts = (pages.num_layers, pages.num_blocks, pages.num_heads, pages.block_size)
+    counts = (pages.num_layers, pages.num_blocks, pages.num_heads, pages.block_size, pages.num_parts)
     return sorted(((s, n, a) for s, n, a in zip(_strides(pages), counts, AXES, strict=True) if n > 1), reverse=True)
 
 
 def _strides(pages: Pages) -> tuple[int, ...]:
-    return pages.layer_stride, pages.block_stride, pages.head_stride, pages.token_stride
+    return pages.layer_stride, pages.block_stride, pages.head_stride, pages.token_stride, pages.part_stride
 
 
 def _row_lengths(size: int) -> list[int]:

@@ -8,10 +8,13 @@ from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, entry_view
 
 
-def read_entries(buffer: jax.Array, pages: Pages, *, layer, block, head, token) -> jax.Array:
-    """The entries [..., width] at index arrays that all have the same shape [...].  All indices must be in range."""
+def read_entries(buffer: jax.Array, pages: Pages, *, block, **axes) -> jax.Array:
+    """The entries [..., width] at index arrays that all have the same shape [...].  All indices must be in range.
+
+    `axes` are `layer`, `head`, `token` and, if entries have several parts, `part`.
+    """
     view = entry_view(pages)
-    start = _start(view, layer=layer, block=block, head=head, token=token)
+    start = _start(view, block=block, **axes)
     leading = tuple(range(len(view.shape) - 1))
     return lax.gather(
         buffer.reshape(view.shape),
@@ -24,10 +27,13 @@ def read_entries(buffer: jax.Array, pages: Pages, *, layer, block, head, token) 
     ).reshape(*block.shape, pages.width)
 
 
-def write_entries(buffer: jax.Array, pages: Pages, rows: jax.Array, keep, *, layer, block, head, token) -> jax.Array:
-    """The buffer with entries `rows` [..., width] stored where `keep` [...] is true; everything else is unchanged."""
+def write_entries(buffer: jax.Array, pages: Pages, rows: jax.Array, keep, **axes) -> jax.Array:
+    """The buffer with entries `rows` [..., width] stored where `keep` [...] is true; everything else is unchanged.
+
+    `axes` are the index arrays [...], as in `read_entries`.
+    """
     view = entry_view(pages)
-    start = _start(view, layer=layer, block=block, head=head, token=token)
+    start = _start(view, **axes)
     start = jnp.where(keep[..., None, None], start, jnp.int32(ROW_LIMIT - 1))  # out of bounds: dropped
     leading = tuple(range(len(view.shape) - 1))
     return lax.scatter(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
+from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import origin_step
@@ -54,6 +55,7 @@ def _window(options: Mapping[str, Any]) -> Iterator[str]:
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
+    yield from apart(options)
     entry, q = options["entry"], arrays["q"]
     if entry.quantised:
         yield from _quantised_kv(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
@@ -110,6 +112,7 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
+    yield from apart(options)
     entry, pages = options["entry"], options["pages"]
     if entry.quantised:
         reasons = _quantised_mla if entry.one_head else _quantised_kv
@@ -279,6 +282,9 @@ def copied(entry, dtypes) -> bool:
 def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
     """Reasons against moving entries between the cache and arrays of their values, of `dtypes`."""
     entry, pages, itemsize = options["entry"], options["pages"], arrays["buffer"].dtype.itemsize
+    if pages.num_parts > 1:
+        yield from apart(options)
+        return
     if copied(entry, dtypes):
         yield from _entries_copied(entry, pages, itemsize)
     else:

@@ -14,7 +14,8 @@ def _moved(pages: Pages) -> Pages:
     """Addresses of the units that are moved: if blocks are runs, whole blocks as single entries; otherwise entries."""
     if not pages.blocks_are_runs:
         return pages
-    return replace(pages, num_layers=1, num_heads=1, block_size=1, offset=0, width=pages.block_stride)
+    one = dict.fromkeys(("num_layers", "num_heads", "block_size", "num_parts"), 1)
+    return replace(pages, **one, offset=0, width=pages.block_stride)
 
 
 def _grid(pages, blocks):
@@ -42,7 +43,8 @@ def write_rows(buffer, pages, blocks, rows, keep=True):
     """
     keep, moved = _valid(pages, blocks) & keep, _moved(pages)
     index = _grid(moved, blocks)
-    keep = jnp.broadcast_to(keep.reshape(-1, 1, 1, 1), index["block"].shape)
+    shape = index["block"].shape
+    keep = jnp.broadcast_to(keep.reshape(-1, *[1] * (len(shape) - 1)), shape)
     return write_entries(buffer, moved, rows.reshape(*keep.shape, moved.width), keep, **index)
 
 
