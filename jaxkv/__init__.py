@@ -36,8 +36,7 @@ from jaxkv.dispatch.checked import checked
 from jaxkv.layout.layout import ORDERS, CacheLayout, Strides
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla
-from jaxkv.ops.blocks import copy_blocks, read_blocks, write_blocks
-from jaxkv.ops.conversion import convert_blocks
+from jaxkv.ops.blocks import convert_blocks, copy_blocks, read_blocks, write_blocks
 from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states

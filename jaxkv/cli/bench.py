@@ -13,6 +13,7 @@ Each row is one call on random data with shuffled blocks.
 """
 
 import argparse
+import math
 import os
 import shlex
 from collections.abc import Iterable, Iterator
@@ -31,9 +32,9 @@ from jaxkv.bench.programs import Program
 from jaxkv.bench.sparse_step import SparseStep, measure
 from jaxkv.bench.suites import SUITES, WORKLOADS
 from jaxkv.bench.timing import Ceilings, measure_ceilings
+from jaxkv.bench.tuning import Trial, configurations, search
 from jaxkv.bench.workload import Workload
 from jaxkv.bench.workloads import FAMILIES
-from jaxkv.cli import tune
 from jaxkv.cli.options import output_file, positive
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import size
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     print("{device}, jax {versions[jax]}, jaxlib {versions[jaxlib]}, jaxkv {versions[jaxkv]}".format(**about))
     if args.tune:
         limit = int(MEMORY_FRACTION * device_memory(device))
-        return tune.run([workload.fitted(limit) for workload in workloads], args, about)
+        return _tune([workload.fitted(limit) for workload in workloads], args, about)
     ceilings = measure_ceilings(device, repeats=args.repeats)
     about["ceilings"] = asdict(ceilings)
     print(
@@ -261,3 +262,59 @@ def _ratios(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None]]
             kernels = row["kernel_ms"] / one["kernel_ms"] if one["kernel_ms"] and row["kernel_ms"] else None
             found.append((row["shape"], row["ms"] / one["ms"], kernels))
     return found
+
+
+def _tune(workloads: list[Workload], args: argparse.Namespace, about: dict[str, Any]) -> int:
+    """Searches for the best configurations of the kernels that the shapes run (`--tune`).
+
+    Prints a line per trial, and the best configuration.  ValueError if no selected shape runs a tunable kernel."""
+    rows: list[dict[str, Any]] = []
+    for workload in workloads:
+        for default in _configurations(workload, args.implementation):
+            print(f"{workload.name}, {type(default).__name__}")
+            trials = list(_trials(workload, default, args))
+            best = min(trials, key=lambda trial: trial.seconds or math.inf)
+            if best.seconds is not None:
+                print(f"best: {_difference(best.config, default) or 'the default'}\n", flush=True)
+            rows += [
+                {"shape": workload.name, "config": _fields(trial.config), "seconds": trial.seconds,
+                 "reason": trial.reason, "best": trial is best}
+                for trial in trials
+            ]  # fmt: skip
+            if args.json:
+                write_json(args.json, {**about, "trials": rows})
+    if not rows:
+        raise ValueError("no selected shape runs attention on mosaic_gpu or triton, whose kernels can be tuned")
+    return 0
+
+
+def _configurations(workload: Workload, implementation: str | None) -> list[Any]:
+    try:
+        return configurations(lambda: Program(workload, implementation=implementation))
+    except NotImplementedError as error:
+        print(f"{workload.name} not run: {str(error).splitlines()[0]}", flush=True)
+        return []
+
+
+def _trials(workload: Workload, default: Any, args: argparse.Namespace) -> Iterator[Trial]:
+    """The trials, each printed as it ends."""
+
+    def seconds(config: Any) -> float:
+        program = Program(workload, implementation=args.implementation).compile()
+        return program.measure(repeats=args.repeats).timing.median
+
+    for trial in search(default, seconds):
+        changed = _difference(trial.config, default) or "default"
+        figure = trial.reason if trial.seconds is None else f"{trial.seconds * 1e3:.4f} ms"
+        print(f"  {figure}  {changed}", flush=True)
+        yield trial
+
+
+def _difference(config: Any, default: Any) -> str:
+    """The fields in which `config` differs from `default`, written as keyword arguments."""
+    fields = [name for name in type(default).SEARCH if getattr(config, name) != getattr(default, name)]
+    return ", ".join(f"{name}={getattr(config, name)!r}" for name in fields)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {"type": f"{type(config).__module__}.{type(config).__name__}", **asdict(config)}

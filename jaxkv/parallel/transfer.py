@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.validate import block_ids
 from jaxkv.ops import blocks
-from jaxkv.ops.conversion import pairs_of_groups
+from jaxkv.ops.blocks import pairs_of_groups
 
 
 def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_blocks, *, implementation=None) -> KVCache:

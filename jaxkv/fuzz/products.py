@@ -1,0 +1,115 @@
+"""How random calls of products are drawn, which have no cache: `grouped_swiglu` and `scaled_linear`."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkv
+from jaxkv.fuzz.case import Case, Index, Shapes
+from jaxkv.fuzz.indices import FAR
+from jaxkv.fuzz.layouts import pick
+
+
+class Experts(Case):
+    """Tokens through the experts that they chose, of which some do not exist."""
+
+    result = "sums"
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The number of experts, those chosen per token, the width of tokens, the inner size; float8 weights or not.
+
+        Last, the inner size of the expert of all tokens, or 0.
+        """
+        count, sizes = pick(rng, 1, 3, 8, 40), (20, 64, 64, 128, 192)
+        inner = pick(rng, *sizes)
+        options = {
+            "experts": count,
+            "chosen": pick(rng, 1, 2, 6),
+            "width": pick(rng, *sizes),
+            "inner": inner,
+            "fp8": pick(rng, False, False, True),
+            "shared": pick(rng, 0, 0, inner, 2 * inner, 72),
+        }
+        return {"count": pick(rng, 1, 2, 33, 200), "options": options}
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of tokens and weights."""
+        count, _, width, inner, _, shared = self._sizes
+        matrices = [(count, inner, width), (count, inner, width), (count, width, inner)]
+        if shared:
+            matrices += [(shared, width), (shared, width), (width, shared)]
+        return [(shape, self.dtype) for shape in ((self.count, width), *matrices)]
+
+    @property
+    def _sizes(self):
+        return tuple(size for _, size in self.options)
+
+    def index(self, rng, live) -> Index:
+        """Ids of experts, few of them for some draws, and the weights of the chosen ones."""
+        count, chosen, *_ = self._sizes
+        experts = rng.integers(max(count // pick(rng, 1, 1, 4), 1), size=(self.count, chosen))
+        missing = rng.random(experts.shape) < pick(rng, 0, 0.1, 1)
+        experts = np.where(missing, rng.choice([*FAR, count], experts.shape), experts)
+        return (experts,), {"weights": rng.random(experts.shape, np.float32)}
+
+    def arguments(self, cache, values, draw, layer):
+        """Tokens, experts and their weights."""
+        tokens, *matrices = values
+        matrices, shared = matrices[:3], tuple(matrices[3:])
+        if self._sizes[4]:
+            matrices = _in_float8(matrices)
+        options = {"shared": shared} if shared else {}
+        return (tokens, draw.index[0], draw.keywords["weights"], *matrices), options
+
+    def run(self, cache, values, draw, layer, implementation):
+        """The result for matrices with which sums are about 1."""
+        tokens, *matrices = values
+        return super().run(cache, [tokens, *map(_unit, matrices)], draw, layer, implementation)
+
+
+class Linear(Case):
+    """Tokens times a weight in float8."""
+
+    result = "sums"
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The width of tokens, and that of results."""
+        sizes = 20, 64, 128, 256, 320
+        return {
+            "count": pick(rng, 1, 2, 33, 300),
+            "options": {"width": pick(rng, *sizes), "results": pick(rng, *sizes)},
+        }
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of tokens and the weight."""
+        (_, width), (_, results) = self.options
+        return [((self.count, width), self.dtype), ((results, width), self.dtype)]
+
+    def index(self, rng, live) -> Index:
+        """No integers."""
+        return (), {}
+
+    def arguments(self, cache, values, draw, layer):
+        """Tokens and the weight in float8."""
+        return (values[0], *_in_float8(values[1:])), {}
+
+    def run(self, cache, values, draw, layer, implementation):
+        """The result for a weight with which sums are about 1."""
+        return super().run(cache, [values[0], _unit(values[1])], draw, layer, implementation)
+
+
+def _unit(matrix):
+    """A matrix scaled by a power of two, so that its products with tokens are about 1."""
+    return matrix * 2.0 ** -round(math.log2(matrix.shape[-1]) / 2)
+
+
+def _in_float8(matrices) -> list[Any]:
+    """Matrices, arrays or their shapes, with a scale per tile."""
+    quantise = jaxkv.TileScaled.of
+    return [jax.eval_shape(quantise, m) if isinstance(m, jax.ShapeDtypeStruct) else quantise(m) for m in matrices]
