@@ -14,7 +14,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
   read them back.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
-  `prefill_mla`, for many new tokens;
+  `prefill_mla`, `prefill_kv`, for many new tokens;
   `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
   `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
   `select_slots`, which runs them on prompts of any length); `merge_states`.
@@ -41,7 +41,8 @@ from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
-from jaxkv.ops.prefill import prefill_mla
+from jaxkv.ops.prefill.kv import prefill_kv
+from jaxkv.ops.prefill.mla import prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.slots import ragged_slots, slots_for
@@ -81,6 +82,7 @@ __all__ = [
     "mla_ragged_paged_attention",
     "plan_decode",
     "positions_to_slots",
+    "prefill_kv",
     "prefill_mla",
     "ragged_paged_attention",
     "ragged_slots",

@@ -12,7 +12,7 @@ from jaxkv.models.config import MLA
 from jaxkv.models.layers import rope
 from jaxkv.models.model import Model
 from jaxkv.ops.plan import DecodePlan
-from jaxkv.ops.prefill import prefers_expansion
+from jaxkv.ops.prefill.mla import prefers_expansion
 
 
 @jax.tree_util.register_dataclass

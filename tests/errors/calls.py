@@ -122,6 +122,11 @@ def prefill_mla(a, **changes):
     return call(jaxkv.prefill_mla, dict(**given, layer=0, scale=0.1), changes)
 
 
+def prefill_kv(a, **changes):
+    given = dict(q=jnp.tile(a.q[:, None], (1, 5, 1, 1)), cache=a.kv, block_tables=a.tables, seq_lens=a.lengths)
+    return call(jaxkv.prefill_kv, dict(**given, layer=0, scale=0.1), changes)
+
+
 def decode_mla_sparse(a, **changes):
     given = dict(q_latent=a.q_latent[:, None], q_pe=a.q_pe[:, None], cache=a.mla, slots=a.chosen, layer=0, scale=0.1)
     return call(jaxkv.decode_mla_sparse, given, changes)
@@ -190,6 +195,7 @@ OF_ONE_CACHE = {
     "write_indexer_k": (write_indexer_k, "indexer", "IndexerEntry"),
     "decode_mla": (decode_mla, "mla", "MLAEntry"),
     "decode_kv": (decode_kv, "kv", "KVEntry"),
+    "prefill_kv": (prefill_kv, "kv", "KVEntry"),
     "prefill_mla": (prefill_mla, "mla", "MLAEntry"),
     "decode_mla_sparse": (decode_mla_sparse, "mla", "MLAEntry"),
     "indexer_logits": (indexer_logits, "indexer", "IndexerEntry"),
@@ -215,6 +221,7 @@ DISPATCHED = [name for name in OPERATIONS if name != "positions_to_slots"]
 OF_BATCHES = {
     "decode_mla": decode_mla,
     "decode_kv": decode_kv,
+    "prefill_kv": prefill_kv,
     "prefill_mla": prefill_mla,
     "indexer_logits": indexer_logits,
     "select_slots": select_slots,

@@ -22,6 +22,7 @@ from errors.calls import (
     indexer_logits,
     merge_states,
     positions_to_slots,
+    prefill_kv,
     prefill_mla,
     select_topk,
     write_kv,
@@ -32,7 +33,11 @@ from jaxkv.ops import OPERATIONS as DECLARED
 
 def test_every_declared_operation_is_called_here():
     declared = {operation.name for operation in DECLARED}
-    assert {*DISPATCHED, "plan_decode"} == declared | {"select_slots", "prefill_mla"}  # plans: test_plan.py
+    assert {*DISPATCHED, "plan_decode"} == declared | {
+        "select_slots",
+        "prefill_kv",
+        "prefill_mla",
+    }  # plans: test_plan.py
 
 
 SCALES = [
@@ -131,6 +136,9 @@ SCALES = [
         ["`scale`", "expected a number", "static"],
     ),
     ("infinite softmax scale of a prefill", lambda a: prefill_mla(a, scale=1e39), ["`scale`", "1e+39", "finite"]),
+    ("no bytes for a gather", lambda a: prefill_kv(a, gathered_bytes=0), ["`gathered_bytes`", "0", "positive"]),
+    ("a window of no token", lambda a: prefill_kv(a, window=0), ["`window`", "0", "positive"]),
+    ("traced scale of a prefill_kv", lambda a: prefill_kv(a, scale=jnp.float32(0.1)), ["`scale`", "static"]),
     ("no bytes for expansions", lambda a: prefill_mla(a, expanded_bytes=0), ["`expanded_bytes`", "0", "positive"]),
     ("softmax scale of a string", lambda a: decode_kv(a, scale="auto"), ["`scale`", "'auto'", "expected a number"]),
     ("softmax scale per head", lambda a: decode_mla_sparse(a, scale=jnp.ones(3)), ["`scale`", "float32[3]", "scalar"]),

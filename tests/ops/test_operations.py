@@ -16,7 +16,7 @@ from jaxkv_kernels.formats.entries import Entry
 
 KINDS = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
 
-COMBINATIONS = {"mla_ragged_paged_attention", "prefill_mla", "ragged_paged_attention", "select_slots"}
+COMBINATIONS = {"mla_ragged_paged_attention", "prefill_kv", "prefill_mla", "ragged_paged_attention", "select_slots"}
 """Public functions that are not operations, but pass `implementation` on to operations."""
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
@@ -84,7 +84,8 @@ def test_every_operation_is_benchmarked():
 
 
 @pytest.mark.parametrize(
-    "function", [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.select_slots, jaxkv.prefill_mla, print]
+    "function",
+    [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.select_slots, jaxkv.prefill_kv, jaxkv.prefill_mla, print],
 )
 def test_explain_is_for_operations(function):
     with pytest.raises(TypeError, match="is not an operation of jaxkv that chooses an implementation"):

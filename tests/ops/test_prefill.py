@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.prefill import LEAST_ON_GPUS, expansion_pays, prefers_expansion
+from jaxkv.ops.prefill.mla import LEAST_ON_GPUS, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
@@ -254,9 +254,12 @@ class TestCudnn:
         assert text.count("@__cudnn$fmhaSoftmax(") == calls
 
     def test_results_without_keys_are_replaced(self, monkeypatch):
-        def attention(q, k, v, *, q_seqlen=None, kv_seqlen=None, scale, mask_type, return_residual):
+        def attention(
+            q, k, v, *, q_seqlen=None, kv_seqlen=None, scale, mask_type, sliding_window_length=None, return_residual
+        ):
             """What cuDNN computes, and NaN where its results are not specified."""
             assert return_residual
+            assert sliding_window_length is None
             causal = {"PADDING": False, "CAUSAL": True}[mask_type.name]
             if causal:
                 assert q_seqlen is kv_seqlen is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.prefill import _check_rows
+from jaxkv.ops.prefill.mla import _check_rows
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
 from support.compare import assert_close, assert_same_bits

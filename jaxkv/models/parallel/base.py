@@ -13,7 +13,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.indexer import select_slots
 from jaxkv.ops.plan import DecodePlan, plan_decode
-from jaxkv.ops.prefill import prefill_mla
+from jaxkv.ops.prefill.mla import prefill_mla
 from jaxkv.ops.sparse import decode_mla_sparse
 
 

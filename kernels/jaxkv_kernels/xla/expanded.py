@@ -11,8 +11,10 @@ SCORES_BYTES = 2**28
 LEAST_KEYS = 16
 
 
-def attention(q, k, v, q_lens, kv_lens, *, scale: float, causal: bool) -> tuple[jax.Array, jax.Array]:
-    """Attention of q [B, Q, H, D] to k [B, S, H, D] and v [B, S, H, V].
+def attention(
+    q, k, v, q_lens, kv_lens, *, scale: float, causal: bool, window: int | None = None, offset=None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, Q, Hq, D] to k [B, S, H, D] and v [B, S, H, V], Hq a multiple of H.
 
     Args:
       q: float queries.
@@ -22,15 +24,21 @@ def attention(q, k, v, q_lens, kv_lens, *, scale: float, causal: bool) -> tuple[
       kv_lens: int32 [B]; the first `kv_lens` keys of a request are tokens.
       scale: the softmax scale.
       causal: whether query t sees only keys 0 to t.
+      window: if given, query t sees no keys before `offset + t - window + 1`.
+      offset: int32 [B], the position of the first query among the keys; default 0.
 
     Returns:
-      out [B, Q, H, V] of q's dtype, and float32 lse [B, Q, H]; 0 and -inf for a query that sees no key.
+      out [B, Q, Hq, V] of q's dtype, and float32 lse [B, Q, Hq]; 0 and -inf for a query that sees no key.
     """
     query = jnp.arange(q.shape[1], dtype=jnp.int32)
     ends = jnp.where(query < q_lens[:, None], kv_lens[:, None], 0)
     if causal:
         ends = jnp.minimum(ends, query + 1)
-    return _attention(q, k, v, jnp.zeros_like(ends), ends, scale)
+    first = jnp.zeros_like(ends)
+    if window is not None:
+        position = query if offset is None else offset[:, None] + query
+        first = jnp.maximum(first, position - (window - 1))
+    return _attention(q, k, v, first, ends, scale)
 
 
 def ragged_attention(
@@ -79,9 +87,9 @@ def owners(starts, lens, rows: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _attention(q, k, v, first, ends, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Attention of q [B, Q, H, D] in which each query sees the keys from `first` to `ends` [B, Q]."""
+    """Attention of q [B, Q, Hq, D] in which each query sees the keys from `first` to `ends` [B, Q]."""
     batch, tokens, heads, _ = q.shape
-    keys = k.shape[1]
+    keys, kv_heads = k.shape[1:3]
     size = min(max(SCORES_BYTES // (4 * batch * tokens * heads), LEAST_KEYS), keys)
 
     def load(i):
@@ -93,8 +101,9 @@ def _attention(q, k, v, first, ends, scale: float) -> tuple[jax.Array, jax.Array
         chunk_k, chunk_v = (lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (k, v))
         return chunk_k, chunk_v, seen
 
+    grouped = q.reshape(batch, tokens, kv_heads, -1, q.shape[-1])
     out, lse = attend(
-        q[:, :, :, None], load, 0, -(-ends.max() // size), value_dim=v.shape[-1], scale=jnp.float32(scale),
+        grouped, load, 0, -(-ends.max() // size), value_dim=v.shape[-1], scale=jnp.float32(scale),
         k_scale=None, v_scale=None, logit_cap=None,
     )  # fmt: skip
-    return out[:, :, :, 0].astype(q.dtype), lse[:, :, :, 0]
+    return out.astype(q.dtype).reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])

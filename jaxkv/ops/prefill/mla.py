@@ -1,41 +1,32 @@
 """Attention of many new tokens to the cache, by keys and values that are expanded from latents."""
 
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from typing import Any
+from functools import partial
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import check_cache, entry_scale, in_float32, int32, layer_index, mla_dims, positive_int
+from jaxkv.dispatch.validate import check_cache, entry_scale, int32, layer_index, mla_dims, positive_int
 from jaxkv.ops.attention import check_entries, decode_mla
 from jaxkv.ops.gathers import gather_mla
 from jaxkv.ops.plan import DecodePlan
+from jaxkv.ops.prefill.parts import (
+    CHUNK_BYTES,
+    Context,
+    aligned,
+    merged,
+    only_xla,
+    running_sum,
+    static_scale,
+    with_chunks,
+)
 from jaxkv_kernels import cudnn
-from jaxkv_kernels.addressing.slots import lengths_in_table, table_tokens
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.xla import expanded
-
-EXPANDED_BYTES = 2**28
-"""The default bound on the bytes of the expanded keys and values of a chunk: 26,214 tokens for 16 heads of 192 and 128
-values in bfloat16, 3,276 tokens for 128."""
-ALIGNED = 1024
-"""Chunks of this many tokens or more are multiples of it."""
-
-FULL_ROWS = 2 * 132 * 128
-"""Query rows (requests x heads x tokens) that fill a Hopper GPU: two work tiles of 128 rows per multiprocessor."""
-LEAST_KEYS = 1024
-"""The least keys of a part of a chunk."""
-
-FEW_CHUNKS = 2
-"""Up to so many chunks, GPUs compute all of them, even if there are fewer cached tokens.
-
-XLA's loops and conditions wait for the host, which cost 0.46 ms per layer on an H200.  A chunk without tokens takes
-about 0.15 ms: its keys and values are expanded, but cuDNN skips them."""
 
 
 def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
@@ -69,7 +60,7 @@ def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, v
     tokens than are cached make that worse (see `FEW_CHUNKS`).
     """
     pays = expansion_pays(q_len, latent=latent, nope=nope, value=value)
-    if jax.default_backend() != "gpu" or _only_xla(implementation):
+    if jax.default_backend() != "gpu" or only_xla(implementation):
         return pays
     return pays and q_len >= LEAST_ON_GPUS and not any(cudnn.unsupported_reasons(dtype, nope + rope, value))
 
@@ -89,7 +80,7 @@ def prefill_mla(
     cu_q_lens=None,
     num_decodes: int = 0,
     plan: DecodePlan | None = None,
-    expanded_bytes: int = EXPANDED_BYTES,
+    expanded_bytes: int = CHUNK_BYTES,
     return_lse: bool = False,
     implementation=None,
 ) -> Any:
@@ -162,7 +153,7 @@ def prefill_mla(
     dims.check("w_uv", w_uv, "H V R", dtype)
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
-    scale = _static_scale(scale)
+    scale = static_scale(scale)
     most_bytes = positive_int("expanded_bytes", expanded_bytes, below=None)
     block_tables, seq_lens, layer = int32(block_tables), int32(seq_lens), layer_index(layer, cache)
     options = {"layer": layer, "kv_scale": entry_scale("kv_scale", kv_scale, cache), "implementation": implementation}
@@ -175,57 +166,36 @@ def prefill_mla(
         if checks.checking():
             check_entries(cache, block_tables, jnp.zeros_like(seq_lens), seq_lens, layer)
             _check_rows(cu_q_lens, len(q_nope), num_decodes)
-        context = _Context(w_uk, w_uv, cache, block_tables, seq_lens, scale, most_bytes, options)
+        context = _Latents(cache, block_tables, seq_lens, scale, most_bytes, options, w_uk, w_uv)
         if cu_q_lens is None:
-            out, lse = _aligned(context, jnp.concatenate([q_nope, q_pe], axis=-1))
+            out, lse = aligned(context, jnp.concatenate([q_nope, q_pe], axis=-1))
         else:
             out, lse = _ragged(context, q_nope, q_pe, cu_q_lens, num_decodes, plan)
     return (out, lse) if return_lse else out
 
 
 @dataclass(frozen=True)
-class _Context:
-    """What queries attend to: the arguments of `prefill_mla`, checked."""
+class _Latents(Context):
+    """Attention to keys and values that are expanded from latents."""
 
     w_uk: jax.Array
     w_uv: jax.Array
-    cache: KVCache
-    block_tables: jax.Array
-    seq_lens: jax.Array
-    scale: float
-    most_bytes: int
-    options: dict[str, Any]
-    """Those of `gather_mla`."""
 
     @property
-    def capacity(self) -> int:
-        """The most tokens of a request."""
-        return table_tokens(self.block_tables, self.cache.layout.block_size)
-
-    @property
-    def lengths(self) -> jax.Array:
-        """Tokens of each request."""
-        return lengths_in_table(self.seq_lens, self.block_tables, self.cache.layout.block_size)
-
-    def chunk(self, most: int, q, sequences: int = 1) -> int:
-        """Tokens per chunk of at most `most` earlier tokens, of each of `sequences`."""
+    @override
+    def value_shape(self):
         heads, value_dim, _ = self.w_uv.shape
-        return _chunk(most, self.most_bytes // (sequences * heads * (q.shape[-1] + value_dim) * q.dtype.itemsize))
+        return heads, value_dim
 
-    def attention(self, q):
-        """The module whose functions compute attention of queries [..., D] to expanded keys and values."""
-        if _only_xla(self.options["implementation"]):
-            return expanded
-        return expanded if any(cudnn.unsupported_reasons(q.dtype, q.shape[-1], self.w_uv.shape[1])) else cudnn
-
-    def latents(self, first, counts, total: int, dtype) -> tuple[jax.Array, jax.Array]:
-        """kv_c [total, R] and k_pe [total, P] of `counts` [B] tokens per request, from positions `first` [B] on."""
-        runs = _running_sum(counts)
+    @override
+    def entries(self, first, counts, total, dtype):
+        runs = running_sum(counts)
         options = {**self.options, "total": total, "dtype": dtype, "seq_starts": first}
         return gather_mla(self.cache, self.block_tables, runs, **options)
 
-    def expand(self, kv_c, k_pe) -> tuple[jax.Array, jax.Array]:
-        """Keys [..., H, N + P] and values [..., H, V] of latents [..., R] and rotary keys [..., P]."""
+    @override
+    def expand(self, first_part, second_part):
+        kv_c, k_pe = first_part, second_part
         # Products of float32 values must not be rounded to tf32.
         precision = lax.Precision.HIGHEST if kv_c.dtype == jnp.float32 else None
         k_nope = jnp.einsum("...r,hnr->...hn", kv_c, self.w_uk, precision=precision)
@@ -234,49 +204,7 @@ class _Context:
         return jnp.concatenate([k_nope, k_pe], axis=-1), v
 
 
-def _aligned(context: _Context, q) -> tuple[jax.Array, jax.Array]:
-    """`prefill_mla` of queries [B, Q, H, N + P], aligned to the end: out and lse."""
-    batch, tokens, heads, _ = q.shape
-    module = context.attention(q)
-    attend = partial(module.attention, scale=context.scale)
-    lengths = context.lengths
-    new = jnp.minimum(lengths, tokens)
-    cached = lengths - new
-    # A request of fewer than Q tokens has padding before them.  It moves to the end, where masks expect it.
-    padding = tokens - new
-    q = _shifted(q, padding)
-
-    def keys_and_values(first, counts, size):
-        """Those of `counts` [B] tokens, at most `size`, from positions `first` [B] on."""
-        packed = context.latents(first, counts, batch * size, q.dtype)
-        return context.expand(*(_unpacked(x, counts, size) for x in packed))
-
-    found = attend(q, *keys_and_values(cached, new, tokens), new, new, causal=True)
-    if (most := context.capacity - tokens) > 0:
-        size = context.chunk(most, q, batch)
-        splits = 1 if module is expanded else _splits(size, batch * heads * tokens)
-
-        def with_chunk(i, state):
-            first = jnp.minimum(i * size, cached)
-            counts = jnp.minimum(cached - first, size)
-            k, v = keys_and_values(first, counts, size)
-            # Parts of the keys become requests of their own.
-            k, v = (x.reshape(batch * splits, size // splits, *x.shape[2:]) for x in (k, v))
-            starts = jnp.arange(splits, dtype=jnp.int32) * (size // splits)
-            kv_lens = jnp.clip(counts[:, None] - starts, 0, size // splits).reshape(-1)
-            queries, q_lens = (jnp.repeat(x, splits, axis=0) for x in (q, new))
-            parts = attend(queries, k, v, q_lens, kv_lens, causal=False)
-            parts = (jnp.moveaxis(x.reshape(batch, splits, *x.shape[1:]), 1, 0) for x in parts)
-            return reduce(_merged, zip(*parts, strict=True), state)
-
-        found = _with_chunks(
-            found, with_chunk, -(-cached.max() // size), None if module is expanded else -(-most // size)
-        )
-    out, lse = found
-    return _padded(out, padding, 0), _padded(lse, padding, -jnp.inf)
-
-
-def _ragged(context: _Context, q_nope, q_pe, cu_q_lens, decodes: int, plan) -> tuple[jax.Array, jax.Array]:
+def _ragged(context: _Latents, q_nope, q_pe, cu_q_lens, decodes: int, plan) -> tuple[jax.Array, jax.Array]:
     """`prefill_mla` of queries [T, H, N] and [T, H, P]: out and lse.  The first `decodes` requests are decoding."""
     parts = []
     if decodes:
@@ -290,7 +218,7 @@ def _ragged(context: _Context, q_nope, q_pe, cu_q_lens, decodes: int, plan) -> t
     return out, lse
 
 
-def _decoding(context: _Context, q_nope, q_pe, plan) -> tuple[jax.Array, jax.Array]:
+def _decoding(context: _Latents, q_nope, q_pe, plan) -> tuple[jax.Array, jax.Array]:
     """The rows of requests with one query token each: absorbed attention."""
     precision = lax.Precision.HIGHEST if q_nope.dtype == jnp.float32 else None
     q_latent = jnp.einsum("bhn,hnr->bhr", q_nope, context.w_uk, precision=precision)
@@ -301,7 +229,7 @@ def _decoding(context: _Context, q_nope, q_pe, plan) -> tuple[jax.Array, jax.Arr
     return jnp.einsum("bhr,hvr->bhv", out, context.w_uv, precision=precision), lse
 
 
-def _prefilling(context: _Context, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
+def _prefilling(context: _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
     """The rows of requests that follow one another in q [T, H, N + P]."""
     rows, heads, _ = q.shape
     if not len(context.block_tables):
@@ -314,38 +242,19 @@ def _prefilling(context: _Context, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
 
     def part(first, counts, size, *, causal):
         """Attention to `counts` [B] tokens, at most `size` in all, from positions `first` [B] on."""
-        k, v = context.expand(*context.latents(first, counts, size, q.dtype))
-        return attend(q, k, v, ends - new, new, _running_sum(counts)[:-1], counts, causal=causal)
+        k, v = context.expand(*context.entries(first, counts, size, q.dtype))
+        return attend(q, k, v, ends - new, new, running_sum(counts)[:-1], counts, causal=causal)
 
     found = part(cached, new, rows, causal=True)
-    before = _running_sum(cached)
+    before = running_sum(cached)
     size = context.chunk(len(lengths) * context.capacity, q)
 
     def with_chunk(i, state):
         first, last = (jnp.clip(bound - before[:-1], 0, cached) for bound in (i * size, (i + 1) * size))
-        return _merged(state, part(first, last - first, size, causal=False))
+        return merged(state, part(first, last - first, size, causal=False))
 
     most = None if module is expanded else -(-len(lengths) * context.capacity // size)
-    return _with_chunks(found, with_chunk, -(-before[-1] // size), most)
-
-
-def _with_chunks(found, with_chunk, count, most: int | None) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) `found`, merged with those of `count` chunks by `with_chunk(i, found)`.
-
-    `most` is the most chunks that there may be, if the device is a GPU.
-    """
-    dtype = found[0].dtype
-    if most is not None and most <= FEW_CHUNKS:
-        found = found[0].astype(jnp.float32), found[1]
-        out, lse = reduce(lambda state, i: with_chunk(jnp.int32(i), state), range(most), found)
-        return out.astype(dtype), lse
-
-    def merged(out, lse):
-        out, lse = lax.fori_loop(0, count, with_chunk, (out.astype(jnp.float32), lse))
-        return out.astype(dtype), lse
-
-    # Without cached tokens, the results are not converted to float32 and back.
-    return lax.cond(count > 0, merged, lambda *found: found, *found)
+    return with_chunks(found, with_chunk, -(-before[-1] // size), most)
 
 
 def _check_decodes(num_decodes, plan, cu_q_lens, dims) -> None:
@@ -373,75 +282,3 @@ def _check_rows(cu_q_lens, rows: int, decodes: int) -> None:
     checks.require(cu_q_lens <= rows, "cu_q_lens", cu_q_lens, f"there are {rows} query tokens")
     alone = (number > decodes) | (cu_q_lens == number)
     checks.require(alone, "cu_q_lens", cu_q_lens, f"each of the first {decodes} requests has one row")
-
-
-def _static_scale(scale) -> float:
-    """`scale` as a Python float; ValueError unless it is a number that is finite in float32."""
-    number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
-    if not number or not np.isfinite(in_float32(scale)):
-        raise ValueError(f"`scale` is {scale!r}: expected a number, finite in float32 (it is static)")
-    return float(scale)
-
-
-def _only_xla(implementation) -> bool:
-    """Whether `implementation` names `xla` only."""
-    return implementation in ("xla", ("xla",), ["xla"])
-
-
-def _chunk(most: int, tokens: int) -> int:
-    """Tokens per chunk, at least 1 and at most `most`, given the number of `tokens` that memory allows.
-
-    The chunks of `most` tokens are about equal.
-    """
-    tokens = max(tokens, 1)
-    equal = -(-most // -(-most // tokens))
-    if tokens < ALIGNED:
-        return min(equal, most)
-    return min(-(-equal // ALIGNED) * ALIGNED, tokens // ALIGNED * ALIGNED, most)
-
-
-def _splits(size: int, rows: int) -> int:
-    """Into how many parts the keys of a chunk are divided, so that work tiles of 128 query rows fill a GPU."""
-    splits = 1
-    while rows * splits < FULL_ROWS and size % (2 * splits * LEAST_KEYS) == 0:
-        splits *= 2
-    return splits
-
-
-def _running_sum(counts) -> jax.Array:
-    """int32 [B + 1], from 0."""
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-
-
-def _merged(state, part) -> tuple[jax.Array, jax.Array]:
-    """Merges two pairs (out, lse), in the dtype of the first `out`.  One without keys has out 0 and lse -inf.
-
-    `merge_states` would take a NaN in `lse`, which a NaN in the cache causes, for a part without keys.
-    """
-    (out, lse), (other_out, other_lse) = state, part
-    total = jnp.logaddexp(lse, other_lse)
-    top = jnp.where(total == -jnp.inf, 0, total)
-    weight, other_weight = (jnp.exp(x - top)[..., None] for x in (lse, other_lse))
-    return out * weight + other_out.astype(out.dtype) * other_weight, total
-
-
-def _shifted(x, by):
-    """x [B, Q, ...] whose row t is row t + by of `x`, or else its first or last row; `by` is [B]."""
-    rows = jnp.clip(jnp.arange(x.shape[1], dtype=jnp.int32) + by[:, None], 0, x.shape[1] - 1)
-    return jnp.take_along_axis(x, rows.reshape(*rows.shape, *[1] * (x.ndim - 2)), axis=1)
-
-
-def _padded(x, padding, fill):
-    """x [B, Q, ...] behind `padding` [B] rows of `fill`; the rows that do not fit are dropped."""
-    live = jnp.arange(x.shape[1], dtype=jnp.int32) >= padding[:, None]
-    return jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 2)), _shifted(x, -padding), jnp.asarray(fill, x.dtype))
-
-
-def _unpacked(x, counts, size: int):
-    """x [B * size, ...], in which the `counts` [B] rows of each request follow one another, as [B, size, ...]."""
-    if len(counts) == 1:
-        return x[None]
-    token = jnp.arange(size, dtype=jnp.int32)
-    live = token < counts[:, None]
-    rows = jnp.where(live, _running_sum(counts)[:-1, None] + token, 0)
-    return jnp.where(live[..., None], x[rows], 0)
