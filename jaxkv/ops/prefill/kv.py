@@ -40,9 +40,9 @@ def prefill_kv(
     The last Q tokens of each request are gathered and attended to at once.  Earlier tokens are gathered in chunks of
     bounded memory, in a loop over the longest request, or its window; the parts are merged by their log-sum-exps.
 
-    Which of the two is faster depends on the number of new tokens.  On an H200 with 32 query heads and 8 KV heads of 128
-    bfloat16 values, 4,096 new tokens take 0.5 ms instead of 1.1; 256 take longer than by `decode_kv`, and so do 1,024
-    with a window of 1,024 and earlier tokens.
+    Which of the two is faster depends on the number of new tokens.  On an H200, with 32 query heads and 8 KV heads of
+    128 bfloat16 values, 4,096 new tokens take 0.5 ms instead of 1.1; 256 take longer than by `decode_kv`, and so do
+    1,024 with a window of 1,024 and earlier tokens.
 
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
     multiples of 8, except to earlier tokens within a window.  As in `decode_kv` on GPUs, inf or NaN in a token that
