@@ -63,10 +63,12 @@ KERNELS: dict[str, Kernel] = {
 """Operations that are not listed have no kernel here."""
 
 NOT_RUN_ON_GPUS: dict[str, Listed] = {
-    **dict.fromkeys(("write_mla", "gather_mla"), {MLAEntry: _NARROW_MLA}),
-    **dict.fromkeys(("write_kv", "gather_kv"), {KVEntry: ("int8", "nvfp4")}),
+    "write_mla": {MLAEntry: _NARROW_MLA},
+    "gather_mla": {MLAEntry: _NARROW_MLA},
+    "write_kv": {KVEntry: ("int8", "nvfp4")},
+    "gather_kv": {KVEntry: ("int8", "nvfp4")},
 }
 """Formats that kernels implement, and that `KERNELS` does not list yet, so that calls are rejected.
 
-Their kernels lower, and pass their tests in the interpreter, which does not run the conversions of lanes.  List a format
-when the suites of its operations have passed on a GPU."""
+Their kernels lower, and pass their tests in the interpreter, which does not run the conversions of lanes.  A format may
+be listed when the suites of its operations have passed on a GPU."""
