@@ -43,7 +43,8 @@ def test_an_implementation_lists_what_it_rejects(monkeypatch):
     monkeypatch.setattr(jaxkv, "explain", explain)
     monkeypatch.setattr(jaxkv, "implementations", lambda: {"xla": "any device"})
     headline, taken, *rejected = doctor._implementations()
-    assert headline.startswith("xla (any device): usable, supports 4 of ")
+    supported = len(jaxkv.KVEntry.formats)  # those of decode_kv
+    assert headline.startswith(f"xla (any device): usable, supports {supported} of ")
     assert taken == "  supports decode_kv bf16, decode_kv f16, decode_kv f32, decode_kv fp8"
     assert any(line.startswith("  rejects write_mla bf16, ") and line.endswith(": needs a GPU") for line in rejected)
     assert any(line.endswith("write_kv fp8: unknown (RuntimeError: no driver)") for line in rejected)
