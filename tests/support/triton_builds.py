@@ -48,7 +48,7 @@ def builds(capability, operation, *args, **kwargs):
     """The kernels that `operation(*args, **kwargs)` launches, compiled for `capability`; arrays may be shapes."""
     call = call_of(operation, *args, **kwargs)
     kernel = kernels.KERNELS[call.operation]
-    reasons = list(kernel.unsupported_reasons(call.arrays, call.options))
+    reasons = kernel.reasons_against(call.arrays, call.options)
     assert not reasons, reasons
     built = []
 
