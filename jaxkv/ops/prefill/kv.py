@@ -13,6 +13,7 @@ from jaxkv.ops.attention import check_entries
 from jaxkv.ops.gathers import gather_kv
 from jaxkv.ops.prefill.parts import CHUNK_BYTES, Context, aligned, running_sum, static_scale
 from jaxkv_kernels.formats.entries import KVEntry
+from jaxkv_kernels.xla.softmax import with_sinks
 
 
 def prefill_kv(
@@ -106,7 +107,7 @@ def prefill_kv(
             check_entries(cache, block_tables, jnp.maximum(seen, jnp.zeros_like(seq_lens)), seq_lens, layer)
         out, lse = aligned(context, q, window)
         if sinks is not None:
-            out = (out * jax.nn.sigmoid(lse - sinks)[..., None]).astype(out.dtype)
+            out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
