@@ -41,7 +41,7 @@ class Model:
     @property
     def num_cache_layers(self) -> int:
         """Layers of the cache: one per attention of the model, and one for the MTP layer, if that is loaded."""
-        return self.config.num_layers * self.config.attentions_per_layer + ("mtp" in self.params)
+        return self.config.num_attentions + ("mtp" in self.params)
 
     @property
     def num_heads(self) -> int:
