@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxkv.models.json_object import JsonObject
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
+from jaxkv_kernels.formats.states import StateEntry
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,16 @@ class DeltaNet:
     def channels(self) -> int:
         """The values per token that the convolution passes over: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+    @property
+    def state(self) -> StateEntry:
+        """The state of a layer: the last tokens before the convolution, and the states of the heads."""
+        return StateEntry(
+            {
+                "conv": ((self.kernel_size - 1, self.channels), "float32"),
+                "delta": ((self.num_value_heads, self.key_head_dim, self.value_head_dim), "float32"),
+            }
+        )
 
 
 @dataclass(frozen=True)
