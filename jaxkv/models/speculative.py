@@ -153,7 +153,9 @@ def verify(
         remember rejected drafts.
     """
     if model.config.recurrent is not None:
-        raise ValueError("`model` has recurrent layers, whose states would remember rejected drafts: expected attention")
+        raise ValueError(
+            "`model` has recurrent layers, whose states would remember rejected drafts: expected attention"
+        )
     cache, x = forward(model, cache, tokens, seq_lens, block_tables, slot_mapping)
     hidden = final_norm(model, x)
     sampled, accepted = accept(output(model, hidden), tokens, seq_lens, temperature, top_p, seeds)

@@ -28,13 +28,15 @@ NAMES = {"n_routed_experts": "num_experts"}
 
 def _read(fields: JsonObject) -> ModelConfig:
     fields = fields.renamed(NAMES)
-    fields.integer("head_dim")  # required: transformers has 256 by default, whatever the number of heads
+    for key in ("head_dim", "num_key_value_heads"):
+        fields.integer(key)  # required: what transformers has by default does not depend on the number of heads
     heads = gqa.read(fields)
     factor = _rotary_factor(fields)
     rotary = rope.read(fields, {}, interleaved=False, partial=factor)
     if not (size := int(heads.head_dim * factor)) or size % 2:
         raise fields.error("head_dim", f"a number of which `partial_rotary_factor`, {factor}, is a positive, even one")
     heads = replace(heads, rotary=size, normed=True, gated=True)
+    fields.choice("use_sliding_window", False, default=False)
     fields.choice("decoder_sparse_step", 1, default=1)
     fields.choice("mlp_only_layers", [], None, default=[])
     config = decoder.read(fields, heads, rotary, (0, _read_experts(fields)))

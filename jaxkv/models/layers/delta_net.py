@@ -70,10 +70,13 @@ def _advance(config: DeltaNet, weights, state, count, is_new, mixed, decay, rate
     # Padding leaves the state as it is, whatever it holds.
     mixed, decay, rate = (jnp.where(is_new[..., None], part, 0) for part in (jax.nn.silu(mixed), decay, rate))
     size = config.num_key_heads * config.key_head_dim
-    q, k, v = (part.reshape(*mixed.shape[:2], -1, n) for part, n in zip(
-        jnp.split(mixed, [size, 2 * size], axis=-1),
-        (config.key_head_dim, config.key_head_dim, config.value_head_dim),
-        strict=True,
-    ))
+    q, k, v = (
+        part.reshape(*mixed.shape[:2], -1, n)
+        for part, n in zip(
+            jnp.split(mixed, [size, 2 * size], axis=-1),
+            (config.key_head_dim, config.key_head_dim, config.value_head_dim),
+            strict=True,
+        )
+    )
     out, delta = gated_delta_rule(q, k, v, decay, rate, state["delta"])
     return {"conv": conv, "delta": delta}, out

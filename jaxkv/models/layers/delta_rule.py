@@ -102,30 +102,40 @@ def chunked(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]:
     q_len = q.shape[1]
     chunk = min(CHUNK, 1 << (q_len - 1).bit_length())
     q, k, v, decay, rate = (_chunks(part, chunk) for part in (q, k, v, decay, rate))
-    rows, columns = (lax.broadcasted_iota(jnp.int32, (chunk, chunk), axis) for axis in (0, 1))
-    total = jnp.cumsum(jnp.moveaxis(decay, 2, -1), axis=-1)  # c, [B, N, G, R, C]
-    since = jnp.exp(jnp.where(rows >= columns, total[..., :, None] - total[..., None, :], -jnp.inf))
-    weighted = jnp.moveaxis(rate, 2, -1)
+    decay, weighted = (jnp.moveaxis(part, 2, -1) for part in (decay, rate))  # [B, N, G, R, C]
+    whole, since = _decays(decay)
     lower = weighted[..., None] * since * product("bnigk,bnjgk->bngij", k, k)[:, :, :, None]
-    inverse = _inverse(jnp.where(rows > columns, lower, 0.0))
+    inverse = _inverse(jnp.tril(lower, -1))
     # The two terms of D, of which the second is multiplied by S; and the products of queries and keys.
     values = product("bngrij,bnjgrv->bngriv", inverse * weighted[..., None, :], v)
-    keys = product("bngrij,bnjgk->bngrik", inverse * (weighted * jnp.exp(total))[..., None, :], k)
+    keys = product("bngrij,bnjgk->bngrik", inverse * (weighted * whole)[..., None, :], k)
     scores = since * product("bnigk,bnjgk->bngij", q, k)[:, :, :, None]
-    last = total[..., -1:]
 
     def step(state, new):
-        q, k, values, keys, scores, grown, rest, whole = new
+        q, k, values, keys, scores, whole, rest = new
         added = values - product("bgrik,bgrkv->bgriv", keys, state)
-        out = grown[..., None] * product("bigk,bgrkv->bgriv", q, state)
+        out = whole[..., None] * product("bigk,bgrkv->bgriv", q, state)
         out = out + product("bgrij,bgrjv->bgriv", scores, added)
-        state = whole[..., None] * state + product("bigk,bgriv->bgrkv", k, rest[..., None] * added)
+        state = whole[..., -1:, None] * state + product("bigk,bgriv->bgrkv", k, rest[..., None] * added)
         return state, out
 
-    new = q, k, values, keys, scores, jnp.exp(total), jnp.exp(last - total), jnp.exp(last)
+    new = q, k, values, keys, scores, whole, since[..., -1, :]
     state, out = lax.scan(step, state, tuple(jnp.moveaxis(part, 1, 0) for part in new))
     out = jnp.einsum("nbgriv->bnigrv", out)
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :q_len], state
+
+
+def _decays(decay) -> tuple[jax.Array, jax.Array]:
+    """exp(c_i) [..., C], and exp(c_i - c_j) [..., C, C] for j <= i, else 0, of the logarithms `decay` [..., C].
+
+    c_i - c_j is summed from the decays after j, because a difference of large sums would have few exact digits.
+    """
+    upper = jnp.triu(jnp.ones(decay.shape[-1:] * 2, decay.dtype))
+    total = product("...t,ti->...i", decay, upper)
+    after = product(
+        "...it,tj->...ij", decay[..., None, :] * jnp.broadcast_to(upper.T, (*decay.shape, len(upper))), 1 - upper
+    )
+    return jnp.exp(total), jnp.tril(jnp.exp(after))
 
 
 def _unit(x) -> jax.Array:
@@ -146,8 +156,8 @@ def _inverse(lower) -> jax.Array:
     row, each step joins pairs of blocks, in all places at once.
     """
     n = lower.shape[-1]
-    rows, columns = (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
-    inverse = jnp.broadcast_to(jnp.eye(n, dtype=lower.dtype), lower.shape)
+    rows, columns = (lax.broadcasted_iota(jnp.int32, lower.shape, lower.ndim - axis) for axis in (2, 1))
+    inverse = (rows == columns).astype(lower.dtype)
     size = 1
     while size < n:
         beside = (rows // size == columns // size + 1) & (rows // (2 * size) == columns // (2 * size))
