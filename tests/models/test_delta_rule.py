@@ -57,10 +57,8 @@ run = jax.jit(gated_delta_rule)
     ("tokens", "options"),
     [
         (1, {}),
-        (2, {}),
         (64, {"heads": 2}),
         (65, {}),
-        (200, {}),
         (200, {"remember": 0.0}),
         (200, {"remember": 20.0}),  # exp of the sum of the decays is 0, and of its negative infinite
         (130, {"alike": 1.0}),  # powers of the matrix that is inverted would be as large as 1e17
@@ -74,7 +72,7 @@ def test_both_forms_equal_float64(form, tokens, options, monkeypatch):
     assert_both_close(jax.jit(partial(gated_delta_rule))(*arguments), truth(*arguments))
 
 
-@pytest.mark.parametrize("sizes", [(1,) * 5, (1, 63, 64, 2), (100, 1, 29)])
+@pytest.mark.parametrize("sizes", [(1,) * 5, (100, 1, 29)])
 def test_parts_one_after_the_other_equal_all_at_once(sizes):
     *new, state = drawn(sum(sizes))
     outs, start = [], 0
