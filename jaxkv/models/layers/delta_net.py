@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch, Part, joined
@@ -51,7 +52,9 @@ def delta_net(
         count = arrays[0].sum(axis=1, dtype=jnp.int32)
         before, after = part.seq_lens - count - 1, jnp.where(count > 0, part.seq_lens, 0) - 1
         before, after = (slots_for(part.tables[STATE], last // tokens, block_size=1) for last in (before, after))
-        parts.append((after, *_advance(config, weights, read_state(states, before, **options), count, *arrays)))
+        # XLA must not read the old states once more, after the new ones are stored: it would copy the cache before.
+        states, state = lax.optimization_barrier((states, read_state(states, before, **options)))
+        parts.append((after, *_advance(config, weights, state, count, *arrays)))
     for slots, after, _ in parts:
         states = write_state(states, after, slots, **options)
 
