@@ -68,8 +68,8 @@ def advance(model, held, chunks=(), decoded=()):
 
 def generate(model, held, prompt, start, blocks, count=8):
     """The cache, and the next `count` tokens of a request of which `start` tokens are cached."""
-    for start in range(start, len(prompt), CHUNK):
-        held, made = advance(model, held, [(prompt[: start + CHUNK], start, blocks)])
+    for first in range(start, len(prompt), CHUNK):
+        held, made = advance(model, held, [(prompt[: first + CHUNK], first, blocks)])
     while len(made) < count:
         tokens = [*prompt, *made]
         held, (token,) = advance(model, held, decoded=[(tokens, len(tokens) - 1, blocks)])

@@ -1,4 +1,4 @@
-"""A layer with the gated delta rule instead of attention (Gated DeltaNet, Qwen3-Next), whose states are in the cache."""
+"""A layer with the gated delta rule instead of attention (Gated DeltaNet); its states are in the cache."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch, Part, joined
+from jaxkv.models.batch import Batch, joined
 from jaxkv.models.config import DeltaNet
 from jaxkv.models.layers.delta_rule import convolve, gated_delta_rule
 from jaxkv.models.layers.linear import linear, rms_norm, with_rank
