@@ -100,8 +100,8 @@ def speed() -> str:
         if row.layers > 1:
             continue
         times = [_pair(pair, 4) for pair in (row.jaxkv, row.flash_mla)]
-        ratios = [_pair(pair, 2) for pair in (row.ratios, many[row.shape].ratios)]
-        lines.append(f"| {' | '.join([row.shape, *times, *ratios])} |")
+        of_many = _pair(many[row.shape].ratios, 2) if row.shape in many else "-"
+        lines.append(f"| {' | '.join([row.shape, *times, _pair(row.ratios, 2), of_many])} |")
     return "\n".join(lines)
 
 
