@@ -7,8 +7,12 @@ number (up to 64 rows, or 129 to 192) there is no such cluster.  If the plan is 
 rows, two CTAs form a cluster as well: each has half of the keys of a work tile, and the two merge their results at its
 end (`sharing.py`).
 
-Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O,
-64 x 256 float32 in 128 registers per lane.  `->` names the barrier that a line waits for (producer: on the next line).
+Latents have up to 512 values, and their halves are of the same multiple of 64 columns.  If a latent is not a multiple
+of 128, columns at the end of the second half are not part of it.  Rotary queries of fewer than 64 values stay in shared
+memory of their own.
+
+Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O, with
+latents of 512 that is 64 x 256 float32 in 128 registers per lane.  `->` names the barrier that a line waits for (producer: on the next line).
 
     producer                       consumer 0                          consumer 1
     K0 left + rope, K0 right       S0 = Q K0'        -> k_full, r_full
@@ -64,7 +68,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.attention import sharing
 from jaxkv_kernels.mosaic_gpu.attention.config import (
     CTAS,
-    HALF,
     PAIR,
     TILE,
     QuantisedWideConfig,
@@ -72,8 +75,8 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
 )
 from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
-from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
+from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
@@ -93,18 +96,25 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     over_columns,
     zeros,
 )
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
+from jaxkv_kernels.mosaic_gpu.unsupported import ROPE
 
 
 def attend_wide(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale: Any = None,
+    *, tokens, heads, pages, logit_cap, window, config: WideConfig | QuantisedWideConfig, interpret,
+    kv_scale: Any = None,
 ):  # fmt: skip
     """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows.
 
-    With a QuantisedWideConfig, entries are e4m3, to be multiplied by `kv_scale`.
+    `q_pe` is None if entries have no rotary part.  With a QuantisedWideConfig, entries are e4m3, to be multiplied by
+    `kv_scale`, and have 512 + 64 values.
     """
-    batch, rows, _ = q_latent.shape
+    batch, rows, latent = q_latent.shape
+    rope = 0 if q_pe is None else q_pe.shape[-1]
+    queries = [q_latent] if q_pe is None else [q_latent, q_pe]
+    # Columns of a half, a multiple of the 64 of a swizzled tile, and how many of them each half has of the latent.
+    half_width = -(-latent // (2 * TILE)) * TILE
+    filled = half_width, latent - half_width
     row_tiles = -(-rows // TILE)
     quantised = isinstance(config, QuantisedWideConfig)
     cluster = 2 if row_tiles % 2 == 0 else 1  # CTAs that share key tiles by multicast
@@ -118,17 +128,18 @@ def attend_wide(
     prefetching = config.prefetch and cluster > 1 and pages.token_stride == pages.width
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
     outputs = result_types(
-        (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=padded, split_lse=row_tiles * TILE, scales=2
-    )
+        (batch,), plan.max_splits, dtype,
+        rows=rows, width=latent, split_width=2 * half_width, lse=padded, split_lse=row_tiles * TILE, scales=2,
+    )  # fmt: skip
     sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}
-    scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, **sizes)
+    scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, half_width, rope, **sizes)
     if plan.shared:
-        exchanged, scratch = sharing.exchange_types(plan.num_partitions, TILE, HALF, dtype)
+        exchanged, scratch = sharing.exchange_types(plan.num_partitions, TILE, half_width, dtype)
         outputs, scratch_types = (*outputs, *exchanged), scratch_types | scratch
 
-    def body(
-        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, *refs, stats, operands: Any = None, **memory
-    ):  # fmt: skip
+    def body(*refs, stats, operands: Any = None, **memory):
+        (q_ref, *qr_refs), refs = refs[: len(queries)], refs[len(queries) :]
+        kv_ref, table_ref, layer_ref, scale_ref, *refs = refs
         *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[: -len(outputs)]
         results, exchange_refs = refs[-len(outputs) :][:5], refs[-len(outputs) :][5:]
         # Views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
@@ -136,8 +147,8 @@ def attend_wide(
             (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = (memory[n] for n in ("q", "qr", "k", "r"))
             p = memory["p"]
         else:
-            q, p, k, r = (memory[name] for name in ("q", "p", "k", "r"))
-            q_in, qr_in, stages, qr, raw_k, raw_r = q, p.at[0], k, None, k, r
+            q, p, k, r, qr = (memory.get(name) for name in ("q", "p", "k", "r", "qr"))
+            q_in, qr_in, stages, raw_k, raw_r = q, p.at[0] if qr is None else qr, k, k, r
         (
             q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both,
         ) = barriers(memory, quantised=quantised)  # fmt: skip
@@ -152,6 +163,9 @@ def attend_wide(
         def own_part(tile):
             return sharing.own_steps(tile, cta, PAIR) if plan.shared else tile
 
+        def from_origin(origin, token):
+            return token if window is None else origin + token
+
         def load_work():
             """The work of this CTA, and the layer, in independent loads."""
             first, end, tile = load_work_range(partitions_ref, partition)
@@ -165,18 +179,21 @@ def attend_wide(
             paged = PagedKeys(kv_ref, view, table, layer)
             place = (0,) if quantised else ()
 
-            def look_up(request, pair):
-                return tuple(paged.look_up(request, pair * PAIR + t * TILE) for t in range(2))
+            def look_up(request, origin, pair):
+                return tuple(paged.look_up(request, from_origin(origin, pair * PAIR + t * TILE)) for t in range(2))
 
-            def fetch(found, pair, t, half, with_rope, used):
+            def fetch(found, origin, pair, t, half, with_rope, used):
                 @pl.when(used > 0)
                 def _():
                     plgpu.barrier_wait(k_free[2 * t + half])
 
-                parts = [Columns(half * HALF, HALF, raw_k.at[t, half, *place], k_landed[2 * t + half])]
-                if with_rope:
-                    parts.append(Columns(LATENT, ROPE, raw_r.at[t, *place], r_landed[t]))
-                paged.fetch(found[t], (2 * pair + t) * TILE, *parts, **multicast)
+                parts = [Columns(half * half_width, half_width, raw_k.at[t, half, *place], k_landed[2 * t + half])]
+                if with_rope and rope:
+                    parts.append(Columns(latent, rope, raw_r.at[t, *place], r_landed[t]))
+                paged.fetch(found[t], from_origin(origin, (2 * pair + t) * TILE), *parts, **multicast)
+
+            def range_of(tile: WorkTile):
+                return tile.request, tile.begin, tile.end, None if window is None else tile.origin
 
             def convert(t):
                 """Converts a tile as it lands: half t and the rotary keys, then the other half."""
@@ -187,30 +204,32 @@ def attend_wide(
                     E4M3Tiles(k, r, raw_k, raw_r, interpret).convert(t, half, rope=half == t)
                     plgpu.barrier_arrive(k_full[2 * t + half])
 
-            def prefetch(found, pair):
+            def prefetch(found, origin, pair):
                 """This CTA's tile of a pair: one of the two that the cluster will fetch."""
                 own = tuple(jnp.where(cta == 0, *each) for each in zip(*found, strict=True))
-                paged.prefetch(own, (2 * pair + cta) * TILE, interpret=interpret)
+                paged.prefetch(own, from_origin(origin, (2 * pair + cta) * TILE), interpret=interpret)
 
             def fetch_queries(request, again):
                 """Fetches the queries of a request; if `again`, waits until the previous ones are no longer needed."""
                 if again:
                     plgpu.barrier_wait(q_free)
                 for half in range(2):
-                    source = q_ref.at[request, pl.ds(first_row, TILE), pl.ds(half * HALF, HALF)]
+                    columns = half_columns(half, latent, request, half_width)
+                    source = q_ref.at[request, pl.ds(first_row, TILE), columns]
                     plgpu.copy_gmem_to_smem(source, q_in.at[half], q_full)
                 if again and not quantised:
                     plgpu.barrier_wait(p_free)
-                plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, qr_full)
+                for ref in qr_refs:
+                    plgpu.copy_gmem_to_smem(ref.at[request, pl.ds(first_row, TILE)], qr_in, qr_full)
 
             def run(n, carry):
-                used, (request, begin, end) = carry
+                used, (request, begin, end, origin) = carry
 
                 def pair(i, carry):
                     used, found, next_tile = carry
-                    ahead = look_up(request, i + 1)  # the loads proceed while the producer waits for k_free
-                    fetch(found, i, 0, 0, True, used)
-                    fetch(found, i, 0, 1, False, used)
+                    ahead = look_up(request, origin, i + 1)  # the loads proceed while the producer waits for k_free
+                    fetch(found, origin, i, 0, 0, True, used)
+                    fetch(found, origin, i, 0, 1, False, used)
 
                     @pl.when((i == begin) & (n > first))
                     def _():
@@ -218,26 +237,26 @@ def attend_wide(
 
                     if quantised:
                         convert(0)
-                    fetch(found, i, 1, 1, True, used)
-                    fetch(found, i, 1, 0, False, used)
+                    fetch(found, origin, i, 1, 1, True, used)
+                    fetch(found, origin, i, 1, 0, False, used)
                     if prefetching:
                         for half in range(0 if quantised else 2):
                             plgpu.barrier_wait(k_full[half])  # all CTAs start at once: keys have priority
-                        pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
+                        pl.when(i + 1 < end)(partial(prefetch, ahead, origin, i + 1))
                     if quantised:
                         convert(1)
                     # After the copies are issued, since spilling these values to local memory would wait for the load.
                     next_tile = lax.cond(
-                        i == begin, lambda: own_part(load_work_tile(work_tiles_ref, n + 1))[:3], lambda: next_tile
+                        i == begin, lambda: range_of(own_part(load_work_tile(work_tiles_ref, n + 1))), lambda: next_tile
                     )
                     return used + 1, ahead, next_tile
 
-                start = used, look_up(request, begin), (request, begin, end)
+                start = used, look_up(request, origin, begin), (request, begin, end, origin)
                 used, _, next_tile = lax.fori_loop(begin, end, pair, start)
                 return used, next_tile
 
             pl.when(end > first)(partial(fetch_queries, first_tile.request, again=False))  # before all keys
-            lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
+            lax.fori_loop(first, end, run, (jnp.int32(0), range_of(first_tile)))
 
             # Wait for the last use of everything: a peer may still arrive on these barriers.
             @pl.when(end > first)
@@ -267,20 +286,27 @@ def attend_wide(
 
             def load_queries():
                 """Waits for the queries; returns the rotary queries, and the factor of the scores."""
-                plgpu.barrier_wait(qr_full)
+                if rope:
+                    plgpu.barrier_wait(qr_full)
                 if quantised:
                     inverse = fit_queries(side, (q_in, q), (qr_in, qr), stats, 3, wait_for_both)
                     return qr, inverse * (scale * value_scale)
-                q_rope = plgpu.load(p.at[0], layout=WGMMA)
-                if scratch is not None:
-                    operands[2 + side] = q_rope
-                    plgpu.commit_smem()
-                    q_rope = operands.at[2 + side]
+                q_rope = qr
+                if rope == ROPE:
+                    q_rope = plgpu.load(p.at[0], layout=WGMMA)
+                    if scratch is not None:
+                        operands[2 + side] = q_rope
+                        plgpu.commit_smem()
+                        q_rope = operands.at[2 + side]
                 wait_for_both()  # both have read p[0], which P0 overwrites
                 plgpu.barrier_wait(q_full)
                 return q_rope, scale
 
-            def scores(queries, i, request, length, masked, last):
+            def part(half, ref, *place):
+                """The columns of a half of queries or keys that belong to the latent."""
+                return ref.at[place] if filled[half] == half_width else ref.at[*place, :, pl.ds(0, filled[half])]
+
+            def scores(queries, i, request, origin, length, masked, last):
                 z, (q_rope, row_scale) = opaque_zero(i), queries
                 stage = z + side
                 near, far = (0, 1) if side == 0 else (1, 0)
@@ -290,10 +316,12 @@ def attend_wide(
                         plgpu.barrier_wait(s_issued)
                     for half in (near, far):
                         plgpu.barrier_wait(k_full[2 * side + half])
-                        plgpu.wgmma(acc, q.at[z + half], k.at[stage, half].transpose((1, 0)))
-                    if not quantised:
+                        if filled[half]:
+                            plgpu.wgmma(acc, part(half, q, z + half), part(half, k, stage, half).transpose((1, 0)))
+                    if not quantised and rope:
                         plgpu.barrier_wait(r_full[side])
-                    plgpu.wgmma(acc, q_rope, r.at[stage].transpose((1, 0)))
+                    if rope:
+                        plgpu.wgmma(acc, q_rope, r.at[stage].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
                     return acc[...]
@@ -309,20 +337,23 @@ def attend_wide(
                     s = cap_scores(s, logit_cap)
 
                 mask = partial(
-                    apply_mask, table=table, request=request, first_token=(2 * i + side) * TILE, first_row=first_row,
-                    length=length, tokens=tokens, heads=heads, keys=1,
+                    apply_mask, table=table, request=request, first_token=from_origin(origin, (2 * i + side) * TILE),
+                    first_row=first_row, length=length, tokens=tokens, heads=heads, keys=1, window=window,
                 )  # fmt: skip
                 return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
-            def clear(i, t, request, length):
-                place, first_token = (opaque_zero(i) + t, jnp.int32(side)), (2 * i + t) * TILE
-                clear_values(k, place, 0, HALF, table, request, first_token, length, interpret=interpret)
+            def clear(i, t, request, origin, length):
+                place, token = (opaque_zero(i) + t, jnp.int32(side)), from_origin(origin, (2 * i + t) * TILE)
+                clear_values(
+                    k, place, 0, half_width, table, request, token, length,
+                    first_seen=first_seen(length, tokens, window), interpret=interpret,
+                )  # fmt: skip
 
-            def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
+            def add_values(weights, i, t, request, origin, length, masked, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
                 z = opaque_zero(i)
                 if masked is not False:
-                    pl.when(masked)(partial(clear, i, t, request, length))
+                    pl.when(masked)(partial(clear, i, t, request, origin, length))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
 
             def share_max(running_max):
@@ -341,20 +372,20 @@ def attend_wide(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready[t])
 
-            def pair0(queries, request, length, unmasked_end, last, i, carry):
+            def pair0(queries, request, origin, length, unmasked, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = unmasked_end if quantised else i >= unmasked_end
-                s = scores(queries, i, request, length, masked, last)
+                masked = unmasked if quantised else is_masked(unmasked, i)
+                s = scores(queries, i, request, origin, length, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
-                acc, _ = add_values(w16, i, 0, request, length, masked, acc)
+                acc, _ = add_values(w16, i, 0, request, origin, length, masked, acc)
                 plgpu.barrier_arrive(k_free[0])
                 plgpu.barrier_wait(p_ready[1])
                 max1 = plgpu.load(stats.at[0], layout=ROW)
                 z = opaque_zero(i)
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
-                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, length, masked, acc)
+                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, origin, length, masked, acc)
 
                 @pl.when(i != last)
                 def _():
@@ -362,10 +393,10 @@ def attend_wide(
 
                 return acc, max1, row_sum
 
-            def pair1(queries, request, length, unmasked_end, last, i, carry):
+            def pair1(queries, request, origin, length, unmasked, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = unmasked_end if quantised else i >= unmasked_end
-                s = scores(queries, i, request, length, masked, last)
+                masked = unmasked if quantised else is_masked(unmasked, i)
+                s = scores(queries, i, request, origin, length, masked, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -376,7 +407,7 @@ def attend_wide(
 
                 z = opaque_zero(i)
                 acc, (max1, w16, added) = add_values(
-                    p.at[z], i, 0, request, length, masked, acc, meanwhile=softmax_of_tile_1
+                    p.at[z], i, 0, request, origin, length, masked, acc, meanwhile=softmax_of_tile_1
                 )
                 plgpu.barrier_arrive(k_free[1])
 
@@ -384,7 +415,7 @@ def attend_wide(
                     pl.when(i == last)(lambda: plgpu.barrier_arrive(p_free))
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
                 late = partial(share, w16, 1) if quantised else None
-                acc, _ = add_values(w16, i, 1, request, length, masked, acc, meanwhile=late)
+                acc, _ = add_values(w16, i, 1, request, origin, length, masked, acc, meanwhile=late)
 
                 @pl.when(i != last)
                 def _():
@@ -396,21 +427,30 @@ def attend_wide(
 
             def run(n, tile: WorkTile):
                 ahead = own_part(load_work_tile(work_tiles_ref, n + 1))  # the loads proceed while this one is computed
-                request, begin, end, length, unmasked_end, split, _ = tile
-                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
+                request, begin, end, _, _, split, origin = tile
+                length, unmasked = seen_tokens(tile, in_cache, PAIR, window)
                 queries = load_queries()
                 last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
-                carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
+                carry = zeros(TILE, half_width), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
                 if quantised:  # in a loop of their own, pairs without a mask take fewer registers
-                    first_masked = jnp.clip(unmasked_end, begin, end)
-                    for low, high, masked in ((begin, first_masked, False), (first_masked, end, True)):
-                        carry = lax.fori_loop(low, high, partial(step, queries, request, length, masked, last), carry)
+                    unmasked_begin, unmasked_end = unmasked
+                    last_unmasked = jnp.clip(unmasked_end, begin, end)
+                    ranges = [(begin, last_unmasked, False), (last_unmasked, end, True)]
+                    if window is not None:
+                        first_unmasked = jnp.clip(unmasked_begin, begin, last_unmasked)
+                        ranges[:1] = [(begin, first_unmasked, True), (first_unmasked, last_unmasked, False)]
+                    for low, high, masked in ranges:
+                        one = partial(step, queries, request, origin, length, masked, last)
+                        carry = lax.fori_loop(low, high, one, carry)
                 else:
-                    pair = partial(step, queries, request, length, unmasked_end, last)
-                    carry = lax.fori_loop(begin, end, pair, carry)
+                    one = partial(step, queries, request, origin, length, unmasked, last)
+                    carry = lax.fori_loop(begin, end, one, carry)
                 acc, running_max, row_sum = carry
+                if side == 1 and filled[1] < half_width:  # other columns hold products with rotary keys
+                    column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=WGMMA)
+                    acc = jnp.where(column < filled[1], acc, 0.0)
 
                 stage = stages.at[opaque_zero(last) + 1, side]
                 found = side, acc, row_sum, running_max, request, split, stage
@@ -443,7 +483,7 @@ def attend_wide(
         kernel_name="decode_mla",
         scratch_types=scratch_types,
     )(
-        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
+        *queries, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return found[:5]

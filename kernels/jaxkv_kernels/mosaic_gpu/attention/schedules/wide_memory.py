@@ -1,7 +1,7 @@
 """Shared memory and barriers of `schedules/wide.py`, with plain entries and with quantised ones.
 
 Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
-    q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] (1)
+    q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] or `qr` (1)
     q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
                        last time (1).  So the queries of the next work tile are loaded while this one ends.
     k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
@@ -25,16 +25,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import raw_halves, raw_ropes
-from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import ROPE
 
 
-def plain_types(dtype, *, copies: int, cluster: int, interpret: bool) -> dict[str, Any]:
-    """Scratch types where TMA brings keys of the queries' dtype, in `copies` copies per tile and part."""
+def plain_types(dtype, half: int, rope: int, *, copies: int, cluster: int, interpret: bool) -> dict[str, Any]:
+    """Scratch types where TMA brings keys of the queries' dtype, in `copies` copies per tile and part.
+
+    `half` and `rope`: columns of half a latent, and of the rotary part.
+    """
     return {
-        "q": swizzled(2, TILE, HALF, dtype=dtype),
-        "k": swizzled(2, 2, TILE, HALF, dtype=dtype),
-        "r": swizzled(2, TILE, ROPE, dtype=dtype),
+        "q": swizzled(2, TILE, half, dtype=dtype),
+        "k": swizzled(2, 2, TILE, half, dtype=dtype),
+        **({"r": rotary_type(2, TILE, rope=rope, dtype=dtype)} if rope else {}),
+        **({"qr": rotary_type(TILE, rope=rope, dtype=dtype)} if 0 < rope < ROPE else {}),
         "p": swizzled(2, TILE, TILE, dtype=dtype),
         "stats": plgpu.SMEM((3, TILE), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=2),
