@@ -241,7 +241,10 @@ read_blocks = write_blocks = copy_blocks
 
 def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `grouped_swiglu` call."""
-    del options
+    if options["alpha"] is not None:
+        yield f"`alpha` of {options['alpha']}: supports None"
+    if arrays["biases"] is not None:
+        yield "`biases`: supports experts without biases"
     x, gate = arrays["x"], arrays["gate"]
     yield from _tokens(x)
     step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")
