@@ -227,8 +227,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "zero_expert_num": 4,
         },
     ),
-    # Latents without a rotary part, as in Kimi-Linear and GLM-5.3.
-    "deepseek_v3_nope": ("deepseek_v3", {**V3, **TWO_LAYERS, "qk_rope_head_dim": 0}),
     # The original length is so short that most queries are scaled.
     "mistral4": (
         "mistral4",
@@ -253,6 +251,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.446,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        },
+    ),
+    # One of the layers has no rotary embedding.
+    "smollm3": (
+        "smollm3",
+        {
+            **TWO_LAYERS,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "no_rope_layers": [1, 0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
         },
     ),
     "youtu": ("youtu", MLA),  # dense, and the head is the embedding
