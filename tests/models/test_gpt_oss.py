@@ -75,7 +75,8 @@ def test_experts_in_mxfp4_have_the_bits_of_an_independent_decoder(quantised, dty
     small, whole, _ = quantised
     model, right = (models.load(folder, dtype=dtype) for folder in (small, whole))
     assert jax.tree.structure(model.params) == jax.tree.structure(right.params)
-    for (path, found), expected in zip(jax.tree.leaves_with_path(model.params), jax.tree.leaves(right.params)):
+    both = zip(jax.tree.leaves_with_path(model.params), jax.tree.leaves(right.params), strict=True)
+    for (path, found), expected in both:
         assert found.dtype == expected.dtype, path
         np.testing.assert_array_equal(found, expected, err_msg=jax.tree_util.keystr(path))
     gate = model.params["layers"][0]["mixture"]["experts"]["gate"]
@@ -106,7 +107,7 @@ def test_other_quantised_weights_are_rejected(tmp_path):
     for method in ("fp8", "gptq"):
         values = {"quantization_config": {"quant_method": method}}
         rejects(changed("gpt_oss", tmp_path, **values), f"`quantization_config.quant_method` is {method!r}", "'mxfp4'")
-    with pytest.raises(ValueError, match="`quantization_config.quant_method` is 'mxfp4'"):
+    with pytest.raises(ValueError, match=r"`quantization_config\.quant_method` is 'mxfp4'"):
         models.ModelConfig.from_json({**PUBLISHED["GLM-5"], "quantization_config": MXFP4})
 
 

@@ -9,7 +9,6 @@ Source: `dequantize` in `integrations/mxfp4.py` of https://github.com/huggingfac
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv.models.weights.safetensors_file import Index
 from jaxkv_kernels.formats.fp4 import from_e2m1, from_e8m0

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import Dims, positive_int
+from jaxkv.dispatch.validate import FLOATS, Dims, positive_int
 from jaxkv.ops import attention as decode
 from jaxkv.ops import plan
 from jaxkv.parallel.context.merge import merge_states
@@ -128,7 +128,7 @@ def _decode(operation, queries, cache, block_tables, seq_lens, axis, interleave,
     first = queries[name][0]
     axes = decode.query_axes(name, first)
     for name, (q, content) in queries.items():
-        dims.check(name, q, f"{axes} {content}")
+        dims.check(name, q, f"{axes} {content}", decode.KV_QUERIES if name == "q" else FLOATS)
     tokens = dims["Q"] if "Q" in axes.split() else 1
     rows = [q.reshape(-1, *q.shape[-2:]) for q, _ in queries.values()]
     tables, lengths, windows, own = requests_of_tokens(

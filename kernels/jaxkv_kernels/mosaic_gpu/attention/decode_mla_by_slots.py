@@ -38,7 +38,9 @@ def decode_by_slots(
     )
 
 
-def plan_by_slots(block_tables, seq_lens, *, pages, entry, heads: int, tokens: int, window, batch_invariant: bool) -> Plan:
+def plan_by_slots(
+    block_tables, seq_lens, *, pages, entry, heads: int, tokens: int, window, batch_invariant: bool
+) -> Plan:
     """The schedule of such calls: query token t of a request sees all but the last `tokens` - 1 - t slots."""
     counts = _ends(block_tables, seq_lens, pages, tokens).reshape(-1)
     size = _most_slots(block_tables, pages, window)

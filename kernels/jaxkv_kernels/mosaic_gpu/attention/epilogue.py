@@ -122,7 +122,9 @@ class HalvesEpilogue:
         def store_values(values, to, place):
             stage[...] = values
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, to.at[place, rows, half_columns(side, to.shape[-1], request, stage.shape[-1])])
+            plgpu.copy_smem_to_gmem(
+                stage, to.at[place, rows, half_columns(side, to.shape[-1], request, stage.shape[-1])]
+            )
 
         @pl.when(split < 0)
         def _():

@@ -57,6 +57,16 @@ def is_masked(unmasked, step):
     return step >= end if begin is None else (step < begin) | (step >= end)
 
 
+def divided_by_masks(begin, end, unmasked):
+    """Ranges of the steps from `begin` to `end`, with whether they need a mask; `unmasked` is from `seen_tokens`."""
+    unmasked_begin, unmasked_end = unmasked
+    last = jnp.clip(unmasked_end, begin, end)
+    if unmasked_begin is None:
+        return (begin, last, False), (last, end, True)
+    first = jnp.clip(unmasked_begin, begin, last)
+    return (begin, first, True), (first, last, False), (last, end, True)
+
+
 def first_seen(length, tokens: int, window: int | None):
     """The first token that some query token of a request sees; None without a window."""
     return None if window is None else length - tokens - window + 1

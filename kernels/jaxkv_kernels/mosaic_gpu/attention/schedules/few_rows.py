@@ -46,8 +46,8 @@ and with the first product of this tile, so that P may be overwritten and values
 
 With a window, the tiles of a request begin at the one with the first key that some query sees.
 
-Budget, for 16 rows and latents of 512; smaller ones leave room for more tiles of keys.  Shared memory: K 144 KiB + queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats
-and barriers 1 KiB = 221 KiB of 227.  Registers: O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255
+Budget, for 16 rows and entries of 512 + 64; smaller ones leave room for more tiles of keys.  Shared memory: K 144 KiB +
+queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats and barriers 1 KiB = 221 KiB of 227.  Registers: O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255
 for each lane.
 """
 
@@ -86,6 +86,7 @@ def attend_few_rows(
     batch, rows, latent = q_latent.shape
     rope = 0 if q_pe is None else q_pe.shape[-1]
     beside = rope if rope == ROPE else 0  # columns of rotary keys in the same tiles as latents
+    parts = 1 if rope == beside else 2  # tiles per stage of keys
     view = token_rows(pages)
     dtype = q_latent.dtype
     stages, query_stages = config.stages * (LATENT + ROPE) // (latent + rope), config.query_stages
@@ -130,16 +131,18 @@ def attend_few_rows(
             def fetch(request, origin, step, carry):
                 used, found = carry
                 stage = stage_of(used)
-                ahead = paged.look_up(request, from_origin(origin, (step + 1) * TILE))  # the loads proceed while the producer waits
+                ahead = paged.look_up(
+                    request, from_origin(origin, (step + 1) * TILE)
+                )  # the loads proceed while the producer waits
 
                 @pl.when(used >= stages)
                 def _():
                     plgpu.barrier_wait(k_free.at[stage])
 
-                parts = [Columns(0, latent + beside, k.at[stage], k_full.at[stage])]
+                columns = [Columns(0, latent + beside, k.at[stage], k_full.at[stage])]
                 if kr is not None:
-                    parts.append(Columns(latent, rope, kr.at[stage], k_full.at[stage]))
-                paged.fetch(found, from_origin(origin, step * TILE), *parts)
+                    columns.append(Columns(latent, rope, kr.at[stage], k_full.at[stage]))
+                paged.fetch(found, from_origin(origin, step * TILE), *columns)
                 return used + 1, ahead
 
             def store_result(n):
@@ -328,12 +331,12 @@ def attend_few_rows(
             "q": swizzled(query_stages, rows, latent, dtype=dtype),
             **({"qr": rotary(query_stages, rows)} if rope else {}),
             "k": swizzled(stages, TILE, latent + beside, dtype=dtype),
-            **({"kr": rotary(stages, TILE)} if rope != beside else {}),
+            **({"kr": rotary(stages, TILE)} if parts > 1 else {}),
             "p": swizzled(rows, TILE, dtype=dtype),
             "stats": plgpu.SMEM((query_stages, 2, rows), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=len(queries), num_barriers=query_stages),
             "done": plgpu.Barrier(num_barriers=query_stages),
-            "k_full": plgpu.Barrier(num_arrivals=copies_per_tile(pages) * (1 if rope == beside else 2), num_barriers=stages),
+            "k_full": plgpu.Barrier(num_arrivals=copies_per_tile(pages) * parts, num_barriers=stages),
             "k_free": plgpu.Barrier(num_barriers=stages),
             **exchange_scratch,
         },

@@ -11,8 +11,9 @@ Latents have up to 512 values, and their halves are of the same multiple of 64 c
 of 128, columns at the end of the second half are not part of it.  Rotary queries of fewer than 64 values stay in shared
 memory of their own.
 
-Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O, with
-latents of 512 that is 64 x 256 float32 in 128 registers per lane.  `->` names the barrier that a line waits for (producer: on the next line).
+Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O, 64 x
+256 float32 in 128 registers per lane if latents are of 512 values.  `->` names the barrier that a line waits for
+(producer: on the next line).
 
     producer                       consumer 0                          consumer 1
     K0 left + rope, K0 right       S0 = Q K0'        -> k_full, r_full
@@ -39,22 +40,8 @@ The longest dependency cycle is S0, P0, the release of K0 and the load of the ne
 Both consumers therefore add P0 K0 before P1 K1, and S1 waits until all products of S0 have been issued.  Each consumer
 passes its P and the running max (in `stats`) to the other through shared memory, and sums the weights of its own tiles.
 
-Quantised entries (`fp8`).  The stored bytes of half a tile take half the shared memory of its float16 values.  TMA
-copies them to the first half of that memory, and the producer converts them to float16 in place (`convert/`): it waits
-for k_landed and arrives k_full, in the order in which the consumers use the halves.  The timeline of the consumers is
-the same, with these differences, which leave enough registers for the producer:
-
-- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, so there is
-  no p_free, and q_full also covers it.
-- P0 and P1 use the same shared memory: consumer 1 stores P1 once it has multiplied P0.
-- Pairs that need a mask have a loop of their own, so that the loop over the others keeps no operands of masks live.
-- The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
-- The single scale of all entries is part of the softmax scale, and also multiplies the result.
-Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
-lane for consumers and 72 for the producer.
-
-Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1 KiB = 225 KiB of
-227.  Registers: 240 per lane for consumers, 24 for the producer.
+With quantised entries, the producer converts keys.  Shared memory, barriers and registers are described in
+`wide_memory.py`.
 """
 
 from functools import partial
@@ -65,18 +52,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention import sharing
-from jaxkv_kernels.mosaic_gpu.attention.config import (
-    CTAS,
-    PAIR,
-    TILE,
-    QuantisedWideConfig,
-    WideConfig,
-)
+from jaxkv_kernels.mosaic_gpu.attention import masks, sharing
+from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, PAIR, TILE, QuantisedWideConfig, WideConfig
 from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
-from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
@@ -88,14 +68,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multi
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.runtime.registers import (
-    LANE_COLUMNS,
-    ROW,
-    WGMMA,
-    fold_columns,
-    over_columns,
-    zeros,
-)
+from jaxkv_kernels.mosaic_gpu.runtime.registers import LANE_COLUMNS, ROW, WGMMA, fold_columns, over_columns, zeros
 from jaxkv_kernels.mosaic_gpu.unsupported import ROPE
 
 
@@ -132,7 +105,8 @@ def attend_wide(
         rows=rows, width=latent, split_width=2 * half_width, lse=padded, split_lse=row_tiles * TILE, scales=2,
     )  # fmt: skip
     sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}
-    scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, half_width, rope, **sizes)
+    types = partial(quantised_types, dtype, k_dtype) if quantised else partial(plain_types, dtype, half_width, rope)
+    scratch_types = types(**sizes)
     if plan.shared:
         exchanged, scratch = sharing.exchange_types(plan.num_partitions, TILE, half_width, dtype)
         outputs, scratch_types = (*outputs, *exchanged), scratch_types | scratch
@@ -337,16 +311,16 @@ def attend_wide(
                     s = cap_scores(s, logit_cap)
 
                 mask = partial(
-                    apply_mask, table=table, request=request, first_token=from_origin(origin, (2 * i + side) * TILE),
+                    masks.apply_mask, table=table, request=request, first_token=from_origin(origin, (2 * i + side) * TILE),
                     first_row=first_row, length=length, tokens=tokens, heads=heads, keys=1, window=window,
                 )  # fmt: skip
                 return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
             def clear(i, t, request, origin, length):
                 place, token = (opaque_zero(i) + t, jnp.int32(side)), from_origin(origin, (2 * i + t) * TILE)
-                clear_values(
+                masks.clear_values(
                     k, place, 0, half_width, table, request, token, length,
-                    first_seen=first_seen(length, tokens, window), interpret=interpret,
+                    first_seen=masks.first_seen(length, tokens, window), interpret=interpret,
                 )  # fmt: skip
 
             def add_values(weights, i, t, request, origin, length, masked, acc, meanwhile=None):
@@ -374,7 +348,7 @@ def attend_wide(
 
             def pair0(queries, request, origin, length, unmasked, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = unmasked if quantised else is_masked(unmasked, i)
+                masked = unmasked if quantised else masks.is_masked(unmasked, i)
                 s = scores(queries, i, request, origin, length, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
@@ -395,7 +369,7 @@ def attend_wide(
 
             def pair1(queries, request, origin, length, unmasked, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = unmasked if quantised else is_masked(unmasked, i)
+                masked = unmasked if quantised else masks.is_masked(unmasked, i)
                 s = scores(queries, i, request, origin, length, masked, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
@@ -428,20 +402,14 @@ def attend_wide(
             def run(n, tile: WorkTile):
                 ahead = own_part(load_work_tile(work_tiles_ref, n + 1))  # the loads proceed while this one is computed
                 request, begin, end, _, _, split, origin = tile
-                length, unmasked = seen_tokens(tile, in_cache, PAIR, window)
+                length, unmasked = masks.seen_tokens(tile, in_cache, PAIR, window)
                 queries = load_queries()
                 last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, half_width), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
                 if quantised:  # in a loop of their own, pairs without a mask take fewer registers
-                    unmasked_begin, unmasked_end = unmasked
-                    last_unmasked = jnp.clip(unmasked_end, begin, end)
-                    ranges = [(begin, last_unmasked, False), (last_unmasked, end, True)]
-                    if window is not None:
-                        first_unmasked = jnp.clip(unmasked_begin, begin, last_unmasked)
-                        ranges[:1] = [(begin, first_unmasked, True), (first_unmasked, last_unmasked, False)]
-                    for low, high, masked in ranges:
+                    for low, high, masked in masks.divided_by_masks(begin, end, unmasked):
                         one = partial(step, queries, request, origin, length, masked, last)
                         carry = lax.fori_loop(low, high, one, carry)
                 else:

@@ -16,6 +16,23 @@ These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[
 has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
 the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
 TMA or wgmma after commit_smem, or after `both`.
+
+Budget, for latents of 512.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1
+KiB = 225 KiB of 227.  Registers: 240 per lane for consumers, 24 for the producer.
+
+Quantised entries (`fp8`).  The stored bytes of half a tile take half the shared memory of its float16 values.  TMA
+copies them to the first half of that memory, and the producer converts them to float16 in place (`convert/`): it waits
+for k_landed and arrives k_full, in the order in which the consumers use the halves.  The timeline of the consumers is
+the same, with these differences, which leave enough registers for the producer:
+
+- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, so there is
+  no p_free, and q_full also covers it.
+- P0 and P1 use the same shared memory: consumer 1 stores P1 once it has multiplied P0.
+- Pairs that need a mask have a loop of their own, so that the loop over the others keeps no operands of masks live.
+- The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
+- The single scale of all entries is part of the softmax scale, and also multiplies the result.
+Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
+lane for consumers and 72 for the producer.
 """
 
 from typing import Any
