@@ -169,8 +169,8 @@ def decode_kv(
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out, of q's shape with Dv instead of D, and of its dtype, after the conversion of e4m3; with `return_lse` also lse,
-      float32, of q's shape without D, natural logarithm.  A query that sees no token, or belongs to no request, gets 0
+      out, of q's shape with Dv instead of D, and of its dtype (e4m3 converted); with `return_lse` also lse, float32,
+      of q's shape without D, natural logarithm.  A query that sees no token, or belongs to no request, gets 0
       and -inf; low finite scores are never masked.  Tokens in blocks outside the cache are masked.
 
     Raises:

@@ -47,8 +47,8 @@ and with the first product of this tile, so that P may be overwritten and values
 With a window, the tiles of a request begin at the one with the first key that some query sees.
 
 Budget, for 16 rows and entries of 512 + 64; smaller ones leave room for more tiles of keys.  Shared memory: K 144 KiB +
-queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats and barriers 1 KiB = 221 KiB of 227.  Registers: O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255
-for each lane.
+queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats and barriers 1 KiB = 221 KiB of 227.  Registers:
+O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255 for each lane.
 """
 
 from functools import partial, reduce

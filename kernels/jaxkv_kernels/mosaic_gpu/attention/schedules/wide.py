@@ -7,10 +7,6 @@ number (up to 64 rows, or 129 to 192) there is no such cluster.  If the plan is 
 rows, two CTAs form a cluster as well: each has half of the keys of a work tile, and the two merge their results at its
 end (`sharing.py`).
 
-Latents have up to 512 values, and their halves are of the same multiple of 64 columns.  If a latent is not a multiple
-of 128, columns at the end of the second half are not part of it.  Rotary queries of fewer than 64 values stay in shared
-memory of their own.
-
 Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O, 64 x
 256 float32 in 128 registers per lane if latents are of 512 values.  `->` names the barrier that a line waits for
 (producer: on the next line).
@@ -40,8 +36,7 @@ The longest dependency cycle is S0, P0, the release of K0 and the load of the ne
 Both consumers therefore add P0 K0 before P1 K1, and S1 waits until all products of S0 have been issued.  Each consumer
 passes its P and the running max (in `stats`) to the other through shared memory, and sums the weights of its own tiles.
 
-With quantised entries, the producer converts keys.  Shared memory, barriers and registers are described in
-`wide_memory.py`.
+Shared memory, barriers, registers and what differs with quantised entries are described in `wide_memory.py`.
 """
 
 from functools import partial
@@ -85,9 +80,8 @@ def attend_wide(
     batch, rows, latent = q_latent.shape
     rope = 0 if q_pe is None else q_pe.shape[-1]
     queries = [q_latent] if q_pe is None else [q_latent, q_pe]
-    # Columns of a half, a multiple of the 64 of a swizzled tile, and how many of them each half has of the latent.
     half_width = -(-latent // (2 * TILE)) * TILE
-    filled = half_width, latent - half_width
+    filled = half_width, latent - half_width  # columns of each half that belong to the latent
     row_tiles = -(-rows // TILE)
     quantised = isinstance(config, QuantisedWideConfig)
     cluster = 2 if row_tiles % 2 == 0 else 1  # CTAs that share key tiles by multicast
@@ -311,8 +305,8 @@ def attend_wide(
                     s = cap_scores(s, logit_cap)
 
                 mask = partial(
-                    masks.apply_mask, table=table, request=request, first_token=from_origin(origin, (2 * i + side) * TILE),
-                    first_row=first_row, length=length, tokens=tokens, heads=heads, keys=1, window=window,
+                    masks.apply_mask, table=table, request=request, first_row=first_row, length=length, tokens=tokens,
+                    first_token=from_origin(origin, (2 * i + side) * TILE), heads=heads, keys=1, window=window,
                 )  # fmt: skip
                 return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
@@ -416,9 +410,9 @@ def attend_wide(
                     one = partial(step, queries, request, origin, length, unmasked, last)
                     carry = lax.fori_loop(begin, end, one, carry)
                 acc, running_max, row_sum = carry
-                if side == 1 and filled[1] < half_width:  # other columns hold products with rotary keys
+                if filled[side] < half_width:  # other columns hold products with rotary keys
                     column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=WGMMA)
-                    acc = jnp.where(column < filled[1], acc, 0.0)
+                    acc = jnp.where(column < filled[side], acc, 0.0)
 
                 stage = stages.at[opaque_zero(last) + 1, side]
                 found = side, acc, row_sum, running_max, request, split, stage
@@ -436,7 +430,6 @@ def attend_wide(
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     kv_scales = [jnp.reshape(kv_scale, (1,))] if quantised else []
-
     found = kernel(
         body,
         interpret=interpret,

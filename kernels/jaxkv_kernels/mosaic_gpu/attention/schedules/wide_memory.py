@@ -1,5 +1,9 @@
 """Shared memory and barriers of `schedules/wide.py`, with plain entries and with quantised ones.
 
+Latents have up to 512 values, and their halves are of the same multiple of 64 columns.  If a latent is not a multiple
+of 128, columns at the end of the second half are not part of it.  Rotary queries of fewer than 64 values stay in shared
+memory of their own.
+
 Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
     q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] or `qr` (1)
     q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
