@@ -24,10 +24,10 @@ class Part:
     seq_lens: jax.Array
     block_tables: jax.Array
 
-    plan: DecodePlan | None
+    plan: DecodePlan | tuple[DecodePlan, ...] | None
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
 
-    window_plan: DecodePlan | None
+    window_plan: DecodePlan | tuple[DecodePlan, ...] | None
     """The same for layers with a window."""
 
     expanded: bool = field(metadata={"static": True})

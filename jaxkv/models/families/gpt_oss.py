@@ -47,13 +47,13 @@ def _read_experts(fields: JsonObject) -> Experts:
     return Experts(
         count=count,
         per_token=per_token,
-        groups=1,
-        groups_per_token=1,
+        intermediate_size=fields.integer("intermediate_size"),
+        shared_intermediate_size=0,
         scoring="softmax",
         normalize=True,
         scale=1.0,
-        intermediate_size=fields.integer("intermediate_size"),
-        shared_intermediate_size=0,
+        groups=1,
+        groups_per_token=1,
         limit=fields.number("swiglu_limit", default=LIMIT),
         alpha=fields.number("swiglu_alpha", default=ALPHA),
     )

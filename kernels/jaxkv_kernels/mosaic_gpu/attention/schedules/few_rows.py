@@ -52,6 +52,7 @@ O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255 for each la
 """
 
 from functools import partial, reduce
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -94,7 +95,7 @@ def attend_few_rows(
 
     queries = [q_latent] if q_pe is None else [q_latent, q_pe]
 
-    def body(*refs, q, k, p, stats, q_full, done, k_full, k_free, qr=None, kr=None, **exchange_memory):
+    def body(*refs, q, k, p, stats, q_full, done, k_full, k_free, qr: Any = None, kr: Any = None, **exchange_memory):
         q_refs, refs = refs[: len(queries)], refs[len(queries) :]
         (
             kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,

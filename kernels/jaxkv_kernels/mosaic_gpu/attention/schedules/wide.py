@@ -105,17 +105,17 @@ def attend_wide(
         exchanged, scratch = sharing.exchange_types(plan.num_partitions, TILE, half_width, dtype)
         outputs, scratch_types = (*outputs, *exchanged), scratch_types | scratch
 
-    def body(*refs, stats, operands: Any = None, **memory):
+    def body(*refs, stats, r: Any = None, qr: Any = None, operands: Any = None, **memory):
         (q_ref, *qr_refs), refs = refs[: len(queries)], refs[len(queries) :]
         kv_ref, table_ref, layer_ref, scale_ref, *refs = refs
         *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[: -len(outputs)]
         results, exchange_refs = refs[-len(outputs) :][:5], refs[-len(outputs) :][5:]
         # Views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
         if quantised:
-            (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = (memory[n] for n in ("q", "qr", "k", "r"))
+            (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = memory["q"], qr, memory["k"], r
             p = memory["p"]
         else:
-            q, p, k, r, qr = (memory.get(name) for name in ("q", "p", "k", "r", "qr"))
+            q, p, k = (memory[name] for name in ("q", "p", "k"))
             q_in, qr_in, stages, raw_k, raw_r = q, p.at[0] if qr is None else qr, k, k, r
         (
             q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both,
