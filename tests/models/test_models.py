@@ -52,7 +52,6 @@ WHOLE_PROMPTS = [
     ("deepseek_v2_lite", "LBNHC"),
     ("llama", "BHLNC"),
     ("gpt_oss", "LBHNC"),
-    ("mistral4", "LBNHC"),
     ("smollm3", "LHBNC"),
 ]
 """All families run in chunks, on block-major caches."""

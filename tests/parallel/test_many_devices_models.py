@@ -84,7 +84,7 @@ def serve(engine, family, count=12):
         ),
         pytest.param("llama", partial(tensor, 2), id="KV heads"),
         pytest.param("llama", partial(context, 4, 2), id="KV context", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", partial(context, 2), id="KV context with windows and sinks"),
+        pytest.param("gpt_oss", partial(context, 2), id="KV context, windows", marks=pytest.mark.slow),
         pytest.param("gpt_oss", partial(context, 2, 4), id="windows of several lengths", marks=pytest.mark.slow),
     ],
 )
