@@ -243,7 +243,11 @@ DTYPES = [
         lambda a: decode_mla(a, q_latent=a.q_latent.astype(int)),
         ["`q_latent`", "dtype int32", "bfloat16"],
     ),
-    ("e5m2 q", lambda a: decode_kv(a, q=a.q.astype("float8_e5m2")), ["`q`", "dtype float8_e5m2", "float8_e4m3fn"]),
+    (
+        "e5m2 q of attention",
+        lambda a: decode_kv(a, q=a.q.astype("float8_e5m2")),
+        ["`q`", "dtype float8_e5m2", "float8_e4m3fn"],
+    ),
     (
         "e5m2 q",
         lambda a: indexer_logits(a, q=a.q_indexer.astype("float8_e5m2")),
