@@ -35,6 +35,26 @@ class Write(Case):
         return (draw_distinct(rng, live.size, self.count),), {}
 
 
+class WriteState(Write):
+    """Stores states at distinct slots."""
+
+    def arguments(self, cache, values, draw, layer):
+        """The cache, the states by name, and slots."""
+        states = dict(zip(self.layout.entry.named_sizes, values, strict=True))
+        return (cache, states, *draw.index), {"layer": layer}
+
+
+class ReadState(Case):
+    """Reads states, some of them twice, and of slots outside the cache."""
+
+    def index(self, rng, live) -> Index:
+        """The slots to read."""
+        outside = rng.random(self.count) < pick(rng, 0, 0.1, 1)
+        slots = np.where(outside, rng.choice([*FAR, live.size], self.count), rng.integers(live.size, size=self.count))
+        live[slots[~outside]] = True
+        return (slots,), {}
+
+
 class Gather(Case):
     """Reads runs of tokens."""
 
@@ -360,6 +380,8 @@ FAMILIES: dict[str, type[Case]] = {
     "indexer_logits": Logits,
     "select_topk": TopK,
     "merge_states": Merge,
+    "write_state": WriteState,
+    "read_state": ReadState,
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,

@@ -40,6 +40,10 @@ class TestMerge(suites.Merge):
     implementation = "xla"
 
 
+class TestStates(suites.States):
+    implementation = "xla"
+
+
 class TestBlocks(suites.Blocks):
     implementation = "xla"
 
