@@ -243,7 +243,7 @@ DTYPES = [
         lambda a: decode_mla(a, q_latent=a.q_latent.astype(int)),
         ["`q_latent`", "dtype int32", "bfloat16"],
     ),
-    ("fp8 q", lambda a: decode_kv(a, q=a.q.astype("float8_e4m3fn")), ["`q`", "dtype float8_e4m3fn", "bfloat16"]),
+    ("e5m2 q", lambda a: decode_kv(a, q=a.q.astype("float8_e5m2")), ["`q`", "dtype float8_e5m2", "float8_e4m3fn"]),
     (
         "e5m2 q",
         lambda a: indexer_logits(a, q=a.q_indexer.astype("float8_e5m2")),
@@ -289,6 +289,8 @@ DTYPES = [
         lambda a: grouped_swiglu(a, shared=(a.gate[0], a.gate[0], a.gate[0])),
         ["`shared[2]`", "(4, 8)", "[8, 4]"],
     ),
+    ("a limit of 0", lambda a: grouped_swiglu(a, limit=0), ["`limit` is 0", "None, or a positive number"]),
+    ("a limit without end", lambda a: grouped_swiglu(a, limit=1e39), ["`limit` is 1e+39", "that float32 holds"]),
     ("float experts", lambda a: grouped_swiglu(a, experts=a.shares), ["`experts`", "float32", "int32"]),
     (
         "bf16 shares",

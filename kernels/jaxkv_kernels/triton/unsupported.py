@@ -65,7 +65,7 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield f"`k` of {options['k']}: supports at most {MOST_BEST}"
 
 
-LATENT, ROPE, HEAD_DIM = 512, 64, 256
+LATENT, ROPE, HEAD_DIM = 512, 64, 512
 """The largest parts of entries whose tiles fit in shared memory."""
 
 
