@@ -36,6 +36,7 @@ class Mosaic:
     exact = "bf16"
     gaps = (
         "entries of format",  # float32 has no wgmma
+        "`extra` of format",
         "offset of",  # loads are of 16 bytes, aligned to as many
         "layer stride of",
         "block stride of",
