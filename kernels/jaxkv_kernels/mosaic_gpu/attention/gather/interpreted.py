@@ -131,7 +131,7 @@ class InterpretedJoined(JoinedRows):
             found = ref[...][request, jnp.clip(position, 0, ref.shape[1] - 1)]
             return jnp.where((position >= 0) & (position < length), found, -1)
 
-        if self.extra is None:
+        if len(slot_refs) == 1:
             return slots(slot_refs[0], position, length)
         first = slot_refs[0].shape[1] if count_ref is None else jnp.minimum(count_ref[request], slot_refs[0].shape[1])
         after = self.first_tiles * TILE
@@ -140,12 +140,11 @@ class InterpretedJoined(JoinedRows):
 
     def locate(self, kv_refs, zero_ref, places, tile, found):
         """The bytes of entries [64, 576], and their scales [64, 8]; whether keys are not masked."""
-        regions = [self._read(self, kv_refs[0], *places[0], found)]
-        if self.extra is not None:
-            regions.append(self._read(self.extra, kv_refs[1], *places[1], found))
-        entries, scales, valid = regions[-1]
-        if self.extra is not None:
-            entries, scales, valid = (jnp.where(tile < self.first_tiles, a, b) for a, b in zip(*regions, strict=True))
+        sources = zip(self.sources, kv_refs, places, strict=True)
+        read = [self._read(rows, ref, layer, limit, found) for rows, ref, (layer, limit) in sources]
+        entries, scales, valid = read[0]
+        if len(read) > 1:
+            entries, scales, valid = (jnp.where(tile < self.first_tiles, a, b) for a, b in zip(*read, strict=True))
         return (entries, valid), scales
 
     @staticmethod

@@ -15,9 +15,11 @@ Which cache a tile belongs to matters only there.  Units of a tile, 16 registers
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.mosaic_gpu.attention.gather import joined_lanes, lanes
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, lane_array, lane_registers, ref_type, word_list
 from jaxkv_kernels.mosaic_gpu.runtime.elements import array
@@ -53,12 +55,14 @@ UNITS = (
 
 
 @dataclass(frozen=True)
-class JoinedRows(GatheredRows):
-    """The entries of a cache, and of a second one if `extra` has its rows."""
+class JoinedRows:
+    """The entries of one cache or of two, as rows."""
 
-    extra: GatheredRows | None = None
-    first_tiles: int = 0
-    """Tiles of the first list of slots, if there are two."""
+    sources: tuple[GatheredRows, ...]
+    """The rows of each cache."""
+    first_tiles: int
+    """Tiles of the first list of slots."""
+    quantised = True
 
     @property
     def latent_dtype(self) -> Any:
@@ -68,9 +72,17 @@ class JoinedRows(GatheredRows):
     rope_dtype = latent_dtype
 
     @property
-    def sources(self) -> tuple[GatheredRows, ...]:
-        """The rows of each cache."""
-        return (self,) if self.extra is None else (self, self.extra)
+    def pages(self) -> Pages:
+        """Those of the first cache."""
+        return self.sources[0].pages
+
+    def zeros(self) -> jax.Array:
+        """The row of zeros from which masked keys are loaded."""
+        return self.sources[0].zeros()
+
+    def buffer(self, buffer: jax.Array) -> jax.Array:
+        """The operand that rows are loaded from; no copy."""
+        return buffer
 
     def half(self, which: int) -> tuple[JoinedUnit, ...]:
         """The units of half the columns."""
@@ -148,6 +160,6 @@ class JoinedRows(GatheredRows):
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), lane_registers(2)))
         def prefetch(_, zero, own):
-            joined_lanes.prefetch(zero, word_list(own), self.entry.nbytes)
+            joined_lanes.prefetch(zero, word_list(own), self.sources[0].entry.nbytes)
 
         prefetch(zero_ref, own)

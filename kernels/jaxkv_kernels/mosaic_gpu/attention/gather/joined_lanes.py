@@ -78,18 +78,17 @@ def locate(sources, first_tiles: int, zero, tile, found) -> list[Any]:
     nothing = mgpu.utils.memref_ptr(zero)
     slot, *counts = (shuffle(word, Lane().lane) for word in found)
     is_second = arith.cmpi(arith.CmpIPredicate.sge, tile, c32(first_tiles))
-    addresses, known = None, None
-    for rows, kv, layer, limit in sources:
-        valid = lanes.valid(slot, limit)
-        if counts and known is None:
-            position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
-            valid = arith.andi(valid, arith.cmpi(arith.CmpIPredicate.slt, position, counts[0]))
-        own = [lanes.address(rows, kv, slot, layer, region) for region in range(2)]
-        if addresses is None:
-            addresses, known = own, valid
-        else:
-            addresses = [arith.select(is_second, b, a) for a, b in zip(addresses, own, strict=True)]
-            known = arith.select(is_second, valid, known)
+    of_sources = [
+        [lanes.valid(slot, limit), *(lanes.address(rows, kv, slot, layer, region) for region in range(2))]
+        for rows, kv, layer, limit in sources
+    ]
+    if counts:
+        position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
+        counted = arith.cmpi(arith.CmpIPredicate.slt, position, counts[0])
+        of_sources[0][0] = arith.andi(of_sources[0][0], counted)
+    if len(sources) > 1:
+        of_sources = [[arith.select(is_second, b, a) for a, b in zip(*of_sources, strict=True)]]
+    ((known, *addresses),) = of_sources
     entry, scales = (arith.select(known, address, nothing) for address in addresses)
     offset = sources[0][0].part("scales")
     return [*_halves(entry), *load_eight(scales, offset, by_half=False)]

@@ -19,8 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
-from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
@@ -32,7 +30,8 @@ class GatherTiles:
     """The sources and destinations of tiles, and the barriers between producer and consumers."""
 
     config: SparseConfig
-    rows: GatheredRows
+    rows: Any
+    """`GatheredRows`, or `JoinedRows`."""
     kv_ref: Any
     zero_ref: Any
     slot_ref: Any
@@ -234,7 +233,6 @@ class JoinedTiles(GatherTiles):
     The state: units that are being loaded; the scales and the addresses of the next tile; the slots of the one after.
     """
 
-    rows: JoinedRows
     extra: ExtraRefs | None = None
     count_ref: Any = None
     """The numbers of slots to attend to in the first of two lists; None if that is all of them."""
@@ -264,7 +262,7 @@ class JoinedTiles(GatherTiles):
         refs, places = [self.kv_ref], [(layer, limit)]
         if self.extra is not None:
             refs.append(self.extra.kv_ref)
-            places.append(self._place(self.rows.extra.pages, self.extra.layer))
+            places.append(self._place(self.rows.sources[1].pages, self.extra.layer))
         return self.rows.locate(refs, self.zero_ref, places, tile, slots)
 
     def _fetch_tile(self, layer, limit, tile, used, state, beyond):
@@ -282,10 +280,9 @@ class JoinedTiles(GatherTiles):
             if n == near:
                 self._stored(2 * tile + tile)
                 self._wait_free(tile, 1 - tile, used)
-            following_unit = n + len(ring)
+            next_unit = n + len(ring)
             self.rows.store(unit, tile, self.k, ring.pop(0), scales)
-            ring.append(
-                self.rows.load(self.zero_ref, own if following_unit < len(units) else ahead, coming[following_unit])
-            )
+            addresses = own if next_unit < len(units) else ahead
+            ring.append(self.rows.load(self.zero_ref, addresses, coming[next_unit]))
         self._stored(2 * tile + 1 - tile)
         return tuple(ring), scales_ahead, ahead, after

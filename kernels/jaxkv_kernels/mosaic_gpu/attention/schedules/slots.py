@@ -111,7 +111,7 @@ Q_MAX = 3
 
 def attend_slots(
     q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, extra: ExtraSlots | None = None,
-    *, counts=None, rows: GatheredRows, logit_cap, config: SparseConfig, interpret,
+    *, counts=None, rows: GatheredRows | JoinedRows, logit_cap, config: SparseConfig, interpret,
 ):  # fmt: skip
     """Results of whole query tokens, and of splits (`result_types`).
 
@@ -134,7 +134,7 @@ def attend_slots(
     sink_arrays, count_arrays = ([] if x is None else [x] for x in (sinks, counts))
     extra_arrays = []
     if extra is not None:
-        extra_arrays = [rows.extra.buffer(extra.buffer), extra.slots, jnp.reshape(extra.layer, (1,))]
+        extra_arrays = [rows.buffer(extra.buffer), extra.slots, jnp.reshape(extra.layer, (1,))]
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(*refs, **scratch):
@@ -152,11 +152,14 @@ def attend_slots(
         k_free = [scratch["k_free"].at[n] for n in range(4)]
         s_issued, *p_ready = (one.at[n] for n in range(3))
         q_free, both = (two.at[n] for n in range(2))
+
         # Two views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
-        (q, q_in), (k, stages), (qr, qr_in), (r, _) = (
-            (scratch.get(name),) * 2 if own == dtype or name == "r" else tuple(scratch[name])
-            for name, own in (("q", k_dtype), ("k", k_dtype), ("qr", rows.rope_dtype), ("r", rows.rope_dtype))
-        )
+        def views(name: str, own) -> Any:
+            found: Any = scratch.get(name)
+            return (found, found) if own == dtype else tuple(found)
+
+        (q, q_in), (k, stages), (qr, qr_in) = views("q", k_dtype), views("k", k_dtype), views("qr", rows.rope_dtype)
+        r: Any = scratch.get("r")  # without `qr` and `r`, rotary parts are in `q` and `k`
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
         first_row = group * TILE
@@ -180,7 +183,7 @@ def attend_slots(
             first, end, first_tile = load_work_range(partitions_ref, partition)
             gather_tiles: Any = ConvertedTiles if rows.quantised else CopiedTiles
             if is_joined:
-                extra_kv = ExtraRefs(*extra_refs[:2], extra_refs[2][0]) if extra_refs else None
+                extra_kv = ExtraRefs(extra_refs[0], extra_refs[1], extra_refs[2][0]) if extra_refs else None
                 gather_tiles = partial(JoinedTiles, extra=extra_kv, count_ref=count_refs[0] if count_refs else None)
             gather = gather_tiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
             load_tile = partial(load_work_tile, work_tiles_ref)
@@ -369,10 +372,10 @@ def attend_slots(
         # The interpreter reports any two accesses to a union through different views as a race.
         return views if interpret else plgpu.RefUnion(*views)
 
-    rotary = {
-        "qr": viewed(TILE, ROPE, own_dtype=rows.rope_dtype),
-        "r": swizzled(2, TILE, ROPE, dtype=rows.rope_dtype),
-    }
+    rotary = {}
+    if isinstance(rows, GatheredRows):
+        rotary["qr"] = viewed(TILE, ROPE, own_dtype=rows.rope_dtype)
+        rotary["r"] = swizzled(2, TILE, ROPE, dtype=rows.rope_dtype)
     return kernel(
         body,
         interpret=interpret,
@@ -389,7 +392,7 @@ def attend_slots(
         scratch_types={
             "q": viewed(width // COLUMNS, TILE, COLUMNS) if is_joined else viewed(2, TILE, HALF),
             "k": viewed(2, 2, TILE, HALF),
-            **({} if is_joined else rotary),
+            **rotary,
             "p": swizzled(TILE, TILE, dtype=k_dtype),
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if is_joined else 3),
