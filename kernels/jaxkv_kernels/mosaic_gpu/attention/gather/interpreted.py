@@ -10,7 +10,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import CHUNK, LINE, GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
-    E8M0_RANGES,
+    E8M0_RANGE,
     EXPONENT,
     LARGEST,
     LEAST_FACTOR,
@@ -56,8 +56,7 @@ class InterpretedRows(GatheredRows):
         """The scales of the rows, bytes [64, n]."""
         if self.scale_dtype is None:
             return None
-        nbytes, region = self._part("scales").nbytes, self._region("scales")
-        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), nbytes, region)
+        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), self._part("scales").nbytes)
 
     def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
         """Copies rotary keys, for which `finish_rope` need not wait, or loads them."""
@@ -85,7 +84,7 @@ class InterpretedRows(GatheredRows):
         if self.scale_dtype == "float32":
             factor, scales = _fitted(lax.bitcast_convert_type(raw.reshape(TILE, 4, 4), jnp.float32))
         elif self.scale_dtype == "e8m0":
-            factor, scales = _fitted_e8m0(raw.astype(jnp.int32), self.stored)
+            factor, scales = _fitted_e8m0(raw.astype(jnp.int32))
         elif self.scale_dtype == "e4m3":
             columns = jnp.swapaxes(raw.reshape(TILE, COLUMNS, -1), 1, 2).reshape(TILE, -1)
             scales = _from_e4m3(columns)
@@ -105,10 +104,10 @@ class InterpretedRows(GatheredRows):
         half, column = divmod(first, HALF)
         k_ref[stage, half, :, pl.ds(column, self.line_values)] = values
 
-    def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes, region=0):
-        """Bytes of each slot's entry, in a region; zeros of masked ones."""
+    def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
+        """Bytes of each slot's entry; zeros of masked ones."""
         valid = (slots >= 0) & (slots < limit)
-        first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x, region)
+        first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x)
         byte = first[:, None] + (offset + jnp.arange(nbytes, dtype=jnp.int32))
         return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
 
@@ -191,9 +190,9 @@ def _fitted(scale):
     return factor, (scale / factor[:, None]).astype(jnp.float16)
 
 
-def _fitted_e8m0(scale, stored):
+def _fitted_e8m0(scale):
     """The same for e8m0 scales, int32 [64, n].  Scales that are too small for float16 become 0."""
-    base, least_safe, most_safe = E8M0_RANGES[stored]
+    base, least_safe, most_safe = E8M0_RANGE
     least, most = scale.min(axis=1), scale.max(axis=1)
     power = jnp.where((least >= least_safe) & (most <= most_safe), 127, jnp.clip(most, 27, 253))
     exponent = jnp.maximum(scale - power[:, None] + base, 0)

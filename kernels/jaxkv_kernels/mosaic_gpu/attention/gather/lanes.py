@@ -190,10 +190,10 @@ def address(cache, kv, slot, layer, region: int = 0) -> Any:
     return at(mgpu.utils.memref_ptr(kv), found.value)
 
 
-def rows(cache, kv, zero, slots, layer, limit, region: int = 0) -> list[Any]:
-    """The addresses at which the rows of slots begin, in a region; for masked keys, the address of `zero`."""
+def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
+    """The addresses at which the rows of slots begin; for masked keys, the address of `zero`."""
     nothing = mgpu.utils.memref_ptr(zero)
-    return [arith.select(valid(slot, limit), address(cache, kv, slot, layer, region), nothing) for slot in slots]
+    return [arith.select(valid(slot, limit), address(cache, kv, slot, layer), nothing) for slot in slots]
 
 
 def copy_rows(cache, kv, slot, layer, limit, parts) -> None:

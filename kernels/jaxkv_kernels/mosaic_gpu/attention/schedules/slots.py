@@ -22,6 +22,10 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
 
 This is the order of `wide.py`.  Copies arrive at k_full when they land, while the producer goes on to the next half.
 
+`fp8_v4` entries are keys and values as a whole (`gather/joined.py`).  Their rotary parts are the last columns of K, and
+those of the queries the last columns of Q: what this page says of rotary keys and queries does not concern them.  Their
+slots may be in two caches, of which the second one's tiles follow those of the first.
+
 Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  Its loads
 run ahead of its stores, also from one tile or work tile to the next (`gather/tiles.py`), so that the values of a half
 are in registers when k_free completes.  Rotary keys of `fp8_ds_mla` entries are copied; the copies start before K0 left
@@ -36,7 +40,8 @@ multiplied by the factors, and the running max is that of score + log2(factor). 
 exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
 without factors.  For quantised entries, queries become float16 in place, each row divided by a power of two that makes
 it fit; for `fp8_ds_mla` entries, their rotary part stays bf16.  The single scale of all `fp8` entries is part of the
-softmax scale, and also multiplies the result.
+softmax scale, and also multiplies the result.  `fp8_v4` entries become bf16, as the queries are, and their factors are
+those of masked keys only.
 
 Barriers.
     q_full           the queries have landed
@@ -54,8 +59,8 @@ These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has
 P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.
 
-Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
-224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
+Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227; 202 KiB for
+`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
 from functools import partial
