@@ -194,6 +194,7 @@ class TestInterpretedExtraSlots(Mosaic, suites.ExtraSlotsChecks):
         sinks = np.random.default_rng(0).normal(0, 3, 72).astype(np.float32)
         self.check_two(suites.queries(first[0].entry, 3, 1, 72), first, second, sinks=sinks)
 
+    @pytest.mark.slow  # the GPU suite has it as well
     def test_groups_of_one_buffer(self):
         q, first, second = self.in_one_buffer(tokens=1)
         self.check_two(q, first, second)
