@@ -6,7 +6,7 @@ Triton and jax-triton are imported by the first kernel that is traced, not by th
 from collections.abc import Callable, Iterable
 
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
-from jaxkv_kernels.kernel import Kernel, imported_when_called
+from jaxkv_kernels.kernel import Kernel, imported_when_called, nothing
 from jaxkv_kernels.triton import unsupported
 from jaxkv_kernels.triton.runtime.available import unavailable_reasons
 from jaxkv_kernels.triton.runtime.interpreting import interpreting as interpreting
@@ -44,3 +44,9 @@ KERNELS: dict[str, Kernel] = {
     "write_blocks": _kernel("blocks.write_blocks.write_blocks", {}, unsupported.write_blocks),
 }
 """The kernels by operation.  Operations that are not listed have no Triton kernel."""
+
+HOT_ROWS: dict[str, Kernel] = {
+    "fetch_rows": _kernel("hot_rows.fetch_rows.fetch_rows", {}, unsupported.fetch_rows),
+    "store_rows": _kernel("hot_rows.copy_rows.store_rows", {}, nothing),
+}
+"""The kernels of `jaxkv.offload.HotRows`."""

@@ -13,6 +13,7 @@ from jaxkv_kernels.xla.attention import decode_kv, decode_mla
 from jaxkv_kernels.xla.blocks import copy_blocks, read_blocks, write_blocks
 from jaxkv_kernels.xla.experts import grouped_swiglu
 from jaxkv_kernels.xla.gathers import gather_indexer_k, gather_kv, gather_mla
+from jaxkv_kernels.xla.hot_rows import fetch_rows, store_rows
 from jaxkv_kernels.xla.indexer import indexer_logits, select_topk
 from jaxkv_kernels.xla.linear import scaled_linear
 from jaxkv_kernels.xla.merge import merge_states
@@ -59,3 +60,9 @@ KERNELS: dict[str, Kernel] = {
     "grouped_swiglu": _kernel(grouped_swiglu, {}),
     "scaled_linear": _kernel(scaled_linear, {}),
 }
+
+HOT_ROWS: dict[str, Kernel] = {
+    "fetch_rows": _kernel(fetch_rows, {}),
+    "store_rows": _kernel(store_rows, {}),
+}
+"""The kernels of `jaxkv.offload.HotRows`."""
