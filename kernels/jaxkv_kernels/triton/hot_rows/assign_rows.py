@@ -78,7 +78,7 @@ def _assign_rows(
     tl.debug_barrier()
     tl.store(held + row, -2 - position, mask=hit)  # the mark
     # Among equal misses the first has the largest of these numbers, which are no rows.
-    tl.atomic_max(place + position, ROWS + TOKENS - n, mask=miss)
+    tl.atomic_max(place + position, ROWS + TOKENS - n, mask=miss, sem="relaxed")
     tl.debug_barrier()
     new = miss & (tl.load(place + position, mask=miss, other=0) == ROWS + TOKENS - n)
     rank = tl.cumsum(new.to(tl.int32), 0) - 1

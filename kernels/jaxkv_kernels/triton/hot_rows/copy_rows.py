@@ -116,7 +116,7 @@ def _host(address):
 @triton.jit
 def _words(place, ALIGNMENT: tl.constexpr, WORD: tl.constexpr):
     """Addresses [n] as pointers to words."""
-    return tl.multiple_of(place, ALIGNMENT).to(tl.pointer_type(WORD))
+    return tl.multiple_of(place.to(tl.pointer_type(WORD)), ALIGNMENT)
 
 
 @triton.jit
