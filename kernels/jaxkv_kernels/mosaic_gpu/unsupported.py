@@ -197,7 +197,13 @@ def _origins(pages, buffer) -> Iterator[str]:
 
 def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `write_mla` call."""
-    yield from _entries_moved(arrays, options, [arrays[name].dtype for name in ("kv_c", "k_pe")])
+    if arrays["cos_sin"] is None:
+        yield from _entries_moved(arrays, options, [arrays[name].dtype for name in ("kv_c", "k_pe")])
+        return
+    entry = options["entry"]
+    yield from _entries_converted(entry, options["pages"], arrays["buffer"].dtype.itemsize)
+    if not options["interleaved"] and entry.sizes[-1] % (2 * CHUNK):
+        yield f"`cos_sin` for halves of {entry.sizes[-1] // 2} values: supports multiples of {CHUNK}"
 
 
 def write_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
