@@ -163,9 +163,7 @@ class HotRows:
         dims.check_ints("positions", positions, "B Q K")
         return self._fetch(dims, positions, block_tables, layer, implementation, copied=True)
 
-    def write_mla(
-        self, kv_c, k_pe, positions, block_tables, *, layer, kv_scale=None, implementation=None
-    ) -> "HotRows":
+    def write_mla(self, kv_c, k_pe, positions, block_tables, *, layer, kv_scale=None, implementation=None) -> "HotRows":
         """Stores new tokens, in rows on the device and in host memory.
 
         Args:

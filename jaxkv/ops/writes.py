@@ -31,9 +31,9 @@ def write_mla(
         two tokens have the same slot, it may hold a mixture of both entries afterwards.
       layer: int, or traced int32 scalar.  A traced layer outside the cache writes nothing.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; stored = value / kv_scale.
-      cos_sin: float32 [T, P], the cosines and then the sines of P / 2 angles per token, by which the pairs of `k_pe` are
-        rotated before they are stored.  Products are float32; rotated keys are rounded to the dtype of `k_pe`, then
-        stored as without `cos_sin`.  Different devices may round them differently.
+      cos_sin: float32 [T, P], the cosines and then the sines of P / 2 angles per token, by which the pairs of values of
+        `k_pe` are rotated.  Products and sums are float32, and are rounded to the dtype of `k_pe`; their last bit may
+        differ between devices.  The result is stored as without `cos_sin`.
       interleaved: static; whether pairs are values 2i and 2i + 1 of `k_pe`, instead of i and i + P / 2.  The rotated
         values take the places of the pair: queries must have their values in the same order.
       implementation: None (the best that supports the call), a name, or a sequence of names.

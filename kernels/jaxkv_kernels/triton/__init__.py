@@ -32,6 +32,7 @@ KERNELS: dict[str, Kernel] = {
     "gather_mla": _kernel("entries.gathers.gather_mla", _MLA, unsupported.gather_mla),
     "gather_kv": _kernel("entries.gathers.gather_kv", _KV, unsupported.gather_kv),
     "gather_indexer_k": _kernel("entries.gathers.gather_indexer_k", _INDEXER, unsupported.gather_indexer_k),
+    "gather_entries": _kernel("entries.gathers.gather_entries", {}, unsupported.gather_entries),
     "plan_decode": _kernel("attention.plan_decode.plan_decode", {**_MLA, **_ATTENDED_KV}, unsupported.plan_decode),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _ATTENDED_KV, unsupported.decode_kv),

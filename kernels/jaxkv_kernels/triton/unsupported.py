@@ -47,6 +47,13 @@ def gather_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
 gather_kv = gather_indexer_k = gather_mla
 
 
+def gather_entries(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that gathers the bytes of entries."""
+    del arrays
+    if options["entry"].nbytes > TILE_LIMIT:
+        yield f"entries of {options['entry'].nbytes} bytes: supports at most {TILE_LIMIT}, of a tile in Triton"
+
+
 def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against an `indexer_logits` call."""
     del options

@@ -9,14 +9,11 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jaxkv_kernels.addressing.entry_rows import entry_runs, load_entries, store_entries
-from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.host_memory import memory_at
 
 
 @partial(jax.jit, static_argnames=("pages", "host_pages", "entry", "hot", "copied"))
-def fetch_rows(
-    buffer, maps, address, writes, positions, host_slots, layer, *, pages, host_pages, entry, hot, copied
-):
+def fetch_rows(buffer, maps, address, writes, positions, host_slots, layer, *, pages, host_pages, entry, hot, copied):
     """Gives a row to each token, and copies tokens that had none from host memory (if `copied`) to their rows.
 
     Returns the buffer, the maps [L, B, hot.width] and the slots [B, N] of the rows; -1 for positions [B, N] outside the
@@ -35,7 +32,7 @@ def fetch_rows(
         sources = jnp.where(missing, host_slots, -1)
         shape = jax.ShapeDtypeStruct((*positions.shape, 1, entry.nbytes), jnp.uint8)
         load = partial(_load, pages=host_pages, entry=entry, itemsize=buffer.dtype.itemsize)
-        rows = view_as(jax.pure_callback(load, shape, address, writes, sources, at), entry.dtype)
+        rows = jax.pure_callback(load, shape, address, writes, sources, at)
         buffer = store_entries(buffer, pages, entry, rows, jnp.where(missing, first + target, -1), at)
     return buffer, maps, jnp.where(live, first + row, -1)
 
@@ -66,10 +63,10 @@ def _assign(of_request, position, live, *, hot):
 @partial(jax.jit, static_argnames=("pages", "host_pages", "entry"))
 def store_rows(buffer, address, writes, slots, host_slots, layer, *, pages, host_pages, entry):
     """Copies the rows at slots [n] to host memory at host_slots [n]; returns `writes` plus 1."""
-    rows, valid = load_entries(buffer, pages, entry, slots, layer)
+    rows, valid = load_entries(buffer, pages, entry, slots, layer, dtype=jnp.uint8)
     store = partial(_store, pages=host_pages, entry=entry, itemsize=buffer.dtype.itemsize)
     targets = jnp.where(valid, host_slots, -1)
-    return io_callback(store, jax.ShapeDtypeStruct((1,), jnp.int32), address, writes, targets, layer, view_as(rows, jnp.uint8))
+    return io_callback(store, jax.ShapeDtypeStruct((1,), jnp.int32), address, writes, targets, layer, rows)
 
 
 def _load(address, writes, slots, layer, *, pages, entry, itemsize) -> np.ndarray:

@@ -7,12 +7,12 @@ from support.triton_runs import Triton, interpreted, on_gpu
 
 
 @on_gpu
-class TestWrites(Triton, suites.Writes, suites.WritesInScans):
+class TestWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
     """The whole suite, on the GPU."""
 
 
 @on_gpu
-class TestGathers(Triton, suites.Gathers):
+class TestGathers(Triton, suites.Gathers, suites.GatherEntries):
     """The whole suite, on the GPU."""
 
 
@@ -33,13 +33,13 @@ class TestMerge(Triton, suites.Merge):
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedWrites(Triton, suites.Writes, suites.WritesInScans):
+class TestInterpretedWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
     """The whole suite."""
 
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedGathers(Triton, suites.Gathers):
+class TestInterpretedGathers(Triton, suites.Gathers, suites.GatherEntries):
     """The whole suite."""
 
 

@@ -22,6 +22,8 @@ from support.suites.decode_mla_sparse import DecodeMLASparseChecks as DecodeMLAS
 from support.suites.experts import ExpertChecks as ExpertChecks
 from support.suites.experts import Experts as Experts
 from support.suites.gathers import GatherChecks as GatherChecks
+from support.suites.gathers import GatherEntries as GatherEntries
+from support.suites.gathers import GatherEntriesChecks as GatherEntriesChecks
 from support.suites.gathers import Gathers as Gathers
 from support.suites.in_place import BlocksInScans as BlocksInScans
 from support.suites.in_place import LargeCaches as LargeCaches
@@ -30,6 +32,8 @@ from support.suites.indexer import Indexer as Indexer
 from support.suites.indexer import IndexerChecks as IndexerChecks
 from support.suites.linear import Linear as Linear
 from support.suites.merge import Merge as Merge
+from support.suites.writes import RotatedChecks as RotatedChecks
+from support.suites.writes import RotatedWrites as RotatedWrites
 from support.suites.writes import WriteChecks as WriteChecks
 from support.suites.writes import Writes as Writes
 from support.suites.writes import new_tokens as new_tokens
