@@ -31,6 +31,17 @@ class TestMerge(Triton, suites.Merge):
     """The whole suite, on the GPU."""
 
 
+@on_gpu
+class TestHotRows(Triton, suites.HotRows):
+    """The whole suite, on the GPU."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedHotRows(Triton, suites.HotRows):
+    """The whole suite."""
+
+
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
