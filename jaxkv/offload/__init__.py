@@ -3,6 +3,8 @@
 `prefix_keys` computes a key for each full block of a prompt.  A `HostPool` stores blocks of a cache in host memory and
 loads them back into any block; with a `DiskPool`, it also writes them to files that later processes can load.  A load
 that stops half-way raises `LoadFailed`.  A damaged file raises `DamagedBlock`; its contents never reach a cache.
+
+`HotRows` is a cache in host memory (`HostEntries`), of which the device has the rows that sparse attention used last.
 """
 
 from jaxkv.offload.block_file import DamagedBlock

@@ -95,8 +95,8 @@ class HotRows(HotRowsChecks):
     @pytest.mark.parametrize(
         ("entry", "dtype"),
         [
-            (jaxkv.MLAEntry("fp8_ds_mla", 128, 16), None),
-            slow(jaxkv.MLAEntry("fp8_v4", 64, 16), None),
+            (jaxkv.MLAEntry("fp8_v4", 64, 16), None),
+            slow(jaxkv.MLAEntry("fp8_ds_mla", 128, 16), None),
             slow(jaxkv.MLAEntry("f32", 16, 3), "bfloat16"),
         ],
     )
@@ -133,7 +133,7 @@ class HotRows(HotRowsChecks):
             assert_same_bits(after.maps, hot.maps)
             assert_same_bits(after.cache.buffer, hot.cache.buffer)
 
-    @pytest.mark.parametrize("entry", [jaxkv.MLAEntry("fp8_v4", 64, 16), slow(jaxkv.MLAEntry("f32", 16, 3))])
+    @pytest.mark.parametrize("entry", [jaxkv.MLAEntry("bf16", 16, 8), slow(jaxkv.MLAEntry("fp8_v4", 64, 16))])
     def test_new_tokens_are_stored_on_both_sides(self, entry):
         host, full, tables, hot = self.make(entry)
         rng = np.random.default_rng(3)
