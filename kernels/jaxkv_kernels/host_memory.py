@@ -19,7 +19,14 @@ class HostMemory:
 
     def __init__(self, nbytes: int, device: jax.Device):
         zeros = np.zeros(nbytes, np.uint8)
-        if device.platform == "gpu":
+        import os
+
+        if device.platform == "gpu" and os.environ.get("HUGE"):
+            from jaxkv_kernels.huge import registered
+
+            self.address = registered(nbytes)
+            self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
+        elif device.platform == "gpu":
             sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
             self._array = jax.block_until_ready(jax.device_put(zeros, sharding))
             self.address = self._array.unsafe_buffer_pointer()
