@@ -6,6 +6,8 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
+from jaxkv_kernels.pinned_pages import pinned_pages
+
 PINNED = "pinned_host"
 
 
@@ -18,22 +20,20 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, device: jax.Device):
-        zeros = np.zeros(nbytes, np.uint8)
         import os
 
         if device.platform == "gpu" and os.environ.get("HUGE"):
-            from jaxkv_kernels.huge import registered
-
-            self.address = registered(nbytes)
-            self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
+            self.bytes = pinned_pages(nbytes, device)
+            self.address = self.bytes.ctypes.data
         elif device.platform == "gpu":
             sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
+            zeros = np.zeros(nbytes, np.uint8)
             self._array = jax.block_until_ready(jax.device_put(zeros, sharding))
             self.address = self._array.unsafe_buffer_pointer()
             self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
         else:
-            self.bytes = zeros
-            self.address = zeros.ctypes.data
+            self.bytes = np.zeros(nbytes, np.uint8)
+            self.address = self.bytes.ctypes.data
         _LIVING[self.address] = self
 
     @property
