@@ -79,6 +79,10 @@ def gather_indexer_k(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
     return jaxkv.gather_indexer_k(jaxkv.KVCache.zeros(INDEXER), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
 
 
+def gather_entries(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
+    return jaxkv.gather_entries(jaxkv.KVCache.zeros(MLA), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
+
+
 def copy_blocks(src=(0, 1), dst=(2, 3)):
     return jaxkv.copy_blocks(jaxkv.KVCache.zeros(MLA), ints(src), ints(dst))
 
@@ -108,9 +112,10 @@ OPERATIONS = (
     gather_mla,
     gather_kv,
     gather_indexer_k,
+    gather_entries,
     copy_blocks,
     read_blocks,
     write_blocks,
     grouped_swiglu,
 )
-LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
+LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3, gather_entries: 3}
