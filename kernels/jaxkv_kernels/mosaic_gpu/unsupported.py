@@ -13,6 +13,7 @@ from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
+from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.experts.config import FEATURES, STEP
@@ -198,7 +199,13 @@ def _origins(pages, buffer) -> Iterator[str]:
 
 def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `write_mla` call."""
-    yield from _entries_moved(arrays, options, [arrays[name].dtype for name in ("kv_c", "k_pe")])
+    if arrays["cos_sin"] is None:
+        yield from _entries_moved(arrays, options, [arrays[name].dtype for name in ("kv_c", "k_pe")])
+        return
+    entry = options["entry"]
+    yield from _entries_converted(entry, options["pages"], arrays["buffer"].dtype.itemsize)
+    if not options["interleaved"] and entry.sizes[-1] % (2 * CHUNK):
+        yield f"`cos_sin` for halves of {entry.sizes[-1] // 2} values: supports multiples of {CHUNK}"
 
 
 def write_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -217,6 +224,18 @@ def gather_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
 
 
 gather_kv = gather_indexer_k = gather_mla
+
+
+def gather_entries(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that gathers the bytes of entries."""
+    entry = options["entry"]
+    if entry.split:
+        yield "split pages: supports entries whose parts lie together"
+    elif options["pages"].num_parts > 1:
+        yield from apart(options)
+    else:
+        whole = EntryBytes(entry.nbytes, entry.one_head)
+        yield from _entries_copied(whole, options["pages"], arrays["buffer"].dtype.itemsize)
 
 
 def merge_states(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
