@@ -13,12 +13,12 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   `StateEntry`.
 - **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
-  read them back.
+  read them back, and `gather_entries` reads their bytes.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, `prefill_kv`, for many new tokens;
   `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
-  `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
-  `select_slots`, which runs them on prompts of any length); `merge_states`.
+  `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of two; the V3.2 indexer (`indexer_logits`,
+  `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few; `TileScaled`, a weight in
@@ -39,7 +39,7 @@ from jaxkv.layout.layout import ORDERS, CacheLayout, Strides
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.blocks import convert_blocks, copy_blocks, read_blocks, write_blocks
-from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
+from jaxkv.ops.gathers import gather_entries, gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
@@ -48,7 +48,7 @@ from jaxkv.ops.prefill.mla import prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.slots import ragged_slots, slots_for
-from jaxkv.ops.sparse import decode_mla_sparse
+from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
 from jaxkv.ops.states import read_state, write_state
 from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
 from jaxkv.support import Explanation, explain
@@ -61,6 +61,7 @@ __all__ = [
     "CacheLayout",
     "DecodePlan",
     "Explanation",
+    "ExtraCache",
     "Group",
     "IndexerEntry",
     "KVCache",
@@ -77,6 +78,7 @@ __all__ = [
     "decode_mla",
     "decode_mla_sparse",
     "explain",
+    "gather_entries",
     "gather_indexer_k",
     "gather_kv",
     "gather_mla",

@@ -1,6 +1,7 @@
 """How the operations are called in the benchmark: a subclass of `Workload` for each family, and a table of them."""
 
 from functools import cached_property
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,17 @@ class Gather(Workload):
         return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes))
 
 
+class GatherEntries(Gather):
+    """Reads the bytes of the tokens of all requests."""
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the entries, read and written."""
+        return 2 * self.entries * self.entry.nbytes
+
+
 class DecodeMLA(Workload):
-    """Attention to latents: the result has their size."""
+    """Attention to latents: the result has the size of their values."""
 
     has_queries = True
     planned = True
@@ -67,13 +77,17 @@ class DecodeMLA(Workload):
     @property
     def traffic(self) -> int:
         """Bytes of entries, queries and results."""
-        values = sum(self.entry.sizes) + self.entry.sizes[0]
+        values = sum(self.entry.sizes) + self._value_dim
         return self.entries * self.entry.nbytes + 2 * np.prod(self.queries).item() * values
 
     @property
     def flops(self) -> int:
         """Flops of both products of attention."""
-        return 2 * self.heads * self.keys * (sum(self.entry.sizes) + self.entry.sizes[0])
+        return 2 * self.heads * self.keys * (sum(self.entry.sizes) + self._value_dim)
+
+    @property
+    def _value_dim(self) -> int:
+        return cast(jaxkv.MLAEntry, self.entry).value_dim
 
     @property
     def keys(self) -> int:
@@ -409,6 +423,7 @@ FAMILIES: dict[str, type[Workload]] = {
     "gather_mla": Gather,
     "gather_kv": Gather,
     "gather_indexer_k": Gather,
+    "gather_entries": GatherEntries,
     "plan_decode": Plan,
     "decode_mla": DecodeMLA,
     "decode_kv": DecodeKV,

@@ -55,6 +55,14 @@ def decode_mla_sparse(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None
     return jaxkv.decode_mla_sparse(*q, cache, ints(slots)[:, None], layer=layer, scale=0.3, counts=counts)
 
 
+def decode_mla_sparse_of_two(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None, counts=None):
+    q = [jnp.ones((2, 1, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
+    first = jaxkv.KVCache.zeros(MLA)
+    counts = None if counts is None else ints(counts)[:, None]
+    extra = jaxkv.ExtraCache(first if cache is None else cache, ints(slots)[:, None], layer, counts)
+    return jaxkv.decode_mla_sparse(*q, first, ints(((-1,), (0,)))[:, None], layer=0, scale=0.3, extra=extra)
+
+
 def planned_decode_mla():
     cache = jaxkv.KVCache.zeros(MLA)
     return decode_mla(plan=jaxkv.plan_decode(cache, ints(TABLES), ints(LENGTHS), num_heads=2), cache=cache)
@@ -91,6 +99,10 @@ def read_state(slots=(0, 7, 7, -1), layer=0):
     return jaxkv.read_state(jaxkv.KVCache.zeros(STATES), ints(slots), layer=layer)
 
 
+def gather_entries(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
+    return jaxkv.gather_entries(jaxkv.KVCache.zeros(MLA), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
+
+
 def copy_blocks(src=(0, 1), dst=(2, 3)):
     return jaxkv.copy_blocks(jaxkv.KVCache.zeros(MLA), ints(src), ints(dst))
 
@@ -122,9 +134,11 @@ OPERATIONS = (
     gather_indexer_k,
     write_state,
     read_state,
+    gather_entries,
     copy_blocks,
     read_blocks,
     write_blocks,
     grouped_swiglu,
 )
 LAYERS = {write_mla: 3, write_state: 3, read_state: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
+LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3, gather_entries: 3}

@@ -142,6 +142,11 @@ def prefill_kv(a, **changes):
     return call(jaxkv.prefill_kv, dict(**given, layer=0, scale=0.1), changes)
 
 
+def decode_mla_sparse_of_two(a, **changes):
+    extra = call(jaxkv.ExtraCache, dict(cache=a.mla, slots=a.chosen, layer=0), changes)
+    return decode_mla_sparse(a, extra=extra)
+
+
 def decode_mla_sparse(a, **changes):
     given = dict(q_latent=a.q_latent[:, None], q_pe=a.q_pe[:, None], cache=a.mla, slots=a.chosen, layer=0, scale=0.1)
     return call(jaxkv.decode_mla_sparse, given, changes)
@@ -168,6 +173,7 @@ def gather(operation, stored):
 gather_mla = gather(jaxkv.gather_mla, "mla")
 gather_kv = gather(jaxkv.gather_kv, "kv")
 gather_indexer_k = gather(jaxkv.gather_indexer_k, "indexer")
+gather_entries = gather(jaxkv.gather_entries, "mla")
 
 
 def select_topk(a, **changes):
@@ -225,6 +231,7 @@ OF_ANY_CACHE = {
     "copy_blocks": (copy_blocks, "mla", "Entry"),
     "read_blocks": (read_blocks, "mla", "Entry"),
     "write_blocks": (write_blocks, "mla", "Entry"),
+    "gather_entries": (gather_entries, "mla", "Entry"),
 }
 OF_NO_CACHE = {
     "select_topk": select_topk,
@@ -243,7 +250,12 @@ OF_BATCHES = {
     "indexer_logits": indexer_logits,
     "select_slots": select_slots,
 }
-OF_RUNS = {"gather_mla": gather_mla, "gather_kv": gather_kv, "gather_indexer_k": gather_indexer_k}
+OF_RUNS = {
+    "gather_mla": gather_mla,
+    "gather_kv": gather_kv,
+    "gather_indexer_k": gather_indexer_k,
+    "gather_entries": gather_entries,
+}
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 

@@ -5,14 +5,14 @@ the window, and on every fourth one through the compressed entries: a wrong bloc
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.models import OneDevice
 from jaxkv.serving import program
 from support import toy_model
 from support.toy_model import HEADS, HIDDEN, LATENT, LONGEST, ROOM, ROPE, SCALE, VOCAB
@@ -33,11 +33,8 @@ class Config(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class HybridModel:
-    params: Any
+class HybridModel(toy_model.ToyModel):
     config: Config = field(default=Config(), metadata={"static": True})
-    implementation: Any = field(default=None, metadata={"static": True})
-    parallel: OneDevice = field(default=OneDevice(), metadata={"static": True})
 
     def layout(self, num_blocks, block_size, order="BLNHC"):
         sizes = {"": block_size, "window": self.config.window_block, "state": self.config.state_block}
@@ -79,15 +76,7 @@ def random_params(seed=0):
 
 def install(monkeypatch):
     """Has engines run this model's programs."""
-    monkeypatch.setattr(program, "step", step)
-
-
-def step(model, cache, *batches):
-    found = []
-    for batch in batches:
-        cache, logits = prefill(model, cache, *batch)
-        found.append(logits)
-    return cache, jnp.concatenate(found)
+    monkeypatch.setattr(program, "step", partial(toy_model.step, prefill=prefill))
 
 
 def prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping):
