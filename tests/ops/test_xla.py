@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv_kernels.expert_groups import chosen_experts, expert_groups
 from jaxkv_kernels.logit_cap import capped
 from jaxkv_kernels.xla import experts
@@ -32,11 +33,26 @@ class TestDecodeMLASparse(suites.DecodeMLASparse):
     implementation = "xla"
 
 
+class TestExtraSlots(suites.ExtraSlots):
+    implementation = "xla"
+    forms = (
+        ("f32", "bf16"),
+        ("fp8", "fp8_ds_mla"),
+        ("f16", "fp8"),
+        (jaxkv.MLAEntry.typical("fp8_v41"), jaxkv.MLAEntry.typical("fp4_v41")),
+        (jaxkv.MLAEntry.typical("fp8_v4"), jaxkv.MLAEntry.typical("fp8_v41")),
+    )
+
+
 class TestIndexer(suites.Indexer):
     implementation = "xla"
 
 
 class TestMerge(suites.Merge):
+    implementation = "xla"
+
+
+class TestStates(suites.States):
     implementation = "xla"
 
 

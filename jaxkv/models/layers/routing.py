@@ -14,9 +14,11 @@ def route(config: Experts, weights, x) -> tuple[jax.Array, jax.Array]:
     V2 (arXiv 2405.04434, section 2.1) uses softmax scores.  V3 (arXiv 2412.19437, section 2.1.2) uses sigmoid scores.
     A bias per expert, if the model has one, balances the load: it is added to the scores for the choice of experts, but
     not for their weights.  With groups, only experts of the best groups may be chosen; the score of a group is that of
-    its best expert (V2), or the sum of its two best (V3).
+    its best expert (V2), or the sum of its two best (V3).  The logits of GPT-OSS have a bias, too.
     """
     logits = linear(x.astype(jnp.float32), weights["router"])
+    if "logit_bias" in weights:
+        logits = logits + with_rank(weights["logit_bias"], logits.ndim)
     scores, leaders = (jax.nn.softmax(logits), 1) if config.scoring == "softmax" else (jax.nn.sigmoid(logits), 2)
     bias = weights.get("router_bias")
     choice = scores if bias is None else scores + with_rank(bias, scores.ndim)

@@ -72,7 +72,7 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield f"`k` of {options['k']}: supports at most {MOST_BEST}"
 
 
-LATENT, ROPE, HEAD_DIM = 512, 64, 256
+LATENT, ROPE, HEAD_DIM = 512, 64, 512
 """The largest parts of entries whose tiles fit in shared memory."""
 
 
@@ -87,6 +87,8 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
 
 def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla_sparse` call."""
+    if arrays["extra"] is not None:
+        yield "`extra`: supports one cache per call"
     yield from decode_mla(arrays, options)
     yield from _batch_invariant(options)
 

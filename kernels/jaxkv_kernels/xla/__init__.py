@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxkv_kernels.formats import FORMATS
-from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry, unlisted
+from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.kernel import Kernel, nothing
 from jaxkv_kernels.xla.attention import decode_kv, decode_mla
 from jaxkv_kernels.xla.blocks import copy_blocks, read_blocks, write_blocks
@@ -19,6 +20,7 @@ from jaxkv_kernels.xla.linear import scaled_linear
 from jaxkv_kernels.xla.merge import merge_states
 from jaxkv_kernels.xla.plan import plan_decode
 from jaxkv_kernels.xla.sparse import decode_mla_sparse
+from jaxkv_kernels.xla.states import read_state, write_state
 from jaxkv_kernels.xla.writes import write_indexer_k, write_kv, write_mla
 
 
@@ -27,6 +29,13 @@ def _batch_invariant(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> I
     del arrays
     if options["batch_invariant"]:
         yield "cannot be batch-invariant: the last bits of a result depend on the shape of the batch"
+
+
+def _extra(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the reasons against a call of `decode_mla_sparse`, with or without a second cache."""
+    if arrays["extra"] is not None:
+        yield from unlisted(_MLA, {"entry": arrays["extra"].entry})
+    yield from _batch_invariant(arrays, options)
 
 
 def _kernel(
@@ -39,6 +48,7 @@ def _kernel(
 _MLA: Listed = {MLAEntry: FORMATS}
 _KV: Listed = {KVEntry: FORMATS}
 _INDEXER: Listed = {IndexerEntry: FORMATS}
+_STATE: Listed = {StateEntry: StateEntry.formats}
 
 KERNELS: dict[str, Kernel] = {
     "write_mla": _kernel(write_mla, _MLA),
@@ -51,10 +61,12 @@ KERNELS: dict[str, Kernel] = {
     "plan_decode": _kernel(plan_decode, {**_MLA, **_KV}, _batch_invariant),
     "decode_mla": _kernel(decode_mla, _MLA),
     "decode_kv": _kernel(decode_kv, _KV),
-    "decode_mla_sparse": _kernel(decode_mla_sparse, _MLA, _batch_invariant),
+    "decode_mla_sparse": _kernel(decode_mla_sparse, _MLA, _extra),
     "indexer_logits": _kernel(indexer_logits, _INDEXER),
     "select_topk": _kernel(select_topk, {}),
     "merge_states": _kernel(merge_states, {}),
+    "write_state": _kernel(write_state, _STATE),
+    "read_state": _kernel(read_state, _STATE),
     "copy_blocks": _kernel(copy_blocks, {}),
     "read_blocks": _kernel(read_blocks, {}),
     "write_blocks": _kernel(write_blocks, {}),

@@ -21,6 +21,8 @@ from support.suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
 from support.suites.decode_mla_sparse import DecodeMLASparseChecks as DecodeMLASparseChecks
 from support.suites.experts import ExpertChecks as ExpertChecks
 from support.suites.experts import Experts as Experts
+from support.suites.extra_slots import ExtraSlots as ExtraSlots
+from support.suites.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
 from support.suites.gathers import GatherChecks as GatherChecks
 from support.suites.gathers import GatherEntries as GatherEntries
 from support.suites.gathers import GatherEntriesChecks as GatherEntriesChecks
@@ -34,6 +36,8 @@ from support.suites.indexer import Indexer as Indexer
 from support.suites.indexer import IndexerChecks as IndexerChecks
 from support.suites.linear import Linear as Linear
 from support.suites.merge import Merge as Merge
+from support.suites.states import StateChecks as StateChecks
+from support.suites.states import States as States
 from support.suites.writes import RotatedChecks as RotatedChecks
 from support.suites.writes import RotatedWrites as RotatedWrites
 from support.suites.writes import WriteChecks as WriteChecks
