@@ -6,8 +6,6 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
-from jaxkv_kernels.pinned_pages import pinned_pages
-
 PINNED = "pinned_host"
 
 
@@ -20,20 +18,15 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, device: jax.Device):
-        import os
-
-        if device.platform == "gpu" and os.environ.get("HUGE"):
-            self.bytes = pinned_pages(nbytes, device)
-            self.address = self.bytes.ctypes.data
-        elif device.platform == "gpu":
+        zeros = np.zeros(nbytes, np.uint8)
+        if device.platform == "gpu":
             sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
-            zeros = np.zeros(nbytes, np.uint8)
             self._array = jax.block_until_ready(jax.device_put(zeros, sharding))
             self.address = self._array.unsafe_buffer_pointer()
             self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
         else:
-            self.bytes = np.zeros(nbytes, np.uint8)
-            self.address = self.bytes.ctypes.data
+            self.bytes = zeros
+            self.address = zeros.ctypes.data
         _LIVING[self.address] = self
 
     @property
