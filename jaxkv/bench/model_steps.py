@@ -69,7 +69,7 @@ class Steps:
         slots = jaxkv.slots_for(tables, positions, block_size=BLOCK_SIZE)
         self._index = jnp.full(requests, tokens, jnp.int32), tables, slots
         self._tokens = jnp.zeros((requests, new_tokens), jnp.int32)
-        self._run: Any = jax.jit(_step, donate_argnums=1)
+        self._run: Any = jax.jit(_step, donate_argnums=(1, 2))
 
     def compile(self) -> None:
         """Compiles the step, which may be done in a thread."""
