@@ -48,6 +48,10 @@ class TestExperts(suites.Experts):
     implementation = "xla"
 
 
+class TestRouting(suites.Routing):
+    implementation = "xla"
+
+
 class TestLinear(suites.Linear):
     implementation = "xla"
 

@@ -16,10 +16,12 @@ from jaxkv_kernels.mosaic_gpu.experts.linear import parts_of
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
 from support import suites
+from support.available import assume_available
 from support.cases import slow
 from support.hopper import kernel_operands, on_hopper, read_early
 from support.suites.experts import arguments, scaled
 from support.suites.linear import operands
+from support.suites.routing import V2, V3
 
 
 class Mosaic:
@@ -40,6 +42,20 @@ class TestExperts(Mosaic, suites.Experts):
     @pytest.mark.parametrize("tokens", [1, 100, 2000])
     def test_weights_in_float8_of_a_published_size(self, tokens):
         self.check(scaled(arguments(tokens, count=16, chosen=6, width=2048, inner=1408)))
+
+
+@on_hopper
+class TestRouting(Mosaic, suites.Routing):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedRouting(Mosaic, suites.RoutingChecks):
+    """Which token a warp has; what its lanes do is not interpreted."""
+
+    @pytest.mark.parametrize("tokens", [1, 6])
+    def test_experts_of_v3(self, tokens):
+        self.drawn(tokens, 256, bias=True, **V3)
 
 
 @on_hopper
@@ -156,6 +172,20 @@ def test_published_sizes_with_a_shared_expert_lower(tokens):
     check_lowering(shapes(tokens, 6, 64, width, 1408), shared=tuple(shared), joined=tokens != 256)
 
 
+@pytest.mark.parametrize(("experts", "options"), [(64, V2), (256, V3)], ids=["v2", "v3"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_choices_of_experts_lower(experts, options, biased):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(5, experts), (experts,)][: 1 + biased]]
+
+    def call(logits, bias=None):
+        return jaxkv.select_experts(logits, bias=bias, implementation="mosaic_gpu", **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        assume_available(patch, mosaic_gpu)
+        text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(kernel_operands(text)) == 1
+
+
 @pytest.mark.parametrize(
     ("sizes", "parts"), [((7168, 16384), 2), ((576, 7168), 14), slow((24576, 1536), 2), slow((2048, 7168), 8)]
 )
@@ -193,6 +223,20 @@ def check_lowering(arguments, shared=None, joined=False):
 def test_explain_reports_unsupported_calls(sizes, dtype, reason):
     with interpreting(True):
         found = jaxkv.explain(jaxkv.grouped_swiglu, *shapes(5, *sizes, jnp.dtype(dtype)))
+    assert found.reasons["mosaic_gpu"] == (reason,)
+
+
+@pytest.mark.parametrize(
+    ("experts", "options", "reason"),
+    [
+        (2048, V2, "2048 experts: supports up to 1024"),
+        (64, {"per_token": 33}, "33 experts per token: supports up to 32"),
+        (160, V3, "groups of 20 experts: supports multiples of 32"),
+    ],
+)
+def test_explain_reports_unsupported_choices(experts, options, reason):
+    with interpreting(True):
+        found = jaxkv.explain(jaxkv.select_experts, jax.ShapeDtypeStruct((5, experts), jnp.float32), **options)
     assert found.reasons["mosaic_gpu"] == (reason,)
 
 
