@@ -13,6 +13,7 @@ from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.linear import parts_of
+from jaxkv_kernels.mosaic_gpu.experts.listing import list_chosen
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
 from support import suites
@@ -47,6 +48,36 @@ class TestExperts(Mosaic, suites.Experts):
 @on_hopper
 class TestRouting(Mosaic, suites.Routing):
     """The whole suite, on the GPU."""
+
+
+class Listing(Mosaic):
+    """Which experts are listed."""
+
+    @pytest.mark.parametrize(
+        ("tokens", "chosen", "count", "more"), [(1, 6, 64, 2), (32, 6, 64, 0), (5, 2, 3, 1), (64, 12, 990, 34)]
+    )
+    def test_those_that_are_chosen(self, tokens, chosen, count, more):
+        ids = np.random.default_rng(0).integers(-2, count + 3, (tokens, chosen)).astype(np.int32)
+        options = {"count": count, "more": more, "size": 3, "interpret": self.interpret}
+        found, starts, sizes, (listed,) = map(np.asarray, list_chosen(jnp.asarray(ids), **options))
+        right = sorted({*ids[(ids >= 0) & (ids < count)].tolist(), *range(count, count + more)})
+        assert len(found) == min(count, ids.size) + more
+        assert found[:listed].tolist() == right
+        assert (starts[:listed] == 3 * np.asarray(right)).all()
+        assert (sizes[:listed] == 3).all()
+
+
+@on_hopper
+class TestListing(Listing):
+    """On the GPU."""
+
+    interpret = False
+
+
+class TestInterpretedListing(Listing):
+    """The shapes; what lanes do is not interpreted."""
+
+    interpret = True
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -203,10 +234,11 @@ def check_lowering(arguments, shared=None, joined=False):
     run = mosaic_gpu.KERNELS["grouped_swiglu"].run
     traced = jax.jit(run).trace(*arguments, shared)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    gate_up, down = kernel_operands(text)
+    *listed, gate_up, down = kernel_operands(text)
     # The second kernel reads tiles and weights early, which are older than the first one; its first operand is not.
-    first, second = read_early(traced.jaxpr)
-    assert not first
+    *before, second = read_early(traced.jaxpr)
+    assert len(before) == 1 + len(listed)
+    assert not any(before)
     assert [len(shape) for shape in second] == [1, 1, *[3] * (1 + joined)]
     assert {*down[1:]} <= {*gate_up}
     assert "stablehlo.sort" not in text

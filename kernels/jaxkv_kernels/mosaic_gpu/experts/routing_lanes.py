@@ -1,4 +1,4 @@
-"""What one lane does to choose the experts of its warp's token (`routing.py`): inline PTX."""
+"""What one lane does to choose experts (`routing.py`), and to list those that are chosen (`listing.py`): inline PTX."""
 
 import struct
 
@@ -7,7 +7,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
 
-LANES = 32
+LANES, WARPGROUP = 32, 128
 OUT = "0x80000000"
 """The key of an expert that cannot be chosen: the lowest int32."""
 START = """
@@ -24,6 +24,30 @@ ORDERED = "shr.s32 i, {of}, 31; and.b32 i, i, 0x7FFFFFFF; xor.b32 {to}, {of}, i;
 STORE = """
 setp.lt.and.u32 q, lane, {chosen}, inside; mul.wide.u32 row, token, {bytes}; mul.wide.u32 a, lane, 4; add.s64 row, row, a;
 add.s64 a, row, ${ids}; @q st.global.b32 [a], mine; add.s64 a, row, ${weights}; @q st.global.f32 [a], own;
+"""
+
+CLEAR = """
+.reg .pred p, q, first; .reg .b32 lane, thread, i, id, word, bits, own, before, total, place; .reg .b64 a, b;
+mov.u32 thread, %tid.x; mov.u32 lane, %laneid; setp.lt.u32 first, thread, 32;
+shl.b32 i, thread, 2; add.s32 i, i, $5; mov.b32 bits, {bits}; @first st.shared.b32 [i], bits;
+bar.sync 1, 128;
+"""
+SET = """
+add.s32 i, thread, {start}; setp.lt.u32 p, i, {choices}; mul.wide.u32 a, i, 4; add.s64 a, a, $0; mov.b32 id, -1;
+@p ld.global.b32 id, [a]; setp.lt.u32 q, id, {count}; shr.u32 word, id, 5; and.b32 i, id, 31; mov.b32 bits, 1;
+shl.b32 bits, bits, i; shl.b32 word, word, 2; add.s32 word, word, $5; @q red.shared.or.b32 [word], bits;
+"""
+COUNT = """
+bar.sync 1, 128;
+shl.b32 i, lane, 2; add.s32 i, i, $5; ld.shared.b32 own, [i]; popc.b32 total, own; mov.b32 before, total;
+"""
+PLACE = """
+shfl.sync.idx.b32 bits, own, {word}, 31, -1; shfl.sync.idx.b32 place, before, {word}, 31, -1;
+mov.b32 i, 1; shl.b32 i, i, lane; and.b32 id, bits, i; setp.ne.and.b32 q, id, 0, first;
+sub.s32 i, i, 1; and.b32 bits, bits, i; popc.b32 bits, bits; add.s32 place, place, bits; mul.wide.u32 a, place, 4;
+add.s32 id, lane, {start}; add.s64 b, a, $1; @q st.global.b32 [b], id;
+mul.lo.s32 id, id, {size}; add.s64 b, a, $2; @q st.global.b32 [b], id;
+mov.b32 id, {size}; add.s64 b, a, $3; @q st.global.b32 [b], id;
 """
 
 
@@ -122,3 +146,24 @@ def _best_groups(registers, groups: int, kept: int, leaders: int):
 def _hex(value: float) -> str:
     """A float32 constant in PTX."""
     return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
+
+
+def list_chosen(refs, choices: int, count: int, more: int, size: int) -> None:
+    """Stores the tiles of the chosen experts; `refs` are the choices, the four results and words in shared memory."""
+    always = ((1 << more) - 1) << count
+    words = range(-(-(count + more) // LANES))
+    code = [CLEAR.format(bits=0)]
+    for word in words:  # the first warp's words; a lane stores one
+        if bits := always >> (LANES * word) & 0xFFFFFFFF:
+            code.append(f"setp.eq.u32 q, thread, {word}; mov.b32 bits, {bits:#x}; @q st.shared.b32 [i], bits;\n")
+    if always:
+        code.append("bar.sync 1, 128;\n")
+    code += (SET.format(start=start, choices=choices, count=count) for start in range(0, choices, WARPGROUP))
+    code.append(COUNT)
+    for lanes in (1, 2, 4, 8, 16):
+        code.append(f"shfl.sync.up.b32 i|p, before, {lanes}, 0, -1; @p add.s32 before, before, i;\n")
+    code.append("shfl.sync.idx.b32 id, before, 31, 31, -1; sub.s32 before, before, total;\n")
+    code.append("setp.eq.u32 q, thread, 0; @q st.global.b32 [$4], id;\n")
+    code += (PLACE.format(word=word, start=LANES * word, size=size) for word in words)
+    pointers = (mgpu.utils.memref_ptr(ref) for ref in refs)
+    ptx("{" + "".join(code) + "}", *pointers, result_types=None, has_side_effects=True, convergent=True)
