@@ -31,9 +31,11 @@ def with_rank(vector, ndim: int) -> jax.Array:
 
 def rms_norm(x, weight, eps: float) -> jax.Array:
     """x [..., n] divided by its root mean square, which is computed in float32, times `weight` [n]."""
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
-    return with_rank(weight, x.ndim) * wide.astype(x.dtype)
+    wide, size = x.astype(jnp.float32), x.shape[-1]
+    # The mean of x**2 + eps.  If it were divided and `eps` were added after the sum, XLA would need another kernel for
+    # the norm of a single token on GPUs.
+    mean = (wide * wide * (1 / size) + eps / size).sum(axis=-1, keepdims=True)
+    return with_rank(weight, x.ndim) * (wide * lax.rsqrt(mean)).astype(x.dtype)
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:
