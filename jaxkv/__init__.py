@@ -20,7 +20,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`; `TileScaled`, a weight in
-  float8, and `scaled_linear`, tokens times such a weight.
+  float8, and `scaled_linear`, tokens times such a weight;
+  `prefetch`, which reads weights into the L2 cache ahead of time.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
@@ -41,6 +42,7 @@ from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
+from jaxkv.ops.prefetch import prefetch
 from jaxkv.ops.prefill.kv import prefill_kv
 from jaxkv.ops.prefill.mla import prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
@@ -83,6 +85,7 @@ __all__ = [
     "mla_ragged_paged_attention",
     "plan_decode",
     "positions_to_slots",
+    "prefetch",
     "prefill_kv",
     "prefill_mla",
     "ragged_paged_attention",

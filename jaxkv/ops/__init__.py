@@ -1,6 +1,6 @@
 """The public operations: each checks its arguments, chooses an implementation and runs its kernel."""
 
-from jaxkv.ops import attention, blocks, gathers, indexer, merge, plan, products, routing, sparse, writes
+from jaxkv.ops import attention, blocks, gathers, indexer, merge, plan, prefetch, products, routing, sparse, writes
 from jaxkv.ops.operation import Operation
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -12,6 +12,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *indexer.OPERATIONS,
     *merge.OPERATIONS,
     *blocks.OPERATIONS,
+    *prefetch.OPERATIONS,
     *routing.OPERATIONS,
     *products.OPERATIONS,
 )

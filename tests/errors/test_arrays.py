@@ -21,6 +21,7 @@ from errors.calls import (
     positions_to_slots,
     prefill_mla,
     read_blocks,
+    prefetch,
     scaled_linear,
     select_experts,
     select_topk,
@@ -290,6 +291,8 @@ DTYPES = [
         lambda a: select_experts(a, logits=a.logits.astype("bfloat16")),
         ["`logits`", "bfloat16", "float32"],
     ),
+    ("nothing to prefetch", lambda a: prefetch(a, arrays=[]), ["`arrays` is empty", "one array"]),
+    ("a list to prefetch", lambda a: prefetch(a, arrays=[[1.0]]), ["`arrays[0]`", "[1.0]", "an array"]),
     ("bias of other experts", lambda a: select_experts(a, bias=a.logits[0, :3]), ["`bias`", "(3,)", "`logits`"]),
     (
         "shared experts of another width",

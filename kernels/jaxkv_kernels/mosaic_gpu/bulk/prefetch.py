@@ -1,6 +1,6 @@
 """Prefetches arrays to the L2 cache, for kernels that follow: memory is then read while others wait for latencies.
 
-Work.  A CTA of one warpgroup has every so-manieth chunk of each array.  One of its threads starts the prefetches, and
+Work.  A CTA of one warpgroup has its share of the chunks of each array.  One of its threads starts the prefetches, and
 nothing waits for them.
 
 What bounds it: the launch.
@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import prefetch_to_l2
 
@@ -23,9 +24,13 @@ CHUNK = 16384
 """Bytes of a prefetch."""
 
 
-@partial(jax.jit, static_argnames="interpret")
-def prefetch(x, arrays, *, interpret):
+def prefetch(x, arrays):
     """`x` as it is, after the prefetches of `arrays` have been started; their sizes are multiples of 16 bytes."""
+    return _prefetch(x, arrays, interpret=bool(interpreting.value))
+
+
+@partial(jax.jit, static_argnames="interpret")
+def _prefetch(x, arrays, *, interpret):
     flat = [array.reshape(-1) for array in arrays]
 
     def body(*refs):
