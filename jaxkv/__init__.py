@@ -9,19 +9,21 @@ Operations are pure functions: they take the cache and the layer as arguments, a
     cache = write_mla(cache, kv_c, k_pe, slots, layer=5)
     out = decode_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer=5, scale=192**-0.5)
 
-- **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`.
+- **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`,
+  `StateEntry`.
 - **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
-  read them back.
+  read them back, and `gather_entries` reads their bytes.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, `prefill_kv`, for many new tokens;
   `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
-  `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
-  `select_slots`, which runs them on prompts of any length); `merge_states`.
+  `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of two; the V3.2 indexer (`indexer_logits`,
+  `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on prompts of any length); `merge_states`.
+- **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
-- **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`; `TileScaled`, a weight in
-  float8, and `scaled_linear`, tokens times such a weight;
-  `prefetch`, which reads weights into the L2 cache ahead of time.
+- **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
+  `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight; `prefetch`, which reads weights into
+  the L2 cache ahead of time.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
@@ -38,7 +40,7 @@ from jaxkv.layout.layout import ORDERS, CacheLayout, Strides
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.blocks import convert_blocks, copy_blocks, read_blocks, write_blocks
-from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
+from jaxkv.ops.gathers import gather_entries, gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
@@ -49,10 +51,12 @@ from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.routing import select_experts
 from jaxkv.ops.slots import ragged_slots, slots_for
-from jaxkv.ops.sparse import decode_mla_sparse
+from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
+from jaxkv.ops.states import read_state, write_state
 from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
 from jaxkv.support import Explanation, explain
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.tile_scaled import TileScaled
 
 __all__ = [
@@ -60,12 +64,14 @@ __all__ = [
     "CacheLayout",
     "DecodePlan",
     "Explanation",
+    "ExtraCache",
     "Group",
     "IndexerEntry",
     "KVCache",
     "KVEntry",
     "MLAEntry",
     "PackedLayout",
+    "StateEntry",
     "Strides",
     "TileScaled",
     "checked",
@@ -75,6 +81,7 @@ __all__ = [
     "decode_mla",
     "decode_mla_sparse",
     "explain",
+    "gather_entries",
     "gather_indexer_k",
     "gather_kv",
     "gather_mla",
@@ -91,6 +98,7 @@ __all__ = [
     "ragged_paged_attention",
     "ragged_slots",
     "read_blocks",
+    "read_state",
     "scaled_linear",
     "select_experts",
     "select_slots",
@@ -100,6 +108,7 @@ __all__ = [
     "write_indexer_k",
     "write_kv",
     "write_mla",
+    "write_state",
 ]
 
 __version__ = version("jaxkv")

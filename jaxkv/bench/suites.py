@@ -45,7 +45,10 @@ def _cpu() -> Iterator[Workload]:
     yield cross(operation="decode_kv", requests=2, heads=16, tokens=2048, kv_heads=4)
     yield cross(operation="write_indexer_k", requests=2, tokens=4096)
     yield cross(operation="gather_indexer_k", requests=2, tokens=4096)
+    yield cross(operation="gather_entries", requests=2, tokens=4096, format="fp8_ds_mla")
     yield cross(operation="indexer_logits", requests=2, heads=16, tokens=4096)
+    yield cross(operation="write_state", requests=2, tokens=1, block_size=1)
+    yield cross(operation="read_state", requests=2, tokens=1, block_size=1)
     yield cross(operation="copy_blocks", requests=1, tokens=2048)
     yield cross(operation="read_blocks", requests=1, tokens=2048)
     yield cross(operation="write_blocks", requests=1, tokens=2048)
@@ -116,6 +119,7 @@ def _copies() -> Iterator[Workload]:
     yield mla(operation="gather_kv", requests=8, tokens=1024, kv_heads=8)
     yield mla(operation="write_indexer_k", requests=8, tokens=1024)
     yield mla(operation="gather_indexer_k", requests=8, tokens=1024)
+    yield mla(operation="gather_entries", requests=8, tokens=1024, format="fp8_ds_mla")
     yield mla(operation="copy_blocks", requests=1, tokens=4096)
     yield mla(operation="read_blocks", requests=1, tokens=4096)
     yield mla(operation="write_blocks", requests=1, tokens=4096)
@@ -133,6 +137,8 @@ def _models() -> Iterator[Workload]:
     for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
         yield logits(operation="indexer_logits", format="bf16", **_shape(shape))
     yield logits(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
+    for operation in ("write_state", "read_state"):
+        yield workload(suite="models", operation=operation, requests=64, tokens=1, layers=4, block_size=1)
     experts = partial(workload, suite="models", operation="grouped_swiglu", layers=1)
     for tokens in (1, 32, 128, 256, 512, 8192):
         yield experts(requests=tokens, tokens=64, chosen=6)

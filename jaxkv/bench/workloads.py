@@ -1,6 +1,7 @@
 """How the operations are called in the benchmark: a subclass of `Workload` for each family, and a table of them."""
 
 from functools import cached_property
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,17 @@ class Gather(Workload):
         return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes))
 
 
+class GatherEntries(Gather):
+    """Reads the bytes of the tokens of all requests."""
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the entries, read and written."""
+        return 2 * self.entries * self.entry.nbytes
+
+
 class DecodeMLA(Workload):
-    """Attention to latents: the result has their size."""
+    """Attention to latents: the result has the size of their values."""
 
     has_queries = True
     planned = True
@@ -67,13 +77,17 @@ class DecodeMLA(Workload):
     @property
     def traffic(self) -> int:
         """Bytes of entries, queries and results."""
-        values = sum(self.entry.sizes) + self.entry.sizes[0]
+        values = sum(self.entry.sizes) + self._value_dim
         return self.entries * self.entry.nbytes + 2 * np.prod(self.queries).item() * values
 
     @property
     def flops(self) -> int:
         """Flops of both products of attention."""
-        return 2 * self.heads * self.keys * (sum(self.entry.sizes) + self.entry.sizes[0])
+        return 2 * self.heads * self.keys * (sum(self.entry.sizes) + self._value_dim)
+
+    @property
+    def _value_dim(self) -> int:
+        return cast(jaxkv.MLAEntry, self.entry).value_dim
 
     @property
     def keys(self) -> int:
@@ -155,6 +169,45 @@ class Logits(Workload):
     def flops(self) -> int:
         """Flops of the product of queries and keys."""
         return 2 * self.heads * self.q_len * int(self.lengths.sum()) * self.entry.sizes[0]
+
+
+class WriteState(Workload):
+    """Stores a state of each request: those of a layer with the gated delta rule of Qwen3-Next."""
+
+    usual_format = "state"
+
+    @property
+    def entry(self):
+        """The states of the convolution and of the recurrence."""
+        return jaxkv.StateEntry({"conv": ((8192, 3), "bfloat16"), "recurrent": ((32, 128, 128), "float32")})
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the arrays of the states."""
+        return [((self.requests, *shape), dtype) for _, shape, dtype in self.entry.arrays]
+
+    def index(self, requests, rng):
+        """The slot of each request: that of its first token."""
+        return [], [requests.slots(np.arange(self.requests), np.zeros(self.requests, np.int32))]
+
+    def arguments(self, cache, values, index, layer):
+        """The cache, the states by name, and slots."""
+        states = [self.entry.named(values)] if values else []
+        return (cache, *states, *index), {"layer": layer}
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the states, read and written."""
+        return 2 * self.requests * self.entry.nbytes
+
+
+class ReadState(WriteState):
+    """Reads a state of each request."""
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """No arrays."""
+        return []
 
 
 class Plan(Workload):
@@ -370,6 +423,7 @@ FAMILIES: dict[str, type[Workload]] = {
     "gather_mla": Gather,
     "gather_kv": Gather,
     "gather_indexer_k": Gather,
+    "gather_entries": GatherEntries,
     "plan_decode": Plan,
     "decode_mla": DecodeMLA,
     "decode_kv": DecodeKV,
@@ -377,6 +431,8 @@ FAMILIES: dict[str, type[Workload]] = {
     "indexer_logits": Logits,
     "select_topk": TopK,
     "merge_states": Merge,
+    "write_state": WriteState,
+    "read_state": ReadState,
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,

@@ -35,6 +35,26 @@ class Write(Case):
         return (draw_distinct(rng, live.size, self.count),), {}
 
 
+class WriteState(Write):
+    """Stores states at distinct slots."""
+
+    def arguments(self, cache, values, draw, layer):
+        """The cache, the states by name, and slots."""
+        states = dict(zip(self.layout.entry.named_sizes, values, strict=True))
+        return (cache, states, *draw.index), {"layer": layer}
+
+
+class ReadState(Case):
+    """Reads states, some of them twice, and of slots outside the cache."""
+
+    def index(self, rng, live) -> Index:
+        """The slots to read."""
+        outside = rng.random(self.count) < pick(rng, 0, 0.1, 1)
+        slots = np.where(outside, rng.choice([*FAR, live.size], self.count), rng.integers(live.size, size=self.count))
+        live[slots[~outside]] = True
+        return (slots,), {}
+
+
 class Gather(Case):
     """Reads runs of tokens."""
 
@@ -57,6 +77,19 @@ class Gather(Case):
         reveal(live, self.layout, tables, starts, ends)
         keywords = {"seq_starts": starts.astype(np.int32)} if given else {}
         return (tables, np.cumsum([0, *(ends - starts)])), keywords
+
+
+class GatherEntries(Gather):
+    """Reads the bytes of entries."""
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The option `total`."""
+        return {"options": {"total": fields["count"]}}
+
+    def arguments(self, cache, values, draw, layer):
+        """Those of a gather, without scales."""
+        return super().arguments(cache, values, draw._replace(scales={}), layer)
 
 
 class Queries(Case):
@@ -197,8 +230,8 @@ class Sparse(DecodeMLA):
 
     @classmethod
     def optional(cls):
-        """`counts` (how many slots are used) and `sinks`."""
-        return ("counts", "sinks")
+        """`counts` (how many slots are used), `sinks`, and `extra` (more slots of the same cache, as of another)."""
+        return ("counts", "sinks", "extra")
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -208,21 +241,39 @@ class Sparse(DecodeMLA):
         return {**found, "options": options}
 
     def index(self, rng, live) -> Index:
-        """Slots, some of them masked."""
+        """Slots, some of them masked, of one or two caches."""
         live |= rng.random(live.size) < rng.random()
-        shape, known = (self.requests, self.q_len, self.count), np.flatnonzero(live)
-        slots = rng.choice(known, shape) if known.size else np.full(shape, -1)
-        masked = rng.random(shape) < pick(rng, 0, 0.1, 1)
-        slots = np.where(masked, rng.choice([*FAR, live.size], shape), slots)
         keywords: dict[str, np.ndarray] = {}
+        slots, counts = self._slots(rng, live, self.count)
         if "counts" in self.extras:
-            counts = rng.integers(self.count + 1, size=shape[:2])
-            unread = np.arange(self.count) >= counts[..., None]
-            slots = np.where(unread, rng.integers(live.size, size=shape), slots)
-            keywords["counts"] = counts.astype(np.int32)
+            keywords["counts"] = counts
+        if "extra" in self.extras:
+            keywords["extra_slots"], keywords["extra_counts"] = self._slots(rng, live, self.count // 2 + 1)
         if "sinks" in self.extras:
             keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
         return (slots,), keywords
+
+    def _slots(self, rng, live, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """`size` slots per query token, and how many of them are used, if the case has counts."""
+        shape, known = (self.requests, self.q_len, size), np.flatnonzero(live)
+        slots = rng.choice(known, shape) if known.size else np.full(shape, -1)
+        masked = rng.random(shape) < pick(rng, 0, 0.1, 1)
+        slots = np.where(masked, rng.choice([*FAR, live.size], shape), slots)
+        counts = rng.integers(size + 1, size=shape[:2]) if "counts" in self.extras else np.full(shape[:2], size)
+        unread = np.arange(size) >= counts[..., None]
+        slots = np.where(unread, rng.integers(live.size, size=shape), slots)
+        return slots.astype(np.int32), counts.astype(np.int32)
+
+    def arguments(self, cache, values, draw, layer):
+        """Queries, the cache and its slots; slots of the cache in the place of another."""
+        keywords = dict(draw.keywords)
+        more = [keywords.pop(name, None) for name in ("extra_slots", "extra_counts")]
+        args, found = super().arguments(cache, values, draw._replace(keywords=keywords), layer)
+        if "extra" in self.extras:
+            slots, counts = more
+            counts = counts if "counts" in self.extras else None
+            found["extra"] = jaxkv.ExtraCache(cache, slots, layer, counts, draw.scales.get("kv_scale"))
+        return args, found
 
 
 class Logits(Queries):
@@ -353,6 +404,7 @@ FAMILIES: dict[str, type[Case]] = {
     "gather_mla": Gather,
     "gather_kv": Gather,
     "gather_indexer_k": Gather,
+    "gather_entries": GatherEntries,
     "plan_decode": Plan,
     "decode_mla": DecodeMLA,
     "decode_kv": DecodeKV,
@@ -360,6 +412,8 @@ FAMILIES: dict[str, type[Case]] = {
     "indexer_logits": Logits,
     "select_topk": TopK,
     "merge_states": Merge,
+    "write_state": WriteState,
+    "read_state": ReadState,
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,11 @@ class Part:
     seq_lens: jax.Array
     block_tables: jax.Array
 
-    plan: DecodePlan | None
+    plan: DecodePlan | tuple[DecodePlan, ...] | None
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
+
+    window_plan: DecodePlan | tuple[DecodePlan, ...] | None
+    """The same for layers with a window."""
 
     expanded: bool = field(metadata={"static": True})
     """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
@@ -37,9 +41,10 @@ class Part:
         """Makes the part from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
         q_len = slot_mapping.shape[1]
         expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
-        plan = None
+        plan = window_plan = None
         if model.config.indexer is None and not expanded:
-            plan = model.parallel.plan_decode(
+            planned = partial(
+                model.parallel.plan_decode,
                 cache,
                 block_tables,
                 seq_lens,
@@ -48,7 +53,9 @@ class Part:
                 dtype=model.dtype,
                 implementation=model.implementation,
             )
-        return cls(seq_lens, block_tables, plan, expanded, slot_mapping.shape)
+            plan, window = planned(), getattr(model.config.attention, "window", None)
+            window_plan = None if window is None else planned(window=window)
+        return cls(seq_lens, block_tables, plan, window_plan, expanded, slot_mapping.shape)
 
 
 @jax.tree_util.register_dataclass

@@ -20,6 +20,8 @@ class Yarn:
     mscale: float | None
     mscale_all_dim: float | None
     attention_factor: float | None
+    truncate: bool = True
+    """Whether the bounds between kept, blended and divided frequencies are rounded to whole pairs."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Experts:
     """0 if there is no shared expert."""
     zero_count: int = 0
     """Experts without weights, numbered after the others, that return their input (LongCat-Flash)."""
+    limit: float | None = None
+    """The largest magnitude of an expert's inner values, as in `grouped_swiglu` (DeepSeek-V4)."""
+    alpha: float | None = None
+    """The factor in the activation of GPT-OSS, as in `grouped_swiglu`; None for SwiGLU."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,14 @@ class GQA:
     num_kv_heads: int
     head_dim: int
     """Size of a head of queries, keys and values."""
+    biases: bool = False
+    """Whether queries, keys, values and the output have biases (GPT-OSS)."""
+    window: int | None = None
+    """In `windowed` layers, a query sees so many tokens, itself included; None if there are no such layers."""
+    windowed: tuple[int, ...] = ()
+    """The layers with a window, in order."""
+    unrotated: tuple[int, ...] = ()
+    """The layers without rotary embedding, in order (SmolLM3)."""
 
     @property
     def rotary_dim(self) -> int:

@@ -1,6 +1,19 @@
 """The public operations: each checks its arguments, chooses an implementation and runs its kernel."""
 
-from jaxkv.ops import attention, blocks, gathers, indexer, merge, plan, prefetch, products, routing, sparse, writes
+from jaxkv.ops import (
+    attention,
+    blocks,
+    gathers,
+    indexer,
+    merge,
+    plan,
+    prefetch,
+    products,
+    routing,
+    sparse,
+    states,
+    writes,
+)
 from jaxkv.ops.operation import Operation
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -11,6 +24,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *sparse.OPERATIONS,
     *indexer.OPERATIONS,
     *merge.OPERATIONS,
+    *states.OPERATIONS,
     *blocks.OPERATIONS,
     *prefetch.OPERATIONS,
     *routing.OPERATIONS,

@@ -67,7 +67,9 @@ def _bind(logits, per_token, bias=None, scoring="softmax", groups=1, groups_per_
     if groups_per_token > groups:
         raise ValueError(f"`groups_per_token` is {groups_per_token}: expected at most the {groups} `groups`")
     if groups > 1 and scoring == "sigmoid" and count == groups:
-        raise ValueError(f"`groups` is {groups}: expected groups of 2 or more of {count} experts, to add their two best")
+        raise ValueError(
+            f"`groups` is {groups}: expected groups of 2 or more of {count} experts, to add their two best"
+        )
     per_token, most = positive_int("per_token", per_token, below=None), count // groups * groups_per_token
     if per_token > most:
         raise ValueError(f"`per_token` is {per_token}: expected at most {most}, the experts of the groups of a token")

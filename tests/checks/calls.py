@@ -9,6 +9,9 @@ MLA = jaxkv.CacheLayout(num_layers=3, num_blocks=6, block_size=4, entry=ENTRY)
 KV = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, num_heads=2, entry=jaxkv.KVEntry("fp8", 8, 4))
 INDEXER = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, entry=jaxkv.IndexerEntry(head_dim=8))
 
+STATE = jaxkv.StateEntry({"conv": ((2, 3), "float32"), "ssm": ((4,), "float32")})
+STATES = jaxkv.CacheLayout(num_layers=3, num_blocks=6, block_size=4, entry=STATE)
+
 TABLES = [[4, 0], [1, 3]]
 LENGTHS = [7, 3]
 
@@ -52,6 +55,14 @@ def decode_mla_sparse(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None
     return jaxkv.decode_mla_sparse(*q, cache, ints(slots)[:, None], layer=layer, scale=0.3, counts=counts)
 
 
+def decode_mla_sparse_of_two(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None, counts=None):
+    q = [jnp.ones((2, 1, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
+    first = jaxkv.KVCache.zeros(MLA)
+    counts = None if counts is None else ints(counts)[:, None]
+    extra = jaxkv.ExtraCache(first if cache is None else cache, ints(slots)[:, None], layer, counts)
+    return jaxkv.decode_mla_sparse(*q, first, ints(((-1,), (0,)))[:, None], layer=0, scale=0.3, extra=extra)
+
+
 def planned_decode_mla():
     cache = jaxkv.KVCache.zeros(MLA)
     return decode_mla(plan=jaxkv.plan_decode(cache, ints(TABLES), ints(LENGTHS), num_heads=2), cache=cache)
@@ -77,6 +88,19 @@ def gather_kv(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
 
 def gather_indexer_k(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
     return jaxkv.gather_indexer_k(jaxkv.KVCache.zeros(INDEXER), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
+
+
+def write_state(slots=(0, 7, -1), layer=0):
+    states = {name: jnp.ones((len(slots), *shape)) for name, shape in STATE.shapes.items()}
+    return jaxkv.write_state(jaxkv.KVCache.zeros(STATES), states, ints(slots), layer=layer)
+
+
+def read_state(slots=(0, 7, 7, -1), layer=0):
+    return jaxkv.read_state(jaxkv.KVCache.zeros(STATES), ints(slots), layer=layer)
+
+
+def gather_entries(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
+    return jaxkv.gather_entries(jaxkv.KVCache.zeros(MLA), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
 
 
 def copy_blocks(src=(0, 1), dst=(2, 3)):
@@ -108,9 +132,13 @@ OPERATIONS = (
     gather_mla,
     gather_kv,
     gather_indexer_k,
+    write_state,
+    read_state,
+    gather_entries,
     copy_blocks,
     read_blocks,
     write_blocks,
     grouped_swiglu,
 )
-LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
+LAYERS = {write_mla: 3, write_state: 3, read_state: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
+LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3, gather_entries: 3}

@@ -20,6 +20,7 @@ class Arrays(NamedTuple):
     kv: jaxkv.KVCache
     kv_fp8: jaxkv.KVCache
     indexer: jaxkv.KVCache
+    states: jaxkv.KVCache
     kv_c: jax.Array
     k_pe: jax.Array
     k: jax.Array
@@ -42,6 +43,8 @@ class Arrays(NamedTuple):
     x: jax.Array
     experts: jax.Array
     shares: jax.Array
+    conv: jax.Array
+    ssm: jax.Array
     gate: jax.Array
     down: jax.Array
 
@@ -59,6 +62,7 @@ def arrays():
         kv=zeros(jaxkv.KVEntry("bf16", head_dim=8, value_dim=4), num_heads=2),
         kv_fp8=zeros(jaxkv.KVEntry("fp8", head_dim=8, value_dim=4), num_heads=2),
         indexer=zeros(jaxkv.IndexerEntry(head_dim=16)),
+        states=zeros(jaxkv.StateEntry({"conv": ((2, 3), "float32"), "ssm": ((4,), "bfloat16")})),
         kv_c=jnp.ones((5, 8)),
         k_pe=jnp.ones((5, 4)),
         k=jnp.ones((5, 2, 8)),
@@ -81,6 +85,8 @@ def arrays():
         x=jnp.ones((5, 8)),
         experts=jnp.arange(10).reshape(5, 2) % 3,
         shares=jnp.ones((5, 2)),
+        conv=jnp.ones((5, 2, 3)),
+        ssm=jnp.ones((5, 4)),
         gate=jnp.ones((3, 4, 8)),
         down=jnp.ones((3, 8, 4)),
     )
@@ -105,6 +111,15 @@ def write_indexer_k(a, **changes):
     return call(jaxkv.write_indexer_k, dict(cache=a.indexer, k=a.key, slot_mapping=a.slots, layer=0), changes)
 
 
+def write_state(a, **changes):
+    given = dict(cache=a.states, states={"conv": a.conv, "ssm": a.ssm}, slots=a.slots, layer=0)
+    return call(jaxkv.write_state, given, changes)
+
+
+def read_state(a, **changes):
+    return call(jaxkv.read_state, dict(cache=a.states, slots=a.slots, layer=0), changes)
+
+
 def decode_mla(a, **changes):
     given = dict(q_latent=a.q_latent, q_pe=a.q_pe, cache=a.mla, block_tables=a.tables, seq_lens=a.lengths)
     return call(jaxkv.decode_mla, dict(**given, layer=0, scale=0.1), changes)
@@ -125,6 +140,11 @@ def prefill_mla(a, **changes):
 def prefill_kv(a, **changes):
     given = dict(q=jnp.tile(a.q[:, None], (1, 5, 1, 1)), cache=a.kv, block_tables=a.tables, seq_lens=a.lengths)
     return call(jaxkv.prefill_kv, dict(**given, layer=0, scale=0.1), changes)
+
+
+def decode_mla_sparse_of_two(a, **changes):
+    extra = call(jaxkv.ExtraCache, dict(cache=a.mla, slots=a.chosen, layer=0), changes)
+    return decode_mla_sparse(a, extra=extra)
 
 
 def decode_mla_sparse(a, **changes):
@@ -153,6 +173,7 @@ def gather(operation, stored):
 gather_mla = gather(jaxkv.gather_mla, "mla")
 gather_kv = gather(jaxkv.gather_kv, "kv")
 gather_indexer_k = gather(jaxkv.gather_indexer_k, "indexer")
+gather_entries = gather(jaxkv.gather_entries, "mla")
 
 
 def select_topk(a, **changes):
@@ -201,6 +222,8 @@ OF_ONE_CACHE = {
     "write_mla": (write_mla, "mla", "MLAEntry"),
     "write_kv": (write_kv, "kv", "KVEntry"),
     "write_indexer_k": (write_indexer_k, "indexer", "IndexerEntry"),
+    "write_state": (write_state, "states", "StateEntry"),
+    "read_state": (read_state, "states", "StateEntry"),
     "decode_mla": (decode_mla, "mla", "MLAEntry"),
     "decode_kv": (decode_kv, "kv", "KVEntry"),
     "prefill_kv": (prefill_kv, "kv", "KVEntry"),
@@ -216,6 +239,7 @@ OF_ANY_CACHE = {
     "copy_blocks": (copy_blocks, "mla", "Entry"),
     "read_blocks": (read_blocks, "mla", "Entry"),
     "write_blocks": (write_blocks, "mla", "Entry"),
+    "gather_entries": (gather_entries, "mla", "Entry"),
 }
 OF_NO_CACHE = {
     "select_topk": select_topk,
@@ -236,7 +260,12 @@ OF_BATCHES = {
     "indexer_logits": indexer_logits,
     "select_slots": select_slots,
 }
-OF_RUNS = {"gather_mla": gather_mla, "gather_kv": gather_kv, "gather_indexer_k": gather_indexer_k}
+OF_RUNS = {
+    "gather_mla": gather_mla,
+    "gather_kv": gather_kv,
+    "gather_indexer_k": gather_indexer_k,
+    "gather_entries": gather_entries,
+}
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 

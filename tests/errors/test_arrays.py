@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+import jaxkv
 from errors.calls import (
     OF_BATCHES,
     OF_RUNS,
@@ -12,6 +13,7 @@ from errors.calls import (
     decode_kv,
     decode_mla,
     decode_mla_sparse,
+    decode_mla_sparse_of_two,
     gather_indexer_k,
     gather_kv,
     gather_mla,
@@ -19,9 +21,9 @@ from errors.calls import (
     indexer_logits,
     merge_states,
     positions_to_slots,
+    prefetch,
     prefill_mla,
     read_blocks,
-    prefetch,
     scaled_linear,
     select_experts,
     select_topk,
@@ -29,6 +31,7 @@ from errors.calls import (
     write_indexer_k,
     write_kv,
     write_mla,
+    zeros,
 )
 from jaxkv_kernels.tile_scaled import TileScaled
 
@@ -37,6 +40,12 @@ SHAPES = [
     ("kv_c with heads", lambda a: write_mla(a, kv_c=a.kv_c[:, None]), ["`kv_c`", "(5, 1, 8)", "[T, R]"]),
     ("k_pe too narrow", lambda a: write_mla(a, k_pe=a.k_pe[:, :3]), ["`k_pe`", "(5, 3)", "[5, 4]", "rope"]),
     ("k_pe too short", lambda a: write_mla(a, k_pe=a.k_pe[:4]), ["`k_pe`", "(4, 4)", "[5, 4]", "that of `kv_c`"]),
+    (
+        "cos_sin of one angle",
+        lambda a: write_mla(a, cos_sin=jnp.ones((5, 2))),
+        ["`cos_sin`", "(5, 2)", "[T, P] = [5, 4]"],
+    ),
+    ("cos_sin of bf16", lambda a: write_mla(a, cos_sin=jnp.ones((5, 4), jnp.bfloat16)), ["`cos_sin`", "float32"]),
     ("slots too short", lambda a: write_mla(a, slot_mapping=a.slots[:4]), ["`slot_mapping`", "(4,)", "[T] = [5]"]),
     ("slots of rank 2", lambda a: write_mla(a, slot_mapping=a.slots[None]), ["`slot_mapping`", "(1, 5)", "[T] = [5]"]),
     ("one slot", lambda a: write_mla(a, slot_mapping=a.slots[0]), ["`slot_mapping`", "()", "[T] = [5]"]),
@@ -110,6 +119,21 @@ SHAPES = [
     ),
     ("counts of slots", lambda a: decode_mla_sparse(a, counts=a.chosen), ["`counts`", "(2, 1, 5)", "[B, Q] = [2, 1]"]),
     ("counts of requests", lambda a: decode_mla_sparse(a, counts=a.lengths), ["`counts`", "(2,)", "[B, Q] = [2, 1]"]),
+    (
+        "extra slots of one request",
+        lambda a: decode_mla_sparse_of_two(a, slots=a.chosen[:1]),
+        ["`extra.slots`", "(1, 1, 5)", "[B, Q, K'] = [2, 1, K']"],
+    ),
+    (
+        "extra counts of slots",
+        lambda a: decode_mla_sparse_of_two(a, counts=a.chosen),
+        ["`extra.counts`", "(2, 1, 5)", "[B, Q] = [2, 1]"],
+    ),
+    (
+        "extra entries of another size",
+        lambda a: decode_mla_sparse_of_two(a, cache=zeros(jaxkv.MLAEntry("bf16", latent=12, rope=0))),
+        ["`extra.cache`", "latent=12", "8 + 4 values"],
+    ),
     ("sinks of 4", lambda a: decode_mla_sparse(a, sinks=jnp.ones(4)), ["`sinks`", "(4,)", "[Hq] = [3]", "`q_latent`"]),
     ("q without tokens", lambda a: indexer_logits(a, q=a.q_indexer[:, 0]), ["`q`", "(2, 7, 16)", "[B, Q, Hi, D]"]),
     (
@@ -245,7 +269,11 @@ DTYPES = [
         lambda a: decode_mla(a, q_latent=a.q_latent.astype(int)),
         ["`q_latent`", "dtype int32", "bfloat16"],
     ),
-    ("fp8 q", lambda a: decode_kv(a, q=a.q.astype("float8_e4m3fn")), ["`q`", "dtype float8_e4m3fn", "bfloat16"]),
+    (
+        "e5m2 q of attention",
+        lambda a: decode_kv(a, q=a.q.astype("float8_e5m2")),
+        ["`q`", "dtype float8_e5m2", "float8_e4m3fn"],
+    ),
     (
         "e5m2 q",
         lambda a: indexer_logits(a, q=a.q_indexer.astype("float8_e5m2")),
@@ -299,6 +327,8 @@ DTYPES = [
         lambda a: grouped_swiglu(a, shared=(a.gate[0], a.gate[0], a.gate[0])),
         ["`shared[2]`", "(4, 8)", "[8, 4]"],
     ),
+    ("a limit of 0", lambda a: grouped_swiglu(a, limit=0), ["`limit` is 0", "None, or a positive number"]),
+    ("a limit without end", lambda a: grouped_swiglu(a, limit=1e39), ["`limit` is 1e+39", "that float32 holds"]),
     ("float experts", lambda a: grouped_swiglu(a, experts=a.shares), ["`experts`", "float32", "int32"]),
     (
         "bf16 shares",

@@ -25,12 +25,14 @@ FAMILIES = [
     "deepseek_v3_yarn",
     "glm4_moe_lite",
     "glm5",
+    "gpt_oss",
     "kimi",
     "kimi_k25",
     "llama",
     "longcat_flash",
     "mistral4",
     "moonlight",
+    "smollm3",
     "youtu",
 ]
 ORDERS = ("LBNHC", "BLNHC")
@@ -42,13 +44,15 @@ TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 SPARSE = {"deepseek_v32", "glm5"}
 """Families whose latents and indexer keys share their blocks, which therefore need a block to be one run of memory."""
 
-HEADS = {"llama"}
+HEADS = {"gpt_oss", "llama", "smollm3"}
 """Families whose cache has several heads, so that all six orders differ."""
 
 families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [
     ("deepseek_v2_lite", "LBNHC"),
     ("llama", "BHLNC"),
+    ("gpt_oss", "LBHNC"),
+    ("smollm3", "LHBNC"),
 ]
 """All families run in chunks, on block-major caches."""
 LAYOUTS = [

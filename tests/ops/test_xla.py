@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.logit_cap import capped
 from jaxkv_kernels.xla import experts
@@ -12,11 +13,11 @@ from support.compare import assert_close
 from support.suites.experts import arguments as expert_arguments
 
 
-class TestWrites(suites.Writes):
+class TestWrites(suites.Writes, suites.RotatedWrites):
     implementation = "xla"
 
 
-class TestGathers(suites.Gathers):
+class TestGathers(suites.Gathers, suites.GatherEntries):
     implementation = "xla"
 
 
@@ -32,11 +33,26 @@ class TestDecodeMLASparse(suites.DecodeMLASparse):
     implementation = "xla"
 
 
+class TestExtraSlots(suites.ExtraSlots):
+    implementation = "xla"
+    forms = (
+        ("f32", "bf16"),
+        ("fp8", "fp8_ds_mla"),
+        ("f16", "fp8"),
+        (jaxkv.MLAEntry.typical("fp8_v41"), jaxkv.MLAEntry.typical("fp4_v41")),
+        (jaxkv.MLAEntry.typical("fp8_v4"), jaxkv.MLAEntry.typical("fp8_v41")),
+    )
+
+
 class TestIndexer(suites.Indexer):
     implementation = "xla"
 
 
 class TestMerge(suites.Merge):
+    implementation = "xla"
+
+
+class TestStates(suites.States):
     implementation = "xla"
 
 

@@ -61,6 +61,12 @@ def decode(entry, rows, scales=(1.0, 1.0)):
     return tuple(FORMATS[entry.format].decode(field, entry.sizes, scales))
 
 
+def encode_state(states):
+    """Arrays [T, ...] of T states, by name, to bytes [T, nbytes]: one after the other, each padded to 16 bytes."""
+    rows = [as_bytes(x.reshape(len(x), x[0].size if len(x) else 1)) for x in states.values()]
+    return np.concatenate([np.pad(row, [(0, 0), (0, -row.shape[1] % 16)]) for row in rows], axis=1)
+
+
 def _plain(dtype):
     def decode(field, sizes, scales):
         firsts = np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize
@@ -287,6 +293,16 @@ FORMATS = {
 }
 
 
+ROPE_IN_VALUES = ("fp8_v4", "fp8_v41", "fp4_v41")
+"""Formats of models that attend to whole entries: DeepSeek V4 has one head that is key and value."""
+
+
+def keys_and_values(entry, latent, rope):
+    """Keys [..., R + P] and values [..., V] of entries."""
+    keys = np.concatenate([latent, rope], axis=-1)
+    return keys, keys if entry.format in ROPE_IN_VALUES else latent
+
+
 def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=None):
     """Softmax attention of q [Q, Hq, D] to k [S, H, D], v [S, H, Dv]; query t sees keys below ends[t].
 
@@ -312,15 +328,20 @@ def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=N
     return out, lse
 
 
-def experts(x, experts, weights, gate, up, down, rounded=lambda values: values):
+def experts(x, experts, weights, gate, up, down, rounded=lambda values: values, limit=np.inf, alpha=None, biases=None):
     """Tokens x [T, D] through their experts [T, K] of gate, up [E, I, D] and down [E, D, I], summed by `weights`.
 
-    `rounded` is applied to the values before `down`.
+    `rounded` is applied to the values before `down`; the results of `gate` are at most `limit`, and those of `up` lie
+    between -limit and limit.  With `alpha`, g and u become g * sigmoid(alpha g) * (u + 1) instead of silu(g) * u;
+    `biases` [E, I], [E, I] and [E, D] are added to the results of the matrices.
     """
+    gate_bias, up_bias, down_bias = biases or [np.zeros(matrix.shape[:2]) for matrix in (gate, up, down)]
     out = np.zeros_like(x)
     for t, k in np.ndindex(*experts.shape):
         if 0 <= experts[t, k] < len(gate):
             e = int(experts[t, k])
-            inner = gate[e] @ x[t]
-            out[t] += weights[t, k] * (down[e] @ rounded(inner / (1 + np.exp(-inner)) * (up[e] @ x[t])))
+            inner = np.minimum(gate[e] @ x[t] + gate_bias[e], limit)
+            linear = np.clip(up[e] @ x[t] + up_bias[e], -limit, limit) + (alpha is not None)
+            inner = inner / (1 + np.exp(-inner * (alpha or 1))) * linear
+            out[t] += weights[t, k] * (down[e] @ rounded(inner) + down_bias[e])
     return out

@@ -1,6 +1,17 @@
 """The supported families of models.  Each has a file here, and each architecture an entry in `FAMILIES`."""
 
-from jaxkv.models.families import axk1, deepseek, glm5, kimi_k25, llama, longcat_flash, mistral4, youtu
+from jaxkv.models.families import (
+    axk1,
+    deepseek,
+    glm5,
+    gpt_oss,
+    kimi_k25,
+    llama,
+    longcat_flash,
+    mistral4,
+    smollm3,
+    youtu,
+)
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.json_object import JsonObject
 
@@ -11,12 +22,14 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV32ForCausalLM": deepseek.V32,
     "Glm4MoeLiteForCausalLM": deepseek.V3,
     "GlmMoeDsaForCausalLM": glm5.GLM5,
+    "GptOssForCausalLM": gpt_oss.GPT_OSS,
     "KimiK25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in published checkpoints
     "Kimi_K25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in those that transformers saves
     "LlamaForCausalLM": llama.LLAMA,
     "LongcatFlashForCausalLM": longcat_flash.LONGCAT_FLASH,
     "Mistral3ForConditionalGeneration": mistral4.MISTRAL4_WITH_IMAGES,
     "Mistral4ForCausalLM": mistral4.MISTRAL4,
+    "SmolLM3ForCausalLM": smollm3.SMOLLM3,
     "YoutuForCausalLM": youtu.YOUTU,
 }
 """Families by the architecture that `config.json` names."""

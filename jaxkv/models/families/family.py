@@ -36,6 +36,6 @@ class Family:
     store: Callable[..., KVCache] | None = None
     """`store(model, weights, x, cache, batch, layer)` stores what later tokens attend to in a layer; returns the cache.
 
-    With it, the last layer of a prefill computes only what it stores of all tokens, and the rest of the last one of each
-    row.  None if `block` has to process all of them.
+    With it, the last layer of a prefill computes only what it stores of all tokens, and the rest of the last one of
+    each row.  None if `block` has to process all of them.
     """

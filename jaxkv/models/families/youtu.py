@@ -15,4 +15,6 @@ def _read(fields: JsonObject) -> ModelConfig:
     return decoder.read(fields, mla.read(fields), rope.read_yarn(fields), tied=True)
 
 
-YOUTU = Family(_read, partial(decoder.weights, mla.weights), pre_norm(attention), mla.arrange, store=pre_norm_store(store))
+YOUTU = Family(
+    _read, partial(decoder.weights, mla.weights), pre_norm(attention), mla.arrange, store=pre_norm_store(store)
+)

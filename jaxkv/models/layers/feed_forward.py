@@ -42,6 +42,8 @@ def dense(weights, x) -> jax.Array:
 def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden]."""
     chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]))
+    if not config.shared_intermediate_size:
+        return routed(config, weights["experts"], x, chosen, shares, parallel)
     shared = tuple(weights["shared"][part] for part in ("gate", "up", "down"))
     # One kernel may compute the shared expert with the others, unless these also compute tokens of other devices.
     fused = not parallel.exchanges_tokens and not any(isinstance(weight, TileScaled) for weight in shared)
@@ -54,9 +56,11 @@ def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel, shar
 
     x and the result are [..., hidden]; `chosen` and `shares` are from `route`; `shared` as in `grouped_swiglu`.
     """
-    stacks = weights["gate"], weights["up"], weights["down"]
+    stacks = tuple(weights[name] for name in ("gate", "up", "down"))
+    biases = tuple(weights[f"{name}_bias"] for name in ("gate", "up", "down")) if "gate_bias" in weights else None
+    options = {"shared": shared, "limit": config.limit, "alpha": config.alpha, "biases": biases}
 
     def experts(tokens, chosen, shares):
-        return grouped_swiglu(tokens, chosen, shares, *stacks, shared=shared)
+        return grouped_swiglu(tokens, chosen, shares, *stacks, **options)
 
     return parallel.routed(experts, x.reshape(-1, x.shape[-1]), chosen, shares, config.count).reshape(x.shape)

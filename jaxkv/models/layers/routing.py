@@ -4,14 +4,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.config import Experts
-from jaxkv.models.layers.linear import linear
+from jaxkv.models.layers.linear import linear, with_rank
 from jaxkv.ops.routing import select_experts
 
 
 def route(config: Experts, weights, x) -> tuple[jax.Array, jax.Array]:
     """The chosen experts of tokens x [T, hidden], int32 [T, per_token], and their weights, float32 of that shape."""
+    logits = linear(x.astype(jnp.float32), weights["router"])
+    if "logit_bias" in weights:  # GPT-OSS
+        logits = logits + with_rank(weights["logit_bias"], logits.ndim)
     return select_experts(
-        linear(x.astype(jnp.float32), weights["router"]),
+        logits,
         config.per_token,
         bias=weights.get("router_bias"),
         scoring=config.scoring,

@@ -26,8 +26,8 @@ def _kernel(
 
 
 _NARROW_MLA = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
-_MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla")}
-_MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8")}
+_MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *_NARROW_MLA)}
+_MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8", "int8", "nvfp4")}
 _MOVED_INDEXER: Listed = {IndexerEntry: ("bf16", "f16", "f32", "indexer_fp8")}
 _MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla")}
 _SPARSE: Listed = {MLAEntry: (*_MLA[MLAEntry], *_NARROW_MLA)}
@@ -45,6 +45,7 @@ KERNELS: dict[str, Kernel] = {
     "gather_indexer_k": _kernel(
         "entries.gathers.gather_indexer_k", _MOVED_INDEXER, unsupported.gather_indexer_k, BULK_COPIES
     ),
+    "gather_entries": _kernel("entries.gathers.gather_entries", {}, unsupported.gather_entries, BULK_COPIES),
     "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
     "decode_mla_sparse": _kernel(
@@ -64,13 +65,4 @@ KERNELS: dict[str, Kernel] = {
 }
 """Operations that are not listed have no kernel here."""
 
-NOT_RUN_ON_GPUS: dict[str, Listed] = {
-    "write_mla": {MLAEntry: _NARROW_MLA},
-    "gather_mla": {MLAEntry: _NARROW_MLA},
-    "write_kv": {KVEntry: ("int8", "nvfp4")},
-    "gather_kv": {KVEntry: ("int8", "nvfp4")},
-}
-"""Formats that kernels implement, and that `KERNELS` does not list yet, so that calls are rejected.
-
-Their kernels lower, and pass their tests in the interpreter, which does not run the conversions of lanes.  A format may
-be listed when the suites of its operations have passed on a GPU."""
+NOT_RUN_ON_GPUS: dict[str, Listed] = {}

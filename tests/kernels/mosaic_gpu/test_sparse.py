@@ -8,6 +8,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
 from support.cases import each_value, slow
@@ -35,6 +36,7 @@ class Mosaic:
     exact = "bf16"
     gaps = (
         "entries of format",  # float32 has no wgmma
+        "`extra` of format",
         "offset of",  # loads are of 16 bytes, aligned to as many
         "layer stride of",
         "block stride of",
@@ -92,16 +94,31 @@ class Mosaic:
 
     def check_a_nan_scale(self, form, heads):
         """A NaN scale of one token makes all of the results that see it NaN."""
+        part = next(part for part in self.entry(form).parts() if "scales" in part.name)
+        self.check_a_nan_byte(form, heads, 0xFF if part.dtype == "e8m0" else 0x7F, part.offset + 3)
+
+    def check_a_nan_byte(self, form, heads, byte, place):
+        """A byte of one token that makes it NaN makes all of the results that see it NaN."""
         scene = suites.scenes.scene(self.entry(form), lengths=(64, 64))
-        part = next(part for part in scene.entry.parts() if "scales" in part.name)
-        nan = 0xFF if part.dtype == "e8m0" else 0x7F
-        scene = scene.holding(np.uint8(nan), 0, 5, slice(part.offset + 3, part.offset + 4))
+        scene = scene.holding(np.uint8(byte), 0, 5, slice(place, place + 1))
         slots = np.stack([scene.slots(0), scene.slots(1)])[:, None].astype(np.int32)
         q = suites.queries(scene.entry, 2, 1, heads)
         out, lse = self.decode(q, scene.cache(suites.layout_of("BLNHC", scene.entry), 1), slots, 1, scene)
         assert np.isnan(np.asarray(lse)[0]).all()
         assert np.isnan(np.asarray(out.astype(jnp.float32))[0]).all()
         assert np.isfinite(np.asarray(lse)[1]).all()
+
+    def check_random_bytes(self, heads):
+        """Every e4m3 number, subnormal ones too, and every bf16 number of a rotary part that is not huge."""
+        scene, rng = suites.scenes.scene(self.entry("fp8_v4"), lengths=(64, 64)), np.random.default_rng(5)
+        for request, position in np.ndindex(2, 64):
+            values = rng.permutation(np.r_[:127, 128:255, :127, 128:195].astype(np.uint8))[:448]
+            rope = np.exp2(rng.uniform(-30, 2, 64)).astype(np.float32).view(np.uint32) >> 16
+            scales = rng.integers(112, 118, 7)
+            for part, place in (values, slice(0, 448)), (rope.astype(np.uint16).view(np.uint8), slice(448, 576)):
+                scene = scene.holding(part, request, position, place)
+            scene = scene.holding(scales.astype(np.uint8), request, position, slice(576, 583))
+        self.sparse("fp8_v4", (64, 64), heads, 64, scene=scene)
 
     def check_queries(self, form, power, heads, lengths, slots):
         """Checks queries times a power of two, by which the softmax scale is divided."""
@@ -143,6 +160,38 @@ class Mosaic:
 
 
 @on_hopper
+class TestExtraSlots(Mosaic, suites.ExtraSlots):
+    """The whole suite for two caches, and calls with sizes of real ones, on the GPU."""
+
+    exact = "fp8_v4"
+    forms = (("fp8_v4", "fp8_v4"),)
+
+    @pytest.mark.parametrize("heads", [8, 64, 100, 128])
+    @pytest.mark.parametrize("sizes", [(128, 512), (100, 700), (300, 1)])
+    def test_many_slots(self, heads, sizes):
+        first, second = self.pair(sizes=sizes)
+        self.check_two(suites.queries(first[0].entry, 3, 2, heads), first, second)
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedExtraSlots(Mosaic, suites.ExtraSlotsChecks):
+    """The same for a few cases, in the interpreter."""
+
+    exact = "fp8_v4"
+
+    def test_two_row_tiles_sinks_counts_and_splits(self):
+        first, second = self.pair(sizes=(70, 300), tokens=1, block_sizes=(64, 2), layouts=("BLNHC", "packed, bfloat16"))
+        first[4], second[4] = np.asarray([[70], [3], [0]], np.int32), np.asarray([[300], [0], [0]], np.int32)
+        sinks = np.random.default_rng(0).normal(0, 3, 72).astype(np.float32)
+        self.check_two(suites.queries(first[0].entry, 3, 1, 72), first, second, sinks=sinks)
+
+    @pytest.mark.slow  # the GPU suite has it as well
+    def test_groups_of_one_buffer(self):
+        q, first, second = self.in_one_buffer(tokens=1)
+        self.check_two(q, first, second)
+
+
+@on_hopper
 class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     """The whole suite, and what only sizes of real calls show, on the GPU."""
 
@@ -169,6 +218,12 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     @pytest.mark.parametrize("form", NARROW)
     def test_a_nan_scale(self, form):
         self.check_a_nan_scale(form, 64)
+
+    def test_a_nan_value(self):
+        self.check_a_nan_byte("fp8_v4", 64, 0xFF, 400)
+
+    def test_random_bytes(self):
+        self.check_random_bytes(64)
 
     @pytest.mark.parametrize("exponents", ROUNDED)
     def test_scales_that_are_not_powers_of_two(self, exponents):
@@ -230,6 +285,10 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     def test_a_nan_scale(self, form):
         self.check_a_nan_scale(form, 8)
 
+    @pytest.mark.slow
+    def test_random_bytes(self):
+        self.check_random_bytes(8)
+
     @pytest.mark.parametrize("exponents", ROUNDED)
     def test_scales_that_are_not_powers_of_two(self, exponents):
         self.check_scales_that_are_not_powers_of_two(exponents, 8)
@@ -277,6 +336,10 @@ def test_lowers_for_hopper(form, case):
         shape((), jnp.float32),
         shape((), jnp.float32) if entry.codec.scaled else None,
     )
+    if form == "fp8_v4":
+        pages = jaxkv.CacheLayout(num_layers=61, num_blocks=8192, block_size=2, entry=entry, order=order).pages
+        given = shape((pages.size,), jnp.uint8), shape((4, 2, 200), jnp.int32), arrays[4], arrays[6], None
+        arrays += (ExtraSlots(*given, pages, entry),)
 
     def decode(*arrays):
         run = mosaic_gpu.KERNELS["decode_mla_sparse"].run
@@ -290,6 +353,24 @@ def test_lowers_for_hopper(form, case):
     assert read_early(traced.jaxpr) == [*planning, [], 3 * [(8, 3)]]
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice", "bitcast_convert"):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
+
+
+@pytest.mark.parametrize(("requests", "kernels"), [(64, 1), (100, 2)])
+def test_splits_are_combined_if_there_are_any(requests, kernels):
+    """64 requests with 128 heads are whole, of 100 on 66 pairs of multiprocessors some are split."""
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=512, block_size=64, entry=jaxkv.MLAEntry.typical("fp8_v4"))
+    shape = jax.ShapeDtypeStruct
+    q = [shape((requests, 1, 128, n), jnp.bfloat16) for n in (448, 64)]
+    given = (*q, shape((layout.size,), jnp.uint8), shape((requests, 1, 640), jnp.int32))
+
+    def decode(q_latent, q_pe, buffer, slots):
+        run = mosaic_gpu.KERNELS["decode_mla_sparse"].run
+        others = dict(counts=None, sinks=None, layer=jnp.int32(1), scale=jnp.float32(1), kv_scale=None, extra=None)
+        options = dict(pages=layout.pages, entry=layout.entry, logit_cap=None)
+        return run(q_latent, q_pe, buffer, slots, **others, **options)
+
+    text = jax.jit(decode).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(kernel_operands(text)) == kernels
 
 
 SIZES = dict(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("fp8_ds_mla"))

@@ -32,7 +32,6 @@ def read(
         if held.number("rope_theta", above=1, default=theta) != theta:
             raise held.error("rope_theta", f"{theta}, as in `{spelling}`")
     values.choice("partial_rotary_factor", *factors, default=partial)
-    values.choice("truncate", True, default=True)
     kind = values.choice(values.spelling("rope_type", "type"), "default", *scalings)
     return Rope(theta, interleaved, None if kind == "default" else scalings[kind](values))
 
@@ -56,6 +55,7 @@ def yarn(values: JsonObject) -> Yarn:
         mscale=values.number("mscale", least=0, default=None),
         mscale_all_dim=values.number("mscale_all_dim", least=0, default=None),
         attention_factor=values.number("attention_factor", default=None),
+        truncate=values.flag("truncate", default=True),
     )
 
 

@@ -41,8 +41,8 @@ def list_chosen(experts, *, count: int, more: int, size: int, interpret: bool) -
     most = min(count, experts.size) + more
 
     def body(experts_ref, *refs):
-        *outs, bits = refs
         if interpret:
+            outs = refs[:-1]
             ids = jnp.arange(count + more)
             chosen = (experts_ref[...][:, None] == ids).any(axis=0) | (ids >= count)
             (found,) = jnp.nonzero(chosen, size=most)

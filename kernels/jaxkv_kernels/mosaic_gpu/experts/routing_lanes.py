@@ -22,8 +22,8 @@ SIGMOID = "mul.f32 x, s{r}, {minus_log2e}; ex2.approx.f32 x, x; add.f32 x, x, 0f
 ORDERED = "shr.s32 i, {of}, 31; and.b32 i, i, 0x7FFFFFFF; xor.b32 {to}, {of}, i;\n"
 """float32 bits in the order of the values, as int32; and back."""
 STORE = """
-setp.lt.and.u32 q, lane, {chosen}, inside; mul.wide.u32 row, token, {bytes}; mul.wide.u32 a, lane, 4; add.s64 row, row, a;
-add.s64 a, row, ${ids}; @q st.global.b32 [a], mine; add.s64 a, row, ${weights}; @q st.global.f32 [a], own;
+setp.lt.and.u32 q, lane, {chosen}, inside; mul.wide.u32 row, token, {bytes}; mul.wide.u32 a, lane, 4;
+add.s64 row, row, a; add.s64 a, row, ${ids}; @q st.global.b32 [a], mine; add.s64 a, row, ${weights}; @q st.global.f32 [a], own;
 """
 
 CLEAR = """
@@ -51,9 +51,7 @@ mov.b32 id, {size}; add.s64 b, a, $3; @q st.global.b32 [b], id;
 """
 
 
-def select(
-    refs, first_token, tokens, count, *, per_token, scoring, groups, groups_per_token, normalize, scale
-) -> None:
+def select(refs, first_token, tokens, count, *, per_token, scoring, groups, groups_per_token, normalize, scale) -> None:
     """Stores ids and weights of the token `first_token` plus the number of the warp, if it is less than `tokens`.
 
     `refs` are logits [T, `count`], perhaps the bias, and both results; the other arguments are those of the operation.

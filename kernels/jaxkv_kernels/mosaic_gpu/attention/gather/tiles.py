@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
+from jaxkv_kernels.mosaic_gpu.attention.gather.joined import STAGED
 
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
@@ -31,7 +31,8 @@ class GatherTiles:
     """The sources and destinations of tiles, and the barriers between producer and consumers."""
 
     config: SparseConfig
-    rows: GatheredRows
+    rows: Any
+    """`GatheredRows`, or `JoinedRows`."""
     kv_ref: Any
     zero_ref: Any
     slot_ref: Any
@@ -49,10 +50,7 @@ class GatherTiles:
         Also fetches their queries.  `load_work_tile` loads the columns of a work tile.  `fetch_queries` fetches the
         queries of a request; it is called once `q_free` has completed.
         """
-        pages = self.rows.pages
-        in_cache = (layer >= 0) & (layer < pages.num_layers)
-        limit = jnp.where(in_cache, pages.num_slots, 0)
-        layer = jnp.where(in_cache, layer, 0)
+        layer, limit = self._place(self.rows.pages, layer)
 
         def work_of(tile, n):
             """Request, first pair, end of the pairs, and slots to attend to: none past the last work tile."""
@@ -100,6 +98,16 @@ class GatherTiles:
             plgpu.barrier_wait(q_free)
             for half in range(4):
                 plgpu.barrier_wait(self.k_free[half])
+
+        self._finish()
+
+    def _finish(self) -> None:
+        """Waits for loads that have been started past the last tile."""
+
+    def _place(self, pages, layer) -> tuple[Any, Any]:
+        """A layer of a cache, and the end of its slots: 0 if there is no such layer."""
+        in_cache = (layer >= 0) & (layer < pages.num_layers)
+        return jnp.where(in_cache, layer, 0), jnp.where(in_cache, pages.num_slots, 0)
 
     def _start(self, layer, limit, slots) -> Any:
         """The state before the first pair, whose slots are `slots`, tile by tile."""
@@ -213,3 +221,85 @@ class ConvertedTiles(GatherTiles):
         rows.finish_rope(tile, self.r, scales, rope)
         self._stored(2 * tile + 1 - tile)
         return tuple(ring), raw, ahead, after
+
+
+@dataclass(frozen=True)
+class ExtraRefs:
+    """The second cache of a call, its slots, the first of which is that of `place`, and its layer."""
+
+    kv_ref: Any
+    slot_ref: Any
+    layer: Any
+
+
+@dataclass(frozen=True)
+class JoinedTiles(GatherTiles):
+    """For entries that are keys and values as a whole (`joined.py`), of one cache or of two.
+
+    The state: the units in registers, and the scales, of the next tile, which are being loaded; its addresses; the
+    slots of the one after.
+    """
+
+    staged: Any = None
+    """Shared memory for the units of the next tile that are not in registers."""
+    extra: ExtraRefs | None = None
+    count_ref: Any = None
+    """The numbers of slots to attend to in the first of two lists; None if that is all of them."""
+
+    def _finish(self):
+        self.rows.finish()
+
+    def _start(self, layer, limit, slots):
+        here, ahead = slots
+        own, scales = self._locate(layer, limit, here)
+        held = [self._load(own, place, unit) for place, unit in enumerate(self._units(0))]
+        return tuple(held[STAGED:]), scales, own, ahead
+
+    def _load(self, own, place: int, unit) -> Any:
+        """Starts to load the unit at a place of a tile; returns its registers if it is loaded to registers."""
+        if place < STAGED:
+            return self.rows.copy(self.zero_ref, own, unit, self.staged, place)
+        return self.rows.load(self.zero_ref, own, unit)
+
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
+        state = self._fetch_tile(layer, limit, 0, used, state, beyond[0])
+        after_tile_0()
+        return self._fetch_tile(layer, limit, 1, used, state, beyond[1])
+
+    def _units(self, tile):
+        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
+        return self.rows.half(tile) + self.rows.half(1 - tile)
+
+    def _find(self, request, tile, keys):
+        """The slots of a tile, which are being loaded, and its number."""
+        slot_refs = [self.slot_ref, *([] if self.extra is None else [self.extra.slot_ref])]
+        return self.rows.find(slot_refs, self.count_ref, request, tile, keys), tile
+
+    def _locate(self, layer, limit, found):
+        slots, tile = found
+        refs, places = [self.kv_ref], [(layer, limit)]
+        if self.extra is not None:
+            refs.append(self.extra.kv_ref)
+            places.append(self._place(self.rows.sources[1].pages, self.extra.layer))
+        return self.rows.locate(refs, self.zero_ref, places, tile, slots)
+
+    def _fetch_tile(self, layer, limit, tile, used, state, beyond):
+        """Stores a tile, and loads the units of the next one: each when that of this tile at its place is stored."""
+        held, scales, own, following = state
+        units, coming, near = self._units(tile), self._units(1 - tile), len(self.rows.half(tile))
+        self._wait_free(tile, tile, used)
+        self.rows.mark(self.stats, self.zero_ref, FACTOR + tile, (FLAG, 4 * tile), own)
+        after = self._find(*beyond)
+        ahead, scales_ahead = self._locate(layer, limit, following)
+        if self.config.prefetch:
+            self.rows.prefetch_rows(self.zero_ref, ahead)
+        loaded = []
+        for place, unit in enumerate(units):
+            if place == near:
+                self._stored(2 * tile + tile)
+                self._wait_free(tile, 1 - tile, used)
+            raw = self.rows.take(unit, self.staged, place) if place < STAGED else held[place - STAGED]
+            self.rows.store(unit, tile, self.k, raw, scales)
+            loaded.append(self._load(ahead, place, coming[place]))
+        self._stored(2 * tile + 1 - tile)
+        return tuple(loaded[STAGED:]), scales_ahead, ahead, after
