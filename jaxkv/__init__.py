@@ -22,8 +22,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
-  `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight; `prefetch`, which reads weights into
-  the L2 cache ahead of time.
+  `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight; `prefetch`, which reads weights
+  into the L2 cache ahead of time.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 

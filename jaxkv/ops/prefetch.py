@@ -14,8 +14,8 @@ def prefetch(x: jax.Array, arrays: Sequence[jax.Array], *, implementation=None) 
     """`x` as it is, after the device has begun to read `arrays` into its L2 cache.
 
     What depends on the result is computed after that, while the arrays are being read.  This pays if what is computed
-    next waits for latencies rather than for memory, as the attention of a few tokens does, and `arrays`, such as weights
-    of later products, fit in the cache.  On `xla`, nothing is read ahead.
+    next waits for latencies rather than for memory, as the attention of a few tokens does, and `arrays`, such as
+    weights of later products, fit in the cache.  On `xla`, nothing is read ahead.
 
     Args:
       x: any array.

@@ -23,7 +23,8 @@ ORDERED = "shr.s32 i, {of}, 31; and.b32 i, i, 0x7FFFFFFF; xor.b32 {to}, {of}, i;
 """float32 bits in the order of the values, as int32; and back."""
 STORE = """
 setp.lt.and.u32 q, lane, {chosen}, inside; mul.wide.u32 row, token, {bytes}; mul.wide.u32 a, lane, 4;
-add.s64 row, row, a; add.s64 a, row, ${ids}; @q st.global.b32 [a], mine; add.s64 a, row, ${weights}; @q st.global.f32 [a], own;
+add.s64 row, row, a; add.s64 a, row, ${ids}; @q st.global.b32 [a], mine;
+add.s64 a, row, ${weights}; @q st.global.f32 [a], own;
 """
 
 CLEAR = """
