@@ -22,8 +22,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
-  `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight; `prefetch`, which reads weights
-  into the L2 cache ahead of time.
+  `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
@@ -44,7 +43,6 @@ from jaxkv.ops.gathers import gather_entries, gather_indexer_k, gather_kv, gathe
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
-from jaxkv.ops.prefetch import prefetch
 from jaxkv.ops.prefill.kv import prefill_kv
 from jaxkv.ops.prefill.mla import prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
@@ -92,7 +90,6 @@ __all__ = [
     "mla_ragged_paged_attention",
     "plan_decode",
     "positions_to_slots",
-    "prefetch",
     "prefill_kv",
     "prefill_mla",
     "ragged_paged_attention",

@@ -7,7 +7,6 @@ from jaxkv.ops import (
     indexer,
     merge,
     plan,
-    prefetch,
     products,
     routing,
     sparse,
@@ -26,7 +25,6 @@ OPERATIONS: tuple[Operation, ...] = (
     *merge.OPERATIONS,
     *states.OPERATIONS,
     *blocks.OPERATIONS,
-    *prefetch.OPERATIONS,
     *routing.OPERATIONS,
     *products.OPERATIONS,
 )

@@ -188,10 +188,6 @@ def merge_states(a, **changes):
     return call(jaxkv.merge_states, dict(outs=a.outs, lses=a.lses), changes)
 
 
-def prefetch(a, **changes):
-    return call(jaxkv.prefetch, dict(x=a.x, arrays=[a.gate, a.down]), changes)
-
-
 def select_experts(a, **changes):
     return call(jaxkv.select_experts, dict(logits=a.logits, per_token=4), changes)
 
@@ -245,7 +241,6 @@ OF_NO_CACHE = {
     "select_topk": select_topk,
     "positions_to_slots": positions_to_slots,
     "merge_states": merge_states,
-    "prefetch": prefetch,
     "select_experts": select_experts,
     "grouped_swiglu": grouped_swiglu,
     "scaled_linear": scaled_linear,

@@ -21,7 +21,6 @@ from errors.calls import (
     indexer_logits,
     merge_states,
     positions_to_slots,
-    prefetch,
     prefill_mla,
     read_blocks,
     scaled_linear,
@@ -319,8 +318,6 @@ DTYPES = [
         lambda a: select_experts(a, logits=a.logits.astype("bfloat16")),
         ["`logits`", "bfloat16", "float32"],
     ),
-    ("nothing to prefetch", lambda a: prefetch(a, arrays=[]), ["`arrays` is empty", "one array"]),
-    ("a list to prefetch", lambda a: prefetch(a, arrays=[[1.0]]), ["`arrays[0]`", "[1.0]", "an array"]),
     ("bias of other experts", lambda a: select_experts(a, bias=a.logits[0, :3]), ["`bias`", "(3,)", "`logits`"]),
     (
         "shared experts of another width",

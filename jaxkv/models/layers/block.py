@@ -9,10 +9,9 @@ import jax
 
 from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch
-from jaxkv.models.layers.feed_forward import feed_forward, read_by_all
+from jaxkv.models.layers.feed_forward import feed_forward
 from jaxkv.models.layers.linear import rms_norm
 from jaxkv.models.model import Model
-from jaxkv.ops.prefetch import prefetch
 
 Part = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
 
@@ -26,8 +25,6 @@ def pre_norm(attention: Part) -> Part:
 
     def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer):
         config, total = model.config, model.parallel.total
-        if later := read_by_all(weights, x):
-            x = prefetch(x, later)
         normed = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
         cache, selected, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
         x = x + total(out)

@@ -9,9 +9,6 @@ from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.products import grouped_swiglu
 from jaxkv_kernels.tile_scaled import TileScaled
 
-MOST_PREFETCHING = 16
-"""The most tokens for which weights are prefetched."""
-
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax.Array:
     """The feed-forward of a layer: dense or a mixture, depending on its weights.
@@ -21,17 +18,6 @@ def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax
     if experts is None or "dense" in weights:
         return dense(weights["dense"], x)
     return mixture(experts, weights["mixture"], x, parallel)
-
-
-def read_by_all(weights, x) -> list[jax.Array]:
-    """The weights of the shared expert of a layer, if it pays to prefetch them before the attention to x [..., hidden].
-
-    They are needed whatever experts the tokens choose.  With a few tokens, the attention does not use all of the
-    memory's bandwidth.
-    """
-    if "mixture" not in weights or x.size > MOST_PREFETCHING * x.shape[-1]:
-        return []
-    return [weight for weight in jax.tree.leaves(weights["mixture"].get("shared", {}))]
 
 
 def dense(weights, x) -> jax.Array:

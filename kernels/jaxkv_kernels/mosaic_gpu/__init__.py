@@ -55,7 +55,6 @@ KERNELS: dict[str, Kernel] = {
     "merge_states": _kernel("entries.merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),
     "indexer_logits": _kernel("indexer.logits.indexer_logits", _LOGITS, unsupported.indexer_logits, WGMMA),
     "select_topk": _kernel("indexer.topk.select_topk", {}, unsupported.select_topk, REDUX),
-    "prefetch": _kernel("bulk.prefetch.prefetch", {}, unsupported.prefetch, BULK_COPIES),
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
     "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),

@@ -265,16 +265,6 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 read_blocks = write_blocks = copy_blocks
 
 
-def prefetch(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `prefetch` call."""
-    del options
-    if not arrays["x"].size:
-        yield "`x` without values: supports arrays with values"
-    for number, array in enumerate(arrays["arrays"]):
-        if not array.size or array.size * array.dtype.itemsize % BULK:
-            yield f"`arrays[{number}]` of {array.size * array.dtype.itemsize} bytes: supports multiples of {BULK}"
-
-
 def select_experts(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `select_experts` call."""
     experts, groups = arrays["logits"].shape[1], options["groups"]

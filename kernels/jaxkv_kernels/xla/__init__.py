@@ -71,7 +71,6 @@ KERNELS: dict[str, Kernel] = {
     "copy_blocks": _kernel(copy_blocks, {}),
     "read_blocks": _kernel(read_blocks, {}),
     "write_blocks": _kernel(write_blocks, {}),
-    "prefetch": _kernel(lambda x, arrays: x, {}),
     "select_experts": _kernel(select_experts, {}),
     "grouped_swiglu": _kernel(grouped_swiglu, {}),
     "scaled_linear": _kernel(scaled_linear, {}),

@@ -13,7 +13,6 @@ from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
 from support.cases import on_layouts, slow
-from support.compare import assert_same_bits
 from support.hopper import large, on_hopper, read_early
 from support.suites.gathers import OF_144_BYTES
 
@@ -226,31 +225,3 @@ def test_explain_reports_unsupported_blocks():
             found = jaxkv.explain(jaxkv.read_blocks, cache, shape(3))
         assert found.chosen == "xla"
         assert found.reasons["mosaic_gpu"][0] == reason
-
-
-class Prefetches(Mosaic):
-    """`prefetch`: the result is what was given, whatever is read."""
-
-    @pytest.mark.parametrize("shapes", [((64, 256),), ((8192 * 140 + 8,), (3, 8, 16))])
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-    def test_the_result_is_what_was_given(self, shapes, dtype):
-        x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, 64)), dtype)
-        arrays = [jnp.full(shape, jnp.nan, dtype) for shape in shapes]
-        found = jax.jit(lambda x, arrays: jaxkv.prefetch(x, arrays, implementation="mosaic_gpu"))(x, arrays)
-        assert_same_bits(found, x)
-
-
-@on_hopper
-class TestPrefetches(Prefetches):
-    """On the GPU."""
-
-
-@pytest.mark.usefixtures("interpreted")
-class TestInterpretedPrefetches(Prefetches):
-    """Which chunks a CTA has; nothing is read."""
-
-
-def test_explain_reports_what_cannot_be_prefetched():
-    with interpreting(True):
-        found = jaxkv.explain(jaxkv.prefetch, jnp.zeros(3), [jnp.zeros(8), jnp.zeros(5)])
-    assert found.reasons["mosaic_gpu"] == ("`arrays[1]` of 20 bytes: supports multiples of 16",)
