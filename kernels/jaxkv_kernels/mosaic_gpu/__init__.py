@@ -58,6 +58,7 @@ KERNELS: dict[str, Kernel] = {
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
     "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),
+    "select_experts": _kernel("experts.routing.select_experts", {}, unsupported.select_experts, REDUX),
     "grouped_swiglu": _kernel("experts.swiglu.grouped_swiglu", {}, unsupported.grouped_swiglu, WGMMA),
     "scaled_linear": _kernel("experts.linear.scaled_linear", {}, unsupported.scaled_linear, WGMMA),
 }
