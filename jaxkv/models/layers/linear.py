@@ -30,10 +30,13 @@ def with_rank(vector, ndim: int) -> jax.Array:
 
 
 def rms_norm(x, weight, eps: float) -> jax.Array:
-    """x [..., n] divided by its root mean square, which is computed in float32, times `weight` [n]."""
+    """x [..., n] divided by its root mean square, which is computed in float32, times `weight` [n].
+
+    The product is rounded to the dtype of x; a float32 `weight` is not rounded before.
+    """
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
-    return with_rank(weight, x.ndim) * wide.astype(x.dtype)
+    return (with_rank(weight, x.ndim) * wide.astype(weight.dtype)).astype(x.dtype)
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:
