@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ class Part:
     """B requests with Q new tokens each, aligned to the end, which attend in one call."""
 
     seq_lens: jax.Array
-    block_tables: jax.Array
+    tables: dict[str, jax.Array]
+    """The block tables, by name."""
 
     plan: DecodePlan | tuple[DecodePlan, ...] | None
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
@@ -37,7 +39,7 @@ class Part:
     """(B, Q)."""
 
     @classmethod
-    def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Part":
+    def of(cls, model: Model, cache: KVCache, seq_lens, tables, slot_mapping) -> "Part":
         """Makes the part from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
         q_len = slot_mapping.shape[1]
         expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
@@ -46,7 +48,7 @@ class Part:
             planned = partial(
                 model.parallel.plan_decode,
                 cache,
-                block_tables,
+                tables[""],
                 seq_lens,
                 num_heads=model.num_heads,
                 q_len=q_len,
@@ -55,7 +57,12 @@ class Part:
             )
             plan, window = planned(), getattr(model.config.attention, "window", None)
             window_plan = None if window is None else planned(window=window)
-        return cls(seq_lens, block_tables, plan, window_plan, expanded, slot_mapping.shape)
+        return cls(seq_lens, tables, plan, window_plan, expanded, slot_mapping.shape)
+
+    @property
+    def block_tables(self) -> jax.Array:
+        """The table of the entries that tokens attend to."""
+        return self.tables[""]
 
 
 @jax.tree_util.register_dataclass
@@ -83,8 +90,8 @@ class Batch:
     """
 
     @classmethod
-    def of(cls, model: Model, cache: KVCache, batches: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> "Batch":
-        """Makes the batch from `seq_lens`, `block_tables` and `slot_mapping` [B, Q] of each part."""
+    def of(cls, model: Model, cache: KVCache, batches: Sequence[tuple[Any, Any, Any]]) -> "Batch":
+        """Makes the batch from `seq_lens`, the block tables by name and `slot_mapping` [B, Q] of each part."""
         slots = jnp.concatenate([slot_mapping.reshape(-1) for *_, slot_mapping in batches])
         config, positions = model.config, []
         for seq_lens, _, slot_mapping in batches:

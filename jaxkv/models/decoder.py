@@ -26,7 +26,7 @@ class NewTokens(NamedTuple):
     seq_lens: Any
     """int32 [B], the new tokens included."""
     block_tables: Any
-    """int32 [B, M]."""
+    """int32 [B, M]; a dict of such arrays by the name of the table, if the model has several (`Model.tables`)."""
     slot_mapping: Any
     """int32 [B, Q]; negative for padding."""
 
@@ -36,8 +36,8 @@ def step(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, ja
 
     The result is that of `prefill` of one batch after the other, except that a row may attend to tokens of the same
     request in other rows: in every layer, the entries of all new tokens are stored first.  A long chunk may therefore
-    be divided into several rows.  Matrix products multiply the tokens of all batches by the same weights, so that
-    these are read once.
+    be divided into several rows.  Not so for a model with states, which a step passes on to later steps only.  Matrix
+    products multiply the tokens of all batches by the same weights, so that these are read once.
 
     Args:
       model: from `load`.
@@ -66,8 +66,9 @@ def prefill(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
       cache: from `model.cache`; donate it.
       tokens: int32 [B, Q], the new tokens, aligned to the end of each row.
       seq_lens: int32 [B], tokens of each request, the new ones included.
-      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      slot_mapping: int32 [B, Q], the slot of each new token; negative for padding.
+      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.  For a
+        model with several tables (`Model.tables`), a dict of such arrays by their names.
+      slot_mapping: int32 [B, Q], the slot of each new token, by the table ""; negative for padding.
 
     Returns:
       The cache, and the logits after the last token of each request, float32 [B, vocab].
@@ -86,7 +87,7 @@ def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_ma
       cache: from `model.cache`; donate it.
       tokens: int32 [B]; any id in rows without a request.
       seq_lens: int32 [B], tokens of each request, the new one included; 0 in rows without a request.
-      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
+      block_tables: as in `prefill`.
       slot_mapping: int32 [B], the slot of each new token; negative in rows without a request.
 
     Returns:
@@ -107,18 +108,34 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 def _forward(layers, model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> Any:
     """Checks the batches, and runs `layers`, which is `_layers` or `_last_tokens`, on each device."""
     model.check_cache(cache)
-    widths = {batch.block_tables.shape[-1] for batch in batches}
-    if len(widths) != 1:
-        raise ValueError(f"`batches` has block tables of {sorted(widths)} blocks: expected one width, of all batches")
+    tables = [_tables(model, batch.block_tables) for batch in batches]
+    for name in model.tables:
+        widths = {held[name].shape[-1] for held in tables}
+        if len(widths) != 1:
+            raise ValueError(
+                f"`batches` has block tables of {sorted(widths)} blocks: expected one width, of all batches"
+            )
     arrays = []
-    for batch in batches:
+    for batch, held in zip(batches, tables, strict=True):
         dims = Dims()
         dims.check_ints("tokens", batch.tokens, "B Q")
         dims.check_ints("seq_lens", batch.seq_lens, "B")
-        dims.check_ints("block_tables", batch.block_tables, "B M")
+        for name, table in held.items():
+            dims.check_ints(f"block_tables[{name!r}]" if name else "block_tables", table, f"B M{name}")
         dims.check_ints("slot_mapping", batch.slot_mapping, "B Q")
-        arrays += [batch.tokens, *map(int32, batch[1:])]
+        arrays += [batch.tokens, int32(batch.seq_lens), jax.tree.map(int32, held), int32(batch.slot_mapping)]
     return model.parallel.run(layers, model, cache, *arrays)
+
+
+def _tables(model: Model, tables) -> dict[str, Any]:
+    """The block tables by name; ValueError unless they are those of the model."""
+    held = tables if isinstance(tables, dict) else {"": tables}
+    if set(held) != set(model.tables):
+        raise ValueError(
+            f"`block_tables` has the tables {', '.join(map(repr, held))}: expected the model's, "
+            f"{', '.join(map(repr, model.tables))}"
+        )
+    return held
 
 
 def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.Array, ...]]:

@@ -39,6 +39,7 @@ IGNORED_BESIDE = {
         "vision_end_token_id",
         "vision_start_token_id",
     },
+    "qwen3_next": {"router_aux_loss_coef"},
     "deepseek_v2_lite": {"n_group", "topk_group"},  # greedy
 }
 NOT_IGNORED = {
@@ -46,6 +47,7 @@ NOT_IGNORED = {
     "kimi_k25": {"text_config.model_type"},
     "llama": {"head_dim", "num_key_value_heads"},
     "longcat_flash": {"head_dim"},
+    "qwen3_next": {"head_dim", "layer_types", "num_key_value_heads"},
     "smollm3": {"head_dim", "num_key_value_heads"},
 }
 """Keys on which models of a family depend all the same."""
@@ -104,6 +106,7 @@ ABSENT_IN = {
         "tie_word_embeddings": True,
     },
     "mistral4": {"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1},
+    "qwen3_next": {"decoder_sparse_step": 1, "mlp_only_layers": [], "partial_rotary_factor": 0.25},
     "youtu": {"tie_word_embeddings": True},
 }
 NEEDED_IN = {
@@ -118,6 +121,7 @@ NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}
 NULLABLE_IN = {
     "gpt_oss": NOT_IGNORED["gpt_oss"] - {"sliding_window"},
     "llama": NOT_IGNORED["llama"],
+    "qwen3_next": {"layer_types", "mlp_only_layers"},
     "smollm3": {*NOT_IGNORED["smollm3"], "no_rope_layers"},
 }
 OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}

@@ -1,5 +1,7 @@
 """The values of published configurations."""
 
+from models.recurrent.published import QWEN3_NEXT
+
 YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
@@ -457,6 +459,7 @@ PUBLISHED = {
         "tie_word_embeddings": False,
         "vision_config": {},
     },
+    "Qwen3-Next": QWEN3_NEXT,
     # The values by default of `SmolLM3Config` in transformers 5.23.0.
     "SmolLM3": {
         "architectures": ["SmolLM3ForCausalLM"],

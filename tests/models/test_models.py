@@ -32,6 +32,7 @@ FAMILIES = [
     "longcat_flash",
     "mistral4",
     "moonlight",
+    "qwen3_next",
     "smollm3",
     "youtu",
 ]
@@ -41,16 +42,17 @@ BLOCK_SIZE = 64
 STEPS = 64
 TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 
-SPARSE = {"deepseek_v32", "glm5"}
-"""Families whose latents and indexer keys share their blocks, which therefore need a block to be one run of memory."""
+PACKED = {"deepseek_v32", "glm5", "qwen3_next"}
+"""Families with several groups in one buffer, which therefore need a block to be one run of memory."""
 
-HEADS = {"gpt_oss", "llama", "smollm3"}
+HEADS = {"gpt_oss", "llama", "qwen3_next", "smollm3"}
 """Families whose cache has several heads, so that all six orders differ."""
 
 families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [
     ("deepseek_v2_lite", "LBNHC"),
     ("llama", "BHLNC"),
+    ("qwen3_next", "BHLNC"),
     ("gpt_oss", "LBHNC"),
     ("smollm3", "LHBNC"),
 ]
@@ -59,7 +61,7 @@ LAYOUTS = [
     (family, order) if (family, order) in WHOLE_PROMPTS else slow(family, order)
     for family in FAMILIES
     for order in (jaxkv.ORDERS if family in HEADS else ORDERS)
-    if family not in SPARSE or order[0] == "B"
+    if family not in PACKED or order[0] == "B"
 ]
 
 
@@ -110,10 +112,13 @@ class Requests:
         self.logits = [[] for _ in prompts]
         self.cached = np.zeros(len(prompts), np.int32)
         needed = -(-(lengths + STEPS) // BLOCK_SIZE)
-        blocks = np.random.default_rng(0).permutation(needed.sum() + 2)
-        self.tables = np.full((len(prompts), needed.max() + 1), np.iinfo(np.int32).max, np.int32)
-        for row, count, end in zip(self.tables, needed, needed.cumsum(), strict=True):
+        names = self.model.tables
+        blocks = np.random.default_rng(0).permutation(len(names) * needed.sum() + 2)
+        tables = np.full((len(names), len(prompts), needed.max() + 1), np.iinfo(np.int32).max, np.int32)
+        ends = np.tile(needed, len(names)).cumsum()
+        for row, count, end in zip(tables.reshape(len(ends), -1), np.tile(needed, len(names)), ends, strict=True):
             row[:count] = blocks[end - count : end]
+        self.tables = dict(zip(names, tables, strict=True)) if len(names) > 1 else tables[0]
         empty = self.model.cache(len(blocks), BLOCK_SIZE, order)
         self.cache = jaxkv.KVCache(
             jnp.full(empty.buffer.nbytes, 0xFF, jnp.uint8).view(empty.buffer.dtype), empty.layout
@@ -127,7 +132,7 @@ class Requests:
         seq_lens = np.where(count, self.cached, 0)
         column = np.arange(width)
         positions = np.where(column >= width - count[:, None], seq_lens[:, None] - width + column, -1)
-        slots = slots_of(self.tables, positions)
+        slots = slots_of(self.tables[""] if isinstance(self.tables, dict) else self.tables, positions)
         self.cache, logits = program(self.model, self.cache, tokens, seq_lens, self.tables, slots)
         for i, row in enumerate(np.asarray(logits)):
             self.logits[i] += list(row[width - count[i] :])
@@ -189,6 +194,8 @@ def test_strict_programs_may_run_every_model(family):
         model = jax.eval_shape(partial(jaxkv.models.random_model, config, dtype="bfloat16"))
         cache = jax.eval_shape(lambda: model.cache(4, BLOCK_SIZE))
         new, requests, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 7), (2,), (2, 3)))
+        if len(model.tables) > 1:
+            tables = dict.fromkeys(model.tables, tables)
         _, logits = jax.eval_shape(jaxkv.models.prefill, model, cache, new, requests, tables, new)
         assert logits.shape == (2, config.vocab_size)
         jax.eval_shape(jaxkv.models.decode, model, cache, requests, requests, tables, requests)

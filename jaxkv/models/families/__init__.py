@@ -9,6 +9,7 @@ from jaxkv.models.families import (
     llama,
     longcat_flash,
     mistral4,
+    qwen3_next,
     smollm3,
     youtu,
 )
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     "LongcatFlashForCausalLM": longcat_flash.LONGCAT_FLASH,
     "Mistral3ForConditionalGeneration": mistral4.MISTRAL4_WITH_IMAGES,
     "Mistral4ForCausalLM": mistral4.MISTRAL4,
+    "Qwen3NextForCausalLM": qwen3_next.QWEN3_NEXT,
     "SmolLM3ForCausalLM": smollm3.SMOLLM3,
     "YoutuForCausalLM": youtu.YOUTU,
 }

@@ -30,12 +30,15 @@ def with_rank(vector, ndim: int) -> jax.Array:
 
 
 def rms_norm(x, weight, eps: float) -> jax.Array:
-    """x [..., n] divided by its root mean square, which is computed in float32, times `weight` [n]."""
+    """x [..., n] divided by its root mean square, which is computed in float32, times `weight` [n].
+
+    The product is rounded to the dtype of x; a float32 `weight` is not rounded before.
+    """
     wide, size = x.astype(jnp.float32), x.shape[-1]
     # The mean of x**2 + eps.  If it were divided and `eps` were added after the sum, XLA would need another kernel for
     # the norm of a single token on GPUs.
-    mean = (wide * wide * (1 / size) + eps / size).sum(axis=-1, keepdims=True)
-    return with_rank(weight, x.ndim) * (wide * lax.rsqrt(mean)).astype(x.dtype)
+    wide = wide * lax.rsqrt((wide * wide * (1 / size) + eps / size).sum(axis=-1, keepdims=True))
+    return (with_rank(weight, x.ndim) * wide.astype(weight.dtype)).astype(x.dtype)
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:

@@ -47,11 +47,16 @@ class Build:
                 f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ExpertParallel, "
                 "ContextParallel, DataParallel or DataExpertParallel"
             )
+        if config.recurrent is not None and self.parallel.divides_layers:
+            raise ValueError(
+                f"`parallel` is a {type(self.parallel).__name__}, and the model has recurrent layers, whose states are "
+                "not divided: expected a OneDevice, DataParallel or DataExpertParallel"
+            )
         self.parallel.check(config)
 
     def dtype_of(self, weight: Weight):
         """The dtype in which a weight is kept."""
-        return "float32" if weight.exact else self._dtype
+        return "float32" if weight.exact or weight.centred else self._dtype
 
     @property
     def scales_entries(self) -> bool:

@@ -43,7 +43,10 @@ def required_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
 
 def _outside_layers(config: ModelConfig) -> dict[str, Weight]:
     hidden, vocab = config.hidden_size, config.vocab_size
-    tree = {"embed": Weight(EMBED, (vocab, hidden), expanded=True), "norm": Weight("model.norm.weight", (hidden,))}
+    tree = {
+        "embed": Weight(EMBED, (vocab, hidden), expanded=True),
+        "norm": Weight("model.norm.weight", (hidden,), centred=config.centred_norms),
+    }
     if not config.tie_word_embeddings:
         tree["head"] = Weight(HEAD, (vocab, hidden), expanded=True)
     return _named(config, tree)

@@ -26,6 +26,10 @@ class Weight:
     expanded: bool = False
     """Whether the weight is expanded to the model's dtype if it is in float8, because it is not only multiplied."""
 
+    centred: bool = False
+    """Whether the checkpoint stores the weight minus 1, as for some norms.  The sum is kept in float32, because bf16
+    has few digits for what is added to 1."""
+
     packed: tuple[int, int] | None = None
     """(first, total) if the checkpoint has one tensor [experts, total, ...] for the whole stack, of which this weight
     is the rows from `first` on; None if it has a tensor per expert.
