@@ -37,8 +37,8 @@ def rms_norm(x, weight, eps: float) -> jax.Array:
     wide, size = x.astype(jnp.float32), x.shape[-1]
     # The mean of x**2 + eps.  If it were divided and `eps` were added after the sum, XLA would need another kernel for
     # the norm of a single token on GPUs.
-    mean = (wide * wide * (1 / size) + eps / size).sum(axis=-1, keepdims=True)
-    return (with_rank(weight, x.ndim) * (wide * lax.rsqrt(mean)).astype(weight.dtype)).astype(x.dtype)
+    wide = wide * lax.rsqrt((wide * wide * (1 / size) + eps / size).sum(axis=-1, keepdims=True))
+    return (with_rank(weight, x.ndim) * wide.astype(weight.dtype)).astype(x.dtype)
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:
