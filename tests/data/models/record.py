@@ -123,6 +123,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {**GLM, **NO_GROUPS, "v_head_dim": 24, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
     ),
+    # Every kind of attention and of routing.  Windows end between blocks, queries see more compressed entries than the
+    # indexer selects, and the limit of the experts' inner values is so low that it cuts some.
+    "deepseek_v4": (
+        "deepseek_v4",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 80,  # 64 values, one tile of the fp8_v4 format, and 16 that are rotated
+            "partial_rotary_factor": 0.2,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 12,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "sliding_window": 24,
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+            "compress_rope_theta": 40000.0,
+            "rope_parameters": {name: YARN[name] for name in YARN if not name.startswith("mscale")},
+            "index_n_heads": 8,
+            "index_head_dim": 32,
+            "index_topk": 16,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 4,
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "swiglu_limit": 1.5,
+        },
+    ),
     # The indexer's keys of layer 2 are the second ones of the cache: layer 1 has none.
     "glm5": (
         "glm_moe_dsa",
@@ -277,12 +311,16 @@ def build(family: str) -> torch.nn.Module:
     outer = {} if "text_config" in changes else TINY
     if "num_layers" in changes:  # LongCat's own name, which sets `num_hidden_layers`, too
         outer = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "intermediate_size")}
+    if family == "deepseek_v4":  # has no dense layers, and `intermediate_size` would be that of the experts
+        outer = {name: value for name, value in TINY.items() if name != "intermediate_size"}
     config = AutoConfig.for_model(model_type, **{**outer, **changes})
     known = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
     model = known.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name.endswith("bias"):  # the routing's correction bias is a buffer
             weight.normal_(0, BIAS.get(family, 0.25))
+        elif name.endswith("tid2eid"):  # the experts of each token id, which differ
+            weight.copy_(torch.stack([torch.randperm(changes["n_routed_experts"])[: weight.shape[1]] for _ in weight]))
         elif isinstance(weight, torch.nn.Parameter):
             weight.normal_(0, 0.25) if weight.ndim > 1 else weight.uniform_(0.5, 1.5)
     return model
@@ -349,6 +387,8 @@ def save(model: torch.nn.Module, family: str, folder: Path) -> None:
             saved, published = "language_model.model.blocks.", "language_model.model.layers."
             weights = {re.sub(f"^{re.escape(saved)}", published, name): held for name, held in load_file(file).items()}
             save_file(weights, file, metadata={"format": "pt"})
+        if family == "deepseek_v4":
+            save_file({published_v4(name): held for name, held in load_file(file).items()}, file, {"format": "pt"})
     if family in PUBLISHED:
         path = folder / "config.json"
         config = {**json.loads(path.read_text()), **PUBLISHED[family]}
@@ -364,6 +404,12 @@ def save(model: torch.nn.Module, family: str, folder: Path) -> None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def published_v4(name: str) -> str:
+    """The name that published checkpoints of DeepSeek-V4 have for a weight; save_pretrained restores most of them."""
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
 def require_same(model: torch.nn.Module, folder: Path, truth: dict[str, np.ndarray]) -> None:
     """Raise unless the written checkpoint is the model that was recorded."""
     written = json.loads((folder / "config.json").read_text())
@@ -376,9 +422,9 @@ def require_same(model: torch.nn.Module, folder: Path, truth: dict[str, np.ndarr
 
 def require_sparse(model: torch.nn.Module, truth: dict[str, np.ndarray]) -> None:
     """Raise unless attention to all tokens, not to the indexer's choice, continues the longest prompt otherwise."""
-    for layer in model.model.layers:
-        if layer.self_attn.indexer is not None:  # some layers share that of an earlier one
-            layer.self_attn.indexer.index_topk = TINY["max_position_embeddings"]
+    for module in model.modules():
+        if hasattr(module, "index_topk"):
+            module.index_topk = TINY["max_position_embeddings"]
     prompt = torch.from_numpy(truth["prompts"][-1:]).long()
     logits = model(torch.cat((prompt, torch.from_numpy(truth["tokens"][-1:, :-1]).long()), 1)).logits[0, -STEPS:]
     same = logits.argmax(-1).numpy() == truth["tokens"][-1]
