@@ -225,6 +225,14 @@ def logit_cap_of(value) -> float | None:
     return value
 
 
+def positive_number(name: str, value) -> float | None:
+    """`value` as it is; ValueError unless it is None or a positive number (static) that float32 holds."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 < in_float32(value) < float("inf")):
+        raise ValueError(f"`{name}` is {value!r}: expected None, or a positive number (static) that float32 holds")
+    return value
+
+
 def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
     """`ids` as int32 [n] on the host; ValueError unless all are valid blocks and, with `distinct`, no two are equal."""
     found = np.asarray(ids)

@@ -85,7 +85,7 @@ class Batch:
             positions.append(seq_lens[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None])
         scale = config.attention.query_scale if isinstance(config.attention, MLA) else None
         return cls(
-            *rope.angles(config, joined(positions)),
+            *rope.angles(config.rope, config.attention.rotary_dim, joined(positions)),
             model.parallel.slots(slots, cache.layout),
             tuple(Part.of(model, cache, *batch) for batch in batches),
             None if scale is None else rope.query_scales(scale, joined(positions)),

@@ -125,16 +125,17 @@ def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.A
     """`_forward` on one device, for its part of the model, the cache and the batches, given as one list of arrays."""
     # Jitted, with the layer as an argument, so that JAX traces and lowers each kind of layer once.  `lax.scan` would
     # need the weights of all layers in one array, and XLA would copy a layer's weights out of it before using them.
-    block = jax.jit(partial(FAMILIES[model.config.architecture].block, model))
+    family = FAMILIES[model.config.architecture]
+    block = jax.jit(partial(family.block, model))
     batches = [NewTokens(*group) for group in batched(arrays, len(NewTokens._fields))]
     batch = Batch.of(model, cache, [new[1:] for new in batches])
-    x = model.params["embed"][joined([new.tokens for new in batches])]
+    x = family.enter(model, model.params["embed"][batch.tokens])
     for layer, weights in enumerate(model.params["layers"]):
         # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.
         weights, cache = lax.optimization_barrier((weights, cache))
         cache, selected, x = block(weights, x, cache, batch, jnp.int32(layer))
         batch = replace(batch, selected=selected)
-    return cache, tuple(batch.divided(x))
+    return cache, tuple(batch.divided(family.leave(model, x)))
 
 
 def head(model: Model, x) -> jax.Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.checked import checking, require
-from jaxkv.dispatch.validate import Dims, describe, int32
+from jaxkv.dispatch.validate import Dims, describe, int32, positive_number
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array
 from jaxkv_kernels.tile_scaled import TileScaled, num_tiles
@@ -20,6 +20,7 @@ def grouped_swiglu(
     down: jax.Array | TileScaled,
     *,
     shared: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    limit: float | None = None,
     implementation=None,
 ) -> jax.Array:
     """The weighted sum of each token's experts: sum over k of weights[t, k] * expert(experts[t, k], x[t]).
@@ -39,6 +40,8 @@ def grouped_swiglu(
       down: [E, D, I], of the same kind.
       shared: gate [S, D], up [S, D] and down [D, S] of an expert through which every token passes with weight 1, of the
         dtype of `x`.
+      limit: static float; of every expert, gate[e] x becomes at most `limit` before silu, and up[e] x lies between
+        -limit and limit (DeepSeek-V4's `swiglu_limit`).  `xla` only.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -47,7 +50,7 @@ def grouped_swiglu(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    return run(_bind(x, experts, weights, gate, up, down, shared), implementation)
+    return run(_bind(x, experts, weights, gate, up, down, shared, limit), implementation)
 
 
 def scaled_linear(x: jax.Array, weight: TileScaled, *, implementation=None) -> jax.Array:
@@ -78,7 +81,7 @@ def _bind_linear(x, weight) -> Call:
     return Call("scaled_linear", {"x": x, "weight": weight}, {})
 
 
-def _bind(x, experts, weights, gate, up, down, shared=None) -> Call:
+def _bind(x, experts, weights, gate, up, down, shared=None, limit=None) -> Call:
     dims = Dims()
     dims.check("x", x, "T D")
     dims.check_ints("experts", experts, "T K")
@@ -100,7 +103,7 @@ def _bind(x, experts, weights, gate, up, down, shared=None) -> Call:
         require(experts < dims["E"], "experts", experts, f"there are {dims['E']} experts")
     arrays = {"x": x, "experts": experts, "weights": weights, "gate": gate, "up": up, "down": down}
     arrays["shared"] = shared
-    return Call("grouped_swiglu", arrays, {})
+    return Call("grouped_swiglu", arrays, {"limit": positive_number("limit", limit)})
 
 
 def _check_scaled(dims: Dims, name: str, matrix: TileScaled, axes: str) -> None:

@@ -1,6 +1,6 @@
 """The supported families of models.  Each has a file here, and each architecture an entry in `FAMILIES`."""
 
-from jaxkv.models.families import axk1, deepseek, glm5, kimi_k25, llama, longcat_flash, mistral4, youtu
+from jaxkv.models.families import axk1, deepseek, deepseek_v4, glm5, kimi_k25, llama, longcat_flash, mistral4, youtu
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.json_object import JsonObject
 
@@ -9,6 +9,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": deepseek.V2,
     "DeepseekV3ForCausalLM": deepseek.V3,  # also used by checkpoints of Moonlight and Kimi-K2
     "DeepseekV32ForCausalLM": deepseek.V32,
+    "DeepseekV4ForCausalLM": deepseek_v4.DEEPSEEK_V4,
     "Glm4MoeLiteForCausalLM": deepseek.V3,
     "GlmMoeDsaForCausalLM": glm5.GLM5,
     "KimiK25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in published checkpoints

@@ -1,6 +1,7 @@
 """Feed-forward layers: dense, and a mixture of experts with a shared expert."""
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear
@@ -10,29 +11,35 @@ from jaxkv.ops.products import grouped_swiglu
 from jaxkv_kernels.tile_scaled import TileScaled
 
 
-def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax.Array:
-    """The feed-forward of a layer: dense or a mixture, depending on its weights.
+def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=None) -> jax.Array:
+    """The feed-forward of a layer: dense or a mixture, depending on its weights; `ids` are those of `mixture`.
 
     If devices divide the weights, the result is this device's term of a sum over devices.
     """
     if experts is None or "dense" in weights:
         return dense(weights["dense"], x)
-    return mixture(experts, weights["mixture"], x, parallel)
+    return mixture(experts, weights["mixture"], x, parallel, ids)
 
 
-def dense(weights, x) -> jax.Array:
-    """The SwiGLU feed-forward; x and the result are [..., hidden]."""
-    return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
+def dense(weights, x, limit: float | None = None) -> jax.Array:
+    """The SwiGLU feed-forward; x and the result are [..., hidden], and `limit` is as in `grouped_swiglu`."""
+    gate, up = linear(x, weights["gate"]), linear(x, weights["up"])
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return linear(jax.nn.silu(gate) * up, weights["down"])
 
 
-def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
-    """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden]."""
-    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]))
+def mixture(config: Experts, weights, x, parallel: Parallel, ids=None) -> jax.Array:
+    """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden].
+
+    `ids` are those of the tokens, for layers that choose experts by them; of the shape of x without its last axis.
+    """
+    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]), None if ids is None else ids.reshape(-1))
     shared = tuple(weights["shared"][part] for part in ("gate", "up", "down"))
     # One kernel may compute the shared expert with the others, unless these also compute tokens of other devices.
     fused = not parallel.exchanges_tokens and not any(isinstance(weight, TileScaled) for weight in shared)
     out = routed(config, weights["experts"], x, chosen, shares, parallel, shared=shared if fused else None)
-    return out if fused else out + dense(weights["shared"], x)
+    return out if fused else out + dense(weights["shared"], x, config.limit)
 
 
 def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel, shared=None) -> jax.Array:
@@ -43,6 +50,6 @@ def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel, shar
     stacks = weights["gate"], weights["up"], weights["down"]
 
     def experts(tokens, chosen, shares):
-        return grouped_swiglu(tokens, chosen, shares, *stacks, shared=shared)
+        return grouped_swiglu(tokens, chosen, shares, *stacks, shared=shared, limit=config.limit)
 
     return parallel.routed(experts, x.reshape(-1, x.shape[-1]), chosen, shares, config.count).reshape(x.shape)

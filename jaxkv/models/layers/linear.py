@@ -31,9 +31,13 @@ def with_rank(vector, ndim: int) -> jax.Array:
 
 def rms_norm(x, weight, eps: float) -> jax.Array:
     """x [..., n] divided by its root mean square, which is computed in float32, times `weight` [n]."""
+    return with_rank(weight, x.ndim) * normalised(x, eps)
+
+
+def normalised(x, eps: float) -> jax.Array:
+    """x [..., n] divided by its root mean square, which is computed in float32."""
     wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
-    return with_rank(weight, x.ndim) * wide.astype(x.dtype)
+    return (wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:

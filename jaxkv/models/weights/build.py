@@ -51,7 +51,7 @@ class Build:
 
     def dtype_of(self, weight: Weight):
         """The dtype in which a weight is kept."""
-        return "float32" if weight.exact else self._dtype
+        return "int32" if weight.below else "float32" if weight.exact else self._dtype
 
     @property
     def scales_entries(self) -> bool:

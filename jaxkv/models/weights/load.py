@@ -14,7 +14,7 @@ from jaxkv.models.weights import entry_scales, fp8
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import copied, parameters, required_names, unused
-from jaxkv.models.weights.placed import Placed, expanded_part, part
+from jaxkv.models.weights.placed import Placed, expanded_part, part, table_part
 from jaxkv.models.weights.safetensors_file import Index
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
@@ -128,6 +128,8 @@ class _Plain:
 
         def read(index: Index, device) -> jax.Array:
             place = self._weight.place(expert, index)
+            if self._weight.below:
+                return table_part(self._checkpoint, name, self._weight.below, place, device)
             found = expanded_part(self._checkpoint, name, self._dtype, place, device)
             return found.reshape([of.stop - of.start for of in index])
 

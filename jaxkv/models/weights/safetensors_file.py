@@ -13,7 +13,10 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-NUMPY = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+NUMPY = {
+    **{"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F8_E4M3": ml_dtypes.float8_e4m3fn},
+    **{"I32": np.int32, "I64": np.int64},
+}
 """The dtypes that can be read, by their names in safetensors files."""
 BAND_BYTES = 2**23
 """The most bytes of whole rows that are read at once, to take some columns of them."""

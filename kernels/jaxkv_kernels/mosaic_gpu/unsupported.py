@@ -245,7 +245,8 @@ read_blocks = write_blocks = copy_blocks
 
 def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `grouped_swiglu` call."""
-    del options
+    if options["limit"] is not None:
+        yield f"`limit` of {options['limit']}: supports None"
     x, gate = arrays["x"], arrays["gate"]
     yield from _tokens(x)
     step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")

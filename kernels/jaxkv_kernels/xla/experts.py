@@ -1,5 +1,7 @@
 """Each token through the experts that it chose."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,23 +15,24 @@ MOST_RESULTS = 2**27
 """On other devices, the most results of all experts for some tokens that are in memory at once."""
 
 
-@jax.jit
-def grouped_swiglu(x, experts, weights, gate, up, down, shared=None):
+@partial(jax.jit, static_argnames="limit")
+def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, *, limit=None):
     """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
     if shared is not None:
-        return grouped_swiglu(x, experts, weights, gate, up, down) + shared_swiglu(x, *shared)
+        return grouped_swiglu(x, experts, weights, gate, up, down, limit=limit) + shared_swiglu(x, *shared, limit=limit)
     if not experts.size:
         return jnp.zeros_like(x)
     # XLA does not execute branches in parallel on GPUs: there, products of all experts take less time.
-    return lax.platform_dependent(x, experts, weights, gate, up, down, cpu=by_tiles, default=all_experts)
+    cpu, default = (partial(way, limit=limit) for way in (by_tiles, all_experts))
+    return lax.platform_dependent(x, experts, weights, gate, up, down, cpu=cpu, default=default)
 
 
-def shared_swiglu(x, gate, up, down):
+def shared_swiglu(x, gate, up, down, limit=None):
     """The result [T, D] of the expert through which all tokens x [T, D] pass."""
-    return _swiglu("td,id->ti", "ti,di->td", x, gate, up, down).astype(x.dtype)
+    return _swiglu("td,id->ti", "ti,di->td", x, gate, up, down, limit).astype(x.dtype)
 
 
-def by_tiles(x, experts, weights, gate, up, down):
+def by_tiles(x, experts, weights, gate, up, down, limit=None):
     """Tile by tile of tokens that chose the same expert: computes only what was chosen."""
     count = gate.shape[0]
     tile = usual_rows(experts.size, count, min(len(x), MOST_ROWS))
@@ -41,7 +44,7 @@ def by_tiles(x, experts, weights, gate, up, down):
     def one(i, results):
         expert, start = groups.experts[i], groups.starts[i]
         tokens = lax.dynamic_slice_in_dim(rows, start, tile)
-        result = _swiglu("td,id->ti", "ti,di->td", tokens, gate[expert], up[expert], down[expert])
+        result = _swiglu("td,id->ti", "ti,di->td", tokens, gate[expert], up[expert], down[expert], limit)
         return lax.dynamic_update_slice_in_dim(results, result, start, axis=0)
 
     results = lax.fori_loop(0, groups.count, one, jnp.zeros(rows.shape, jnp.float32))
@@ -49,7 +52,7 @@ def by_tiles(x, experts, weights, gate, up, down):
     return jnp.where(known[..., None], results[groups.rows] * weights[..., None], 0).sum(axis=1).astype(x.dtype)
 
 
-def all_experts(x, experts, weights, gate, up, down):
+def all_experts(x, experts, weights, gate, up, down, limit=None):
     """Every token through every expert, for some tokens at a time: reads the weights as few times as possible."""
     count, width = gate.shape[0], x.shape[1]
     chosen = experts[..., None] == jnp.arange(count, dtype=jnp.int32)
@@ -58,20 +61,20 @@ def all_experts(x, experts, weights, gate, up, down):
 
     def some(tokens):
         x, share, chosen = tokens
-        results = _swiglu("td,eid->eti", "eti,edi->etd", x, gate, up, down)
+        results = _swiglu("td,eid->eti", "eti,edi->etd", x, gate, up, down, limit)
         # Select instead of multiplying by 0: an expert that is not chosen for a token may overflow to inf.
         return jnp.where(chosen.T[..., None], results * share.T[..., None], 0).sum(axis=0).astype(x.dtype)
 
-    limit = max(MOST_RESULTS // (count * width), 1)
+    most = max(MOST_RESULTS // (count * width), 1)
     tokens = x, share, chosen
-    if len(x) <= limit:
+    if len(x) <= most:
         return some(tokens)
-    padding = -len(x) % limit
-    parts = (jnp.pad(a, ((0, padding), (0, 0))).reshape(-1, limit, a.shape[1]) for a in tokens)
+    padding = -len(x) % most
+    parts = (jnp.pad(a, ((0, padding), (0, 0))).reshape(-1, most, a.shape[1]) for a in tokens)
     return lax.map(some, tuple(parts)).reshape(-1, width)[: len(x)]
 
 
-def _swiglu(inner: str, outer: str, x, gate, up, down):
+def _swiglu(inner: str, outer: str, x, gate, up, down, limit):
     """The SwiGLU feed-forward by the products `inner` and `outer`, in float32; operands keep their dtype."""
 
     def product(equation, a, b):
@@ -80,5 +83,7 @@ def _swiglu(inner: str, outer: str, x, gate, up, down):
         precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
-    values = jax.nn.silu(product(inner, x, gate)) * product(inner, x, up)
-    return product(outer, values.astype(x.dtype), down)
+    gates, ups = product(inner, x, gate), product(inner, x, up)
+    if limit is not None:
+        gates, ups = jnp.minimum(gates, limit), jnp.clip(ups, -limit, limit)
+    return product(outer, (jax.nn.silu(gates) * ups).astype(x.dtype), down)
