@@ -107,9 +107,11 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 def _forward(model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> tuple[KVCache, tuple[jax.Array, ...]]:
     """All layers: the cache, and x [B, Q, hidden] of each batch."""
     model.check_cache(cache)
-    widths = {batch.block_tables.shape[-1] for batch in batches}
-    if len(widths) != 1:
-        raise ValueError(f"`batches` has block tables of {sorted(widths)} blocks: expected one width, of all batches")
+    for name in model.tables:
+        widths = {table_of(batch, name).shape[-1] for batch in batches}
+        if len(widths) != 1:
+            found = sorted(widths)
+            raise ValueError(f"`batches` has block tables of {found} blocks: expected one width, of all batches")
     arrays = []
     for batch in batches:
         dims = Dims()
@@ -129,7 +131,8 @@ def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.A
     block = jax.jit(partial(family.block, model))
     batches = [NewTokens(*group) for group in batched(arrays, len(NewTokens._fields))]
     batch = Batch.of(model, cache, [new[1:] for new in batches])
-    x = family.enter(model, model.params["embed"][batch.tokens])
+    batch = replace(batch, ids=joined([new.tokens for new in batches]))
+    x = family.enter(model, model.params["embed"][batch.ids])
     for layer, weights in enumerate(model.params["layers"]):
         # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.
         weights, cache = lax.optimization_barrier((weights, cache))

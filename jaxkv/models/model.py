@@ -9,7 +9,8 @@ from jax import lax
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import Group, PackedLayout
-from jaxkv.models.config import GQA, Indexer, ModelConfig
+from jaxkv.models import compressed_cache
+from jaxkv.models.config import GQA, CompressedAttention, Indexer, ModelConfig
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
@@ -67,9 +68,25 @@ class Model:
         scales = self.params["entry_scales"]
         return {name: lax.dynamic_index_in_dim(of, layer, keepdims=False) for name, of in scales.items()}
 
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the block tables of a request: one, "", unless attention is compressed."""
+        if not isinstance(self.config.attention, CompressedAttention):
+            return ("",)
+        groups = compressed_cache.groups(self.config.attention, self.entry_format)
+        return tuple(dict.fromkeys(group.table for group in groups.values()))
+
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
-        """The layout of one device's cache.  With an indexer, it is a PackedLayout with the indexer's keys."""
+        """The layout of one device's cache.
+
+        It is a PackedLayout if there are several groups: with the indexer's keys, or with those of compressed
+        attention, whose other tables have block sizes of their own (`compressed_cache.py`).
+        """
         block_size = self.parallel.device_block_size(block_size)
+        if isinstance(self.config.attention, CompressedAttention):
+            groups = compressed_cache.groups(self.config.attention, self.entry_format)
+            sizes = compressed_cache.block_sizes(groups, block_size)
+            return PackedLayout(num_blocks=num_blocks, block_size=sizes, groups=groups, order=order)
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
@@ -95,7 +112,14 @@ class Model:
         `read_blocks` and `write_blocks` still move whole blocks, including the indexer's keys.
         """
         layout = self.layout(num_blocks, block_size, order)
-        return self.parallel.zeros(layout["latent"] if isinstance(layout, PackedLayout) else layout)
+        return self.parallel.zeros(next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout)
+
+    def groups_of(self, cache: KVCache) -> PackedLayout:
+        """The groups of a cache of compressed attention, given as the view of its first group."""
+        attention: Any = self.config.attention
+        first, *_ = compressed_cache.groups(attention, self.entry_format).values()
+        layout: Any = self.layout(cache.layout.num_blocks, cache.layout.block_size * first.rate)
+        return layout
 
     def check_cache(self, cache: KVCache) -> None:
         """ValueError unless `cache` fits this model.
@@ -106,6 +130,9 @@ class Model:
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
         layout, config = cache.layout, self.config
+        if isinstance(config.attention, CompressedAttention):
+            self._check_groups(cache)
+            return
         if layout.num_layers != self.num_cache_layers:
             raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {self.num_cache_layers}")
         if layout.entry != self.entry:
@@ -117,3 +144,12 @@ class Model:
                     "`cache` has no room for the indexer's keys where the model expects them: make it with "
                     f"`model.cache`\nit has\n{layout}\nexpected\n{expected}"
                 )
+
+    def _check_groups(self, cache: KVCache) -> None:
+        """`check_cache` for compressed attention."""
+        expected = next(iter(self.groups_of(cache).values()))
+        if cache.layout != expected:
+            raise ValueError(
+                "`cache` does not have the model's groups where the model expects them: make it with `model.cache`\n"
+                f"it has\n{cache.layout}\nexpected\n{expected}"
+            )
