@@ -16,7 +16,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, `prefill_kv`, for many new tokens;
   `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
-  `decode_mla_sparse` with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
+  `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of two, with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
   `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few; `TileScaled`, a weight in
@@ -46,7 +46,7 @@ from jaxkv.ops.prefill.mla import prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.slots import ragged_slots, slots_for
-from jaxkv.ops.sparse import decode_mla_sparse
+from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
 from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
 from jaxkv.support import Explanation, explain
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
@@ -57,6 +57,7 @@ __all__ = [
     "CacheLayout",
     "DecodePlan",
     "Explanation",
+    "ExtraCache",
     "Group",
     "IndexerEntry",
     "KVCache",

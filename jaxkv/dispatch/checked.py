@@ -61,9 +61,9 @@ def require(ok: jax.Array, name: str, values: jax.Array, problem: str, **others:
     checkify.check(ok.all(), f"`{name}`{where} is {{value}}: {problem}", value=values.ravel()[first], **position)
 
 
-def check_layer(layer, pages):
+def check_layer(layer, pages, name="layer"):
     """Checks that a traced layer is in the cache."""
-    require((layer >= 0) & (layer < pages.num_layers), "layer", layer, f"the cache has {pages.num_layers} layers")
+    require((layer >= 0) & (layer < pages.num_layers), name, layer, f"the cache has {pages.num_layers} layers")
 
 
 def check_slots(name, slots, pages):
@@ -99,10 +99,10 @@ def check_ids(name, blocks, pages):
     require(inside, name, blocks, f"the cache has blocks 0 to {pages.num_blocks - 1}")
 
 
-def check_live_entries(cache, slots, live, layer):
+def check_live_entries(cache, slots, live, layer, name="cache"):
     """Checks that no entry at `slots` [...] holds NaN where `live` [...] is true."""
     layout = cache.layout
     rows, valid = load_entries(cache.buffer, layout.pages, layout.entry, slots, layer)
     parts = layout.entry.decode(rows, jnp.float32)
     nan = jnp.isnan(jnp.concatenate(parts, axis=-1)).any(axis=(-2, -1))
-    require(~(nan & valid & live), "cache", slots, "the entry at this slot holds NaN and is attended to")
+    require(~(nan & valid & live), name, slots, "the entry at this slot holds NaN and is attended to")

@@ -75,16 +75,16 @@ def int32(array):
     return jnp.clip(array, max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
 
 
-def check_cache(cache: KVCache, *kinds: type[Entry]):
-    """ValueError unless `cache` is a KVCache with entries of one of `kinds` and a buffer that fits its layout."""
+def check_cache(cache: KVCache, *kinds: type[Entry], name: str = "cache"):
+    """ValueError unless `cache`, called `name` in messages, is a KVCache with entries of one of `kinds` and a buffer that fits its layout."""
     if not isinstance(cache, KVCache):
-        raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache")
+        raise ValueError(f"`{name}` is a {type(cache).__name__}: expected a KVCache")
     layout, buffer = cache.layout, cache.buffer
     if not isinstance(layout.entry, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"`cache` stores {layout.entry}: this operation takes a cache of {wanted}")
+        raise ValueError(f"`{name}` stores {layout.entry}: this operation takes a cache of {wanted}")
     if getattr(buffer, "shape", None) != (layout.size,) or buffer.dtype != layout.dtype:
-        raise ValueError(f"`cache.buffer` is {describe(buffer)}: expected its layout's {layout.dtype}[{layout.size}]")
+        raise ValueError(f"`{name}.buffer` is {describe(buffer)}: expected its layout's {layout.dtype}[{layout.size}]")
 
 
 def mla_dims(cache: KVCache) -> Dims:
@@ -93,9 +93,9 @@ def mla_dims(cache: KVCache) -> Dims:
     return Dims(R=(latent, "the entry's latent"), P=(rope, "the entry's rope"))
 
 
-def layer_index(layer: Any, cache: KVCache) -> jax.Array:
+def layer_index(layer: Any, cache: KVCache, name: str = "layer") -> jax.Array:
     """`layer` as an int32 scalar array, checked by `index_below` the number of layers."""
-    return index_below("layer", layer, cache.layout.num_layers, "layers of the cache")
+    return index_below(name, layer, cache.layout.num_layers, "layers of the cache")
 
 
 def index_below(name: str, value: Any, count: int, what: str) -> jax.Array:

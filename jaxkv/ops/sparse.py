@@ -1,6 +1,6 @@
-"""Sparse attention of new tokens to the selected slots of the cache."""
+"""Sparse attention of new tokens to the selected slots of a cache, or of two."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -8,6 +8,7 @@ from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.validate import (
+    Dims,
     check_cache,
     entry_scale,
     int32,
@@ -18,7 +19,27 @@ from jaxkv.dispatch.validate import (
 )
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array, sample_options, sample_queries
+from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import MLAEntry
+
+
+class ExtraCache(NamedTuple):
+    """A second cache for `decode_mla_sparse`, with a layout, a format and a layer of its own.
+
+    DeepSeek V4 attends to the entries of a window in one cache, and to selected compressed entries in another.  Both
+    may be views of one buffer (`PackedLayout`).
+    """
+
+    cache: KVCache
+    """A cache of `MLAEntry`, with as many values per latent and rotary part as the first cache has."""
+    slots: Any
+    """int32 [B, Q, K'], slots of this cache, masked as those of the first one are."""
+    layer: Any
+    """int, or traced int32 scalar."""
+    counts: Any = None
+    """int32 [B, Q]; only the first `counts` slots of a query token are used.  Default: all K' slots."""
+    kv_scale: Any = None
+    """As that of the first cache: required by format `fp8`, and rejected by formats without a scale."""
 
 
 def decode_mla_sparse(
@@ -31,13 +52,14 @@ def decode_mla_sparse(
     scale,
     kv_scale=None,
     counts=None,
+    extra: ExtraCache | None = None,
     sinks=None,
     logit_cap: float | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     implementation=None,
 ) -> Any:
-    """Absorbed multi-head latent attention to the given slots only (DeepSeek V3.2).
+    """Absorbed multi-head latent attention to the given slots only (DeepSeek V3.2, V4).
 
     Args:
       q_latent: float [B, Q, Hq, R], queries multiplied by W_UK.
@@ -50,6 +72,7 @@ def decode_mla_sparse(
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
       counts: int32 [B, Q]; only the first `counts` slots of a query token are used, and the others may hold any value.
         Default: all K slots.
+      extra: `ExtraCache`; slots of another cache, which the query tokens attend to as well, in the same softmax.
       sinks: float32 [Hq]; attention sinks: one logit per head that is added to the softmax's denominator, without a
         value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
@@ -60,56 +83,86 @@ def decode_mla_sparse(
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out, of q_latent's shape and dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.  A query
-      token all of whose slots are masked gets 0 and -inf; low finite scores are never masked.
+      out [B, Q, Hq, V], of q_latent's dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.  V is
+      R, or R + P in the formats of DeepSeek V4 (`fp8_v4`, `fp8_v41`, `fp4_v41`), whose values include the rotary part.
+      A query token all of whose slots are masked gets 0 and -inf; low finite scores are never masked.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong.
+      ValueError: a shape, dtype, static layer or scale is wrong, or the two caches have entries of different sizes.
     """
-    call = _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap, batch_invariant)
+    call = _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, extra, sinks, logit_cap, batch_invariant)
     out, lse = run(call, implementation)
     return (out, lse) if return_lse else out
 
 
-def _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, sinks, logit_cap, batch_invariant) -> Call:
+def _bind(
+    q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, extra, sinks, logit_cap, batch_invariant
+) -> Call:
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     dims.check("q_latent", q_latent, "B Q Hq R")
     dims.check("q_pe", q_pe, "B Q Hq P", (str(q_latent.dtype),))
-    dims.check_ints("slots", slots, "B Q K")
-    if counts is not None:
-        dims.check_ints("counts", counts, "B Q")
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
-    slots, counts = int32(slots), int32(counts)
-    layer, pages = layer_index(layer, cache), cache.layout.pages
-    if checks.checking():
-        checks.check_layer(layer, pages)
-        used = slots >= 0
-        if counts is not None:
-            inside = (counts >= 0) & (counts <= slots.shape[-1])
-            checks.require(inside, "counts", counts, f"there are {slots.shape[-1]} slots per query token")
-            used &= jnp.arange(slots.shape[-1])[None, None] < counts[..., None]
-        checks.check_slots("slots", jnp.where(used, slots, -1), pages)
-        checks.check_live_entries(cache, slots, used, layer)
+    first = _bind_slots(dims, ExtraCache(cache, slots, layer, counts, kv_scale))
     arrays = {
         "q_latent": q_latent,
         "q_pe": q_pe,
-        "buffer": cache.buffer,
-        "slots": slots,
-        "counts": counts,
+        "buffer": first.buffer,
+        "slots": first.slots,
+        "counts": first.counts,
         "sinks": sinks,
-        "layer": layer,
+        "layer": first.layer,
         "scale": softmax_scale(scale),
-        "kv_scale": entry_scale("kv_scale", kv_scale, cache),
+        "kv_scale": first.kv_scale,
+        "extra": None if extra is None else _bind_extra(dims, cache, extra),
     }
     options = {
-        "pages": pages,
-        "entry": cache.layout.entry,
+        "pages": first.pages,
+        "entry": first.entry,
         "logit_cap": logit_cap_of(logit_cap),
         "batch_invariant": bool(batch_invariant),
     }
     return Call("decode_mla_sparse", arrays, options)
+
+
+def _bind_extra(dims: Dims, cache: KVCache, extra) -> ExtraSlots:
+    """The checked fields of `extra`; ValueError if its entries cannot be attended to beside those of `cache`."""
+    if not isinstance(extra, ExtraCache):
+        raise ValueError(f"`extra` is a {type(extra).__name__}: expected a jaxkv.ExtraCache")
+    check_cache(extra.cache, MLAEntry, name="extra.cache")
+    first, second = cache.layout.entry, extra.cache.layout.entry
+    if (first.sizes, first.value_dim) != (second.sizes, second.value_dim):
+        raise ValueError(
+            f"`extra.cache` stores {second}, whose values have {second.value_dim} elements: expected entries of "
+            f"{first.latent} + {first.rope} values, of which {first.value_dim} are summed, as in `cache` ({first})"
+        )
+    return _bind_slots(dims, extra, "extra.", "K'")
+
+
+def _bind_slots(dims: Dims, given: ExtraCache, prefix: str = "", count: str = "K") -> ExtraSlots:
+    """The checked fields of one of the two caches.
+
+    `prefix` precedes the names of arguments in messages, and `count` is the letter of the axis of slots.
+    """
+    cache, slots, counts = given.cache, given.slots, given.counts
+    dims.check_ints(f"{prefix}slots", slots, f"B Q {count}")
+    if counts is not None:
+        dims.check_ints(f"{prefix}counts", counts, "B Q")
+    slots, counts = int32(slots), int32(counts)
+    layer, pages = layer_index(given.layer, cache, name=f"{prefix}layer"), cache.layout.pages
+    if checks.checking():
+        checks.check_layer(layer, pages, name=f"{prefix}layer")
+        used = slots >= 0
+        if counts is not None:
+            inside = (counts >= 0) & (counts <= slots.shape[-1])
+            problem = f"there are {slots.shape[-1]} slots per query token"
+            checks.require(inside, f"{prefix}counts", counts, problem)
+            used &= jnp.arange(slots.shape[-1])[None, None] < counts[..., None]
+        checks.check_slots(f"{prefix}slots", jnp.where(used, slots, -1), pages)
+        checks.check_live_entries(cache, slots, used, layer, name=f"{prefix}cache")
+    kv_scale = entry_scale(f"{prefix}kv_scale", given.kv_scale, cache)
+    return ExtraSlots(cache.buffer, slots, counts, layer, kv_scale, pages, cache.layout.entry)
 
 
 def _sample(cache):

@@ -7,6 +7,7 @@ import pytest
 from jaxkv_kernels.expert_groups import chosen_experts, expert_groups
 from jaxkv_kernels.logit_cap import capped
 from jaxkv_kernels.xla import experts
+import jaxkv
 from support import suites
 from support.compare import assert_close
 from support.suites.experts import arguments as expert_arguments
@@ -30,6 +31,17 @@ class TestDecodeKV(suites.DecodeKV, suites.UnseenByKV):
 
 class TestDecodeMLASparse(suites.DecodeMLASparse):
     implementation = "xla"
+
+
+class TestExtraSlots(suites.ExtraSlots):
+    implementation = "xla"
+    forms = (
+        ("f32", "bf16"),
+        ("fp8", "fp8_ds_mla"),
+        ("f16", "fp8"),
+        (jaxkv.MLAEntry.typical("fp8_v41"), jaxkv.MLAEntry.typical("fp4_v41")),
+        (jaxkv.MLAEntry.typical("fp8_v4"), jaxkv.MLAEntry.typical("fp8_v41")),
+    )
 
 
 class TestIndexer(suites.Indexer):

@@ -287,6 +287,16 @@ FORMATS = {
 }
 
 
+ROPE_IN_VALUES = ("fp8_v4", "fp8_v41", "fp4_v41")
+"""Formats of models that attend to whole entries: DeepSeek V4 has one head that is key and value."""
+
+
+def keys_and_values(entry, latent, rope):
+    """Keys [..., R + P] and values [..., V] of entries."""
+    keys = np.concatenate([latent, rope], axis=-1)
+    return keys, keys if entry.format in ROPE_IN_VALUES else latent
+
+
 def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=None):
     """Softmax attention of q [Q, Hq, D] to k [S, H, D], v [S, H, Dv]; query t sees keys below ends[t].
 

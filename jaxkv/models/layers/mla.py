@@ -82,14 +82,19 @@ def _attend(model: Model, weights, cache: KVCache, part: Part, q_nope, q_pe, *, 
         return model.parallel.prefill_mla(q_nope, q_pe, *up, cache, *index, **options)
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
     out = model.parallel.decode_mla(q_latent, q_pe, cache, *index, plan=part.plan, **options)
-    return product("bqhr,hvr->bqhv", out, weights["w_uv"])
+    return _expanded(out, weights, cache)
 
 
 def _attend_sparse(model: Model, weights, cache: KVCache, part: Part, q_nope, q_pe, slots, *, options) -> jax.Array:
     """The same for the cached tokens in `slots` [B, Q, K]."""
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
     out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, **options)
-    return product("bqhr,hvr->bqhv", out, weights["w_uv"])
+    return _expanded(out, weights, cache)
+
+
+def _expanded(out, weights, cache: KVCache) -> jax.Array:
+    """Values [B, Q, H, V] from sums of latents, which in formats of DeepSeek V4 are followed by those of rotary parts."""
+    return product("bqhr,hvr->bqhv", out[..., : cache.layout.entry.latent], weights["w_uv"])
 
 
 def _softmax_scale(config: MLA, rotary: Rope) -> float:

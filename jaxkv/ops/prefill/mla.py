@@ -226,6 +226,7 @@ def _decoding(context: _Latents, q_nope, q_pe, plan) -> tuple[jax.Array, jax.Arr
         q_latent, q_pe, context.cache, context.block_tables, context.seq_lens, scale=context.scale, plan=plan,
         return_lse=True, **context.options,
     )  # fmt: skip
+    out = out[..., : context.w_uv.shape[-1]]  # formats of DeepSeek V4 also sum rotary parts
     return jnp.einsum("bhr,hvr->bhv", out, context.w_uv, precision=precision), lse
 
 

@@ -157,8 +157,8 @@ def decode_mla_sparse(q_latent, q_pe, cache: KVCache, slots, *, axis, return_lse
       slots: int32 [B, Q, K], slots in the cache of this device; negative ones are masked.
       axis: mesh axis (or several) of the `shard_map` around this call.
       return_lse: also return the log-sum-exp of the scores.
-      **options: `layer`, `scale`, `kv_scale`, `counts`, `logit_cap` and `implementation`, as in
-        `jaxkv.decode_mla_sparse`.
+      **options: `layer`, `scale`, `kv_scale`, `counts`, `extra` (slots in another cache of this device), `logit_cap`
+        and `implementation`, as in `jaxkv.decode_mla_sparse`.
 
     Returns:
       The result of `jaxkv.decode_mla_sparse`, the same on all devices along `axis`.

@@ -134,6 +134,16 @@ class MLAEntry(Entry):
         """R under the name "latent", P under "rope"."""
         return {"latent": self.latent, "rope": self.rope}
 
+    @property
+    def value_dim(self) -> int:
+        """The values of an entry that attention sums (V): the latent, and in formats of DeepSeek V4 the rotary part."""
+        return self.latent + self.rope * self.codec.rope_in_values
+
+    def keys_and_values(self, row, dtype) -> tuple[jax.Array, jax.Array]:
+        """Converts stored elements [..., width] to keys [..., R + P] and values [..., V] of `dtype`."""
+        keys = jnp.concatenate(self.decode(row, dtype), axis=-1)
+        return keys, keys[..., : self.value_dim]
+
 
 @dataclass(frozen=True)
 class KVEntry(Entry):

@@ -152,6 +152,8 @@ class Format(ABC):
     """Whether pages, which are split, are rounded up to a multiple of what their first region stores per token.
     Readers
     that load pages by TMA need such strides."""
+    rope_in_values: bool = False
+    """Of formats of latents: whether attention sums whole entries, rotary parts included, as DeepSeek V4 does."""
     typical: Mapping[str, int] = {}
     """Arguments of an entry that has the sizes of the models for which the format was made, if its defaults do not."""
 

@@ -80,6 +80,8 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
 
 def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla_sparse` call."""
+    if arrays["extra"] is not None:
+        yield "`extra`: supports one cache per call"
     yield from decode_mla(arrays, options)
     yield from _batch_invariant(options)
 

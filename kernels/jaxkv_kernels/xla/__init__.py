@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxkv_kernels.formats import FORMATS
-from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry, unlisted
 from jaxkv_kernels.kernel import Kernel, nothing
 from jaxkv_kernels.xla.attention import decode_kv, decode_mla
 from jaxkv_kernels.xla.blocks import copy_blocks, read_blocks, write_blocks
@@ -26,6 +26,13 @@ def _batch_invariant(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> I
     del arrays
     if options["batch_invariant"]:
         yield "cannot be batch-invariant: the last bits of a result depend on the shape of the batch"
+
+
+def _extra(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the reasons against a call of `decode_mla_sparse`, with or without a second cache."""
+    if arrays["extra"] is not None:
+        yield from unlisted(_MLA, {"entry": arrays["extra"].entry})
+    yield from _batch_invariant(arrays, options)
 
 
 def _kernel(
@@ -49,7 +56,7 @@ KERNELS: dict[str, Kernel] = {
     "plan_decode": _kernel(plan_decode, {**_MLA, **_KV}, _batch_invariant),
     "decode_mla": _kernel(decode_mla, _MLA),
     "decode_kv": _kernel(decode_kv, _KV),
-    "decode_mla_sparse": _kernel(decode_mla_sparse, _MLA, _batch_invariant),
+    "decode_mla_sparse": _kernel(decode_mla_sparse, _MLA, _extra),
     "indexer_logits": _kernel(indexer_logits, _INDEXER),
     "select_topk": _kernel(select_topk, {}),
     "merge_states": _kernel(merge_states, {}),

@@ -15,7 +15,7 @@ from jaxkv_kernels.xla.softmax import attend
 def decode_mla(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, window
 ):
-    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, V] and float32 lse [B, Q, Hq]."""
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
@@ -25,9 +25,9 @@ def decode_mla(
     def load(i):
         positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
         rows, valid = load_entries(buffer, pages, entry, slots, layer)
-        latent, rope = entry.decode(rows, q.dtype)
+        keys, values = entry.keys_and_values(rows, q.dtype)
         seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
-        return jnp.concatenate([latent, rope], axis=-1), latent, seen
+        return keys, values, seen
 
     first, last = chunks_seen(begins, ends, lengths, chunk)
     out, lse = attend(
@@ -35,7 +35,7 @@ def decode_mla(
         load,
         first,
         last,
-        value_dim=entry.latent,
+        value_dim=entry.value_dim,
         scale=scale,
         k_scale=kv_scale,
         v_scale=kv_scale,

@@ -87,8 +87,8 @@ class DecodeMLAChecks(Suite):
             latent, rope = scene.parts(request)
             ends = last_tokens(length, len(q_latent[request])) if causal else None
             joined = np.concatenate([q_latent[request], q_pe[request]], axis=-1)
-            k = np.concatenate([latent, rope], axis=-1)
-            found.append(oracle.attention(joined, k, latent, scale, ends=ends, **keywords))
+            keys_and_values = oracle.keys_and_values(scene.entry, latent, rope)
+            found.append(oracle.attention(joined, *keys_and_values, scale, ends=ends, **keywords))
         return tuple(zip(*found, strict=True))
 
     def check(self, q, cache, scene, layer, **keywords):
@@ -331,7 +331,7 @@ class DecodeMLA(DecodeMLAChecks):
         for request, kept in enumerate(keep):
             latent, rope = (part[kept] for part in scene.parts(request))
             joined = np.concatenate([np.asarray(x[request]) for x in q], axis=-1)
-            right = oracle.attention(joined, np.concatenate([latent, rope], axis=-1), latent, SCALE)
+            right = oracle.attention(joined, *oracle.keys_and_values(entry, latent, rope), SCALE)
             assert_close(out[request], right[0], roundings=roundings_of(out), magnitude=1)
             assert_close(lse[request], right[1], roundings=64, magnitude=4)
 

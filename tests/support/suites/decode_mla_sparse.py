@@ -46,26 +46,31 @@ class DecodeMLASparseChecks(Suite):
         """Compares with float64; returns the result."""
         given = {"counts": counts, "sinks": sinks, **keywords}
         out, lse = self.decode(q, cache, slots, layer, scene, **given)
-        right_out, right_lse = self.truth(q, slots, scene, **given)
-        dtype = str(q[0].dtype)
-        assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
-        assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
+        self.compare(q, (out, lse), self.truth(q, slots, scene, **given))
         return out, lse
 
-    def truth(self, q, slots, scene, counts=None, sinks=None, **keywords):
-        """out and lse in float64."""
-        wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in q]
-        right_out, right_lse = np.zeros(wide[0].shape), np.zeros(wide[0].shape[:-1])
+    def compare(self, q, found, right):
+        """Compares out and lse with those in float64."""
+        (out, lse), (right_out, right_lse), dtype = found, right, str(q[0].dtype)
+        assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
+        assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
+
+    def truth(self, q, slots, scene, counts=None, sinks=None, extra=None, **keywords):
+        """out and lse in float64; `extra` is the scene, slots and counts of a second cache."""
+        wide = np.concatenate([np.asarray(x.astype(jnp.float32), np.float64) for x in q], axis=-1)
+        sources, found = [(scene, slots, counts), *([] if extra is None else [extra])], []
         for b, t in np.ndindex(*slots.shape[:2]):
-            chosen = slots[b, t] if counts is None else slots[b, t, : counts[b, t]]
-            chosen = chosen[(chosen >= 0) & (chosen < scenes.BLOCKS * scene.block_size)]
-            rows = scene.entries[chosen // scene.block_size, :, chosen % scene.block_size]
-            latent, rope = oracle.decode(scene.entry, rows, scene.oracle_scales)
-            joined = np.concatenate([x[b, t] for x in wide], axis=-1)[None]
-            k = np.concatenate([latent, rope], axis=-1)
-            found = oracle.attention(joined, k, latent, SCALE, sinks=sinks, **keywords)
-            right_out[b, t], right_lse[b, t] = found[0][0], found[1][0]
-        return right_out, right_lse
+            parts = [self.chosen(*source, b, t) for source in sources]
+            k, v = (np.concatenate(x) for x in zip(*parts, strict=True))
+            found.append(oracle.attention(wide[b, t][None], k, v, SCALE, sinks=sinks, **keywords))
+        return tuple(np.stack(x).reshape(*slots.shape[:2], *x[0].shape[1:]) for x in zip(*found, strict=True))
+
+    def chosen(self, scene, slots, counts, b, t):
+        """Keys and values of the live slots of a query token in one cache."""
+        slots = slots[b, t] if counts is None else slots[b, t, : counts[b, t]]
+        slots = slots[(slots >= 0) & (slots < scene.entries.shape[0] * scene.block_size)]
+        rows = scene.entries[slots // scene.block_size, :, slots % scene.block_size]
+        return oracle.keys_and_values(scene.entry, *oracle.decode(scene.entry, rows, scene.oracle_scales))
 
 
 class DecodeMLASparse(DecodeMLASparseChecks):

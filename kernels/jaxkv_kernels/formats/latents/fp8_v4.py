@@ -33,6 +33,7 @@ class Fp8V4(Format):
     kinds = (MLAEntry,)
     dtype = "uint8"
     pads_pages = True
+    rope_in_values = True
     typical = MappingProxyType({"latent": 448, "rope": 64})
 
     def parts(self, sizes, block_size):

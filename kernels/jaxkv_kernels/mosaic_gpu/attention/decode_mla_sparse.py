@@ -21,8 +21,8 @@ from jaxkv_kernels.tuning import configuration
 
 
 def decode_mla_sparse(
-    q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap,
-    batch_invariant=False,
+    q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, extra=None,
+    *, pages, entry, logit_cap, batch_invariant=False,
 ):  # fmt: skip
     """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
 

@@ -16,14 +16,14 @@ from jaxkv_kernels.triton.attention.plan_decode import make_plan, multiprocessor
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "batch_invariant"))
 def decode_mla_sparse(
-    q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, *, pages, entry, logit_cap,
-    batch_invariant=False,
+    q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, extra=None,
+    *, pages, entry, logit_cap, batch_invariant=False,
 ):  # fmt: skip
     """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
 
     Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
     """
-    del batch_invariant  # rejected
+    del extra, batch_invariant  # rejected
     batch, q_len, heads, _ = q_latent.shape
     requests, size = batch * q_len, slots.shape[-1]
     config = latent_config(entry, heads, entry.dtype)

@@ -1,0 +1,26 @@
+"""`ExtraSlots`, the second cache of a sparse decode."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.formats.entries import MLAEntry
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExtraSlots:
+    """Entries of another cache that query tokens attend to as well, in the same softmax."""
+
+    buffer: Any
+    slots: Any
+    """int32 [B, Q, K]."""
+    counts: Any
+    """int32 [B, Q], or None."""
+    layer: Any
+    kv_scale: Any
+    """float32 scalar, or None for formats without a scale."""
+    pages: Pages = field(metadata={"static": True})
+    entry: MLAEntry = field(metadata={"static": True})
