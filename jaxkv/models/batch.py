@@ -38,7 +38,6 @@ class Part:
     def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Part":
         """Makes the part from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
         q_len = slot_mapping.shape[1]
-        tables = block_tables if isinstance(block_tables, dict) else {"": block_tables}
         expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
         plan = None
         if not isinstance(model.config.attention, CompressedAttention) and model.config.indexer is None and not expanded:
@@ -51,7 +50,7 @@ class Part:
                 dtype=model.dtype,
                 implementation=model.implementation,
             )
-        return cls(seq_lens, tables, plan, expanded, slot_mapping.shape)
+        return cls(seq_lens, tables_by_name(block_tables), plan, expanded, slot_mapping.shape)
 
     @property
     def block_tables(self) -> jax.Array:
@@ -126,6 +125,11 @@ class Batch:
         """Calls `attention(part, *arrays)` for each part with its [B, Q, ...] of the arrays; joins the results."""
         divided = zip(*map(self.divided, arrays), strict=True)
         return joined([attention(part, *mine) for part, mine in zip(self.parts, divided, strict=True)])
+
+
+def tables_by_name(block_tables) -> dict[str, jax.Array]:
+    """Block tables by name; the only table of a cache has the name ""."""
+    return dict(block_tables) if isinstance(block_tables, dict) else {"": block_tables}
 
 
 def joined(arrays: Sequence[jax.Array]) -> jax.Array:

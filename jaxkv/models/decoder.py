@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.validate import Dims, int32
-from jaxkv.models.batch import Batch, joined
+from jaxkv.models.batch import Batch, joined, tables_by_name
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.layers.linear import product, rms_norm
 from jaxkv.models.model import Model
@@ -26,9 +26,9 @@ class NewTokens(NamedTuple):
     seq_lens: Any
     """int32 [B], the new tokens included."""
     block_tables: Any
-    """int32 [B, M]."""
+    """int32 [B, M]; of a model whose cache has several tables (`Model.tables`), a mapping of their names to tables."""
     slot_mapping: Any
-    """int32 [B, Q]; negative for padding."""
+    """int32 [B, Q], slots of the table ""; negative for padding."""
 
 
 def step(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, jax.Array]:
@@ -66,8 +66,9 @@ def prefill(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
       cache: from `model.cache`; donate it.
       tokens: int32 [B, Q], the new tokens, aligned to the end of each row.
       seq_lens: int32 [B], tokens of each request, the new ones included.
-      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      slot_mapping: int32 [B, Q], the slot of each new token; negative for padding.
+      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.  Of a
+        model whose cache has several tables (`Model.tables`), a mapping of their names to such arrays.
+      slot_mapping: int32 [B, Q], the slot of each new token in the table ""; negative for padding.
 
     Returns:
       The cache, and the logits after the last token of each request, float32 [B, vocab].
@@ -107,20 +108,35 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 def _forward(model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> tuple[KVCache, tuple[jax.Array, ...]]:
     """All layers: the cache, and x [B, Q, hidden] of each batch."""
     model.check_cache(cache)
-    for name in model.tables:
-        widths = {table_of(batch, name).shape[-1] for batch in batches}
-        if len(widths) != 1:
-            found = sorted(widths)
-            raise ValueError(f"`batches` has block tables of {found} blocks: expected one width, of all batches")
-    arrays = []
+    arrays: list[Any] = []
     for batch in batches:
         dims = Dims()
         dims.check_ints("tokens", batch.tokens, "B Q")
         dims.check_ints("seq_lens", batch.seq_lens, "B")
-        dims.check_ints("block_tables", batch.block_tables, "B M")
+        _check_tables(model, batch.block_tables, dims)
         dims.check_ints("slot_mapping", batch.slot_mapping, "B Q")
-        arrays += [batch.tokens, *map(int32, batch[1:])]
+        arrays += [batch.tokens, *jax.tree.map(int32, tuple(batch[1:]))]
+    for name in model.tables:
+        widths = {tables_by_name(batch.block_tables)[name].shape[-1] for batch in batches}
+        if len(widths) != 1:
+            found = sorted(widths)
+            raise ValueError(f"`batches` has block tables of {found} blocks: expected one width, of all batches")
     return model.parallel.run(_layers, model, cache, *arrays)
+
+
+def _check_tables(model: Model, block_tables, dims: Dims) -> None:
+    """ValueError unless `block_tables` are those of the model's cache, with as many rows as `dims` knows."""
+    given = tables_by_name(block_tables)
+    if set(given) != set(model.tables):
+        found, expected = (", ".join(map(repr, names)) for names in (given, model.tables))
+        raise ValueError(
+            f"`block_tables` has the tables {found}: expected {expected}, as `model.tables` names them"
+            if isinstance(block_tables, dict)
+            else f"`block_tables` is one table: expected a mapping with {expected}, as `model.tables` names them"
+        )
+    for number, (name, table) in enumerate(given.items()):
+        many = isinstance(block_tables, dict)
+        dims.check_ints(f"block_tables[{name!r}]" if many else "block_tables", table, f"B M{number}" if many else "B M")
 
 
 def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.Array, ...]]:
@@ -130,8 +146,7 @@ def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.A
     family = FAMILIES[model.config.architecture]
     block = jax.jit(partial(family.block, model))
     batches = [NewTokens(*group) for group in batched(arrays, len(NewTokens._fields))]
-    batch = Batch.of(model, cache, [new[1:] for new in batches])
-    batch = replace(batch, ids=joined([new.tokens for new in batches]))
+    batch = replace(Batch.of(model, cache, [new[1:] for new in batches]), ids=joined([new.tokens for new in batches]))
     x = family.enter(model, model.params["embed"][batch.ids])
     for layer, weights in enumerate(model.params["layers"]):
         # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.

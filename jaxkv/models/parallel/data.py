@@ -38,7 +38,7 @@ class DataParallel(OnMesh):
 
     @override
     def run(self, function, model, cache, *batch):
-        for array in batch:
+        for array in jax.tree.leaves(batch):
             if (rows := array.shape[0]) % self.num_devices:
                 raise ValueError(f"`tokens` has {rows} rows: expected a multiple of the {self.num_devices} devices")
         return super().run(function, model, cache, *batch)
