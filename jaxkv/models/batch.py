@@ -40,7 +40,11 @@ class Part:
         q_len = slot_mapping.shape[1]
         expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
         plan = None
-        if not isinstance(model.config.attention, CompressedAttention) and model.config.indexer is None and not expanded:
+        if (
+            not isinstance(model.config.attention, CompressedAttention)
+            and model.config.indexer is None
+            and not expanded
+        ):
             plan = model.parallel.plan_decode(
                 cache,
                 block_tables,

@@ -1,11 +1,11 @@
 """The groups of DeepSeek-V4's cache.
 
-    group                  table      an entry per    window         what it stores
-    csa, hca               ""         m tokens        none           compressed entries
-    indexer                ""         m tokens        none           compressed keys of the indexer
-    window                 window     token           the model's    entries of the last tokens
-    csa_rows, indexer_rows csa_rows   token           2 m tokens     rows of compressors, in float32
-    hca_rows               hca_rows   token           m tokens       the same
+group                  table      an entry per    window         what it stores
+csa, hca               ""         m tokens        none           compressed entries
+indexer                ""         m tokens        none           compressed keys of the indexer
+window                 window     token           the model's    entries of the last tokens
+csa_rows, indexer_rows csa_rows   token           2 m tokens     rows of compressors, in float32
+hca_rows               hca_rows   token           m tokens       the same
 """
 
 from collections.abc import Mapping

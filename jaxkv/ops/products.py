@@ -41,7 +41,7 @@ def grouped_swiglu(
       shared: gate [S, D], up [S, D] and down [D, S] of an expert through which every token passes with weight 1, of the
         dtype of `x`.
       limit: static float; of every expert, gate[e] x becomes at most `limit` before silu, and up[e] x lies between
-        -limit and limit (DeepSeek-V4's `swiglu_limit`).  `xla` only.
+        -limit and limit (DeepSeek-V4's `swiglu_limit`).
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:

@@ -289,6 +289,8 @@ DTYPES = [
         lambda a: grouped_swiglu(a, shared=(a.gate[0], a.gate[0], a.gate[0])),
         ["`shared[2]`", "(4, 8)", "[8, 4]"],
     ),
+    ("a limit of 0", lambda a: grouped_swiglu(a, limit=0), ["`limit` is 0", "None, or a positive number"]),
+    ("a limit without end", lambda a: grouped_swiglu(a, limit=1e39), ["`limit` is 1e+39", "that float32 holds"]),
     ("float experts", lambda a: grouped_swiglu(a, experts=a.shares), ["`experts`", "float32", "int32"]),
     (
         "bf16 shares",

@@ -322,15 +322,41 @@ def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=N
     return out, lse
 
 
-def experts(x, experts, weights, gate, up, down, rounded=lambda values: values):
+def experts(x, experts, weights, gate, up, down, rounded=lambda values: values, limit=np.inf):
     """Tokens x [T, D] through their experts [T, K] of gate, up [E, I, D] and down [E, D, I], summed by `weights`.
 
-    `rounded` is applied to the values before `down`.
+    `rounded` is applied to the values before `down`; the results of `gate` are at most `limit`, and those of `up` lie
+    between -limit and limit.
     """
     out = np.zeros_like(x)
     for t, k in np.ndindex(*experts.shape):
         if 0 <= experts[t, k] < len(gate):
             e = int(experts[t, k])
-            inner = gate[e] @ x[t]
-            out[t] += weights[t, k] * (down[e] @ rounded(inner / (1 + np.exp(-inner)) * (up[e] @ x[t])))
+            inner = np.minimum(gate[e] @ x[t], limit)
+            inner = inner / (1 + np.exp(-inner)) * np.clip(up[e] @ x[t], -limit, limit)
+            out[t] += weights[t, k] * (down[e] @ rounded(inner))
     return out
+
+
+def compressed(kv, gates, bias, norm, frequencies, *, rate, eps):
+    """The compressed entries [T // rate, D] of DeepSeek-V4, given rows and gates [T, D] or [T, 2 D] of all tokens.
+
+    bias is [rate, D] or [rate, 2 D].  Entry w is the softmax-weighted sum of the rows of tokens w * rate to (w + 1) *
+    rate - 1; if rows are 2 D wide, of the last D values of these and the first D of the window before.  Then its mean
+    square is made 1, it is multiplied by norm [D], and the last pairs of values turn by w * rate * frequencies.
+    """
+    size, entries = len(norm), []
+    for w in range(len(kv) // rate):
+        windows = [(w, slice(-size, None))]
+        if kv.shape[1] > size and w:
+            windows.append((w - 1, slice(size)))
+        rows = [(kv[v * rate + r, own], gates[v * rate + r, own] + bias[r, own]) for v, own in windows for r in range(rate)]
+        values, logits = (np.stack(part).astype(np.float64) for part in zip(*rows, strict=True))
+        p = np.exp(logits - logits.max(axis=0))
+        total = (p * values).sum(axis=0) / p.sum(axis=0)
+        entry = norm * total / np.sqrt((total**2).mean() + eps)
+        rotary = entry[size - 2 * len(frequencies) :].reshape(-1, 2)
+        turned = (rotary[:, 0] + 1j * rotary[:, 1]) * np.exp(1j * w * rate * frequencies)
+        rotary[:] = np.stack([turned.real, turned.imag], axis=1)
+        entries.append(entry)
+    return np.stack(entries)

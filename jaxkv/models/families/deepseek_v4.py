@@ -253,14 +253,10 @@ def _mixture_weights(config: ModelConfig, experts: Any, weight, layer: int) -> d
             part: weight(f"ffn.experts.{EXPERT}.{name}.weight", shape, experts=experts.count)
             for part, (name, shape) in names.items()
         },
-        "shared": {
-            part: weight(f"ffn.shared_experts.{name}.weight", shape) for part, (name, shape) in names.items()
-        },
+        "shared": {part: weight(f"ffn.shared_experts.{name}.weight", shape) for part, (name, shape) in names.items()},
     }
     if layer < experts.hash_layers:
-        tree["experts_of_ids"] = weight(
-            "ffn.gate.tid2eid", (config.vocab_size, experts.per_token), below=experts.count
-        )
+        tree["experts_of_ids"] = weight("ffn.gate.tid2eid", (config.vocab_size, experts.per_token), below=experts.count)
     else:
         tree["router_bias"] = weight("ffn.gate.bias", (experts.count,), exact=True)
     return tree
@@ -277,6 +273,4 @@ def _leave(model: Model, x) -> jax.Array:
     return hyper.last(connections, model.params["last_hyper"], x, model.config.rms_norm_eps)
 
 
-DEEPSEEK_V4 = Family(
-    _read, _weights, block, outside=_outside, enter=_enter, leave=_leave, unused=r"mtp\..*"
-)
+DEEPSEEK_V4 = Family(_read, _weights, block, outside=_outside, enter=_enter, leave=_leave, unused=r"mtp\..*")

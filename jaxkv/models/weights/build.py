@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.dispatch.validate import float_dtype
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import CompressedAttention, ModelConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
@@ -38,6 +38,8 @@ class Build:
         self._entry_format = entry_format or unquantised(self._dtype)
         # An unsupported entry format raises here, before gigabytes are read, not only when a cache is made.
         config.attention.entry(self._entry_format)
+        if isinstance(config.attention, CompressedAttention):
+            config.attention.key_entry(self._entry_format)
         if config.indexer is not None:
             IndexerEntry.beside(self._entry_format, config.indexer.head_dim)
         self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
@@ -46,6 +48,11 @@ class Build:
             raise ValueError(
                 f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ExpertParallel, "
                 "ContextParallel, DataParallel or DataExpertParallel"
+            )
+        if isinstance(config.attention, CompressedAttention) and not isinstance(self.parallel, OneDevice):
+            raise ValueError(
+                f"`parallel` is a {type(self.parallel).__name__}: expected a OneDevice, because models with compressed "
+                "attention (DeepSeek-V4) are not divided over devices"
             )
         self.parallel.check(config)
 

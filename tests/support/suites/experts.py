@@ -44,30 +44,31 @@ def in_float64(array):
 class ExpertChecks(Suite):
     """How a result is checked."""
 
-    def check(self, arguments):
+    def check(self, arguments, **limit):
         """The result is that of float64, and a second one has the same bits."""
-        found = self.run(jaxkv.grouped_swiglu, *arguments)
+        found = self.run(jaxkv.grouped_swiglu, *arguments, **limit)
         assert found.dtype == arguments[0].dtype
-        expected = oracle.experts(*map(in_float64, arguments))
+        expected = oracle.experts(*map(in_float64, arguments), **limit)
         assert_close(found, expected, roundings=64 if found.dtype == "float32" else 4, magnitude=1)
-        assert_same_bits(self.run(jaxkv.grouped_swiglu, *arguments), found)
+        assert_same_bits(self.run(jaxkv.grouped_swiglu, *arguments, **limit), found)
         return found
 
-    def check_shared(self, arguments, inner):
+    def check_shared(self, arguments, inner, **limit):
         """The same with an expert of `inner` values through which all tokens pass."""
         rng, (x, experts, shares, *matrices) = np.random.default_rng(1), arguments
         width = x.shape[1]
         shapes = (inner, width), (inner, width), (width, inner)
         shared = tuple(jnp.asarray(rng.standard_normal(shape) * shape[1] ** -0.5, x.dtype) for shape in shapes)
-        found = self.run(jaxkv.grouped_swiglu, *arguments, shared=shared)
+        found = self.run(jaxkv.grouped_swiglu, *arguments, shared=shared, **limit)
         assert found.dtype == x.dtype
         one = np.zeros((len(x), 1), np.int32), np.ones((len(x), 1))
-        alone = oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in shared))
+        alone = oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in shared), **limit)
         tolerance = {"roundings": 64 if found.dtype == "float32" else 4, "magnitude": 1}
-        assert_close(found, oracle.experts(*map(in_float64, arguments)) + alone, **tolerance)
+        assert_close(found, oracle.experts(*map(in_float64, arguments), **limit) + alone, **tolerance)
         # Ids that do not exist are not those of the shared expert.
         missing = jnp.full_like(experts, len(matrices[0]))
-        assert_close(self.run(jaxkv.grouped_swiglu, x, missing, shares, *matrices, shared=shared), alone, **tolerance)
+        found = self.run(jaxkv.grouped_swiglu, x, missing, shares, *matrices, shared=shared, **limit)
+        assert_close(found, alone, **tolerance)
 
 
 class Experts(ExpertChecks):
@@ -157,6 +158,15 @@ class Experts(ExpertChecks):
     def test_the_shared_expert_is_added(self, tokens, inner):
         """Its inner size is that of the experts, a multiple, or another one."""
         self.check_shared(arguments(tokens), inner)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_inner_values_may_be_limited(self, dtype):
+        """So low a limit changes the results."""
+        args = arguments(9, dtype=dtype)
+        found = self.check(args, limit=0.5)
+        free = oracle.experts(*map(in_float64, args))
+        assert np.abs(np.asarray(found, np.float64) - free).max() > 0.1 * np.abs(free).max()
+        self.check_shared(args, 64, limit=0.5)
 
     def test_it_can_be_compiled_with_traced_experts(self):
         args = arguments(12)

@@ -59,6 +59,7 @@ def products(
     shared=(),
     num_rows: int | None = None,
     parts: int = 0,
+    limit: float | None = None,
     config: ExpertsConfig,
     interpret: bool,
 ) -> jax.Array:
@@ -79,6 +80,7 @@ def products(
       num_rows: P, if `rows` has fewer rows, because every tile multiplies all of them.
       parts: if positive, rows are multiplied with one matrix [1, I, D], of which each tile takes one of so many equal
         parts of the summed dimension: `tiles` has numbers of parts instead of experts.
+      limit: if given, gate row is at most that, and up row lies between -limit and limit.
       config: the configuration.
       interpret: whether the kernel is interpreted.
 
@@ -301,6 +303,9 @@ def products(
                 feature = feature + wg * FEATURES
                 first, second = (multiply_scaled if scales else multiply)(i * steps, tile, feature)
                 if gated:
+                    if limit is not None:
+                        first = jnp.minimum(first, limit)
+                        second = jnp.maximum(jnp.minimum(second, limit), -limit)
                     store(_silu(first) * second, tile, feature)
                 else:
                     for half, values in enumerate((first, second)):

@@ -29,17 +29,17 @@ from jaxkv_kernels.xla.experts import shared_swiglu
 
 def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, *, limit=None):
     """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
-    del limit  # rejected
     if not len(x):
         return jnp.zeros_like(x)
     sizes = x.shape[0], experts.size, gate.shape[0]
     fp8 = isinstance(gate, TileScaled)
     config = configuration(default_config_of_fp8(*sizes, gate.shape[1]) if fp8 else default_config(*sizes))
     if shared is not None and not (experts.size and _joins(gate, shared, len(x), config)):
-        return grouped_swiglu(x, experts, weights, gate, up, down) + shared_swiglu(x, *shared)
+        return grouped_swiglu(x, experts, weights, gate, up, down, limit=limit) + shared_swiglu(x, *shared, limit=limit)
     if not experts.size:
         return jnp.zeros_like(x)
-    return _swiglu(x, experts, weights, gate, up, down, shared, config=config, interpret=bool(interpreting.value))
+    options = {"limit": limit, "config": config, "interpret": bool(interpreting.value)}
+    return _swiglu(x, experts, weights, gate, up, down, shared, **options)
 
 
 def _joins(gate, shared, tokens: int, config) -> bool:
@@ -54,8 +54,8 @@ def _joins(gate, shared, tokens: int, config) -> bool:
     return divisible and (tokens <= config.rows or config.rows == MOST_ROWS)
 
 
-@partial(jax.jit, static_argnames=("config", "interpret"))
-def _swiglu(x, experts, weights, gate, up, down, shared, *, config, interpret):
+@partial(jax.jit, static_argnames=("limit", "config", "interpret"))
+def _swiglu(x, experts, weights, gate, up, down, shared, *, limit, config, interpret):
     count, more, more_first, more_second = gate.shape[0], 0, (), ()
     if shared is not None:
         more = len(shared[0]) // gate.shape[1]
@@ -73,7 +73,7 @@ def _swiglu(x, experts, weights, gate, up, down, shared, *, config, interpret):
         first, second = (gate.values, up.values), (down.values,)
     options = {"num_rows": num_rows, "config": config, "interpret": interpret}
     following = () if rounds else (*second, *more_second, *scales[1])
-    inner = products(rows, first, scales[0], tiles, following, shared=more_first, **options)
+    inner = products(rows, first, scales[0], tiles, following, shared=more_first, limit=limit, **options)
     if rounds:
         inner = rounded_to_e4m3(inner)  # each 128 values have another order, but are the same
     results = products(inner, second, scales[1], tiles, early=not rounds, shared=more_second, **options)
