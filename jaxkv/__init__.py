@@ -9,7 +9,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
     cache = write_mla(cache, kv_c, k_pe, slots, layer=5)
     out = decode_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer=5, scale=192**-0.5)
 
-- **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`.
+- **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`,
+  `StateEntry`.
 - **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
   read them back.
@@ -18,6 +19,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
   `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of two, with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
   `select_slots`, which runs them on prompts of any length); `merge_states`.
+- **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few; `TileScaled`, a weight in
   float8, and `scaled_linear`, tokens times such a weight.
@@ -47,9 +49,11 @@ from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
+from jaxkv.ops.states import read_state, write_state
 from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
 from jaxkv.support import Explanation, explain
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.tile_scaled import TileScaled
 
 __all__ = [
@@ -64,6 +68,7 @@ __all__ = [
     "KVEntry",
     "MLAEntry",
     "PackedLayout",
+    "StateEntry",
     "Strides",
     "TileScaled",
     "checked",
@@ -88,6 +93,7 @@ __all__ = [
     "ragged_paged_attention",
     "ragged_slots",
     "read_blocks",
+    "read_state",
     "scaled_linear",
     "select_slots",
     "select_topk",
@@ -96,6 +102,7 @@ __all__ = [
     "write_indexer_k",
     "write_kv",
     "write_mla",
+    "write_state",
 ]
 
 __version__ = version("jaxkv")

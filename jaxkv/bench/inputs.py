@@ -103,6 +103,9 @@ def _pattern(layouts: tuple[jaxkv.CacheLayout, ...]) -> jax.Array:
         shapes = [(slots.size, *(() if entry.one_head else (layout.num_heads,)), n) for n in entry.sizes]
         keys = jax.random.split(jax.random.fold_in(jax.random.key(3), layer), len(shapes))
         values = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+        if isinstance(entry, jaxkv.StateEntry):
+            states = entry.named(values)
+            return jaxkv.write_state(cache.view(layout), states, slots, layer=layer, implementation="xla")
         write = getattr(jaxkv, writer(entry))
         return write(cache.view(layout), *values, slots, layer=layer, implementation="xla", **unit_scales(entry))
 

@@ -46,6 +46,8 @@ def _cpu() -> Iterator[Workload]:
     yield cross(operation="write_indexer_k", requests=2, tokens=4096)
     yield cross(operation="gather_indexer_k", requests=2, tokens=4096)
     yield cross(operation="indexer_logits", requests=2, heads=16, tokens=4096)
+    yield cross(operation="write_state", requests=2, tokens=1, block_size=1)
+    yield cross(operation="read_state", requests=2, tokens=1, block_size=1)
     yield cross(operation="copy_blocks", requests=1, tokens=2048)
     yield cross(operation="read_blocks", requests=1, tokens=2048)
     yield cross(operation="write_blocks", requests=1, tokens=2048)
@@ -133,6 +135,8 @@ def _models() -> Iterator[Workload]:
     for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
         yield logits(operation="indexer_logits", format="bf16", **_shape(shape))
     yield logits(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
+    for operation in ("write_state", "read_state"):
+        yield workload(suite="models", operation=operation, requests=64, tokens=1, layers=4, block_size=1)
     experts = partial(workload, suite="models", operation="grouped_swiglu", layers=1)
     for tokens in (1, 32, 128, 256, 512, 8192):
         yield experts(requests=tokens, tokens=64, chosen=6)

@@ -157,6 +157,45 @@ class Logits(Workload):
         return 2 * self.heads * self.q_len * int(self.lengths.sum()) * self.entry.sizes[0]
 
 
+class WriteState(Workload):
+    """Stores a state of each request: those of a layer with the gated delta rule of Qwen3-Next."""
+
+    usual_format = "state"
+
+    @property
+    def entry(self):
+        """The states of the convolution and of the recurrence."""
+        return jaxkv.StateEntry({"conv": ((8192, 3), "bfloat16"), "recurrent": ((32, 128, 128), "float32")})
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the arrays of the states."""
+        return [((self.requests, *shape), dtype) for _, shape, dtype in self.entry.arrays]
+
+    def index(self, requests, rng):
+        """The slot of each request: that of its first token."""
+        return [], [requests.slots(np.arange(self.requests), np.zeros(self.requests, np.int32))]
+
+    def arguments(self, cache, values, index, layer):
+        """The cache, the states by name, and slots."""
+        states = [self.entry.named(values)] if values else []
+        return (cache, *states, *index), {"layer": layer}
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the states, read and written."""
+        return 2 * self.requests * self.entry.nbytes
+
+
+class ReadState(WriteState):
+    """Reads a state of each request."""
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """No arrays."""
+        return []
+
+
 class Plan(Workload):
     """A plan for attention."""
 
@@ -377,6 +416,8 @@ FAMILIES: dict[str, type[Workload]] = {
     "indexer_logits": Logits,
     "select_topk": TopK,
     "merge_states": Merge,
+    "write_state": WriteState,
+    "read_state": ReadState,
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,

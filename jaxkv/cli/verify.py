@@ -27,6 +27,7 @@ ENTRIES = (
     *(jaxkv.MLAEntry.typical(name) for name in jaxkv.MLAEntry.formats),
     *(jaxkv.KVEntry.typical(name) for name in jaxkv.KVEntry.formats),
     *(jaxkv.IndexerEntry.typical(name) for name in jaxkv.IndexerEntry.formats),
+    *(jaxkv.StateEntry.typical(name) for name in jaxkv.StateEntry.formats),
 )
 
 
@@ -175,6 +176,12 @@ def _calls(entry, heads: int, implementation: str) -> dict[str, Callable[[jaxkv.
             "write_kv": lambda c, i: jaxkv.write_kv(c, k, v, slots, layer=i, **scale, **one),
             "gather_kv": lambda c, i: jaxkv.gather_kv(c, tables, cu_seq_lens, layer=i, **scale, **ragged),
             "decode_kv": lambda c, i: jaxkv.decode_kv(q, c, tables, lengths, layer=i, **attend),
+        }
+    if isinstance(entry, jaxkv.StateEntry):
+        states = {name: normal(total, *shape) for name, shape in entry.shapes.items()}
+        return {
+            "write_state": lambda c, i: jaxkv.write_state(c, states, slots, layer=i, **one),
+            "read_state": lambda c, i: jaxkv.read_state(c, slots, layer=i, **one),
         }
     key, q, weights = normal(total, entry.head_dim), normal(batch, 2, 4, entry.head_dim), normal(batch, 2, 4)
     return {

@@ -36,6 +36,12 @@ class Draw(NamedTuple):
     """Arrays passed by keyword."""
 
 
+def _write_states(cache: jaxkv.KVCache, *arrays, **options) -> jaxkv.KVCache:
+    """`write_state`, with the arrays of the states by position, and slots after them."""
+    *values, slots = arrays
+    return jaxkv.write_state(cache, cache.layout.entry.named(values), slots, **options)
+
+
 @dataclass(frozen=True)
 class Case:
     """The static part of random calls, for which one program is compiled.  Each family of operations has a subclass."""
@@ -100,6 +106,8 @@ class Case:
         """The operation that writes entries of the cache."""
         if isinstance(self.layout.entry, jaxkv.KVEntry):
             return jaxkv.write_kv
+        if isinstance(self.layout.entry, jaxkv.StateEntry):
+            return _write_states
         return jaxkv.write_indexer_k if isinstance(self.layout.entry, jaxkv.IndexerEntry) else jaxkv.write_mla
 
     @property
@@ -109,6 +117,8 @@ class Case:
 
     def entry_shapes(self, count: int) -> list[tuple[int, ...]]:
         """Shapes of the parts of `count` entries."""
+        if isinstance(self.layout.entry, jaxkv.StateEntry):
+            return [(count, *shape) for shape in self.layout.entry.shapes.values()]
         heads = () if self.layout.entry.one_head else (self.layout.num_heads,)
         return [(count, *heads, n) for n in self.layout.entry.sizes]
 

@@ -12,6 +12,7 @@ from jaxkv.fuzz.case import PER_HEAD, Case, Index, Shapes
 from jaxkv.fuzz.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
 from jaxkv.fuzz.layouts import pick
 from jaxkv.fuzz.products import Experts, Linear
+from jaxkv.fuzz.states import ReadState, WriteState
 from jaxkv.ops import OPERATIONS as DECLARED
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Format
@@ -360,6 +361,8 @@ FAMILIES: dict[str, type[Case]] = {
     "indexer_logits": Logits,
     "select_topk": TopK,
     "merge_states": Merge,
+    "write_state": WriteState,
+    "read_state": ReadState,
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,

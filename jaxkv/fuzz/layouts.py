@@ -25,9 +25,18 @@ SIZES: dict[type[Entry], tuple[tuple[int, ...], ...]] = {
 """Those of real models, and small ones.  Each format can store the first of them."""
 
 
+STATES = (
+    jaxkv.StateEntry({"conv": ((4, 64), "float32"), "ssm": ((4, 16, 16), "float32")}),
+    jaxkv.StateEntry({"conv": ((3, 20), "bfloat16"), "ssm": ((2, 8, 5), "float32"), "count": ((), "float16")}),
+    jaxkv.StateEntry({"sums": ((7,), "float16")}),
+)
+
+
 def draw_entry(rng: np.random.Generator, kinds: Sequence[type[Entry]]) -> Entry:
     """An entry of one of `kinds`, in any of its formats, with the sizes of a real model or small sizes."""
     kind = pick(rng, *kinds)
+    if kind is jaxkv.StateEntry:
+        return pick(rng, *STATES)
     form = pick(rng, *kind.formats)
     return pick(rng, *(entry for sizes in SIZES[kind] if (entry := _entry(kind, form, sizes))))
 

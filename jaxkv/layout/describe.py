@@ -44,6 +44,10 @@ class Description:
     is_block_contiguous: bool
     is_layer_contiguous: bool
     fingerprint: str
+    table: str = ""
+    """The block table of a group of a `PackedLayout`."""
+    note: str = ""
+    """What else there is to say of a group: its rate, its table if there are several, and its window."""
 
 
 def page_contents(entry: Entry) -> str:
@@ -65,11 +69,17 @@ def table(groups: Descriptions) -> str:
     first = next(iter(groups.values()))
     lines = [f"{headline(groups)} ({first.nbytes:,} bytes)"]
     for name, about in groups.items():
-        lines += ["", f"{name}:"] if name else []
+        lines += ["", f"{name}: {about.note}".rstrip(" ")] if name else []
         lines += [f"  {line}" if name and line else line for line in _section(about)]
     if len(groups) > 1:
-        lines += ["", f"block with all groups: {first.block_nbytes:,} bytes ({human(first.block_nbytes)})"]
+        blocks = "block of any table" if len(_tables(groups)) > 1 else "block with all groups"
+        lines += ["", f"{blocks}: {first.block_nbytes:,} bytes ({human(first.block_nbytes)})"]
     return "\n".join(lines)
+
+
+def _tables(groups: Descriptions) -> list[str]:
+    """The names of the groups' tables, in order."""
+    return list(dict.fromkeys(about.table for about in groups.values()))
 
 
 def headline(groups: Descriptions) -> str:
@@ -137,13 +147,16 @@ class Band:
     pieces: tuple[Piece, ...]
     row: int
     group: str | None
-    """The only group that is shown, or None for all."""
+    """The only group that is shown, or None for all, or for all of one table."""
+    above: tuple[int, str | None] | None
+    """`row` and `group` of the band that this one enlarges a part of; None for the first."""
 
 
 def bands(groups: Descriptions) -> list[Band]:
     """The rows of the memory map: the whole buffer, then its first step in more detail, and so on down to an entry.
 
-    Below the second row, each group has its own rows.  ValueError if the steps of an axis interleave in memory.
+    If groups have several tables, there is a row for the first block of each table, as if that table had it.  Below
+    these rows, each group has its own.  ValueError if the steps of an axis interleave in memory.
     """
     views = [_View(name, about) for name, about in groups.items()]
     for view in views:
@@ -155,13 +168,17 @@ def bands(groups: Descriptions) -> list[Band]:
     # If blocks are runs, the bytes of the run before its first entry belong to the block.
     low = 0 if about.blocks_are_runs else start
     high = min(low + outer.stride, about.nbytes)
-    inside = sorted((piece for view in views for piece in view.pieces(1, view.about.offset)), key=lambda x: x.start)
-    note = "; ".join(f"{view.name}: {view.note(1)}" if view.name else view.note(1) for view in views)
-    return [
-        Band("buffer", _note(outer, span), _fill(items, 0, about.nbytes), 0, None),
-        Band(items[0].label, note, _fill(inside, low, high), 1, None),
-        *(band for view in views for band in view.deeper(items[0].label, high)),
-    ]
+    found = [Band("buffer", _note(outer, span), _fill(items, 0, about.nbytes), 0, None, None)]
+    tables = _tables(groups)
+    for row, name in enumerate(tables, 1):
+        inside = [view for view in views if view.about.table == name]
+        pieces = sorted((x for view in inside for x in view.pieces(1, view.about.offset)), key=lambda x: x.start)
+        title = items[0].label + f" of table {name!r}" * (len(tables) > 1)
+        note = "; ".join(f"{view.name}: {view.note(1)}" if view.name else view.note(1) for view in inside)
+        found.append(Band(title, note, _fill(pieces, low, high), row, None, (0, None)))
+    for view in views:
+        found += view.deeper(items[0].label, high, len(tables), tables.index(view.about.table) + 1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -223,22 +240,28 @@ class _View:
             return f"{self.axes[depth].count:,} tokens: {page_contents(entry)}"
         return _note(self.axes[depth], self.span(depth + 1))
 
-    def deeper(self, block: str, high: int) -> list[Band]:
-        """The rows below the second, down to an entry; `high` is where the second ends."""
+    def deeper(self, block: str, high: int, last: int, own: int) -> list[Band]:
+        """The rows below those of blocks, down to an entry.
+
+        `high` is where a block ends, `last` the last row of blocks, and `own` that of the group's table.
+        """
         path, start = [block, self.name] if self.name else [block], self.about.offset
         pieces, result = self.pieces(1, start), []
+        above: tuple[int, str | None] = own, None
         for depth, axis in enumerate(self.axes[1:], 2):
+            row = last + depth - 1
             if self.is_split_page(depth - 1):
-                result += self._inside_page(path, pieces, start, depth, axis.count)
+                result += self._inside_page(path, pieces, start, row, axis.count, above)
                 break
             start, high = pieces[0].start, min(pieces[0].start + axis.stride, high)
             path.append(pieces[0].label)
             pieces, note = self.pieces(depth, start), self.note(depth)
-            result.append(Band(" · ".join(path), note, _fill(pieces, start, high), depth, self.name))
+            result.append(Band(" · ".join(path), note, _fill(pieces, start, high), row, self.name, above))
+            above = row, self.name
         return result
 
-    def _inside_page(self, path, pieces, page, depth, tokens) -> list[Band]:
-        """The rows below that of a split page at `page`, which shows its first region token by token.
+    def _inside_page(self, path, pieces, page, row, tokens, above) -> list[Band]:
+        """The rows from `row` on, below that of a split page at `page`, which shows its first region token by token.
 
         The first row shows the other regions token by token.  If the first region has several parts, the next row shows
         those of its first token.
@@ -250,12 +273,13 @@ class _View:
             f"{tokens * part.count:,} x {part.dtype}, {part.count} per token" for region in rest for part in region
         )
         inner = [piece for region in rest for piece in _tokens(region, tokens, page, self.name)]
-        found = [Band(" · ".join([*path, title]), note, _fill(inner, begin, stop), depth, self.name)]
+        found = [Band(" · ".join([*path, title]), note, _fill(inner, begin, stop), row, self.name, above)]
         if len(first) > 1:
             parts = _parts(first, page, self.name)
             note = f"one token's {_region_name(first)}, {first[0].step:,} B"
             title = " · ".join([*path, pieces[0].label])
-            found.append(Band(title, note, _fill(parts, page, parts[-1].stop), depth + 1, self.name))
+            below = row, self.name
+            found.append(Band(title, note, _fill(parts, page, parts[-1].stop), row + 1, self.name, below))
         return found
 
 

@@ -66,10 +66,9 @@ def draw(groups: Descriptions, path: str | os.PathLike[str] | None = None) -> "F
         addresses = [band.pieces[0].start, *(piece.stop for piece in band.pieces)]
         edges = _edges(band.pieces, left, right)
         drawn[band.row, band.group] = addresses, edges
-        if band.row > 0:
-            above = drawn[band.row - 1, band.group if band.row > 2 else None]
-            enlarged = np.interp([addresses[0], addresses[-1]], *above).tolist()
-            _draw_zoom(axes, band.row, enlarged, (left, right))
+        if band.above is not None:
+            enlarged = np.interp([addresses[0], addresses[-1]], *drawn[band.above]).tolist()
+            _draw_zoom(axes, band.above[0], band.row, enlarged, (left, right))
         _draw_band(axes, band, edges, hues)
     if path is not None:
         _save(figure, path, Path(path).suffix[1:])
@@ -109,10 +108,10 @@ def _edges(pieces: Sequence[Piece], left: float, right: float) -> list[float]:
     return [left + sum(widths[j] for j in range(i)) for i in range(len(pieces) + 1)]
 
 
-def _draw_zoom(axes: "Axes", row: int, above: Sequence[float], here: Sequence[float]) -> None:
-    """Draws the shadow that connects the enlarged part of the row above to this row."""
-    top = TOP + ROW * row
-    y = [top - ROW + HEIGHT, top - ROW + HEIGHT + ADDRESSES, top - TITLE, top]
+def _draw_zoom(axes: "Axes", source: int, row: int, above: Sequence[float], here: Sequence[float]) -> None:
+    """Draws the shadow that connects the enlarged part of row `source` to a row below it."""
+    top, bottom = TOP + ROW * row, TOP + ROW * source + HEIGHT
+    y = [bottom, bottom + ADDRESSES, top - TITLE, top]
     left, right = ((above[side], above[side], here[side], here[side]) for side in (0, 1))
     axes.fill([*left, *reversed(right)], [*y, *reversed(y)], color=SHADOW, linewidth=0, zorder=0)
 

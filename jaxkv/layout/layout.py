@@ -58,7 +58,7 @@ class CacheLayout:
       num_layers: layers (L).
       num_blocks: blocks (B) of `block_size` token slots (N) each.
       block_size: tokens per block; any positive int.
-      entry: what one token stores for one head: `MLAEntry`, `KVEntry` or `IndexerEntry`.
+      entry: what one token stores for one head: `MLAEntry`, `KVEntry`, `IndexerEntry` or `StateEntry`.
       num_heads: KV heads (H); 1 for MLA and indexer entries.
       order: physical order of the axes, outermost first, one of `ORDERS`.  `BLNHC` (cross-layer), the default, keeps
         everything that a block needs, in every layer, in one run of memory.  Pages are padded where the entry's format
@@ -155,7 +155,7 @@ class CacheLayout:
         for name, value in sizes.items():
             object.__setattr__(self, name, checked_int(name, value, "a positive int", least=1))
         if not isinstance(entry, Entry):
-            raise ValueError(f"`entry` is {entry!r}: expected an MLAEntry, a KVEntry or an IndexerEntry")
+            raise ValueError(f"`entry` is {entry!r}: expected an MLAEntry, a KVEntry, an IndexerEntry or a StateEntry")
         if self.num_heads > 1 and entry.one_head:
             raise ValueError(
                 f"`num_heads` is {self.num_heads}: a {type(entry).__name__} has one head for all query heads"
@@ -371,7 +371,7 @@ class CacheLayout:
         # Blocks of the same bytes have the same name, whatever the stride of an axis of length 1.
         strides = vars(self._canonical(Strides(block=0, **inner), 0))
         return {
-            "entry": [type(self.entry).__name__, self.entry.format, *self.entry.sizes],
+            "entry": self.entry.description,
             "counts": [self.num_layers, self.num_heads, self.block_size],
             "strides_bytes": [strides[axis] * self.itemsize for axis in ("layer", "head", "token")],
             "offset_bytes": self.pages.row_offset * self.itemsize,

@@ -1,7 +1,8 @@
-"""`PackedLayout`: several groups of layers, each with its own entry, packed in one block."""
+"""`PackedLayout`: several groups of layers, each with its own entry, packed in the blocks of one buffer."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxkv.layout.describe import Description, table
 from jaxkv.layout.draw import draw, svg
@@ -18,11 +19,49 @@ Attention to blocks that begin 16 bytes after a multiple of 128 takes 5 to 9 % l
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that store the same entry."""
+    """Layers that store the same entry.
+
+    Args:
+      num_layers: the layers that have such entries, which may be fewer than the model's.
+      entry: what each of them stores.
+      num_heads: KV heads; 1 unless the entry is a `KVEntry`.
+      rate: tokens per entry.  Entry w of a request covers the tokens [w * rate, (w + 1) * rate): compressed keys, or a
+        state per block, whose rate is the block size of its table.
+      table: the name of the block tables with which the group is addressed.  Groups of one table share its blocks.
+      window: how many of the last tokens of a request its entries are read of; None for all.  Blocks of a table whose
+        groups all have a window are needed no longer when the longest window has passed them.  A state is read only
+        where it was written last: its window is 1.
+
+    Raises:
+      ValueError: `rate` or `window` is not a positive int, or `table` is not a string.
+    """
 
     num_layers: int
     entry: Entry
     num_heads: int = 1
+    rate: int = 1
+    table: str = ""
+    window: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "rate", checked_int("rate", self.rate, "a positive int, tokens per entry", least=1))
+        if self.window is not None:
+            expected = "None, or a positive int, a number of tokens"
+            object.__setattr__(self, "window", checked_int("window", self.window, expected, least=1))
+        if not isinstance(self.table, str):
+            raise ValueError(f"`table` is {self.table!r}: expected a string, the name of a block table")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one of the block tables of a request addresses."""
+
+    block_size: int
+    """Tokens per block."""
+    window: int | None
+    """Blocks that lie before the last `window` tokens of a request are not read any more; None if all are."""
+    groups: tuple[str, ...]
+    """The names of the groups in its blocks."""
 
 
 class PackedLayout(Mapping[str, CacheLayout]):
@@ -37,21 +76,33 @@ class PackedLayout(Mapping[str, CacheLayout]):
         cache = write_mla(cache, ...)
         cache = write_indexer_k(cache.view(packed["indexer"]), ...)
 
+    A group that stores one entry per several tokens (`Group.rate`) has as many fewer entries per block, and
+    `packed[name].block_size` is their number.  Entry w of a request has the slot
+
+        slots_for(block_tables, w, block_size=packed[name].block_size)
+
+    Groups of other tables have blocks of their own, of the same number of bytes, from the same buffer.  A request then
+    has a list of blocks per table (`tables`).  A block belongs to one table at a time.
+
     Args:
-      num_blocks: blocks of `block_size` token slots.
-      block_size: tokens per block, the same for all groups.
+      num_blocks: the blocks of all tables together.
+      block_size: tokens per block.  With several tables, an int for all of them, or a mapping of their names to ints.
+        Each is a multiple of the rates of the table's groups.
       groups: the groups, in the order in which they lie in a block.
       order: order of the axes within a block: one of the block-major orders.
       dtype: dtype of the buffer; default the dtype of the entries if all have the same, else uint8.
       alignment: bytes to which the region of each group, and the block, are rounded up: a multiple of the bytes of an
         element.  It changes the fingerprint where something is rounded.
+
+    Raises:
+      ValueError: an argument is invalid, or a block size is not a multiple of a rate; the message has the numbers.
     """
 
     def __init__(
         self,
         *,
         num_blocks: int,
-        block_size: int,
+        block_size: int | Mapping[str, int],
         groups: Mapping[str, Group],
         order="BLNHC",
         dtype=None,
@@ -71,12 +122,16 @@ class PackedLayout(Mapping[str, CacheLayout]):
             raise ValueError(
                 f"`alignment` is {alignment} bytes: expected a multiple of the {dtype.itemsize} of {dtype}"
             )
+        self.groups = dict(groups)
+        """The groups by name, as they were passed."""
+        self.tables = _tables(self.groups, block_size)
+        """The tables by name, in the order of their first groups."""
         unit = alignment // dtype.itemsize
         alone = {
             name: CacheLayout(
                 num_layers=group.num_layers,
                 num_blocks=2,
-                block_size=block_size,
+                block_size=self.tables[group.table].block_size // group.rate,
                 num_heads=group.num_heads,
                 entry=group.entry,
                 order=order,
@@ -84,15 +139,16 @@ class PackedLayout(Mapping[str, CacheLayout]):
             )
             for name, group in groups.items()
         }
-        offsets, block = {}, 0
+        offsets, ends = {}, dict.fromkeys(self.tables, 0)
         for name, layout in alone.items():
-            offsets[name] = block
-            block += -(-layout.strides.block // unit) * unit
+            offsets[name] = ends[groups[name].table]
+            ends[groups[name].table] += -(-layout.strides.block // unit) * unit
+        block = max(ends.values())
         self._layouts = {
             name: CacheLayout.from_strides(
                 num_layers=layout.num_layers,
                 num_blocks=num_blocks,
-                block_size=block_size,
+                block_size=layout.block_size,
                 num_heads=layout.num_heads,
                 entry=layout.entry,
                 strides=Strides(layout.strides.layer, block, layout.strides.head, layout.strides.token),
@@ -102,8 +158,8 @@ class PackedLayout(Mapping[str, CacheLayout]):
             )
             for name, layout in alone.items()
         }
-        if len(self) > 1:
-            whole = fingerprint({name: layout.fingerprint for name, layout in self.items()})
+        if len(self) > 1 or not self._is_plain:
+            whole = fingerprint(self._block_description())
             for layout in self.values():
                 object.__setattr__(layout, "packed", whole)
 
@@ -120,13 +176,33 @@ class PackedLayout(Mapping[str, CacheLayout]):
         return hash(tuple(self.items()))
 
     @property
+    def _is_plain(self) -> bool:
+        """Whether all groups have one entry per token, without a window, in one table without a name."""
+        return all(group == Group(group.num_layers, group.entry, group.num_heads) for group in self.groups.values())
+
+    def _block_description(self) -> Any:
+        blocks = {name: layout.fingerprint for name, layout in self.items()}
+        if self._is_plain:
+            return blocks
+        tables = {name: [about.block_size, about.window] for name, about in self.tables.items()}
+        return [blocks, tables, {name: [group.table, group.rate, group.window] for name, group in self.groups.items()}]
+
+    @property
     def fingerprint(self) -> str:
         """Like `CacheLayout.fingerprint`, for a block with all its groups; each group has the same."""
         return next(iter(self.values())).fingerprint
 
     def describe(self) -> dict[str, Description]:
         """The groups in plain numbers, for the table and the memory map."""
-        return {name: layout.describe() for name, layout in self.items()}
+        return {name: self._describe(name, group) for name, group in self.groups.items()}
+
+    def _describe(self, name: str, group: Group) -> Description:
+        notes = [
+            f"one entry per {group.rate:,} tokens" * (group.rate > 1),
+            f"table {group.table!r}" * (len(self.tables) > 1),
+            "" if group.window is None else f"window of {group.window:,} token{'s' * (group.window > 1)}",
+        ]
+        return replace(self[name].describe(), table=group.table, note=", ".join(filter(None, notes)))
 
     def __str__(self):
         return table(self.describe())
@@ -137,3 +213,30 @@ class PackedLayout(Mapping[str, CacheLayout]):
 
     def _repr_svg_(self):
         return svg(self.describe())
+
+
+def _tables(groups: Mapping[str, Group], block_size: int | Mapping[str, int]) -> dict[str, Table]:
+    """The tables of the groups; ValueError if a block size is missing, superfluous or not a multiple of a rate."""
+    members: dict[str, list[str]] = {}
+    for name, group in groups.items():
+        members.setdefault(group.table, []).append(name)
+    sizes = block_size if isinstance(block_size, Mapping) else dict.fromkeys(members, block_size)
+    if set(sizes) != set(members):
+        raise ValueError(
+            f"`block_size` is {block_size!r}: expected an int, or one for each table of the groups, "
+            f"{', '.join(map(repr, members))}"
+        )
+    found = {}
+    for address, names in members.items():
+        what = f"block_size[{address!r}]" if isinstance(block_size, Mapping) else "block_size"
+        size = checked_int(what, sizes[address], "a positive int", least=1)
+        for name in names:
+            if size % groups[name].rate:
+                raise ValueError(
+                    f"`{what}` is {size} tokens: expected a multiple of the {groups[name].rate} tokens per entry of "
+                    f"group {name!r}"
+                )
+        windows = [groups[name].window for name in names]
+        longest = None if None in windows else max(window for window in windows if window is not None)
+        found[address] = Table(size, longest, tuple(names))
+    return found

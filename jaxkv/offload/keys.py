@@ -15,6 +15,7 @@ def prefix_keys(
     block_size: int,
     layout_fingerprint: str,
     model: str,
+    table: str = "",
     after: bytes | None = None,
 ) -> list[bytes]:
     """A key for each full block of a prompt.
@@ -28,20 +29,27 @@ def prefix_keys(
       block_size: tokens per block.
       layout_fingerprint: `fingerprint` of the cache's layout (that of the `PackedLayout` if there are several groups).
       model: a name for the weights and everything else that changes what a token stores.
+      table: the name of the block table to which the blocks belong, if the layout has several.
       after: key of the block before `tokens`, to continue a prompt; by default, `tokens` is the start of the prompt.
 
     Returns:
       T // block_size keys of 32 bytes.
 
     Raises:
-      ValueError: `block_size` is not a positive int, or `tokens` are not integers.
+      ValueError: `block_size` is not a positive int, `tokens` are not integers, or a name is not a string.
     """
     block_size = positive_int("block_size", block_size)
-    for name, value in (("layout_fingerprint", layout_fingerprint), ("model", model)):
+    for name, value, what in (
+        ("layout_fingerprint", layout_fingerprint, "the `fingerprint` of it"),
+        ("model", model, "the `fingerprint` of it"),
+        ("table", table, "the name of a table"),
+    ):
         if not isinstance(value, str):
-            raise ValueError(f"`{name}` is a {type(value).__name__}: expected a string, the `fingerprint` of it")
+            raise ValueError(f"`{name}` is a {type(value).__name__}: expected a string, {what}")
     ids = _token_ids(tokens)
-    first = hashlib.sha256(json.dumps(["jaxkv", 1, model, layout_fingerprint, block_size]).encode()).digest()
+    named = [table] if table else []
+    origin = json.dumps(["jaxkv", 1, model, layout_fingerprint, block_size, *named])
+    first = hashlib.sha256(origin.encode()).digest()
     key, keys = first if after is None else after, []
     for end in range(block_size, ids.size + 1, block_size):
         key = hashlib.sha256(key + ids[end - block_size : end].tobytes()).digest()

@@ -1,6 +1,6 @@
 """The public operations: each checks its arguments, chooses an implementation and runs its kernel."""
 
-from jaxkv.ops import attention, blocks, gathers, indexer, merge, plan, products, sparse, writes
+from jaxkv.ops import attention, blocks, gathers, indexer, merge, plan, products, sparse, states, writes
 from jaxkv.ops.operation import Operation
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -11,6 +11,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *sparse.OPERATIONS,
     *indexer.OPERATIONS,
     *merge.OPERATIONS,
+    *states.OPERATIONS,
     *blocks.OPERATIONS,
     *products.OPERATIONS,
 )

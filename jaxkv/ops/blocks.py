@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,14 @@ from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.validate import Dims, check_cache, int32
 from jaxkv.layout.layout import CacheLayout
-from jaxkv.layout.packed import PackedLayout
+from jaxkv.layout.packed import PackedLayout, Table
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import array
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.addressing.rows import read_entries, write_entries
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.states import StateEntry
 
 
 def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
@@ -114,7 +116,9 @@ def _bind_write(cache, blocks, data) -> Call:
     return Call("write_blocks", {"buffer": cache.buffer, "blocks": blocks, "data": data}, {"pages": pages})
 
 
-def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | PackedLayout) -> jax.Array:
+def convert_blocks(
+    data, src: CacheLayout | PackedLayout, dst: CacheLayout | PackedLayout, *, table: str | None = None
+) -> jax.Array:
     """Converts block payloads for a cache with another order, padding, strides or buffer dtype.
 
     Entries are moved bit for bit.  To copy blocks of one cache to another:
@@ -128,15 +132,26 @@ def convert_blocks(data, src: CacheLayout | PackedLayout, dst: CacheLayout | Pac
         PackedLayout to convert all groups.
       dst: the layout to convert to: it must have the same entries, layers, heads and block size, and the same groups if
         it is a PackedLayout.
+      table: the table to which the blocks belong, required if the layouts are packed and have several tables: only its
+        groups are converted.
 
     Returns:
       [n, dst.block_nbytes / itemsize] of the dtype of dst's buffer, for `write_blocks` to a cache of `dst`; 0 in
       padding and gaps.
 
     Raises:
-      ValueError: the layouts differ in what they store, or `data` does not fit `src`; the message shows the difference.
+      ValueError: the layouts differ in what they store, `data` does not fit `src`, or `table` is not one of theirs; the
+        message shows the difference.
     """
-    pairs = pairs_of_groups(src=src, dst=dst)
+    groups = pairs_of_groups(src=src, dst=dst)
+    tables = src.tables if isinstance(src, PackedLayout) else {"": Table(src.block_size, None, ("",))}
+    if table is None and len(tables) == 1:
+        (table,) = tables
+    if table not in tables:
+        raise ValueError(
+            f"`table` is {table!r}: expected one of {', '.join(map(repr, tables))}, the table of these blocks"
+        )
+    pairs = [groups[name] for name in tables[table].groups]
     (first, target), *_ = pairs
     dims = Dims(E=(first.pages.block_elements, "the elements of a block of `src`"))
     dims.check("data", data, "n E", (str(first.dtype),))
@@ -156,8 +171,8 @@ def _bits(layout: CacheLayout):
     return jnp.dtype(f"uint{8 * layout.itemsize}")
 
 
-def pairs_of_groups(**layouts: CacheLayout | PackedLayout) -> list[tuple[CacheLayout, CacheLayout]]:
-    """The groups of two layouts, paired by name; ValueError with the difference if they do not store the same."""
+def pairs_of_groups(**layouts: CacheLayout | PackedLayout) -> dict[str, tuple[CacheLayout, CacheLayout]]:
+    """The groups of two layouts, paired, by name; ValueError with the difference if they do not store the same."""
     groups, (src, dst) = [], layouts
     for name, layout in layouts.items():
         if not isinstance(layout, CacheLayout | PackedLayout):
@@ -166,16 +181,26 @@ def pairs_of_groups(**layouts: CacheLayout | PackedLayout) -> list[tuple[CacheLa
     if set(groups[0]) != set(groups[1]):
         names = ["one group" if list(group) == [""] else f"groups {', '.join(sorted(group))}" for group in groups]
         raise ValueError(f"`{src}` has {names[0]} and `{dst}` {names[1]}: expected the same groups in both")
-    for name, old in groups[0].items():
-        for what in ("entry", "num_layers", "num_heads", "block_size"):
-            one, other = getattr(old, what), getattr(groups[1][name], what)
-            if one != other:
+    for name in groups[0]:
+        facts = [_facts(layout, name) for layout in layouts.values()]
+        for what, one in facts[0].items():
+            if one != (other := facts[1].get(what, one)):
                 where = f" of group {name!r}" * bool(name)
                 raise ValueError(
                     f"`{what}`{where} is {one} in `{src}` and {other} in `{dst}`: only order, strides, padding, dtype "
                     "and number of blocks may differ"
                 )
-    return [(old, groups[1][name]) for name, old in groups[0].items()]
+    return {name: (old, groups[1][name]) for name, old in groups[0].items()}
+
+
+def _facts(layout: CacheLayout | PackedLayout, name: str) -> dict[str, Any]:
+    """What a layout, or group `name` of it, stores, by the names of the fields."""
+    packed = isinstance(layout, PackedLayout)
+    own = layout[name] if packed else layout
+    facts = {what: getattr(own, what) for what in ("entry", "num_layers", "num_heads", "block_size")}
+    if packed:
+        facts |= {what: getattr(layout.groups[name], what) for what in ("rate", "table", "window")}
+    return facts
 
 
 def _in_rows(rows: jax.Array, pages: Pages, parts: int) -> tuple[Pages, dict[str, jax.Array]]:
@@ -205,7 +230,7 @@ def _sample_write(cache):
     return (cache, _IDS, array(cache.layout.dtype, 3, cache.layout.pages.block_elements)), {}
 
 
-_ANY = (MLAEntry, KVEntry, IndexerEntry)
+_ANY = (MLAEntry, KVEntry, IndexerEntry, StateEntry)
 
 OPERATIONS = (
     Operation(copy_blocks, _bind_copy, lambda cache: ((cache, _IDS, _IDS), {}), entries=_ANY),

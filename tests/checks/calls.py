@@ -9,6 +9,9 @@ MLA = jaxkv.CacheLayout(num_layers=3, num_blocks=6, block_size=4, entry=ENTRY)
 KV = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, num_heads=2, entry=jaxkv.KVEntry("fp8", 8, 4))
 INDEXER = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, entry=jaxkv.IndexerEntry(head_dim=8))
 
+STATE = jaxkv.StateEntry({"conv": ((2, 3), "float32"), "ssm": ((4,), "float32")})
+STATES = jaxkv.CacheLayout(num_layers=3, num_blocks=6, block_size=4, entry=STATE)
+
 TABLES = [[4, 0], [1, 3]]
 LENGTHS = [7, 3]
 
@@ -79,6 +82,15 @@ def gather_indexer_k(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
     return jaxkv.gather_indexer_k(jaxkv.KVCache.zeros(INDEXER), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
 
 
+def write_state(slots=(0, 7, -1), layer=0):
+    states = {name: jnp.ones((len(slots), *shape)) for name, shape in STATE.shapes.items()}
+    return jaxkv.write_state(jaxkv.KVCache.zeros(STATES), states, ints(slots), layer=layer)
+
+
+def read_state(slots=(0, 7, 7, -1), layer=0):
+    return jaxkv.read_state(jaxkv.KVCache.zeros(STATES), ints(slots), layer=layer)
+
+
 def copy_blocks(src=(0, 1), dst=(2, 3)):
     return jaxkv.copy_blocks(jaxkv.KVCache.zeros(MLA), ints(src), ints(dst))
 
@@ -108,9 +120,11 @@ OPERATIONS = (
     gather_mla,
     gather_kv,
     gather_indexer_k,
+    write_state,
+    read_state,
     copy_blocks,
     read_blocks,
     write_blocks,
     grouped_swiglu,
 )
-LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
+LAYERS = {write_mla: 3, write_state: 3, read_state: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}

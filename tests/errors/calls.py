@@ -20,6 +20,7 @@ class Arrays(NamedTuple):
     kv: jaxkv.KVCache
     kv_fp8: jaxkv.KVCache
     indexer: jaxkv.KVCache
+    states: jaxkv.KVCache
     kv_c: jax.Array
     k_pe: jax.Array
     k: jax.Array
@@ -42,6 +43,8 @@ class Arrays(NamedTuple):
     x: jax.Array
     experts: jax.Array
     shares: jax.Array
+    conv: jax.Array
+    ssm: jax.Array
     gate: jax.Array
     down: jax.Array
 
@@ -59,6 +62,7 @@ def arrays():
         kv=zeros(jaxkv.KVEntry("bf16", head_dim=8, value_dim=4), num_heads=2),
         kv_fp8=zeros(jaxkv.KVEntry("fp8", head_dim=8, value_dim=4), num_heads=2),
         indexer=zeros(jaxkv.IndexerEntry(head_dim=16)),
+        states=zeros(jaxkv.StateEntry({"conv": ((2, 3), "float32"), "ssm": ((4,), "bfloat16")})),
         kv_c=jnp.ones((5, 8)),
         k_pe=jnp.ones((5, 4)),
         k=jnp.ones((5, 2, 8)),
@@ -81,6 +85,8 @@ def arrays():
         x=jnp.ones((5, 8)),
         experts=jnp.arange(10).reshape(5, 2) % 3,
         shares=jnp.ones((5, 2)),
+        conv=jnp.ones((5, 2, 3)),
+        ssm=jnp.ones((5, 4)),
         gate=jnp.ones((3, 4, 8)),
         down=jnp.ones((3, 8, 4)),
     )
@@ -103,6 +109,15 @@ def write_kv(a, **changes):
 
 def write_indexer_k(a, **changes):
     return call(jaxkv.write_indexer_k, dict(cache=a.indexer, k=a.key, slot_mapping=a.slots, layer=0), changes)
+
+
+def write_state(a, **changes):
+    given = dict(cache=a.states, states={"conv": a.conv, "ssm": a.ssm}, slots=a.slots, layer=0)
+    return call(jaxkv.write_state, given, changes)
+
+
+def read_state(a, **changes):
+    return call(jaxkv.read_state, dict(cache=a.states, slots=a.slots, layer=0), changes)
 
 
 def decode_mla(a, **changes):
@@ -193,6 +208,8 @@ OF_ONE_CACHE = {
     "write_mla": (write_mla, "mla", "MLAEntry"),
     "write_kv": (write_kv, "kv", "KVEntry"),
     "write_indexer_k": (write_indexer_k, "indexer", "IndexerEntry"),
+    "write_state": (write_state, "states", "StateEntry"),
+    "read_state": (read_state, "states", "StateEntry"),
     "decode_mla": (decode_mla, "mla", "MLAEntry"),
     "decode_kv": (decode_kv, "kv", "KVEntry"),
     "prefill_kv": (prefill_kv, "kv", "KVEntry"),

@@ -319,7 +319,7 @@ def test_draws_are_of_every_kind():
     drawn = [families.draw_case(seed, "xla") for seed in range(700)]
     layouts = [case.layout for case in drawn]
     assert {layout.order for layout in layouts if layout.num_heads > 1} == set(jaxkv.ORDERS)
-    assert {layout.entry.format for layout in layouts} == FORMATS.keys()
+    assert {layout.entry.format for layout in layouts} == FORMATS.keys() | {"state"}
     assert {True, False} == {layout.blocks_are_runs for layout in layouts}
     assert any(layout.strides.token > layout.num_heads * layout.width for layout in layouts if layout.order[0] == "B")
     assert any(layout.dtype != layout.entry.dtype for layout in layouts)

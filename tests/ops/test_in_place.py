@@ -60,11 +60,19 @@ def indexer(order):
     return jaxkv.CacheLayout(num_layers=LAYERS, num_blocks=4096, block_size=64, entry=entry, order=order)
 
 
+STATE = jaxkv.StateEntry({"conv": ((4, 2048), "bfloat16"), "ssm": ((16, 64, 64), "float32")})
+
+
+def states(order):
+    return jaxkv.CacheLayout(num_layers=LAYERS, num_blocks=120, block_size=1, entry=STATE, order=order)
+
+
 SLOTS, IDS, LENGTHS = described((BATCH,), "int32"), described((BATCH,), "int32"), described((BATCH,), "int32")
 TABLES = described((BATCH, 8), "int32")
 NEW = described((BATCH, 512)), described((BATCH, 64))
 QUERIES = described((BATCH, HEADS, 512)), described((BATCH, HEADS, 64))
 LAYER = described((), "int32")
+NEW_STATES = {name: described((BATCH, *shape), dtype) for name, shape, dtype in STATE.arrays}
 
 
 def write_mla(cache, kv_c, k_pe, slots, layer):
@@ -77,6 +85,10 @@ def write_kv(cache, k, v, slots, layer):
 
 def write_indexer_k(cache, k, slots, layer):
     return jaxkv.write_indexer_k(cache, k, slots, layer=layer)
+
+
+def write_state(cache, states, slots, layer):
+    return jaxkv.write_state(cache, states, slots, layer=layer)
 
 
 def all_layers(cache, kv_c, k_pe, q_latent, q_pe, slots, tables, lengths):
@@ -138,6 +150,7 @@ PROGRAMS = {
                 write_indexer_k,
                 [large(indexer(o)), described((BATCH, 128)), SLOTS, LAYER],
             ),
+            "write_state": lambda o=order: (write_state, [large(states(o)), NEW_STATES, SLOTS, LAYER]),
             "copy_blocks": lambda o=order: (jaxkv.copy_blocks, [large(mla(o)), IDS, IDS]),
             "write_blocks": lambda o=order: (jaxkv.write_blocks, [large(mla(o)), IDS, rows(mla(o))]),
             "61 layers": lambda o=order: step_of_all_layers(mla(o)),
@@ -210,6 +223,10 @@ READS = {
     "gather_mla": lambda o: (
         lambda cache, tables, sums, layer: jaxkv.gather_mla(cache, tables, sums, layer=layer, total=900),
         [large(mla(o)), TABLES, described((BATCH + 1,), "int32"), LAYER],
+    ),
+    "read_state": lambda o: (
+        lambda cache, slots, layer: jaxkv.read_state(cache, slots, layer=layer),
+        [large(states(o)), SLOTS, LAYER],
     ),
     "read_blocks": lambda o: (jaxkv.read_blocks, [large(mla(o)), IDS]),
 }

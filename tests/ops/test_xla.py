@@ -52,6 +52,10 @@ class TestMerge(suites.Merge):
     implementation = "xla"
 
 
+class TestStates(suites.States):
+    implementation = "xla"
+
+
 class TestBlocks(suites.Blocks):
     implementation = "xla"
 

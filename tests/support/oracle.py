@@ -61,6 +61,12 @@ def decode(entry, rows, scales=(1.0, 1.0)):
     return tuple(FORMATS[entry.format].decode(field, entry.sizes, scales))
 
 
+def encode_state(states):
+    """Arrays [T, ...] of T states, by name, to bytes [T, nbytes]: one after the other, each padded to 16 bytes."""
+    rows = [as_bytes(x.reshape(len(x), x[0].size if len(x) else 1)) for x in states.values()]
+    return np.concatenate([np.pad(row, [(0, 0), (0, -row.shape[1] % 16)]) for row in rows], axis=1)
+
+
 def _plain(dtype):
     def decode(field, sizes, scales):
         firsts = np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize

@@ -30,7 +30,7 @@ INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.forma
 
 def is_split(entry):
     """Whether pages hold some parts of all tokens, then others."""
-    return oracle.FORMATS[entry.format].page_parts is not None
+    return not isinstance(entry, jaxkv.StateEntry) and oracle.FORMATS[entry.format].page_parts is not None
 
 
 def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):

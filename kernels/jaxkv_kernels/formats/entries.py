@@ -59,6 +59,11 @@ class Entry:
         return tuple(self.named_sizes.values())
 
     @property
+    def description(self) -> list[Any]:
+        """What identifies the entry, for fingerprints: values that JSON has."""
+        return [type(self).__name__, self.format, *self.sizes]
+
+    @property
     def codec(self) -> Format:
         """The registered format whose name is `format`."""
         return FORMATS[self.format]

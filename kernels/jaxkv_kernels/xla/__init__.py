@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry, unlisted
+from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.kernel import Kernel, nothing
 from jaxkv_kernels.xla.attention import decode_kv, decode_mla
 from jaxkv_kernels.xla.blocks import copy_blocks, read_blocks, write_blocks
@@ -18,6 +19,7 @@ from jaxkv_kernels.xla.linear import scaled_linear
 from jaxkv_kernels.xla.merge import merge_states
 from jaxkv_kernels.xla.plan import plan_decode
 from jaxkv_kernels.xla.sparse import decode_mla_sparse
+from jaxkv_kernels.xla.states import read_state, write_state
 from jaxkv_kernels.xla.writes import write_indexer_k, write_kv, write_mla
 
 
@@ -45,6 +47,7 @@ def _kernel(
 _MLA: Listed = {MLAEntry: FORMATS}
 _KV: Listed = {KVEntry: FORMATS}
 _INDEXER: Listed = {IndexerEntry: FORMATS}
+_STATE: Listed = {StateEntry: StateEntry.formats}
 
 KERNELS: dict[str, Kernel] = {
     "write_mla": _kernel(write_mla, _MLA),
@@ -60,6 +63,8 @@ KERNELS: dict[str, Kernel] = {
     "indexer_logits": _kernel(indexer_logits, _INDEXER),
     "select_topk": _kernel(select_topk, {}),
     "merge_states": _kernel(merge_states, {}),
+    "write_state": _kernel(write_state, _STATE),
+    "read_state": _kernel(read_state, _STATE),
     "copy_blocks": _kernel(copy_blocks, {}),
     "read_blocks": _kernel(read_blocks, {}),
     "write_blocks": _kernel(write_blocks, {}),

@@ -32,6 +32,8 @@ from support.suites.indexer import Indexer as Indexer
 from support.suites.indexer import IndexerChecks as IndexerChecks
 from support.suites.linear import Linear as Linear
 from support.suites.merge import Merge as Merge
+from support.suites.states import StateChecks as StateChecks
+from support.suites.states import States as States
 from support.suites.writes import WriteChecks as WriteChecks
 from support.suites.writes import Writes as Writes
 from support.suites.writes import new_tokens as new_tokens

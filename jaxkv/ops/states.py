@@ -1,0 +1,102 @@
+"""Reading and storing the states of requests, such as those of recurrent layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxkv.cache import KVCache
+from jaxkv.dispatch import checked as checks
+from jaxkv.dispatch.backends import Call, run
+from jaxkv.dispatch.validate import Dims, check_cache, int32, layer_index
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.samples import BATCH, array
+from jaxkv_kernels.formats.states import StateEntry
+
+
+def write_state(cache: KVCache, states: Mapping[str, Any], slots, *, layer, implementation=None) -> KVCache:
+    """Stores states.
+
+    Args:
+      cache: a cache of `StateEntry`.
+      states: by name, an array [T, ...] for each array of the entry, of any float dtype, which is
+        converted to the entry's.
+      slots: int32 [T], the slot of each state.  States whose slot is negative or past the cache are skipped.  If two
+        have the same slot, it may hold a mixture of both afterwards.
+      layer: int, or traced int32 scalar.  A traced layer outside the cache writes nothing.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
+    Returns:
+      The cache with T states stored and every other byte as it was; updated in place if `cache` is donated.
+
+    Raises:
+      ValueError: a name, shape, dtype or static layer is wrong.
+    """
+    return KVCache(run(_bind_write(cache, states, slots, layer), implementation), cache.layout)
+
+
+def _bind_write(cache, states, slots, layer) -> Call:
+    check_cache(cache, StateEntry)
+    shapes = cache.layout.entry.shapes
+    if not isinstance(states, Mapping) or set(states) != set(shapes):
+        found = sorted(states) if isinstance(states, Mapping) else type(states).__name__
+        raise ValueError(f"`states` is {found}: expected a mapping with the arrays {', '.join(shapes)}")
+    axes = {name: [f"{name}{axis}" for axis in range(len(shape))] for name, shape in shapes.items()}
+    lengths = ((axis, n) for name, shape in shapes.items() for axis, n in zip(axes[name], shape, strict=True))
+    dims = Dims(**{axis: (n, "that of the entry") for axis, n in lengths})
+    for name in shapes:
+        dims.check(f"states[{name!r}]", states[name], " ".join(["T", *axes[name]]))
+    arrays = {"states": {name: states[name] for name in shapes}}
+    return _bind("write_state", cache, dims, arrays, slots, layer)
+
+
+def read_state(cache: KVCache, slots, *, layer, implementation=None) -> dict[str, jax.Array]:
+    """Returns states.
+
+    Args:
+      cache: a cache of `StateEntry`.
+      slots: int32 [T], the slot of each state.
+      layer: int, or traced int32 scalar.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
+    Returns:
+      By name, an array [T, ...] for each array of the entry, of the entry's dtype; 0 where the slot is negative or past
+      the cache, or the layer is outside the cache.  New requests therefore read zeros from slot -1.
+
+    Raises:
+      ValueError: a shape, dtype or static layer is wrong.
+    """
+    return run(_bind_read(cache, slots, layer), implementation)
+
+
+def _bind_read(cache, slots, layer) -> Call:
+    check_cache(cache, StateEntry)
+    return _bind("read_state", cache, Dims(), {}, slots, layer)
+
+
+def _bind(operation, cache, dims, arrays, slots, layer) -> Call:
+    """Checks the arguments that both operations have in common, and returns the call."""
+    dims.check_ints("slots", slots, "T")
+    slots, layer = int32(slots), layer_index(layer, cache)
+    pages = cache.layout.pages
+    if checks.checking():
+        checks.check_layer(layer, pages)
+        checks.check_slots("slots", slots, pages)
+        if arrays:
+            checks.check_written_once("slots", slots, "slot")
+    arrays = {"buffer": cache.buffer, **arrays, "slots": slots, "layer": layer}
+    return Call(operation, arrays, {"pages": pages, "entry": cache.layout.entry})
+
+
+_SLOTS = array("int32", BATCH)
+
+
+def _sample_write(cache):
+    states = {name: array("float32", BATCH, *shape) for name, shape in cache.layout.entry.shapes.items()}
+    return (cache, states, _SLOTS), {"layer": 0}
+
+
+OPERATIONS = (
+    Operation(write_state, _bind_write, _sample_write, entries=(StateEntry,)),
+    Operation(read_state, _bind_read, lambda cache: ((cache, _SLOTS), {"layer": 0}), entries=(StateEntry,)),
+)
