@@ -62,7 +62,8 @@ def _doubly_stochastic(config: HyperConnections, mix):
 
 def last(config: HyperConnections, weights, x, norm_eps: float) -> jax.Array:
     """The sum [..., hidden] of the streams x [..., n, hidden] that the final norm reads."""
-    pre = _projected(weights, x, norm_eps) * weights["scale"] + with_rank(weights["base"], x.ndim - 1)
+    scale, base = (with_rank(weights[name], x.ndim - 1) for name in ("scale", "base"))
+    pre = _projected(weights, x, norm_eps) * scale + base
     return _weighted(jax.nn.sigmoid(pre) + config.eps, x)
 
 

@@ -128,19 +128,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4": (
         "deepseek_v4",
         {
-            "num_hidden_layers": 4,
             "num_key_value_heads": 1,
             "head_dim": 80,  # 64 values, one tile of the fp8_v4 format, and 16 that are rotated
             "partial_rotary_factor": 0.2,
             "q_lora_rank": 24,
             "o_groups": 2,
             "o_lora_rank": 12,
-            "layer_types": [
-                "sliding_attention",
-                "compressed_sparse_attention",
-                "heavily_compressed_attention",
-                "compressed_sparse_attention",
-            ],
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
             "sliding_window": 24,
             "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
             "compress_rope_theta": 40000.0,
@@ -150,7 +144,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "index_topk": 16,
             "hc_mult": 3,
             "hc_sinkhorn_iters": 4,
-            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
             "n_routed_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 16,
