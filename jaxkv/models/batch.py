@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ class Part:
 
     seq_lens: jax.Array
     tables: dict[str, jax.Array]
-    """The block tables, int32 [B, M], by the names of the tables of the cache; "" if it has one."""
+    """The block tables, int32 [B, M], by name."""
 
     plan: DecodePlan | None
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
@@ -35,30 +36,26 @@ class Part:
     """(B, Q)."""
 
     @classmethod
-    def of(cls, model: Model, cache: KVCache, seq_lens, block_tables, slot_mapping) -> "Part":
+    def of(cls, model: Model, cache: KVCache, seq_lens, tables, slot_mapping) -> "Part":
         """Makes the part from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
         q_len = slot_mapping.shape[1]
         expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
-        plan = None
-        if (
-            not isinstance(model.config.attention, CompressedAttention)
-            and model.config.indexer is None
-            and not expanded
-        ):
+        plan, selects = None, model.config.indexer is not None
+        if not (expanded or selects or isinstance(model.config.attention, CompressedAttention)):
             plan = model.parallel.plan_decode(
                 cache,
-                block_tables,
+                tables[""],
                 seq_lens,
                 num_heads=model.num_heads,
                 q_len=q_len,
                 dtype=model.dtype,
                 implementation=model.implementation,
             )
-        return cls(seq_lens, tables_by_name(block_tables), plan, expanded, slot_mapping.shape)
+        return cls(seq_lens, tables, plan, expanded, slot_mapping.shape)
 
     @property
     def block_tables(self) -> jax.Array:
-        """The table of models that have one."""
+        """The table of the entries that tokens attend to."""
         return self.tables[""]
 
 
@@ -92,8 +89,8 @@ class Batch:
     """
 
     @classmethod
-    def of(cls, model: Model, cache: KVCache, batches: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> "Batch":
-        """Makes the batch from `seq_lens`, `block_tables` and `slot_mapping` [B, Q] of each part."""
+    def of(cls, model: Model, cache: KVCache, batches: Sequence[tuple[Any, Any, Any]]) -> "Batch":
+        """Makes the batch from `seq_lens`, the block tables by name and `slot_mapping` [B, Q] of each part."""
         slots = jnp.concatenate([slot_mapping.reshape(-1) for *_, slot_mapping in batches])
         config, positions = model.config, []
         for seq_lens, _, slot_mapping in batches:
@@ -129,11 +126,6 @@ class Batch:
         """Calls `attention(part, *arrays)` for each part with its [B, Q, ...] of the arrays; joins the results."""
         divided = zip(*map(self.divided, arrays), strict=True)
         return joined([attention(part, *mine) for part, mine in zip(self.parts, divided, strict=True)])
-
-
-def tables_by_name(block_tables) -> dict[str, jax.Array]:
-    """Block tables by name; the only table of a cache has the name ""."""
-    return dict(block_tables) if isinstance(block_tables, dict) else {"": block_tables}
 
 
 def joined(arrays: Sequence[jax.Array]) -> jax.Array:

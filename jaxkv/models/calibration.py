@@ -51,7 +51,7 @@ def calibrate(model: Model, prompts: Sequence[Sequence[int]], *, powers_of_two: 
 
     Raises:
       TypeError: a token id is not an integer.
-      ValueError: the entry format has no scales, `prompts` or a prompt is empty, a token id is outside the vocabulary,
+      ValueError: the entry format has no scales, the model has recurrent layers, `prompts` or a prompt is empty, a token id is outside the vocabulary,
         or entries of a layer are inf or NaN.
     """
     if not model.entry.codec.scaled:
@@ -59,6 +59,8 @@ def calibrate(model: Model, prompts: Sequence[Sequence[int]], *, powers_of_two: 
             f"`model` has entries of format {model.entry_format!r}, which has no scales: expected 'fp8'; pass "
             "`entry_format` to `load`"
         )
+    if model.config.recurrent is not None:
+        raise ValueError("`model` has recurrent layers: calibration supports models with attention in all layers")
     checked = [_checked(model, i, prompt) for i, prompt in enumerate(prompts)]
     if not checked:
         raise ValueError("`prompts` is empty: expected one prompt or more")

@@ -8,6 +8,7 @@ from typing import Any
 from jaxkv.models.json_object import JsonObject
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.format import FORMATS
+from jaxkv_kernels.formats.states import StateEntry
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,17 @@ class GQA:
     num_kv_heads: int
     head_dim: int
     """Size of a head of queries, keys and values."""
+    rotary: int | None = None
+    """How many of the first values of a query or key are rotated; None if all are."""
+    normed: bool = False
+    """Whether each head of queries and keys is normalised before it is rotated."""
+    gated: bool = False
+    """Whether the output of a head is multiplied by the sigmoid of a gate, which is computed beside its queries."""
 
     @property
     def rotary_dim(self) -> int:
-        """The number of values of a query or key that rotary embedding rotates: all of them."""
-        return self.head_dim
+        """The number of values of a query or key that rotary embedding rotates."""
+        return self.head_dim if self.rotary is None else self.rotary
 
     def entry(self, entry_format: str) -> KVEntry:
         """The entry that the cache stores per token and KV head; ValueError if `entry_format` does not support it."""
@@ -201,6 +208,38 @@ class HyperConnections:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Layers with the gated delta rule (arXiv 2412.06464) instead of attention; value head i reads key head
+    i // (num_value_heads / num_key_heads).
+    """
+
+    layers: tuple[int, ...]
+    """These layers, in order."""
+    num_key_heads: int
+    """Heads of keys, and of queries."""
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int
+    """Tokens that the convolution of queries, keys and values combines: a token and those before it."""
+
+    @property
+    def channels(self) -> int:
+        """The values per token that the convolution passes over: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+    @property
+    def state(self) -> StateEntry:
+        """The state of a layer: the last tokens before the convolution, and the states of the heads."""
+        return StateEntry(
+            {
+                "conv": ((self.kernel_size - 1, self.channels), "float32"),
+                "delta": ((self.num_value_heads, self.key_head_dim, self.value_head_dim), "float32"),
+            }
+        )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The configuration of a model; static and hashable.  Most names are those of `config.json`."""
 
@@ -230,6 +269,20 @@ class ModelConfig:
     """
     hyper: HyperConnections | None = None
     """None if there is one residual stream."""
+    recurrent: DeltaNet | None = None
+    """The layers that have states instead of attention; None if all layers have attention."""
+    centred_norms: bool = False
+    """Whether checkpoints store the weights of norms minus 1."""
+
+    @property
+    def num_attentions(self) -> int:
+        """The attentions of all layers, each of which has a layer of the cache."""
+        return self.first_attention(self.num_layers)
+
+    def first_attention(self, layer: int) -> int:
+        """The number of attentions before a layer."""
+        recurrent = () if self.recurrent is None else self.recurrent.layers
+        return (layer - sum(other < layer for other in recurrent)) * self.attentions_per_layer
 
     @property
     def has_dense(self) -> bool:

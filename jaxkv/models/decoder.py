@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.validate import Dims, int32
-from jaxkv.models.batch import Batch, joined, tables_by_name
+from jaxkv.models.batch import Batch, joined
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.layers.linear import product, rms_norm
 from jaxkv.models.model import Model
@@ -26,7 +26,7 @@ class NewTokens(NamedTuple):
     seq_lens: Any
     """int32 [B], the new tokens included."""
     block_tables: Any
-    """int32 [B, M]; of a model whose cache has several tables (`Model.tables`), a mapping of their names to tables."""
+    """int32 [B, M]; a dict of such arrays by the name of the table, if the model has several (`Model.tables`)."""
     slot_mapping: Any
     """int32 [B, Q], slots of the table ""; negative for padding."""
 
@@ -36,7 +36,7 @@ def step(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, ja
 
     The result is that of `prefill` of one batch after the other, except that a row may attend to tokens of the same
     request in other rows: in every layer, the entries of all new tokens are stored first.  A long chunk may therefore
-    be divided into several rows.  Matrix products multiply the tokens of all batches by the same weights, so that
+    be divided into several rows, unless the model has states: these are passed on from step to step only.  Matrix products multiply the tokens of all batches by the same weights, so that
     these are read once.
 
     Args:
@@ -66,9 +66,9 @@ def prefill(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
       cache: from `model.cache`; donate it.
       tokens: int32 [B, Q], the new tokens, aligned to the end of each row.
       seq_lens: int32 [B], tokens of each request, the new ones included.
-      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.  Of a
-        model whose cache has several tables (`Model.tables`), a mapping of their names to such arrays.
-      slot_mapping: int32 [B, Q], the slot of each new token in the table ""; negative for padding.
+      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.  For a
+        model with several tables (`Model.tables`), a dict of such arrays by their names.
+      slot_mapping: int32 [B, Q], the slot of each new token, by the table ""; negative for padding.
 
     Returns:
       The cache, and the logits after the last token of each request, float32 [B, vocab].
@@ -87,7 +87,7 @@ def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_ma
       cache: from `model.cache`; donate it.
       tokens: int32 [B]; any id in rows without a request.
       seq_lens: int32 [B], tokens of each request, the new one included; 0 in rows without a request.
-      block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
+      block_tables: as in `prefill`.
       slot_mapping: int32 [B], the slot of each new token; negative in rows without a request.
 
     Returns:
@@ -108,35 +108,34 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
 def _forward(model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> tuple[KVCache, tuple[jax.Array, ...]]:
     """All layers: the cache, and x [B, Q, hidden] of each batch."""
     model.check_cache(cache)
-    arrays: list[Any] = []
-    for batch in batches:
+    tables = [_tables(model, batch.block_tables) for batch in batches]
+    for name in model.tables:
+        widths = {held[name].shape[-1] for held in tables}
+        if len(widths) != 1:
+            raise ValueError(
+                f"`batches` has block tables of {sorted(widths)} blocks: expected one width, of all batches"
+            )
+    arrays = []
+    for batch, held in zip(batches, tables, strict=True):
         dims = Dims()
         dims.check_ints("tokens", batch.tokens, "B Q")
         dims.check_ints("seq_lens", batch.seq_lens, "B")
-        _check_tables(model, batch.block_tables, dims)
+        for name, table in held.items():
+            dims.check_ints(f"block_tables[{name!r}]" if name else "block_tables", table, f"B M{name}")
         dims.check_ints("slot_mapping", batch.slot_mapping, "B Q")
-        arrays += [batch.tokens, *jax.tree.map(int32, tuple(batch[1:]))]
-    for name in model.tables:
-        widths = {tables_by_name(batch.block_tables)[name].shape[-1] for batch in batches}
-        if len(widths) != 1:
-            found = sorted(widths)
-            raise ValueError(f"`batches` has block tables of {found} blocks: expected one width, of all batches")
+        arrays += [batch.tokens, int32(batch.seq_lens), jax.tree.map(int32, held), int32(batch.slot_mapping)]
     return model.parallel.run(_layers, model, cache, *arrays)
 
 
-def _check_tables(model: Model, block_tables, dims: Dims) -> None:
-    """ValueError unless `block_tables` are those of the model's cache, with as many rows as `dims` knows."""
-    given = tables_by_name(block_tables)
-    if set(given) != set(model.tables):
-        found, expected = (", ".join(map(repr, names)) for names in (given, model.tables))
+def _tables(model: Model, tables) -> dict[str, Any]:
+    """The block tables by name; ValueError unless they are those of the model."""
+    held = tables if isinstance(tables, dict) else {"": tables}
+    if set(held) != set(model.tables):
         raise ValueError(
-            f"`block_tables` has the tables {found}: expected {expected}, as `model.tables` names them"
-            if isinstance(block_tables, dict)
-            else f"`block_tables` is one table: expected a mapping with {expected}, as `model.tables` names them"
+            f"`block_tables` has the tables {', '.join(map(repr, held))}: expected the model's, "
+            f"{', '.join(map(repr, model.tables))}"
         )
-    for number, (name, table) in enumerate(given.items()):
-        many = isinstance(block_tables, dict)
-        dims.check_ints(f"block_tables[{name!r}]" if many else "block_tables", table, f"B M{number}" if many else "B M")
+    return held
 
 
 def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.Array, ...]]:

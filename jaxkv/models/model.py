@@ -7,13 +7,16 @@ import jax
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.layout.layout import CacheLayout
+from jaxkv.layout.layout import ORDERS, CacheLayout
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.models import compressed_cache
-from jaxkv.models.config import GQA, CompressedAttention, Indexer, ModelConfig
+from jaxkv.models.config import GQA, CompressedAttention, DeltaNet, Indexer, ModelConfig
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+
+STATE = "state"
+"""The name of the group and the table of states."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +45,7 @@ class Model:
     @property
     def num_cache_layers(self) -> int:
         """Layers of the cache: one per attention of the model, and one for the MTP layer, if that is loaded."""
-        return self.config.num_layers * self.config.attentions_per_layer + ("mtp" in self.params)
+        return self.config.num_attentions + ("mtp" in self.params)
 
     @property
     def num_heads(self) -> int:
@@ -68,14 +71,6 @@ class Model:
         scales = self.params["entry_scales"]
         return {name: lax.dynamic_index_in_dim(of, layer, keepdims=False) for name, of in scales.items()}
 
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The names of the block tables of a request: one, "", unless attention is compressed."""
-        if not isinstance(self.config.attention, CompressedAttention):
-            return ("",)
-        groups = compressed_cache.groups(self.config.attention, self.entry_format)
-        return tuple(dict.fromkeys(group.table for group in groups.values()))
-
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
         """The layout of one device's cache.
 
@@ -89,6 +84,8 @@ class Model:
             return PackedLayout(num_blocks=num_blocks, block_size=sizes, groups=groups, order=order)
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
+        if self.config.recurrent is not None:
+            return self.layout_with_states(self.config.recurrent, num_blocks, block_size, order)
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
         return CacheLayout(num_layers=self.num_cache_layers, num_heads=self.num_kv_heads, entry=self.entry, **sizes)
 
@@ -102,14 +99,41 @@ class Model:
         groups = {"latent": Group(layers, self.entry), "indexer": Group(selecting, keys)}
         return PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, order=order)
 
+    def layout_with_states(
+        self, recurrent: DeltaNet, num_blocks: int, block_size: int, order: str = "BLNHC"
+    ) -> PackedLayout:
+        """The layout of a model with recurrent layers: groups "kv" and "state", the latter in blocks of its own.
+
+        A block of the table "state" has the states of all recurrent layers after the last token of the block that was
+        computed.  Blocks of both tables have as many bytes: with large states, large blocks waste less memory.
+        """
+        groups = {
+            "kv": Group(self.num_cache_layers, self.entry, self.num_kv_heads),
+            STATE: Group(len(recurrent.layers), recurrent.state, rate=block_size, table=STATE, window=1),
+        }
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
+        return PackedLayout(groups=groups, dtype=self.entry.dtype, **sizes)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the block tables of a request: "" for the entries that all later tokens attend to.
+
+        Others are for states ("state"), and for the groups of compressed attention that have windows.
+        """
+        if isinstance(self.config.attention, CompressedAttention):
+            groups = compressed_cache.groups(self.config.attention, self.entry_format)
+            return tuple(dict.fromkeys(group.table for group in groups.values()))
+        return ("",) if self.config.recurrent is None else ("", STATE)
+
     def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> KVCache:
         """A cache of zeros for `prefill` and `decode`, on the model's devices.
 
         `num_blocks` and `block_size` are those of block tables and slots.  On several devices, `parallel` decides which
         part of them each device holds.
 
-        For a model with an indexer (V3.2, GLM-5), the result is a view of the group "latent".  `copy_blocks`,
-        `read_blocks` and `write_blocks` still move whole blocks, including the indexer's keys.
+        For a model with an indexer (V3.2, GLM-5), states (Qwen3-Next) or compressed attention (V4), the result is a
+        view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move whole blocks,
+        with all groups.
         """
         layout = self.layout(num_blocks, block_size, order)
         return self.parallel.zeros(next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout)
@@ -124,8 +148,8 @@ class Model:
     def check_cache(self, cache: KVCache) -> None:
         """ValueError unless `cache` fits this model.
 
-        Its entries must be the model's.  Any strides are accepted, except for models with an indexer, whose cache must
-        have its packed layout.
+        Its entries must be the model's.  Any strides are accepted, except for models with several groups, whose
+        cache must have its packed layout.
         """
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
@@ -143,6 +167,13 @@ class Model:
                 raise ValueError(
                     "`cache` has no room for the indexer's keys where the model expects them: make it with "
                     f"`model.cache`\nit has\n{layout}\nexpected\n{expected}"
+                )
+        if config.recurrent is not None:
+            sizes = config.recurrent, layout.num_blocks, layout.block_size
+            if layout not in [self.layout_with_states(*sizes, order)["kv"] for order in ORDERS if order[0] == "B"]:
+                raise ValueError(
+                    "`cache` has no room for states where the model expects them: make it with "
+                    f"`model.cache`\nit has\n{layout}\nexpected\n{self.layout_with_states(*sizes)['kv']}"
                 )
 
     def _check_groups(self, cache: KVCache) -> None:

@@ -59,17 +59,17 @@ def mtp_forward(
     dims.check_ints("seq_lens", seq_lens, "B")
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("slot_mapping", slot_mapping, "B Q")
-    index = int32(seq_lens), int32(block_tables), int32(slot_mapping)
+    index = int32(seq_lens), {"": int32(block_tables)}, int32(slot_mapping)
     return model.parallel.run(_mtp_layer, model, cache, hidden, tokens, *index)
 
 
-def _mtp_layer(model: Model, cache: KVCache, hidden, tokens, seq_lens, block_tables, slot_mapping):
+def _mtp_layer(model: Model, cache: KVCache, hidden, tokens, seq_lens, tables, slot_mapping):
     """`mtp_forward` on one device, for its part of the model, the cache and the batch."""
     config, weights = model.config, model.params["mtp"]
     embedded = rms_norm(model.params["embed"][tokens], weights["enorm"], config.rms_norm_eps)
     hidden = rms_norm(hidden, weights["hnorm"], config.rms_norm_eps)
     x = linear(jnp.concatenate([embedded, hidden], axis=-1), weights["eh_proj"])
-    batch = Batch.of(model, cache, [(seq_lens, block_tables, slot_mapping)])
+    batch = Batch.of(model, cache, [(seq_lens, tables, slot_mapping)])
     block = FAMILIES[config.architecture].block
     cache, _, x = block(model, weights["layer"], x, cache, batch, jnp.int32(config.num_layers))
     return cache, rms_norm(x, weights["shared_head.norm"], config.rms_norm_eps)
@@ -149,8 +149,13 @@ def verify(
       - accepted, int32 [B]: the number of leading drafts that equal the model's tokens.
 
     Raises:
-      ValueError: a shape or dtype is wrong, or the cache is not of the model's layout.
+      ValueError: a shape or dtype is wrong, the cache is not of the model's layout, or the model has states, which would
+        remember rejected drafts.
     """
+    if model.config.recurrent is not None:
+        raise ValueError(
+            "`model` has recurrent layers, whose states would remember rejected drafts: expected attention"
+        )
     cache, x = forward(model, cache, tokens, seq_lens, block_tables, slot_mapping)
     hidden = final_norm(model, x)
     sampled, accepted = accept(output(model, hidden), tokens, seq_lens, temperature, top_p, seeds)

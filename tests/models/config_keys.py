@@ -36,12 +36,14 @@ IGNORED_BESIDE = {
         "vision_end_token_id",
         "vision_start_token_id",
     },
+    "qwen3_next": {"router_aux_loss_coef"},
     "deepseek_v2_lite": {"n_group", "topk_group"},  # greedy
 }
 NOT_IGNORED = {
     "kimi_k25": {"text_config.model_type"},
     "llama": {"head_dim", "num_key_value_heads"},
     "longcat_flash": {"head_dim"},
+    "qwen3_next": {"head_dim", "layer_types", "num_key_value_heads"},
 }
 """Keys on which models of a family depend all the same."""
 ABSENT = {
@@ -80,6 +82,7 @@ ABSENT_IN = {
         "rope_theta": 1e7,
     },
     "mistral4": {"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1},
+    "qwen3_next": {"decoder_sparse_step": 1, "mlp_only_layers": [], "partial_rotary_factor": 0.25},
     "youtu": {"tie_word_embeddings": True},
 }
 NEEDED_IN = {
@@ -91,6 +94,7 @@ NEEDED_IN = {
 NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
 NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}
 """Keys whose null stands for their absence."""
-NULLABLE_IN = {"llama": NOT_IGNORED["llama"]}
+NULLABLE_IN = {"llama": NOT_IGNORED["llama"], "qwen3_next": {"layer_types", "mlp_only_layers"}}
 OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}
+OTHER_NAMES |= {"layer_types": "full_attention_interval"}
 """What an error may name instead of an absent key: another spelling."""

@@ -155,6 +155,8 @@ def test_values_of_other_types(configuration):
     for path in keys_of(configuration.values):
         value = holder(configuration.values, path)[path[-1]]
         for other in WRONG_TYPES[type(value)]:
+            if json.dumps(other) == json.dumps(value):
+                continue  # an empty list
             configuration.write(configuration.with_value(path, other))
             if configuration.ignores(path):
                 assert configuration.read() == configuration.config

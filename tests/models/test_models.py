@@ -32,6 +32,7 @@ FAMILIES = [
     "longcat_flash",
     "mistral4",
     "moonlight",
+    "qwen3_next",
     "youtu",
 ]
 ORDERS = ("LBNHC", "BLNHC")
@@ -40,23 +41,24 @@ BLOCK_SIZE = 64
 STEPS = 64
 TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 
-SPARSE = {"deepseek_v32", "deepseek_v4", "glm5"}
-"""Families of which several groups share the blocks, which therefore need a block to be one run of memory."""
+PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "qwen3_next"}
+"""Families with several groups in one buffer, which therefore need a block to be one run of memory."""
 
-HEADS = {"llama"}
+HEADS = {"llama", "qwen3_next"}
 """Families whose cache has several heads, so that all six orders differ."""
 
 families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [
     ("deepseek_v2_lite", "LBNHC"),
     ("llama", "BHLNC"),
+    ("qwen3_next", "BHLNC"),
 ]
 """All families run in chunks, on block-major caches."""
 LAYOUTS = [
     (family, order) if (family, order) in WHOLE_PROMPTS else slow(family, order)
     for family in FAMILIES
     for order in (jaxkv.ORDERS if family in HEADS else ORDERS)
-    if family not in SPARSE or order[0] == "B"
+    if family not in PACKED or order[0] == "B"
 ]
 
 
@@ -189,7 +191,8 @@ def test_strict_programs_may_run_every_model(family):
         model = jax.eval_shape(partial(jaxkv.models.random_model, config, dtype="bfloat16"))
         cache = jax.eval_shape(lambda: model.cache(4, BLOCK_SIZE))
         new, requests, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 7), (2,), (2, 3)))
-        tables = dict.fromkeys(model.tables, tables) if len(model.tables) > 1 else tables
+        if len(model.tables) > 1:
+            tables = dict.fromkeys(model.tables, tables)
         _, logits = jax.eval_shape(jaxkv.models.prefill, model, cache, new, requests, tables, new)
         assert logits.shape == (2, config.vocab_size)
         jax.eval_shape(jaxkv.models.decode, model, cache, requests, requests, tables, requests)

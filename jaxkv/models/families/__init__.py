@@ -1,6 +1,17 @@
 """The supported families of models.  Each has a file here, and each architecture an entry in `FAMILIES`."""
 
-from jaxkv.models.families import axk1, deepseek, deepseek_v4, glm5, kimi_k25, llama, longcat_flash, mistral4, youtu
+from jaxkv.models.families import (
+    axk1,
+    deepseek,
+    deepseek_v4,
+    glm5,
+    kimi_k25,
+    llama,
+    longcat_flash,
+    mistral4,
+    qwen3_next,
+    youtu,
+)
 from jaxkv.models.families.family import Family as Family
 from jaxkv.models.json_object import JsonObject
 
@@ -18,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     "LongcatFlashForCausalLM": longcat_flash.LONGCAT_FLASH,
     "Mistral3ForConditionalGeneration": mistral4.MISTRAL4_WITH_IMAGES,
     "Mistral4ForCausalLM": mistral4.MISTRAL4,
+    "Qwen3NextForCausalLM": qwen3_next.QWEN3_NEXT,
     "YoutuForCausalLM": youtu.YOUTU,
 }
 """Families by the architecture that `config.json` names."""

@@ -174,7 +174,7 @@ def _outside(config: ModelConfig) -> dict[str, Any]:
     n = connections.streams
     return {
         "embed": Weight("embed.weight", (vocab, hidden), expanded=True),
-        "norm": Weight("norm.weight", (hidden,)),
+        "norm": Weight("norm.weight", (hidden,), exact=True),
         "head": Weight("head.weight", (vocab, hidden), expanded=True),
         "last_hyper": _hyper(Weight, "hc_head", n, n, hidden, 1),
     }
@@ -198,10 +198,10 @@ def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
     n = connections.streams
     return {
         "attention_hyper": _hyper(weight, "hc_attn", (2 + n) * n, n, hidden, 3),
-        "attention_norm": weight("attn_norm.weight", (hidden,)),
+        "attention_norm": weight("attn_norm.weight", (hidden,), exact=True),
         "attention": _attention_weights(config, config.attention, weight, layer),
         "feed_forward_hyper": _hyper(weight, "hc_ffn", (2 + n) * n, n, hidden, 3),
-        "feed_forward_norm": weight("ffn_norm.weight", (hidden,)),
+        "feed_forward_norm": weight("ffn_norm.weight", (hidden,), exact=True),
         "mixture": _mixture_weights(config, config.experts, weight, layer),
     }
 
@@ -211,10 +211,10 @@ def _attention_weights(config: ModelConfig, attention: Any, weight, layer: int) 
     size, rank, groups = attention.head_dim, attention.q_lora_rank, attention.output_groups
     tree = {
         "q_a": weight("attn.wq_a.weight", (rank, hidden)),
-        "q_a_norm": weight("attn.q_norm.weight", (rank,)),
+        "q_a_norm": weight("attn.q_norm.weight", (rank,), exact=True),
         "q": weight("attn.wq_b.weight", (heads * size, rank)),
         "kv": weight("attn.wkv.weight", (size, hidden)),
-        "kv_norm": weight("attn.kv_norm.weight", (size,)),
+        "kv_norm": weight("attn.kv_norm.weight", (size,), exact=True),
         "o_a": weight("attn.wo_a.weight", (groups * attention.output_rank, heads * size // groups), expanded=True),
         "o": weight("attn.wo_b.weight", (hidden, groups * attention.output_rank)),
         "sinks": weight("attn.attn_sink", (heads,), exact=True),
@@ -240,7 +240,7 @@ def _compressor_weights(weight, prefix: str, rate: int, size: int, hidden: int, 
         "kv": weight(f"{prefix}.wkv.weight", (width, hidden), expanded=True),
         "gate": weight(f"{prefix}.wgate.weight", (width, hidden), expanded=True),
         "position_bias": weight(f"{prefix}.ape", (rate, width), exact=True),
-        "norm": weight(f"{prefix}.norm.weight", (size,)),
+        "norm": weight(f"{prefix}.norm.weight", (size,), exact=True),
     }
 
 

@@ -60,7 +60,7 @@ class Compressor(NamedTuple):
         """Entries, before rotary embedding, float32 [..., size].
 
         Args:
-          weights: `position_bias` float32 [m, width] and `norm` [size].
+          weights: `position_bias` float32 [m, width] and `norm` float32 [size].
           values: float32 [..., span, width]; the width is that of a token's row.
           gates: the same.
           positions: int32 [..., span], of the rows; those at negative positions do not count.
@@ -69,7 +69,7 @@ class Compressor(NamedTuple):
         values, gates = self._own(values), self._own(gates) + self._bias(weights["position_bias"], gates.ndim)
         gates = jnp.where((positions >= 0)[..., None], gates, -jnp.inf)
         sums = (values * jax.nn.softmax(gates, axis=-2)).sum(axis=-2)
-        return rms_norm(sums, weights["norm"].astype(jnp.float32), norm_eps)
+        return rms_norm(sums, weights["norm"], norm_eps)
 
     def _own(self, rows):
         """The halves of rows [..., span, width] that an entry has: [..., span, size]."""

@@ -32,14 +32,19 @@ def dense(weights, x, limit: float | None = None) -> jax.Array:
 def mixture(config: Experts, weights, x, parallel: Parallel, ids=None) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden].
 
+    With a weight "shared_gate" [1, hidden], the shared expert is multiplied by the sigmoid of x's product with it.
     `ids` are those of the tokens, for layers that choose experts by them; of the shape of x without its last axis.
     """
     chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]), None if ids is None else ids.reshape(-1))
     shared = tuple(weights["shared"][part] for part in ("gate", "up", "down"))
     # One kernel may compute the shared expert with the others, unless these also compute tokens of other devices.
     fused = not parallel.exchanges_tokens and not any(isinstance(weight, TileScaled) for weight in shared)
+    fused = fused and "shared_gate" not in weights
     out = routed(config, weights["experts"], x, chosen, shares, parallel, shared=shared if fused else None)
-    return out if fused else out + dense(weights["shared"], x, config.limit)
+    if fused:
+        return out
+    whole = dense(weights["shared"], x, config.limit)
+    return out + (jax.nn.sigmoid(linear(x, weights["shared_gate"])) * whole if "shared_gate" in weights else whole)
 
 
 def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel, shared=None) -> jax.Array:

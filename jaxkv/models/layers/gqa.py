@@ -3,12 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch, Part
 from jaxkv.models.config import GQA
 from jaxkv.models.layers import rope
-from jaxkv.models.layers.linear import linear
+from jaxkv.models.layers.linear import linear, rms_norm
 from jaxkv.models.model import Model
 from jaxkv.ops.writes import write_kv
 
@@ -22,9 +23,17 @@ def attention(
 
     If devices divide the heads, the result is this device's term of a sum over devices.
     """
-    q, k, v = (linear(x, weights[name]).reshape(*x.shape[:2], -1, config.head_dim) for name in ("q", "k", "v"))
+    q, k, v = (linear(x, weights[name]) for name in ("q", "k", "v"))
+    gate = None
+    if config.gated:  # a head of queries, then its gate
+        q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
+    q, k, v = (heads.reshape(*x.shape[:2], -1, config.head_dim) for heads in (q, k, v))
+    if config.normed:
+        q, k = (
+            rms_norm(heads, weights[norm], model.config.rms_norm_eps) for heads, norm in ((q, "q_norm"), (k, "k_norm"))
+        )
     cos, sin = batch.cos[:, :, None], batch.sin[:, :, None]
-    q, k = (rope.rotate(heads, cos, sin, interleaved=model.config.rope.interleaved) for heads in (q, k))
+    q, k = (rope.rotate_first(heads, cos, sin, interleaved=model.config.rope.interleaved) for heads in (q, k))
 
     options: dict[str, Any] = {"layer": layer, "implementation": model.implementation, **model.entry_scales(layer)}
     k, v = (new.reshape(len(batch.slots), -1, config.head_dim) for new in (k, v))
@@ -35,4 +44,6 @@ def attention(
         return model.parallel.decode_kv(q, cache, part.block_tables, part.seq_lens, plan=part.plan, **options)
 
     out = batch.attend(attend, q)
+    if gate is not None:
+        out = out * jax.nn.sigmoid(gate)
     return cache, None, linear(out.reshape(*x.shape[:2], -1), weights["o"])

@@ -35,8 +35,9 @@ def select_slots(
     """
     q = linear(q_latent, weights["q"]).reshape(*x.shape[:2], config.heads, config.head_dim)
     k = layer_norm(linear(x, weights["k"]), weights["k_norm"], weights["k_norm_bias"], KEY_EPS)
-    q = _rotate_first(q, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=config.interleaved)
-    k = _rotate_first(k, batch.cos, batch.sin, interleaved=config.interleaved)
+    # Their pairs may be interleaved or not, whatever those of the attention are.
+    q = rope.rotate_first(q, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=config.interleaved)
+    k = rope.rotate_first(k, batch.cos, batch.sin, interleaved=config.interleaved)
     head_weights = linear(x.astype(jnp.float32), weights["weights"]) * (config.heads * config.head_dim) ** -0.5
 
     if config.layers is not None:  # the cache has keys of these layers only, and of the MTP layer after them
@@ -52,12 +53,3 @@ def select_slots(
 
     slots = batch.attend(select, q, head_weights)
     return keys.view(cache.layout), slots
-
-
-def _rotate_first(x, cos, sin, *, interleaved: bool):
-    """Rotates the rotary part of x [..., head_dim], which comes first in the indexer.
-
-    Its pairs may be interleaved or not, whatever those of the attention are.
-    """
-    rotary = 2 * cos.shape[-1]
-    return jnp.concatenate([rope.rotate(x[..., :rotary], cos, sin, interleaved=interleaved), x[..., rotary:]], axis=-1)

@@ -30,14 +30,21 @@ def with_rank(vector, ndim: int) -> jax.Array:
 
 
 def rms_norm(x, weight, eps: float) -> jax.Array:
-    """x [..., n] divided by its root mean square, which is computed in float32, times `weight` [n]."""
-    return with_rank(weight, x.ndim) * normalised(x, eps)
+    """x [..., n] divided by its root mean square, which is computed in float32, times `weight` [n].
+
+    The product is rounded to the dtype of x; a float32 `weight` is not rounded before.
+    """
+    return (with_rank(weight, x.ndim) * _normalised(x, eps).astype(weight.dtype)).astype(x.dtype)
 
 
 def normalised(x, eps: float) -> jax.Array:
     """x [..., n] divided by its root mean square, which is computed in float32."""
+    return _normalised(x, eps).astype(x.dtype)
+
+
+def _normalised(x, eps: float):
     wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    return wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:

@@ -48,6 +48,14 @@ def rotate_last(x, cos, sin) -> jax.Array:
     return jnp.concatenate([plain, pairs.reshape(rotary.shape).astype(x.dtype)], axis=-1)
 
 
+def rotate_first(x, cos, sin, *, interleaved: bool) -> jax.Array:
+    """Rotates the first values of x [..., n], twice as many as there are angles, and leaves the others as they are."""
+    rotary = 2 * cos.shape[-1]
+    if rotary == x.shape[-1]:
+        return rotate(x, cos, sin, interleaved=interleaved)
+    return jnp.concatenate([rotate(x[..., :rotary], cos, sin, interleaved=interleaved), x[..., rotary:]], axis=-1)
+
+
 def frequencies(rope: Rope, size: int) -> np.ndarray:
     """The angle per position of each pair, in radians: float32 [size / 2]."""
     pairs = np.arange(0, size, 2, dtype=np.float32)

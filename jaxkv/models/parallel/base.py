@@ -25,6 +25,8 @@ class Parallel(ABC):
 
     divides_tokens = False
     """Whether a device's cache has only some tokens of each request.  `prefill_mla` is not called then."""
+    divides_layers = True
+    """Whether devices divide the heads of a layer, or the tokens of a request.  States of requests are not divided."""
     exchanges_tokens = False
     """Whether a device computes its experts for tokens of other devices, too."""
 

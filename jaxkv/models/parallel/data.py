@@ -30,6 +30,7 @@ class DataParallel(OnMesh):
     """
 
     divides_rows = True
+    divides_layers = False
 
     @property
     @override

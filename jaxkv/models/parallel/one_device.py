@@ -17,6 +17,8 @@ class OneDevice(Parallel):
 
     device: Any = None
 
+    divides_layers = False
+
     @override
     def check(self, config):
         pass

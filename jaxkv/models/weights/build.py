@@ -49,16 +49,20 @@ class Build:
                 f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ExpertParallel, "
                 "ContextParallel, DataParallel or DataExpertParallel"
             )
-        if isinstance(config.attention, CompressedAttention) and not isinstance(self.parallel, OneDevice):
+        divides = self.parallel.divides_layers
+        if divides and (config.recurrent is not None or isinstance(config.attention, CompressedAttention)):
+            what = "recurrent layers" if config.recurrent is not None else "compressed attention"
             raise ValueError(
-                f"`parallel` is a {type(self.parallel).__name__}: expected a OneDevice, because models with compressed "
-                "attention (DeepSeek-V4) are not divided over devices"
+                f"`parallel` is a {type(self.parallel).__name__}, and the model has {what}, whose states are not "
+                "divided: expected a OneDevice, DataParallel or DataExpertParallel"
             )
         self.parallel.check(config)
 
     def dtype_of(self, weight: Weight):
         """The dtype in which a weight is kept."""
-        return "int32" if weight.below else "float32" if weight.exact else self._dtype
+        if weight.below:
+            return "int32"
+        return "float32" if weight.exact or weight.centred else self._dtype
 
     @property
     def scales_entries(self) -> bool:

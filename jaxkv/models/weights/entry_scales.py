@@ -40,8 +40,11 @@ def _matches(config: ModelConfig, names: Iterable[str]) -> dict[str, re.Match[st
     prefix, numbers = FAMILIES[config.architecture].prefix, [str(i) for i in range(config.attentions_per_layer)]
     numbers = numbers if len(numbers) > 1 else [None]
     matches = {name: match for name in sorted(names) if (match := NAME.fullmatch(name))}
+    recurrent = () if config.recurrent is None else config.recurrent.layers
     return {
-        name: match for name, match in matches.items() if match["prefix"] == prefix and match["attention"] in numbers
+        name: match
+        for name, match in matches.items()
+        if match["prefix"] == prefix and match["attention"] in numbers and int(match["layer"]) not in recurrent
     }
 
 
@@ -50,7 +53,7 @@ def shapes(config: ModelConfig, *, mtp: bool) -> dict[str, tuple[int, ...]]:
 
     The names are arguments of the operations.  With `mtp`, the layer of multi-token prediction is the last.
     """
-    layers = config.num_layers * config.attentions_per_layer + mtp
+    layers = config.num_attentions + mtp
     if isinstance(config.attention, GQA):
         return dict.fromkeys(("k_scale", "v_scale"), (layers, config.attention.num_kv_heads))
     return {"kv_scale": (layers,)}
@@ -68,7 +71,7 @@ def read(checkpoint: Checkpoint, config: ModelConfig, *, mtp: bool) -> dict[str,
     stored: dict[tuple[int, str], str] = {}
     layers = len(next(iter(scales.values())))
     for name, match in _matches(config, checkpoint.names).items():
-        layer = int(match["layer"]) * config.attentions_per_layer + int(match["attention"] or 0)
+        layer = config.first_attention(int(match["layer"])) + int(match["attention"] or 0)
         kind = match["plain"] or match["proj"]
         if layer >= layers or kind in ("q", "prob"):
             continue

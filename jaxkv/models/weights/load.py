@@ -137,7 +137,8 @@ class _Plain:
 
     def result(self) -> jax.Array:
         """The array."""
-        return self._placed.array()
+        array = self._placed.array()
+        return array + 1 if self._weight.centred else array
 
 
 class _Scaled:

@@ -46,7 +46,10 @@ def _outside_layers(config: ModelConfig) -> Layer:
     if outside is not None:
         return _named(config, outside(config))
     hidden, vocab = config.hidden_size, config.vocab_size
-    tree = {"embed": Weight(EMBED, (vocab, hidden), expanded=True), "norm": Weight("model.norm.weight", (hidden,))}
+    tree = {
+        "embed": Weight(EMBED, (vocab, hidden), expanded=True),
+        "norm": Weight("model.norm.weight", (hidden,), centred=config.centred_norms),
+    }
     if not config.tie_word_embeddings:
         tree["head"] = Weight(HEAD, (vocab, hidden), expanded=True)
     return _named(config, tree)

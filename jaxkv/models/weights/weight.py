@@ -28,6 +28,9 @@ class Weight:
 
     below: int = 0
     """For a table of integers from 0 to `below` - 1, which is kept in int32; 0 for floats."""
+    centred: bool = False
+    """Whether the checkpoint stores the weight minus 1, as for some norms.  The sum is kept in float32, because bf16
+    has few digits for what is added to 1."""
 
     packed: tuple[int, int] | None = None
     """(first, total) if the checkpoint has one tensor [experts, total, ...] for the whole stack, of which this weight

@@ -258,11 +258,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
         },
     ),
+    # Two layers with states around one with attention.  Value heads of another size than key heads show which is which.
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 12,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "youtu": ("youtu", MLA),  # dense, and the head is the embedding
 }
 
 BIAS = {"longcat_flash": 0.02}
 """The size of biases, where it is not 0.25: smaller than the scores of a softmax, so that these also choose experts."""
+CENTRED = {"qwen3_next"}
+"""Families whose norms multiply by 1 + weight, but for those of states."""
 SHARDS = {"deepseek_v3_sharded": "290KB"}
 
 # Families whose config.json gets the keys of the published checkpoints, and what these say besides.
@@ -315,6 +334,10 @@ def build(family: str) -> torch.nn.Module:
             weight.normal_(0, BIAS.get(family, 0.25))
         elif name.endswith("tid2eid"):  # the experts of each token id, which differ
             weight.copy_(torch.stack([torch.randperm(changes["n_routed_experts"])[: weight.shape[1]] for _ in weight]))
+        elif name.endswith("A_log"):
+            weight.uniform_(-6, 0)  # some heads remember the whole prompt, others few tokens
+        elif family in CENTRED and name.endswith("norm.weight") and "linear_attn" not in name:
+            weight.uniform_(-0.5, 0.5)
         elif isinstance(weight, torch.nn.Parameter):
             weight.normal_(0, 0.25) if weight.ndim > 1 else weight.uniform_(0.5, 1.5)
     return model

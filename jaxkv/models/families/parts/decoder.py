@@ -116,11 +116,11 @@ def weights(attention, config: ModelConfig, layer: int) -> dict[str, Any]:
       config: the model's configuration.
       layer: the number of the layer, from 0.
     """
-    weight = of_layer(layer)
+    weight, centred = of_layer(layer), config.centred_norms
     tree: dict[str, Any] = {
-        "attention_norm": weight("input_layernorm.weight", config.hidden_size),
+        "attention_norm": weight("input_layernorm.weight", config.hidden_size, centred=centred),
         "attention": attention(config, config.attention, weight),
-        "feed_forward_norm": weight("post_attention_layernorm.weight", config.hidden_size),
+        "feed_forward_norm": weight("post_attention_layernorm.weight", config.hidden_size, centred=centred),
     }
     if config.experts is None or layer < config.num_dense_layers:
         return {**tree, "dense": feed_forward(weight, "mlp", config.hidden_size, config.intermediate_size)}

@@ -1,0 +1,151 @@
+"""Qwen3-Next: layers with the gated delta rule (Gated DeltaNet), some with gated grouped-query attention, and experts.
+
+All norms but those of the recurrent layers' outputs multiply by 1 + weight.  The shared expert has a gate.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkv.cache import KVCache
+from jaxkv.models.batch import Batch
+from jaxkv.models.config import GQA, DeltaNet, Experts, ModelConfig
+from jaxkv.models.families.family import Family
+from jaxkv.models.families.parts import decoder, gqa, rope
+from jaxkv.models.families.parts.feed_forward import feed_forward
+from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers.block import pre_norm
+from jaxkv.models.layers.delta_net import delta_net
+from jaxkv.models.layers.gqa import attention
+from jaxkv.models.model import Model
+
+ROTARY_FACTOR, INTERVAL = 0.25, 4
+"""`partial_rotary_factor` and `full_attention_interval` by default."""
+NAMES = {"n_routed_experts": "num_experts"}
+"""The names of keys in config.json."""
+
+
+def _read(fields: JsonObject) -> ModelConfig:
+    fields = fields.renamed(NAMES)
+    for key in ("head_dim", "num_key_value_heads"):
+        fields.integer(key)  # required: what transformers has by default does not depend on the number of heads
+    heads = gqa.read(fields)
+    factor = _rotary_factor(fields)
+    rotary = rope.read(fields, {}, interleaved=False, partial=factor)
+    if not (size := int(heads.head_dim * factor)) or size % 2:
+        raise fields.error("head_dim", f"a number of which `partial_rotary_factor`, {factor}, is a positive, even one")
+    heads = replace(heads, rotary=size, normed=True, gated=True)
+    fields.choice("use_sliding_window", False, default=False)
+    fields.choice("decoder_sparse_step", 1, default=1)
+    fields.choice("mlp_only_layers", [], None, default=[])
+    config = decoder.read(fields, heads, rotary, (0, _read_experts(fields)))
+    # Layers of multi-token prediction have other weights than those that `speculative.py` describes.
+    return replace(config, recurrent=_read_recurrent(fields), centred_norms=True, num_nextn_predict_layers=0)
+
+
+def _rotary_factor(fields: JsonObject) -> float:
+    """The part of a head that is rotated; if two keys state it, `rope.read` checks that they agree."""
+    key, held = "partial_rotary_factor", fields
+    spelling = fields.spelling("rope_parameters", "rope_scaling")
+    if key not in fields and spelling in fields:
+        held = fields.child(spelling)
+    factor = held.number(key, default=ROTARY_FACTOR)
+    if factor > 1:
+        raise held.error(key, "at most 1")
+    return factor
+
+
+def _read_experts(fields: JsonObject) -> Experts:
+    count, per_token = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+    if per_token > count:
+        raise fields.error("num_experts_per_tok", f"at most the {count} experts")
+    return Experts(
+        count=count,
+        per_token=per_token,
+        groups=1,
+        groups_per_token=1,
+        scoring="softmax",
+        normalize=fields.flag("norm_topk_prob"),
+        scale=1.0,
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
+    )
+
+
+def _read_recurrent(fields: JsonObject) -> DeltaNet:
+    groups, heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
+    if heads % groups:
+        raise fields.error("linear_num_key_heads", f"a divisor of the {heads} `linear_num_value_heads`")
+    return DeltaNet(
+        layers=_recurrent_layers(fields, fields.integer("num_hidden_layers")),
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_head_dim=fields.integer("linear_key_head_dim"),
+        value_head_dim=fields.integer("linear_value_head_dim"),
+        kernel_size=fields.integer("linear_conv_kernel_dim", least=2),
+    )
+
+
+def _recurrent_layers(fields: JsonObject, num_layers: int) -> tuple[int, ...]:
+    """Those of `layer_types` that are "linear_attention"; by default all but every `full_attention_interval`th."""
+    kinds = "linear_attention", "full_attention"
+    if "layer_types" in fields:
+        key, types = "layer_types", fields.value("layer_types")
+    else:
+        key = "full_attention_interval"
+        every = fields.integer(key) if key in fields else INTERVAL
+        types = [kinds[(layer + 1) % every == 0] for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or not all(kind in kinds for kind in types):
+        raise fields.error(key, f"'{kinds[0]}' or '{kinds[1]}' for each of {num_layers} layers")
+    if len({*types}) < len(kinds):
+        raise fields.error(key, f"layers of both kinds among the {num_layers}, '{kinds[0]}' and '{kinds[1]}'")
+    return tuple(layer for layer, kind in enumerate(types) if kind == kinds[0])
+
+
+def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
+    recurrent: Any = config.recurrent
+    tree = decoder.weights(_recurrent_weights if layer in recurrent.layers else _attention_weights, config, layer)
+    weight, hidden, experts = decoder.of_layer(layer), config.hidden_size, config.experts
+    shared = {
+        "shared": feed_forward(weight, "mlp.shared_expert", hidden, experts.shared_intermediate_size),
+        "shared_gate": weight("mlp.shared_expert_gate.weight", 1, hidden, expanded=True),
+    }
+    return {**tree, "mixture": {**tree["mixture"], **shared}}
+
+
+def _attention_weights(config: ModelConfig, attention: GQA, weight) -> dict[str, Any]:
+    return {
+        **gqa.weights(config, attention, weight),
+        # A head of queries, then its gate.
+        "q": weight("self_attn.q_proj.weight", 2 * config.num_heads * attention.head_dim, config.hidden_size),
+        "q_norm": weight("self_attn.q_norm.weight", attention.head_dim, centred=config.centred_norms),
+        "k_norm": weight("self_attn.k_norm.weight", attention.head_dim, centred=config.centred_norms),
+    }
+
+
+def _recurrent_weights(config: ModelConfig, attention: GQA, weight) -> dict[str, Any]:
+    recurrent: Any = config.recurrent
+    hidden, heads = config.hidden_size, recurrent.num_value_heads
+    values = heads * recurrent.value_head_dim
+    return {
+        "qkvz": weight("linear_attn.in_proj_qkvz.weight", recurrent.channels + values, hidden),
+        "ba": weight("linear_attn.in_proj_ba.weight", 2 * heads, hidden),
+        "conv": weight("linear_attn.conv1d.weight", recurrent.channels, 1, recurrent.kernel_size, expanded=True),
+        "a_log": weight("linear_attn.A_log", heads, exact=True),
+        "dt_bias": weight("linear_attn.dt_bias", heads, exact=True),
+        "norm": weight("linear_attn.norm.weight", recurrent.value_head_dim),
+        "o": weight("linear_attn.out_proj.weight", hidden, values),
+    }
+
+
+def _mixer(model: Model, config: GQA, weights, x, cache: KVCache, batch: Batch, layer):
+    """Attention, or the gated delta rule in layers that have its weights; both have layers of the cache of their own."""
+    recurrent: Any = model.config.recurrent
+    before = (jnp.asarray(recurrent.layers, jnp.int32) < layer).sum(dtype=jnp.int32)
+    if "conv" in weights:
+        return delta_net(model, recurrent, weights, x, cache, batch, before)
+    return attention(model, config, weights, x, cache, batch, layer - before)
+
+
+QWEN3_NEXT = Family(_read, _weights, pre_norm(_mixer), unused=r"mtp\..*")

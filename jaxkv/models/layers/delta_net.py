@@ -1,0 +1,82 @@
+"""A layer with the gated delta rule instead of attention (Gated DeltaNet, Qwen3-Next), whose states are in the cache."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache import KVCache
+from jaxkv.models.batch import Batch, Part, joined
+from jaxkv.models.config import DeltaNet
+from jaxkv.models.layers.delta_rule import convolve, gated_delta_rule
+from jaxkv.models.layers.linear import linear, rms_norm, with_rank
+from jaxkv.models.model import STATE, Model
+from jaxkv.ops.slots import slots_for
+from jaxkv.ops.states import read_state, write_state
+
+
+def delta_net(
+    model: Model, config: DeltaNet, weights, x, cache: KVCache, batch: Batch, layer
+) -> tuple[KVCache, None, jax.Array]:
+    """Computes the new tokens from the states before them, and stores the states after the last of them.
+
+    Args:
+      model: the model.
+      config: the model's recurrent layers.
+      weights: the weights of this layer.
+      x: [B, Q, hidden].
+      cache: the model's cache, as the view of keys and values.
+      batch: the new tokens; each request has one row.
+      layer: traced int32 scalar, the number of this layer among the recurrent ones.
+
+    Returns:
+      The cache, None, and the output [B, Q, hidden].
+    """
+    shape, options = x.shape[:2], {"layer": layer, "implementation": model.implementation}
+    packed = model.layout_with_states(config, cache.layout.num_blocks, cache.layout.block_size)
+    states, tokens = cache.view(packed[STATE]), packed.tables[STATE].block_size
+
+    # The weights have the rows of a key head, and then those of the next.
+    values = config.num_value_heads // config.num_key_heads * config.value_head_dim
+    grouped = linear(x, weights["qkvz"]).reshape(*shape, config.num_key_heads, -1)
+    *mixed, gate = jnp.split(grouped, [config.key_head_dim, 2 * config.key_head_dim, -values], axis=-1)
+    mixed = jnp.concatenate([part.reshape(*shape, -1) for part in mixed], axis=-1)
+    rate, step = jnp.split(linear(x, weights["ba"]).reshape(*shape, config.num_key_heads, -1), 2, axis=-1)
+    rate, step = (part.astype(jnp.float32).reshape(*shape, config.num_value_heads) for part in (rate, step))
+    decay = -jnp.exp(with_rank(weights["a_log"], 3)) * jax.nn.softplus(step + with_rank(weights["dt_bias"], 3))
+
+    new = batch.slots.reshape(shape) >= 0, mixed, decay, jax.nn.sigmoid(rate)
+    parts: list[Any] = []
+    for part, *arrays in zip(batch.parts, *map(batch.divided, new), strict=True):
+        count = arrays[0].sum(axis=1, dtype=jnp.int32)
+        before, after = part.seq_lens - count - 1, jnp.where(count > 0, part.seq_lens, 0) - 1
+        before, after = (slots_for(part.tables[STATE], last // tokens, block_size=1) for last in (before, after))
+        parts.append((after, *_advance(config, weights, read_state(states, before, **options), count, *arrays)))
+    for slots, after, _ in parts:
+        states = write_state(states, after, slots, **options)
+
+    out = joined([out for *_, out in parts]).astype(x.dtype)
+    gate = gate.reshape(out.shape).astype(jnp.float32)
+    out = rms_norm(out, weights["norm"], model.config.rms_norm_eps).astype(jnp.float32) * jax.nn.silu(gate)
+    return states.view(cache.layout), None, linear(out.astype(x.dtype).reshape(*shape, -1), weights["o"])
+
+
+def _advance(config: DeltaNet, weights, state, count, is_new, mixed, decay, rate) -> tuple[dict[str, Any], jax.Array]:
+    """The state after the new tokens of one part, and their outputs, float32 [B, Q, H, V].
+
+    `mixed` are queries, keys and values before the convolution, [B, Q, channels].
+    """
+    mixed, conv = convolve(mixed, state["conv"], weights["conv"][:, 0], count)
+    # Padding leaves the state as it is, whatever it holds.
+    mixed, decay, rate = (jnp.where(is_new[..., None], part, 0) for part in (jax.nn.silu(mixed), decay, rate))
+    size = config.num_key_heads * config.key_head_dim
+    q, k, v = (
+        part.reshape(*mixed.shape[:2], -1, n)
+        for part, n in zip(
+            jnp.split(mixed, [size, 2 * size], axis=-1),
+            (config.key_head_dim, config.key_head_dim, config.value_head_dim),
+            strict=True,
+        )
+    )
+    out, delta = gated_delta_rule(q, k, v, decay, rate, state["delta"])
+    return {"conv": conv, "delta": delta}, out
