@@ -68,10 +68,11 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
 def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_mla_sparse` call."""
     entry, pages, q = options["entry"], options["pages"], arrays["q_latent"]
-    if arrays["extra"] is not None:
-        yield "`extra`: supports one cache per call"
-    if entry.codec.rope_in_values:
-        yield f"values of {entry.value_dim}, rotary part included"
+    extra = arrays["extra"]
+    if extra is not None:
+        if {entry.format, extra.entry.format} != {"fp8_v4"}:
+            yield f"`extra` of format {extra.entry.format!r}, with {entry.format!r}: supports 'fp8_v4' in both caches"
+        yield from _unaligned(_steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
     yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
     # The regions of split pages store multiples of 16 bytes per token, but their scales.

@@ -8,6 +8,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
 from support.cases import each_value, slow
@@ -35,6 +36,7 @@ class Mosaic:
     exact = "bf16"
     gaps = (
         "entries of format",  # float32 has no wgmma
+        "`extra` of format",
         "offset of",  # loads are of 16 bytes, aligned to as many
         "layer stride of",
         "block stride of",
@@ -103,6 +105,28 @@ class Mosaic:
         assert np.isnan(np.asarray(out.astype(jnp.float32))[0]).all()
         assert np.isfinite(np.asarray(lse)[1]).all()
 
+    def check_random_bytes(self, heads):
+        """Every e4m3 number, subnormal ones too, and every bf16 number of a rotary part that is not huge."""
+        scene, rng = suites.scenes.scene(self.entry("fp8_v4"), lengths=(64, 64)), np.random.default_rng(5)
+        for request, position in np.ndindex(2, 64):
+            values = rng.permutation(np.r_[:127, 128:255, :127, 128:195].astype(np.uint8))[:448]
+            rope = np.exp2(rng.uniform(-30, 2, 64)).astype(np.float32).view(np.uint32) >> 16
+            scales = rng.integers(112, 118, 7)
+            for part, place in (values, slice(0, 448)), (rope.astype(np.uint16).view(np.uint8), slice(448, 576)):
+                scene = scene.holding(part, request, position, place)
+            scene = scene.holding(scales.astype(np.uint8), request, position, slice(576, 583))
+        self.sparse("fp8_v4", (64, 64), heads, 64, scene=scene)
+
+    def check_a_nan_value(self, heads):
+        """A NaN among the values of one token makes all of the results that see it NaN, whatever the scale is."""
+        scene = suites.scenes.scene(self.entry("fp8_v4"), lengths=(64, 64)).holding(np.uint8(0xFF), 0, 5, slice(400, 401))
+        slots = np.stack([scene.slots(0), scene.slots(1)])[:, None].astype(np.int32)
+        q = suites.queries(scene.entry, 2, 1, heads)
+        out, lse = self.decode(q, scene.cache(suites.layout_of("BLNHC", scene.entry), 1), slots, 1, scene)
+        assert np.isnan(np.asarray(lse)[0]).all()
+        assert np.isnan(np.asarray(out.astype(jnp.float32))[0]).all()
+        assert np.isfinite(np.asarray(lse)[1]).all()
+
     def check_queries(self, form, power, heads, lengths, slots):
         """Checks queries times a power of two, by which the softmax scale is divided."""
         q = [x * jnp.bfloat16(2.0**power) for x in suites.queries(self.entry(form), len(lengths), 1, heads)]
@@ -143,6 +167,38 @@ class Mosaic:
 
 
 @on_hopper
+class TestExtraSlots(Mosaic, suites.ExtraSlots):
+    """The whole suite for two caches, and calls with sizes of real ones, on the GPU."""
+
+    exact = "fp8_v4"
+    forms = (("fp8_v4", "fp8_v4"),)
+
+    @pytest.mark.parametrize("heads", [8, 64, 100, 128])
+    @pytest.mark.parametrize("sizes", [(128, 512), (100, 700), (300, 1)])
+    def test_many_slots(self, heads, sizes):
+        first, second = self.pair(sizes=sizes)
+        self.check_two(suites.queries(first[0].entry, 3, 2, heads), first, second)
+
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedExtraSlots(Mosaic, suites.ExtraSlotsChecks):
+    """The same for a few cases, in the interpreter."""
+
+    exact = "fp8_v4"
+
+    def test_two_row_tiles_sinks_counts_and_splits(self):
+        first, second = self.pair(sizes=(70, 300), tokens=1, block_sizes=(64, 2), layouts=("BLNHC", "packed, bfloat16"))
+        first[4], second[4] = np.asarray([[70], [3], [0]], np.int32), np.asarray([[300], [0], [0]], np.int32)
+        sinks = np.random.default_rng(0).normal(0, 3, 72).astype(np.float32)
+        self.check_two(suites.queries(first[0].entry, 3, 1, 72), first, second, sinks=sinks)
+
+    def test_groups_of_one_buffer(self):
+        q, first, second = self.in_one_buffer(tokens=1)
+        self.check_two(q, first, second)
+
+
+@on_hopper
 class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     """The whole suite, and what only sizes of real calls show, on the GPU."""
 
@@ -169,6 +225,12 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
     @pytest.mark.parametrize("form", NARROW)
     def test_a_nan_scale(self, form):
         self.check_a_nan_scale(form, 64)
+
+    def test_a_nan_value(self):
+        self.check_a_nan_value(64)
+
+    def test_random_bytes(self):
+        self.check_random_bytes(64)
 
     @pytest.mark.parametrize("exponents", ROUNDED)
     def test_scales_that_are_not_powers_of_two(self, exponents):
@@ -230,6 +292,10 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     def test_a_nan_scale(self, form):
         self.check_a_nan_scale(form, 8)
 
+    @pytest.mark.slow
+    def test_random_bytes(self):
+        self.check_random_bytes(8)
+
     @pytest.mark.parametrize("exponents", ROUNDED)
     def test_scales_that_are_not_powers_of_two(self, exponents):
         self.check_scales_that_are_not_powers_of_two(exponents, 8)
@@ -277,6 +343,10 @@ def test_lowers_for_hopper(form, case):
         shape((), jnp.float32),
         shape((), jnp.float32) if entry.codec.scaled else None,
     )
+    if form == "fp8_v4":
+        pages = jaxkv.CacheLayout(num_layers=61, num_blocks=8192, block_size=2, entry=entry, order=order).pages
+        given = shape((pages.size,), jnp.uint8), shape((4, 2, 200), jnp.int32), arrays[4], arrays[6], None
+        arrays += (ExtraSlots(*given, pages, entry),)
 
     def decode(*arrays):
         run = mosaic_gpu.KERNELS["decode_mla_sparse"].run

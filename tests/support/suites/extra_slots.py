@@ -48,6 +48,22 @@ class ExtraSlotsChecks(DecodeMLASparseChecks):
             found.append([scene, scene.cache(layout, n), self.choose(scene, tokens, sizes[n], rng), n, None])
         return found
 
+    def in_one_buffer(self, tokens=2, sizes=(32, 40)):
+        """Queries, and two groups of a packed block that share a buffer."""
+        entry = self.entry()
+        layouts = jaxkv.PackedLayout(
+            num_blocks=scenes.BLOCKS, block_size=64,
+            groups={"window": jaxkv.Group(2, entry), "compressed": jaxkv.Group(3, entry)},
+        )  # fmt: skip
+        buffer, rng, found = scenes.garbage(layouts["window"], None), np.random.default_rng(0), []
+        for n, (name, lengths) in enumerate({"window": LENGTHS, "compressed": MORE_LENGTHS}.items()):
+            scene = scenes.scene(entry, lengths=lengths, seed=n)
+            scenes.place(layouts[name], buffer, n, scene.entries)
+            found.append([scene, layouts[name], self.choose(scene, tokens, sizes[n], rng), n, None])
+        for one in found:
+            one[1] = scenes.to_cache(one[1], buffer)
+        return queries(entry, 3, tokens, 2), *found
+
 
 class ExtraSlots(ExtraSlotsChecks):
     """`decode_mla_sparse(..., extra=)`."""
@@ -108,19 +124,3 @@ class ExtraSlots(ExtraSlotsChecks):
     def test_groups_of_one_buffer(self):
         q, first, second = self.in_one_buffer()
         self.check_two(q, first, second)
-
-    def in_one_buffer(self, tokens=2, sizes=(32, 40)):
-        """Queries, and two groups of a packed block that share a buffer."""
-        entry = self.entry()
-        layouts = jaxkv.PackedLayout(
-            num_blocks=scenes.BLOCKS, block_size=64,
-            groups={"window": jaxkv.Group(2, entry), "compressed": jaxkv.Group(3, entry)},
-        )  # fmt: skip
-        buffer, rng, found = scenes.garbage(layouts["window"], None), np.random.default_rng(0), []
-        for n, (name, lengths) in enumerate({"window": LENGTHS, "compressed": MORE_LENGTHS}.items()):
-            scene = scenes.scene(entry, lengths=lengths, seed=n)
-            scenes.place(layouts[name], buffer, n, scene.entries)
-            found.append([scene, layouts[name], self.choose(scene, tokens, sizes[n], rng), n, None])
-        for one in found:
-            one[1] = scenes.to_cache(one[1], buffer)
-        return queries(entry, 3, tokens, 2), *found

@@ -3,14 +3,18 @@
 To the plan, each query token is a request of its own, with `counts` slots.
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE, SparseConfig, sparse_config
-from jaxkv_kernels.mosaic_gpu.attention.gather.interpreted import InterpretedRows
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, SparseConfig, sparse_config
+from jaxkv_kernels.mosaic_gpu.attention.gather.interpreted import InterpretedJoined, InterpretedRows
+from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
@@ -29,21 +33,34 @@ def decode_mla_sparse(
     Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
     """
     batch, tokens, heads, _ = q_latent.shape
-    size = slots.shape[-1]
+    size, lengths = slots.shape[-1], counts
+    if extra is not None:
+        size, lengths = _both(slots, counts, extra)
     costs = config_of(entry, queries=batch * tokens, size=size, heads=heads).split_costs
     plan_of = partial(
         plan_slots, size=size, heads=heads, costs=costs,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    if counts is None:
+    if lengths is None:
         with jax.ensure_compile_time_eval():
             plan = plan_of(jnp.full(batch * tokens, size, jnp.int32))
     else:
-        plan = plan_of(counts.reshape(-1), by_kernel=not interpreting.value)
+        plan = plan_of(lengths.reshape(-1), by_kernel=not interpreting.value)
     return decode_slots(
-        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan,
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
         pages=pages, entry=entry, logit_cap=logit_cap,
     )  # fmt: skip
+
+
+def _both(slots, counts, extra: ExtraSlots) -> tuple[int, Any]:
+    """The size of a list of the slots of both caches, and the lengths [B, Q] of such lists, or None if all are `size`.
+
+    In such a list, the slots of the first cache take whole pairs of tiles, whether they are used or not.
+    """
+    first, second = -(-slots.shape[-1] // PAIR) * PAIR, extra.slots.shape[-1]
+    if extra.counts is None:
+        return first + second, None
+    return first + second, jnp.where(extra.counts > 0, first + extra.counts, slots.shape[-1] if counts is None else counts)
 
 
 def config_of(entry, *, queries: int, size: int, heads: int) -> SparseConfig:
@@ -53,21 +70,25 @@ def config_of(entry, *, queries: int, size: int, heads: int) -> SparseConfig:
 
 
 def decode_slots(
-    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, *, pages, entry, logit_cap
+    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, counts=None,
+    extra: ExtraSlots | None = None, *, pages, entry, logit_cap,
 ):  # fmt: skip
     """`decode_mla_sparse` with a plan, in which each query token is a request."""
     batch, tokens, size = slots.shape
+    if extra is not None:
+        size, _ = _both(slots, counts, extra)
     config = config_of(entry, queries=batch * tokens, size=size, heads=q_latent.shape[2])
     return _decode(
-        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan,
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
         pages=pages, entry=entry, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "interpret"))
 def _decode(
-    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, config, interpret
-):
+    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
+    *, pages, entry, logit_cap, config, interpret,
+):  # fmt: skip
     batch, tokens, heads, _ = q_latent.shape
     requests = batch * tokens
     slots = slots.reshape(requests, slots.shape[-1])
@@ -75,10 +96,20 @@ def _decode(
     q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (q_latent, q_pe))
     if sinks is not None:
         sinks = jnp.pad(sinks, (0, -heads % TILE))
-    rows = (InterpretedRows if interpret else GatheredRows)(pages, entry, buffer.dtype.itemsize)
+    itemsize = buffer.dtype.itemsize
+    if entry.codec.rope_in_values:
+        rows = (InterpretedJoined if interpret else JoinedRows)(pages, entry, itemsize)
+    else:
+        rows = (InterpretedRows if interpret else GatheredRows)(pages, entry, itemsize)
+    if extra is None:
+        counts = None  # the plan knows them
+    else:
+        others = type(rows)(extra.pages, extra.entry, extra.buffer.dtype.itemsize)
+        rows = replace(rows, extra=others, first_tiles=2 * -(-slots.shape[-1] // PAIR))
+        extra = replace(extra, slots=extra.slots.reshape(requests, -1))
     out, lse, split_out, split_lse, split_scale = attend_slots(
-        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan,
-        rows=rows, logit_cap=logit_cap, config=config, interpret=interpret,
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, extra,
+        counts=None if counts is None else counts.reshape(-1), rows=rows, logit_cap=logit_cap, config=config, interpret=interpret,
     )  # fmt: skip
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks)
     return out[:, :heads].reshape(batch, tokens, heads, -1), lse[:, :heads].reshape(batch, tokens, heads)

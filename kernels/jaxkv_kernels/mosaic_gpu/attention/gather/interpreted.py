@@ -4,9 +4,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.formats.fp4 import from_e2m1
+from jaxkv_kernels.formats.fp4 import from_e2m1, from_e8m0
 from jaxkv_kernels.formats.latents.nvfp4_ds_mla import COLUMNS
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
+from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import CHUNK, LINE, GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     E8M0_RANGES,
@@ -110,6 +111,78 @@ class InterpretedRows(GatheredRows):
         first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x, region)
         byte = first[:, None] + (offset + jnp.arange(nbytes, dtype=jnp.int32))
         return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
+
+
+class InterpretedJoined(JoinedRows):
+    """The operations of `JoinedRows` on arrays whose axis 0 is the rows of a tile.
+
+    An address is a slot of one of the two caches; it is negative if the key is masked.
+    """
+
+    def buffer(self, buffer):
+        """The bytes of the buffer."""
+        return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
+
+    def find(self, slot_refs, count_ref, request, tile, length):
+        """Slots [64]; -1 past the end of a list."""
+        position = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
+
+        def slots(ref, position, length):
+            found = ref[...][request, jnp.clip(position, 0, ref.shape[1] - 1)]
+            return jnp.where((position >= 0) & (position < length), found, -1)
+
+        if self.extra is None:
+            return slots(slot_refs[0], position, length)
+        first = slot_refs[0].shape[1] if count_ref is None else jnp.minimum(count_ref[request], slot_refs[0].shape[1])
+        after = self.first_tiles * TILE
+        second = slots(slot_refs[1], position - after, length - after)
+        return jnp.where(position < after, slots(slot_refs[0], position, first), second)
+
+    def locate(self, kv_refs, zero_ref, places, tile, found):
+        """The bytes of entries [64, 576], and their scales [64, 8]; whether keys are not masked."""
+        regions = [self._read(self, kv_refs[0], *places[0], found)]
+        if self.extra is not None:
+            regions.append(self._read(self.extra, kv_refs[1], *places[1], found))
+        entries, scales, valid = regions[-1]
+        if self.extra is not None:
+            entries, scales, valid = (
+                jnp.where(tile < self.first_tiles, a, b) for a, b in zip(*regions, strict=True)
+            )
+        return (entries, valid), scales
+
+    @staticmethod
+    def _read(rows, kv_ref, layer, limit, slots):
+        valid = (slots >= 0) & (slots < limit)
+        found = []
+        for region, parts in enumerate(rows.entry.regions()):
+            count = sum(part.nbytes for part in parts)
+            first = rows.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x, region)
+            raw = kv_ref[...][first[:, None] + jnp.arange(count, dtype=jnp.int32)]
+            found.append(jnp.where(valid[:, None], raw, jnp.uint8(0)))
+        return *found, valid
+
+    def load(self, zero_ref, own, unit):
+        """A unit of the rows, bytes [64, n]."""
+        return own[0][:, unit.offset : unit.offset + {"e4m3": 128, "half": 64, "rope": 128}[unit.kind]]
+
+    def store(self, unit, stage, k_ref, raw, scales):
+        """Stores a unit as bf16."""
+        if unit.kind == "rope":
+            values = _elements(raw, jnp.bfloat16)
+        else:
+            own = scales[:, unit.scale : unit.scale + raw.shape[1] // 64]
+            values = _from_e4m3(raw).astype(jnp.float32) * jnp.repeat(from_e8m0(own), 64, axis=1)
+            values = values.astype(jnp.bfloat16)
+        k_ref[stage, unit.half, :, pl.ds(64 * unit.column_tile, values.shape[1])] = values
+
+    def mark(self, stats_ref, zero_ref, row, flag, own):
+        """Stores factors: 1, or that of masked keys."""
+        factor = jnp.where(own[1], 1.0, MASKED_KEY)
+        stats_ref[row] = factor
+        stats_ref[flag[0], pl.ds(flag[1], 4)] = jnp.full(4, (factor != 1).any(), jnp.float32)
+
+    def prefetch_rows(self, zero_ref, own):
+        """Does nothing: the interpreter has no caches."""
 
 
 def _fitted(scale):

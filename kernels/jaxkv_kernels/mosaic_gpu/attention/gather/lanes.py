@@ -224,15 +224,16 @@ def load_unit(addresses, zero, unit, stored: str) -> list[Any]:
         inside = arith.cmpi(arith.CmpIPredicate.ult, chunk, c32(unit.chunks))
         nothing = mgpu.utils.memref_ptr(zero)
         addresses = [arith.select(inside, address, nothing) for address in addresses]
-    return _load_chunks(addresses, chunk, unit.offset)
+    return load_chunks(addresses, chunk, unit.offset)
 
 
 def load_rope(addresses, offset: int) -> list[Any]:
     """The lane's chunks of e4m3 rotary keys."""
-    return _load_chunks(addresses, Lane().rope_chunk, offset)
+    return load_chunks(addresses, Lane().rope_chunk, offset)
 
 
-def _load_chunks(addresses, chunk, offset: int) -> list[Any]:
+def load_chunks(addresses, chunk, offset: int) -> list[Any]:
+    """16 bytes of each row: chunk number `chunk` of those that begin at `offset`."""
     load = LOAD.format(offset=offset)
     addresses = _chunks(addresses, chunk)
     found = [ptx(load, address, result_types=[i32()] * 4, has_side_effects=True) for address in addresses]

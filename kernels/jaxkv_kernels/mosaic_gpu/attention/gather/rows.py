@@ -41,20 +41,20 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 
 
-def _registers(per_lane: int) -> Any:
+def lane_registers(per_lane: int) -> Any:
     """Layout of int32 arrays of which a lane holds vectors of up to four."""
     return plgpu.Layout.WG_STRIDED((lanes.THREADS * per_lane,), min(per_lane, 4))
 
 
-def _array(per_lane: int) -> Any:
-    return plgpu.ShapeDtypeStruct((lanes.THREADS * per_lane,), jnp.int32, layout=_registers(per_lane))
+def lane_array(per_lane: int) -> Any:
+    return plgpu.ShapeDtypeStruct((lanes.THREADS * per_lane,), jnp.int32, layout=lane_registers(per_lane))
 
 
 LINE = lanes.LINE
 """Bytes of each entry in a unit."""
 CHUNK = 16
 """Bytes of a chunk."""
-OWN, FOUR = _registers(1), _registers(4)
+OWN, FOUR = lane_registers(1), lane_registers(4)
 """The slot of a lane's own row; the slots of four rows, or four words of its own row."""
 ROPE_ROWS = 2
 """Rows, of its four, whose e4m3 rotary keys a lane loads.  A row has only four chunks, for eight lanes."""
@@ -183,7 +183,7 @@ class GatheredRows:
     def slots(self, slot_ref, request, tile, length):
         """The slots of a tile of keys, in each lane that of its own row; -1 at positions from `length` on."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=_array(1))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=lane_array(1))
         def load(_, ref, *place):
             return array([[lanes.load_slots(ref, *(x.registers.item() for x in place))]], OWN)
 
@@ -200,9 +200,9 @@ class GatheredRows:
         return self._spread(slots, ROPE_ROWS, lambda lane: lane.rope_owners)
 
     def _spread(self, slots, count, owners):
-        @plgpu.inline_mgpu(arg_types=(OWN,), return_type=_array(count))
+        @plgpu.inline_mgpu(arg_types=(OWN,), return_type=lane_array(count))
         def spread(_, slots):
-            return array([lanes.spread(_word(slots), owners(lanes.Lane()))], _registers(count))
+            return array([lanes.spread(_word(slots), owners(lanes.Lane()))], lane_registers(count))
 
         return spread(slots)
 
@@ -212,7 +212,7 @@ class GatheredRows:
         Entries are not quantised.  `slots` are those of lanes' own rows; slots of valid keys are below `limit`.
         """
         lines = 2 * HALF // LINE
-        types = [_ref_type(self.latent_dtype)] * (1 if r_ref is None else 2)
+        types = [ref_type(self.latent_dtype)] * (1 if r_ref is None else 2)
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, SCALAR, *types))
         def copy(_, kv, slots, layer, limit, k, *r):
@@ -226,10 +226,10 @@ class GatheredRows:
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit: Unit):
         """Starts to load a unit of a tile's rows.  `slots` come from `spread`; valid ones are below `limit`."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=_array(16))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=lane_array(16))
         def load(_, kv, zero, slots, layer, limit):
             rows = self._rows(kv, zero, slots, layer, limit)
-            return array(lanes.load_unit(rows, zero, unit, self.stored), _registers(16))
+            return array(lanes.load_unit(rows, zero, unit, self.stored), lane_registers(16))
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
@@ -239,14 +239,14 @@ class GatheredRows:
             return None
         count, region = 2 if self.scale_dtype == "e8m0" else 4, self._region("scales")
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=_array(count))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=lane_array(count))
         def load(_, kv, zero, slots, layer, limit):
             (row,) = self._rows(kv, zero, slots, layer, limit, region)
             if self.scale_dtype == "e8m0":
                 found = narrow.load_eight(row, self.part("scales"), by_half=self._scales_by_half)
             else:
                 found = lanes.load_scales(row, self.part("scales"), by_half=self._scales_by_half)
-            return array([found], _registers(count))
+            return array([found], lane_registers(count))
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
@@ -263,17 +263,17 @@ class GatheredRows:
         if self.converts_rope:
 
             @plgpu.inline_mgpu(
-                arg_types=(plgpu.RefType(), plgpu.RefType(), _registers(ROPE_ROWS), SCALAR, SCALAR),
-                return_type=_array(4 * ROPE_ROWS),
+                arg_types=(plgpu.RefType(), plgpu.RefType(), lane_registers(ROPE_ROWS), SCALAR, SCALAR),
+                return_type=lane_array(4 * ROPE_ROWS),
             )
             def load(_, kv, zero, slots, layer, limit):
                 found = lanes.load_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"))
-                return array(found, _registers(4 * ROPE_ROWS))
+                return array(found, lane_registers(4 * ROPE_ROWS))
 
             return load(kv_ref, zero_ref, slots, layer, limit)
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR, _ref_type(self.rope_dtype))
+            arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR, ref_type(self.rope_dtype))
         )
         def copy(_, kv, zero, slots, layer, limit, ref):
             lanes.copy_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"), ref, stage)
@@ -288,16 +288,16 @@ class GatheredRows:
         """
         if self.converts_rope:
 
-            @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), _registers(4 * ROPE_ROWS)))
+            @plgpu.inline_mgpu(arg_types=(ref_type(self.rope_dtype), lane_registers(4 * ROPE_ROWS)))
             def store(_, ref, loaded):
                 lanes.store_e4m3_rope(ref, loaded, stage)
 
             return store(r_ref, loaded)
 
-        @plgpu.inline_mgpu(arg_types=(_ref_type(self.rope_dtype), FOUR))
+        @plgpu.inline_mgpu(arg_types=(ref_type(self.rope_dtype), FOUR))
         def finish(_, ref, scales):
             lanes.wait_for_copies()
-            *_, special, inverse = _words(scales)
+            *_, special, inverse = word_list(scales)
             lanes.divide_rope(ref, stage, special, inverse)
 
         return finish(r_ref, scales)
@@ -327,11 +327,11 @@ class GatheredRows:
             mark(stats_ref, slots, limit)
             return raw
 
-        held = _registers(2 if self.scale_dtype == "e8m0" else 4)
+        held = lane_registers(2 if self.scale_dtype == "e8m0" else 4)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, held), return_type=_array(4))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, held), return_type=lane_array(4))
         def scale(_, stats, slots, limit, raw):
-            factor, scales = self._scales(_words(raw))
+            factor, scales = self._scales(word_list(raw))
             known = lanes.valid(_word(slots), limit.registers.item())
             factor, special = lanes.store_factors(stats, row, flag, known, factor)
             return array([[*scales, special, lanes.inverse_pair(factor)]], FOUR)
@@ -349,9 +349,9 @@ class GatheredRows:
         """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]."""
         scaled = [] if self.scale_dtype is None else [FOUR]
 
-        @plgpu.inline_mgpu(arg_types=(_ref_type(self.latent_dtype), _registers(16), *scaled))
+        @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), lane_registers(16), *scaled))
         def store(_, ref, raw, *scales):
-            found = _words(*scales) if scales else []
+            found = word_list(*scales) if scales else []
             if self.stored == "e4m3":
                 of_row = narrow.e8m0_of_e4m3 if self.scale_dtype == "e8m0" else lanes.scale_of_group
                 scale_of = partial(of_row, found, group=unit.number) if scaled else None
@@ -364,21 +364,21 @@ class GatheredRows:
 
     def _rows(self, kv, zero, slots, layer, limit, region: int = 0):
         """The addresses at which the rows of a lane's slots begin, in a region."""
-        return lanes.rows(self, kv, zero, _words(slots), layer.registers.item(), limit.registers.item(), region)
+        return lanes.rows(self, kv, zero, word_list(slots), layer.registers.item(), limit.registers.item(), region)
 
 
-def _words(held) -> list[Any]:
+def word_list(held) -> list[Any]:
     """The words of an array of one register per lane."""
     return lanes.words(held.registers.item())
 
 
 def _word(held) -> Any:
     """The word of an array of one word per lane."""
-    (word,) = _words(held)
+    (word,) = word_list(held)
     return word
 
 
-def _ref_type(dtype) -> Any:
+def ref_type(dtype) -> Any:
     """The type of references to the swizzled shared memory that tiles are stored to."""
     return plgpu.RefType(swizzled(1, dtype=dtype).transforms)
 

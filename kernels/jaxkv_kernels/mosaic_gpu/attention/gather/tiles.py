@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
+from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 
 FACTOR, FLAG, STATS = 5, 7, 8
@@ -49,10 +50,7 @@ class GatherTiles:
         Also fetches their queries.  `load_work_tile` loads the columns of a work tile.  `fetch_queries` fetches the
         queries of a request; it is called once `q_free` has completed.
         """
-        pages = self.rows.pages
-        in_cache = (layer >= 0) & (layer < pages.num_layers)
-        limit = jnp.where(in_cache, pages.num_slots, 0)
-        layer = jnp.where(in_cache, layer, 0)
+        layer, limit = self._place(self.rows.pages, layer)
 
         def work_of(tile, n):
             """Request, first pair, end of the pairs, and slots to attend to: none past the last work tile."""
@@ -100,6 +98,11 @@ class GatherTiles:
             plgpu.barrier_wait(q_free)
             for half in range(4):
                 plgpu.barrier_wait(self.k_free[half])
+
+    def _place(self, pages, layer) -> tuple[Any, Any]:
+        """A layer of a cache, and the end of its slots: 0 if there is no such layer."""
+        in_cache = (layer >= 0) & (layer < pages.num_layers)
+        return jnp.where(in_cache, layer, 0), jnp.where(in_cache, pages.num_slots, 0)
 
     def _start(self, layer, limit, slots) -> Any:
         """The state before the first pair, whose slots are `slots`, tile by tile."""
@@ -213,3 +216,74 @@ class ConvertedTiles(GatherTiles):
         rows.finish_rope(tile, self.r, scales, rope)
         self._stored(2 * tile + 1 - tile)
         return tuple(ring), raw, ahead, after
+
+
+@dataclass(frozen=True)
+class ExtraRefs:
+    """The second cache of a call, its slots, the first of which is that of `place`, and its layer."""
+
+    kv_ref: Any
+    slot_ref: Any
+    layer: Any
+
+
+@dataclass(frozen=True)
+class JoinedTiles(GatherTiles):
+    """For entries that are keys and values as a whole (`joined.py`), of one cache or of two.
+
+    The state: units that are being loaded; the scales and the addresses of the next tile; the slots of the one after.
+    """
+
+    rows: JoinedRows
+    extra: ExtraRefs | None = None
+    count_ref: Any = None
+    """The numbers of slots to attend to in the first of two lists; None if that is all of them."""
+
+    def _start(self, layer, limit, slots):
+        here, ahead = slots
+        own, scales = self._locate(layer, limit, here)
+        ring = tuple(self.rows.load(self.zero_ref, own, unit) for unit in self._units(0)[: self.config.units_ahead])
+        return ring, scales, own, ahead
+
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
+        state = self._fetch_tile(layer, limit, 0, used, state, beyond[0])
+        after_tile_0()
+        return self._fetch_tile(layer, limit, 1, used, state, beyond[1])
+
+    def _units(self, tile):
+        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
+        return self.rows.half(tile) + self.rows.half(1 - tile)
+
+    def _find(self, request, tile, keys):
+        """The slots of a tile, which are being loaded, and its number."""
+        slot_refs = [self.slot_ref, *([] if self.extra is None else [self.extra.slot_ref])]
+        return self.rows.find(slot_refs, self.count_ref, request, tile, keys), tile
+
+    def _locate(self, layer, limit, found):
+        slots, tile = found
+        refs, places = [self.kv_ref], [(layer, limit)]
+        if self.extra is not None:
+            refs.append(self.extra.kv_ref)
+            places.append(self._place(self.rows.extra.pages, self.extra.layer))
+        return self.rows.locate(refs, self.zero_ref, places, tile, slots)
+
+    def _fetch_tile(self, layer, limit, tile, used, state, beyond):
+        """Stores a tile, whose first units are in the ring; loads those of the next one."""
+        ring, scales, own, following = state
+        units, ring, near = self._units(tile), list(ring), len(self.rows.half(tile))
+        coming = units + self._units(1 - tile)
+        self._wait_free(tile, tile, used)
+        self.rows.mark(self.stats, self.zero_ref, FACTOR + tile, (FLAG, 4 * tile), own)
+        after = self._find(*beyond)
+        ahead, scales_ahead = self._locate(layer, limit, following)
+        if self.config.prefetch:
+            self.rows.prefetch_rows(self.zero_ref, ahead)
+        for n, unit in enumerate(units):
+            if n == near:
+                self._stored(2 * tile + tile)
+                self._wait_free(tile, 1 - tile, used)
+            following_unit = n + len(ring)
+            self.rows.store(unit, tile, self.k, ring.pop(0), scales)
+            ring.append(self.rows.load(self.zero_ref, own if following_unit < len(units) else ahead, coming[following_unit]))
+        self._stored(2 * tile + 1 - tile)
+        return tuple(ring), scales_ahead, ahead, after

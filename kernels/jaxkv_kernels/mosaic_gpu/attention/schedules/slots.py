@@ -66,12 +66,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.attention.gather.full import CopiedFull, StoredFull
+from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
-from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import FACTOR, FLAG, STATS, ConvertedTiles, CopiedTiles
+from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import (
+    FACTOR,
+    FLAG,
+    STATS,
+    ConvertedTiles,
+    CopiedTiles,
+    ExtraRefs,
+    JoinedTiles,
+)
 from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
@@ -93,26 +103,38 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
+COLUMNS = 64
+"""Columns of queries that are copied at once, if their rotary parts follow the latents: those of a swizzled tile."""
 Q_MAX = 3
 """The row of `stats` with the largest magnitudes of queries that consumer 0 finds; the next is consumer 1's."""
 
 
 def attend_slots(
-    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan,
-    *, rows: GatheredRows, logit_cap, config: SparseConfig, interpret,
+    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, extra: ExtraSlots | None = None,
+    *, counts=None, rows: GatheredRows, logit_cap, config: SparseConfig, interpret,
 ):  # fmt: skip
     """Results of whole query tokens, and of splits (`result_types`).
 
     q_latent [N, heads rounded up to 8, R], slots [N, K], sinks [heads rounded up to 64] or None.  Entries are
-    multiplied by `kv_scale` unless that is None.  R is 512, or 448: queries and keys in shared memory then end with
-    zeros, and the last columns of the output are not stored.
+    multiplied by `kv_scale` unless that is None.  R is 512, or 448.  With `JoinedRows`, rotary parts then follow, as
+    part of keys and values.  With other rows, queries and keys in shared memory end with zeros, and the last columns of
+    the output are not stored.
+
+    `extra` are the slots of a second cache, whose tiles follow those of `slots`; its arrays are [N, K'].  The plan
+    counts slots as if `slots` were whole pairs of tiles.  Of these, the first `counts` [N] are used, or all.
     """
     batch, heads, latent = q_latent.shape
     tiles = -(-heads // TILE)
+    is_joined = isinstance(rows, JoinedRows)
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
+    width = latent + q_pe.shape[-1] if is_joined else latent
     stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
     kv_scales = [] if kv_scale is None else [jnp.reshape(kv_scale, (1,))]
+    sink_arrays, count_arrays = ([] if x is None else [x] for x in (sinks, counts))
+    extra_arrays = []
+    if extra is not None:
+        extra_arrays = [rows.extra.buffer(extra.buffer), extra.slots, jnp.reshape(extra.layer, (1,))]
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(*refs, **scratch):
@@ -120,8 +142,10 @@ def attend_slots(
             q_ref, qr_ref, kv_ref, zero_ref, slot_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref,
             split_requests_ref, *optional_refs, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
         ) = refs  # fmt: skip
-        kv_scale_refs, sink_refs = optional_refs[: len(kv_scales)], optional_refs[len(kv_scales) :]
-        r, p, stats = (scratch[name] for name in ("r", "p", "stats"))
+        kv_scale_refs, sink_refs, count_refs, extra_refs = _divided(
+            optional_refs, kv_scales, sink_arrays, count_arrays, extra_arrays
+        )
+        p, stats = scratch["p"], scratch["stats"]
         q_full = scratch["q_full"]
         # Barriers with equal numbers of arrivals share an array: their addresses and phases take fewer registers.
         one, two = scratch["one_arrives"], scratch["two_arrive"]
@@ -129,9 +153,9 @@ def attend_slots(
         s_issued, *p_ready = (one.at[n] for n in range(3))
         q_free, both = (two.at[n] for n in range(2))
         # Two views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
-        (q, q_in), (k, stages), (qr, qr_in) = (
-            (scratch[name], scratch[name]) if own == dtype else tuple(scratch[name])
-            for name, own in (("q", k_dtype), ("k", k_dtype), ("qr", rows.rope_dtype))
+        (q, q_in), (k, stages), (qr, qr_in), (r, _) = (
+            (scratch.get(name),) * 2 if own == dtype or name == "r" else tuple(scratch[name])
+            for name, own in (("q", k_dtype), ("k", k_dtype), ("qr", rows.rope_dtype), ("r", rows.rope_dtype))
         )
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
@@ -140,6 +164,12 @@ def attend_slots(
         k_full.start()
 
         def fetch_queries(request):
+            if is_joined:
+                for n in range(width // COLUMNS):
+                    ref, first = (q_ref, n * COLUMNS) if n * COLUMNS < latent else (qr_ref, n * COLUMNS - latent)
+                    some = ref.at[request, pl.ds(first_row, TILE), pl.ds(first, COLUMNS)]
+                    plgpu.copy_gmem_to_smem(some, q_in.at[n], q_full)
+                return
             for half in range(2):
                 columns = half_columns(half, latent, request)
                 plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
@@ -148,7 +178,10 @@ def attend_slots(
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             first, end, first_tile = load_work_range(partitions_ref, partition)
-            gather_tiles = ConvertedTiles if rows.quantised else CopiedTiles
+            gather_tiles: Any = ConvertedTiles if rows.quantised else CopiedTiles
+            if is_joined:
+                extra_kv = ExtraRefs(*extra_refs[:2], extra_refs[2][0]) if extra_refs else None
+                gather_tiles = partial(JoinedTiles, extra=extra_kv, count_ref=count_refs[0] if count_refs else None)
             gather = gather_tiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
             load_tile = partial(load_work_tile, work_tiles_ref)
             gather.run(layer_ref[0], first, end, first_tile, load_tile, q_free, fetch_queries)
@@ -190,8 +223,14 @@ def attend_slots(
                     for half in (near, far):
                         k_full.wait(2 * side + half, turn)
                         async_fence(interpret=interpret)
-                        plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
-                    plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
+                        if is_joined:
+                            for n in range(HALF // COLUMNS):
+                                keys = k.at[tile, half, :, pl.ds(n * COLUMNS, COLUMNS)]
+                                plgpu.wgmma(acc, q.at[z + (half * HALF // COLUMNS + n)], keys.transpose((1, 0)))
+                        else:
+                            plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
+                    if not is_joined:
+                        plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
                     return acc[...]
@@ -330,12 +369,16 @@ def attend_slots(
         # The interpreter reports any two accesses to a union through different views as a race.
         return views if interpret else plgpu.RefUnion(*views)
 
+    rotary = {
+        "qr": viewed(TILE, ROPE, own_dtype=rows.rope_dtype),
+        "r": swizzled(2, TILE, ROPE, dtype=rows.rope_dtype),
+    }
     return kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
         out_type=result_types(
-            (batch,), plan.max_splits, dtype, rows=heads, width=latent, split_width=LATENT, lse=(tiles - 1) * TILE +
+            (batch,), plan.max_splits, dtype, rows=heads, width=width, split_width=LATENT, lse=(tiles - 1) * TILE +
             stored, split_lse=tiles * TILE, scales=2,
         ),
         grid=(tiles, plan.num_partitions),
@@ -344,13 +387,12 @@ def attend_slots(
         thread_name="wg",
         kernel_name="decode_mla_sparse",
         scratch_types={
-            "q": viewed(2, TILE, HALF),
-            "qr": viewed(TILE, ROPE, own_dtype=rows.rope_dtype),
+            "q": viewed(width // COLUMNS, TILE, COLUMNS) if is_joined else viewed(2, TILE, HALF),
             "k": viewed(2, 2, TILE, HALF),
-            "r": swizzled(2, TILE, ROPE, dtype=rows.rope_dtype),
+            **({} if is_joined else rotary),
             "p": swizzled(TILE, TILE, dtype=k_dtype),
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=3),
+            "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if is_joined else 3),
             "one_arrives": plgpu.Barrier(num_barriers=3 if copied else 7),
             "k_free": plgpu.Barrier(num_barriers=4),
             "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
@@ -359,5 +401,15 @@ def attend_slots(
         },
     )(
         q_latent, q_pe, rows.buffer(buffer), rows.zeros(), slots, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        plan.partitions, plan.work_tiles, plan.split_requests, *kv_scales, *([] if sinks is None else [sinks]),
+        plan.partitions, plan.work_tiles, plan.split_requests, *kv_scales, *sink_arrays,
+        *count_arrays, *extra_arrays,
     )  # fmt: skip
+
+
+def _divided(refs, *arrays) -> list[Any]:
+    """References, in lists as long as those of the arrays that they are for."""
+    found, refs = [], list(refs)
+    for some in arrays:
+        found.append(refs[: len(some)])
+        refs = refs[len(some) :]
+    return found
