@@ -39,7 +39,8 @@ class Draw(NamedTuple):
 def _write_states(cache: jaxkv.KVCache, *arrays, **options) -> jaxkv.KVCache:
     """`write_state`, with the arrays of the states by position, and slots after them."""
     *values, slots = arrays
-    return jaxkv.write_state(cache, cache.layout.entry.named(values), slots, **options)
+    entry: Any = cache.layout.entry
+    return jaxkv.write_state(cache, entry.named(values), slots, **options)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from jaxkv.fuzz.case import PER_HEAD, Case, Index, Shapes
 from jaxkv.fuzz.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
 from jaxkv.fuzz.layouts import pick
 from jaxkv.fuzz.products import Experts, Linear
-from jaxkv.fuzz.states import ReadState, WriteState
 from jaxkv.ops import OPERATIONS as DECLARED
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Format
@@ -34,6 +33,26 @@ class Write(Case):
     def index(self, rng, live) -> Index:
         """The slots to write."""
         return (draw_distinct(rng, live.size, self.count),), {}
+
+
+class WriteState(Write):
+    """Stores states at distinct slots."""
+
+    def arguments(self, cache, values, draw, layer):
+        """The cache, the states by name, and slots."""
+        states = dict(zip(self.layout.entry.named_sizes, values, strict=True))
+        return (cache, states, *draw.index), {"layer": layer}
+
+
+class ReadState(Case):
+    """Reads states, some of them twice, and of slots outside the cache."""
+
+    def index(self, rng, live) -> Index:
+        """The slots to read."""
+        outside = rng.random(self.count) < pick(rng, 0, 0.1, 1)
+        slots = np.where(outside, rng.choice([*FAR, live.size], self.count), rng.integers(live.size, size=self.count))
+        live[slots[~outside]] = True
+        return (slots,), {}
 
 
 class Gather(Case):

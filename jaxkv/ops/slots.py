@@ -9,6 +9,9 @@ from jaxkv_kernels.addressing import slots
 def slots_for(block_tables, positions, *, block_size: int) -> jax.Array:
     """Returns the slots of token positions.
 
+    For a group that stores one entry per several tokens (`Group.rate`), these are the slots of entries: pass `positions
+    // rate`, and the group's own `block_size`, its entries per block.
+
     Args:
       block_tables: int32 [B, M], the blocks of each request in order.
       positions: int32 [B, ...], token positions of each request, counted from its first token.
@@ -32,6 +35,10 @@ def slots_for(block_tables, positions, *, block_size: int) -> jax.Array:
 
 def ragged_slots(block_tables, cu_seq_lens, *, total: int, block_size: int, seq_starts=None) -> jax.Array:
     """Returns the slots of ragged runs of tokens: request b has a run of `cu_seq_lens[b + 1] - cu_seq_lens[b]` tokens.
+
+    For a group with a `rate`, the runs are of entries: new tokens from position s to e - 1 complete the entries from
+    s // rate to e // rate - 1.  Pass the running sum of their numbers, s // rate as `seq_starts`, and the group's own
+    `block_size`.
 
     Args:
       block_tables: int32 [B, M].

@@ -1,6 +1,8 @@
 """Groups with rates, windows and tables of their own: where their entries are, and what tables and pictures show."""
 
 import itertools
+import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,9 +35,8 @@ def owners(layout, name):
     group = layout.groups[name]
     entries = layout.tables[group.table].block_size // group.rate
     nbytes = group.num_layers * entries * group.entry.nbytes
-    before = [
-        other for other in layout.tables[group.table].groups if list(layout).index(other) < list(layout).index(name)
-    ]
+    inside = layout.tables[group.table].groups
+    before = inside[: inside.index(name)]
     start = sum(
         -(-layout.groups[other].num_layers * layout[other].block_size * layout.groups[other].entry.nbytes // 128) * 128
         for other in before
@@ -50,12 +51,7 @@ def test_tables():
         "window": Table(8, 10, ("local",)),
         "state": Table(16, 1, ("state",)),
     }
-    assert {name: group.block_size for name, group in layout.items()} == {
-        "latent": 8,
-        "keys": 16,
-        "local": 8,
-        "state": 1,
-    }
+    assert [group.block_size for group in layout.values()] == [8, 16, 8, 1]
     assert layout.groups == GROUPS
     # The largest blocks are those of "": 3 x 8 x 64 and 2 x 16 x 12 bytes, each rounded up to 128.
     assert {group.block_nbytes for group in layout.values()} == {1536 + 384}
@@ -160,6 +156,16 @@ def test_the_memory_map_shows_a_block_of_each_table(tmp_path):
     assert "conv" in (tmp_path / "map.svg").read_text()
 
 
+def test_the_example_of_the_readme():
+    text = (Path(jaxkv.__file__).parent / "layout" / "README.md").read_text()
+    code = next(code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if code.startswith("packed"))
+    names = {"jaxkv": jaxkv}
+    exec(code, names)
+    assert {name: group.block_size for name, group in names["packed"].items()} == {
+        "latent": 64, "keys": 64, "local": 64, "state": 1,
+    }  # fmt: skip
+
+
 ERRORS = {
     "rate of 0": (lambda: jaxkv.Group(1, LATENT, rate=0), "`rate` is 0: expected a positive int, tokens per entry"),
     "rate of a float": (lambda: jaxkv.Group(1, LATENT, rate=2.0), "`rate` is 2.0"),
@@ -175,7 +181,7 @@ ERRORS = {
     ),
     "block size missing": (
         lambda: packed(block_size={"": 32, "state": 16}),
-        "`block_size` is {'': 32, 'state': 16}: expected an int, or one for each table of the groups, '', 'window', 'state'",
+        "`block_size` is {'': 32, 'state': 16}: expected an int, or one for each table of the groups",
     ),
     "block size too many": (lambda: packed(block_size=SIZES | {"x": 1}), "'x': 1}: expected an int, or one for each"),
     "block size of a float": (lambda: packed(block_size=SIZES | {"": 32.0}), r"`block_size\[''\]` is 32.0"),
@@ -215,6 +221,6 @@ def test_states_are_16_bytes_apart():
     assert STATE.nbytes == 32 + 32
     assert [(part.name, part.offset) for part in STATE.parts() if part.name != "padding"] == [("conv", 0), ("ssm", 32)]
     assert jaxkv.StateEntry({"a": ((3,), "float32"), "b": ((), "float16")}).nbytes == 32
-    assert STATE == jaxkv.StateEntry({"conv": ([3, 5], jnp.bfloat16), "ssm": ((2, np.int64(4)), np.float32)})
+    assert jaxkv.StateEntry({"conv": ([3, 5], jnp.bfloat16), "ssm": ((2, np.int64(4)), np.float32)}) == STATE
     assert hash(STATE) == hash(jaxkv.StateEntry({"conv": ((3, 5), "bfloat16"), "ssm": ((2, 4), "float32")}))
-    assert STATE != jaxkv.StateEntry({"conv": ((5, 3), "bfloat16"), "ssm": ((2, 4), "float32")})
+    assert jaxkv.StateEntry({"conv": ((5, 3), "bfloat16"), "ssm": ((2, 4), "float32")}) != STATE

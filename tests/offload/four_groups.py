@@ -15,8 +15,8 @@ STATE = jaxkv.StateEntry({"conv": ((3, 5), "bfloat16"), "ssm": ((2, 4, 4), "floa
 GROUPS = {
     "latent": jaxkv.Group(2, jaxkv.MLAEntry("bf16", latent=32, rope=8), rate=2),
     "keys": jaxkv.Group(1, jaxkv.IndexerEntry(head_dim=8), rate=4),
-    "local": jaxkv.Group(3, jaxkv.KVEntry("bf16", head_dim=8), num_heads=2, table="window", window=12),
-    "state": jaxkv.Group(4, STATE, rate=8, table="state", window=1),
+    "local": jaxkv.Group(2, jaxkv.KVEntry("bf16", head_dim=8), num_heads=2, table="window", window=12),
+    "state": jaxkv.Group(2, STATE, rate=8, table="state", window=1),
 }
 LAYOUT = jaxkv.PackedLayout(num_blocks=20, block_size={"": 16, "window": 4, "state": 8}, groups=GROUPS)
 TOKENS = 48
@@ -72,17 +72,16 @@ def contents(cache, packed, tables):
     ))  # fmt: skip
     latent, keys, local, state = (cache.view(packed[name]) for name in GROUPS)
     length, sums = jnp.asarray([TOKENS]), jnp.asarray([0, TOKENS])
-    found = []
-    for layer in range(2):
+    found = [
+        jaxkv.decode_mla(q, q_pe, latent, rows[""], length // 2, layer=0, scale=0.2),
+        jaxkv.gather_indexer_k(keys, rows[""], sums // 4, total=TOKENS // 4, layer=0),
+        jaxkv.indexer_logits(q_keys, weights, keys, rows[""], length // 4, layer=0, max_len=TOKENS // 4),
+        jaxkv.decode_kv(q[..., :8], local, rows["window"], length, layer=0, scale=0.3, window=12),
+    ]
+    for layer in (jnp.int32(0), jnp.int32(1)):
         found.append(jaxkv.gather_mla(latent, rows[""], sums // 2, total=TOKENS // 2, layer=layer))
-        found.append(jaxkv.decode_mla(q, q_pe, latent, rows[""], length // 2, layer=layer, scale=0.2))
-    found.append(jaxkv.gather_indexer_k(keys, rows[""], sums // 4, total=TOKENS // 4, layer=0))
-    found.append(jaxkv.indexer_logits(q_keys, weights, keys, rows[""], length // 4, layer=0, max_len=TOKENS // 4))
-    for layer in range(3):
         found.append(jaxkv.gather_kv(local, rows["window"], sums, total=TOKENS, layer=layer))
-        attend = {"layer": layer, "scale": 0.3, "window": 12}
-        found.append(jaxkv.decode_kv(q[..., :8], local, rows["window"], length, **attend))
-    found += [jaxkv.read_state(state, rows["state"][0], layer=layer) for layer in range(4)]
+        found.append(jaxkv.read_state(state, rows["state"][0], layer=layer))
     return found
 
 
@@ -93,10 +92,8 @@ def write_until_killed(folder):
     np.savez(Path(folder) / "contents.npz", *map(np.asarray, jax.tree.leaves(each_group(cache, *BLOCKS.values()))))
     for turn in range(10_000):
         for name, blocks in BLOCKS.items():
-            pairs = [(block, key) for block, key in zip(blocks, keys()[name], strict=True) if block >= 0]
-            host.store(
-                cache, *zip(*((b, key if not turn else f"{turn}".encode() + key) for b, key in pairs), strict=True)
-            )
+            count, prefix = len(blocks) - blocks.count(-1), f"{turn}".encode() if turn else b""
+            host.store(cache, blocks[:count], [prefix + key for key in keys()[name][:count]])
         if not turn:
             host.flush()
             print("ready", flush=True)

@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import offload
 from offload import four_groups
-from offload.four_groups import BLOCKS, ELSEWHERE, GROUPS, LAYOUT, contents, each_group, filled, keys
+from offload.four_groups import ELSEWHERE, GROUPS, LAYOUT, contents, each_group, filled, keys
 from support.compare import assert_same_bits
 
 
@@ -37,8 +37,8 @@ def reloaded(folder):
     cache = jax.device_put(cache, jax.devices()[0])
     host = offload.HostPool(LAYOUT, 32, disk=offload.DiskPool(folder, LAYOUT, model="m"))
     for name, blocks in ELSEWHERE.items():
-        pairs = [(block, key) for block, key in zip(blocks, keys()[name], strict=True) if block >= 0]
-        cache = host.load(cache, *map(list, zip(*pairs, strict=True)))
+        count = len(blocks) - blocks.count(-1)
+        cache = host.load(cache, blocks[:count], keys()[name][:count])
     return cache
 
 
@@ -51,7 +51,6 @@ def assert_contents(found, expected):
 
 def test_another_process_finds_them(killed):
     folder, expected = killed
-    assert_contents(each_group(filled(), *BLOCKS.values()), expected)
     assert_contents(each_group(reloaded(folder), *ELSEWHERE.values()), expected)
 
 
@@ -81,7 +80,7 @@ def test_blocks_are_converted_only_as_those_of_their_table():
         jaxkv.convert_blocks(rows, LAYOUT, LAYOUT, table="local")
     with pytest.raises(ValueError, match="`table` is 'window': expected one of ''"):
         jaxkv.convert_blocks(rows, LAYOUT["state"], LAYOUT["state"], table="window")
-    swapped = GROUPS | {"local": jaxkv.Group(3, jaxkv.KVEntry("bf16", head_dim=8), 2, table="window", window=13)}
+    swapped = GROUPS | {"local": jaxkv.Group(2, jaxkv.KVEntry("bf16", head_dim=8), 2, table="window", window=13)}
     sizes = {name: table.block_size for name, table in LAYOUT.tables.items()}
     other = jaxkv.PackedLayout(num_blocks=20, block_size=sizes, groups=swapped)
     with pytest.raises(ValueError, match="`window` of group 'local' is 12 in `src` and 13 in `dst`"):

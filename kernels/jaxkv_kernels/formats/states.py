@@ -85,7 +85,7 @@ class StateEntry(Entry):
 
     arrays: Arrays
 
-    formats = (States.name,)
+    formats = (States.name,)  # type: ignore[bad-override]
 
     def __init__(self, arrays: Mapping[str, tuple[Sequence[int], Any]]):
         object.__setattr__(self, "format", States.name)
