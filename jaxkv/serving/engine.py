@@ -20,16 +20,16 @@ from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import HostPool, prefix_keys
 from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving import program
+from jaxkv.serving.block_tables import BlockTables
 from jaxkv.serving.pool import BlockPool
-from jaxkv.serving.prefix import BELOW, Prefix
+from jaxkv.serving.prefix import Prefix
 from jaxkv.serving.prefix_stats import PrefixCacheStats
 from jaxkv.serving.request import Request, uncancelled
 from jaxkv.serving.step_inputs import NOTHING, Choices, Rows, Span, Spans
+from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
 
 GREEDY = Sampling()
-NOWHERE = -1
-"""A block id outside every cache."""
 
 
 class Engine:
@@ -52,10 +52,15 @@ class Engine:
     joins, and that step waits for them.  Blocks that cannot be loaded are computed.  None of this changes the generated
     tokens, except through the rounding of logits.
 
+    If the layout of the model's cache has several block tables, a request has blocks of each.  Blocks that lie before
+    the window of their table are released while the request runs, and can still be found by their content.  A state
+    (`StateEntry`) is stored where a step ends.  So that this is the end of a block, where other requests can use the
+    state, chunks end there too; and a step processes only one chunk of a request.
+
     Args:
       model: from `jaxkv.models.load`.
       num_blocks: blocks of the cache, shared by all requests.
-      block_size: tokens per block.
+      block_size: tokens per block, of the first table if there are several.
       order: order of the cache's axes.
       max_requests: requests that run at once.
       max_len: the most cached tokens of a request, rounded up to blocks; default the capacity of the cache or the
@@ -68,7 +73,7 @@ class Engine:
 
     Raises:
       ValueError: an argument is out of range; `offload` was made for another layout, or is passed although the cache is
-        on several devices; or the model is data parallel (use `Replicas`).
+        on several devices; the model is data parallel (use `Replicas`); or its cache has tables that are not supported.
     """
 
     def __init__(
@@ -94,19 +99,29 @@ class Engine:
         self.tiers = Tiers(offload)
         self.tiers.check(self.cache, layout)
         self.prefix_stats = PrefixCacheStats()
-        # Without a pool, keys do not leave this engine, so they need not name the model.
-        name = "" if offload is None else fingerprint(model)
-        self._keys = partial(prefix_keys, block_size=block_size, layout_fingerprint=layout.fingerprint, model=name)
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
         self.max_chunks = positive_int("max_chunks", max_chunks)
+        tables = tables_of(layout, block_size, divided=model.parallel.divides_tokens)
+        self._state_size = max((table.block_size for table in tables if table.states), default=0)
+        """Tokens per block of states; 0 if there are none."""
+        self._capacity = capacity(tables, num_blocks, self._step_tokens)
+        """The most cached tokens of a request that has the cache for itself."""
         if max_len is None:
-            max_len = min(num_blocks * block_size, model.config.max_position_embeddings)
-        else:
-            max_len = positive_int("max_len", max_len)
-        self._tables = np.full((self.max_requests, _blocks(max_len, block_size)), -1, np.int32)
-        """The block tables of running requests, by place."""
+            max_len = min(self._capacity, model.config.max_position_embeddings)
+        # Without a pool, keys do not leave this engine, so they need not name the model.
+        name = "" if offload is None else fingerprint(model)
+        copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
+        self.tables = BlockTables(
+            tables,
+            self.pool,
+            self.tiers,
+            keys=partial(prefix_keys, layout_fingerprint=layout.fingerprint, model=name),
+            copy=jax.jit(copy, donate_argnums=0),
+            places=self.max_requests,
+            max_len=positive_int("max_len", max_len),
+        )
         self._submitted = 0
         self.waiting: list[Request] = []
         """Waiting requests, in the order in which they join: by priority, then by age."""
@@ -125,8 +140,6 @@ class Engine:
         self._likeliest, self._draw = (
             jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)
         )
-        copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
-        self._copy = jax.jit(copy, donate_argnums=0)
 
     def submit(
         self,
@@ -166,7 +179,7 @@ class Engine:
             raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
         # The last token needs no entry, because no token attends to it.
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
-        table, cache = (blocks * self.block_size for blocks in (self._tables.shape[1], self.pool.num_blocks))
+        table, cache = self.tables.max_len, self._capacity
         if entries > min(table, cache):
             raise ValueError(
                 f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries: a request's "
@@ -230,7 +243,7 @@ class Engine:
         """Compiles the programs that follow the layers, given logits without requests."""
         for sample in (self._likeliest, self._draw):
             self._sample(sample, logits, {})
-        self.cache = self.tiers.warm_up(self._copy(self.cache, _ids(NOWHERE), _ids(NOWHERE)))
+        self.cache = self.tables.warm_up(self.cache)
 
     # A step consists of the following methods, and of a program between them.  `Lockstep` runs that program for the
     # engines of several devices.
@@ -238,7 +251,7 @@ class Engine:
     def plan(self) -> Spans | None:
         """The tokens that the next step processes, for which requests have blocks then; None if there are none."""
         for request in list(self.running):
-            if request.missing == 1 and request.length > len(request.blocks) * self.block_size:
+            if request.place >= 0 and request.missing and not self.tables.has_blocks_up_to(request, self._end(request)):
                 self._make_room(request)
         room = self.max_chunks - sum(map(self._chunks_of, self.running))
         while room > 0 and (joined := self._admit()):
@@ -249,7 +262,7 @@ class Engine:
 
     def batches(self, spans: Spans, *, chunks: bool = False) -> list[Rows]:
         """The inputs of a step on these tokens.  It has rows for chunks if there are any, or if `chunks`."""
-        sizes = {"tables": self._tables, "block_size": self.block_size}
+        sizes = {"tables": self.tables.arrays, "block_size": self.block_size}
         rows = [Rows.of(spans.decoded, self.max_requests, 1, **sizes)]
         if spans.chunks or chunks:
             rows = [Rows.of(spans.chunks, self.max_chunks, self.chunk, **sizes), *rows]
@@ -284,14 +297,29 @@ class Engine:
         chunks = []
         for request in self.running:
             if request.missing > 1:
-                starts = range(request.cached, request.length, self.chunk)
-                chunks += [Span.of(request, start, self.chunk) for start in starts[: self.max_chunks - len(chunks)]]
+                starts = range(request.cached, self._end(request), self.chunk)
+                chunks += [
+                    Span.of(request, start, min(self.chunk, self._end(request) - start))
+                    for start in starts[: self.max_chunks - len(chunks)]
+                ]
         return chunks
 
     def _chunks_of(self, request: Request) -> int:
-        """The number of chunks of a request's missing tokens; 0 if the next step decodes it."""
-        missing = request.missing
-        return _blocks(missing, self.chunk) if missing > 1 else 0
+        """The number of chunks of a request in the next step, if it has them all; 0 if that decodes the request."""
+        return -(-(self._end(request) - request.cached) // self.chunk) if request.missing > 1 else 0
+
+    @property
+    def _step_tokens(self) -> int:
+        """The most tokens of a request that a step processes."""
+        return self.chunk if self._state_size else self.max_chunks * self.chunk
+
+    def _end(self, request: Request, start: int | None = None) -> int:
+        """Where the next step of a request ends at most: it has `start` cached tokens, by default as many as now."""
+        start = request.cached if start is None else start
+        end = min(request.length, start + self._step_tokens)
+        if self._state_size and end - end % self._state_size > start:
+            end -= end % self._state_size  # the state after a whole block, which other requests can use
+        return end
 
     def _read(self) -> None:
         """Waits for the oldest launched step and appends its tokens to their requests."""
@@ -302,7 +330,7 @@ class Engine:
             if request.finish_reason:
                 continue  # it was cancelled or ended after this step was launched
             if token >= 0:  # negative if the logits were NaN
-                self._fill(span)
+                self.tables.fill(self.cache, request, span.start, span.end)
                 request.filled = span.end
             if not span.samples:
                 continue  # the prompt is not complete: ignore the sampled token
@@ -325,38 +353,39 @@ class Engine:
         request = self.waiting[0]
         if not self._places and self.running[-1].priority >= request.priority:
             return None
-        self._extend_keys(request)
-        count = _blocks(len(request.tokens), self.block_size)
+        self.tables.extend_keys(request)
         while True:
-            prefix = Prefix.of(request, self.running, self.pool, self.tiers, self.block_size)
+            prefix = self.tables.prefix(request, self.running)
             if prefix.awaited:
                 return None
-            if not self._places or prefix.takes(count, self.pool) > self.pool.num_free:
-                if not self._preempt_for(request, count, prefix):
+            end = self._end(request, prefix.tokens)
+            if not self._places or self.tables.takes(request, prefix, end) > self.pool.num_free:
+                if not self._preempt_for(request, prefix):
                     return None
-            elif BELOW in prefix.blocks:
-                self._load(request, prefix)  # all blocks that could be loaded are on the device then
+            elif prefix.is_below:  # all blocks that can be loaded are on the device then
+                self.cache, loaded = self.tables.load(self.cache, request, prefix)
+                self.prefix_stats.loaded += loaded
             else:
                 break
         self.waiting.remove(request)
         insort(self.running, request, key=_rank)
         request.place = self._places.pop()
-        request.blocks = [self.pool.share(block) for block in prefix.blocks]
-        self._tables[request.place, : len(request.blocks)] = request.blocks
+        self.tables.join(request, prefix)
         request.cached = request.filled = prefix.tokens
         self.prefix_stats.tokens += len(request.tokens)
         self.prefix_stats.found += prefix.tokens
-        self._own(request)
+        self.cache = self.tables.own(self.cache, request, self._end(request))
         return request
 
-    def _preempt_for(self, request: Request, count: int, prefix: Prefix) -> bool:
-        """Frees the place and the blocks of one running request of lower priority than a waiting one of `count` blocks.
+    def _preempt_for(self, request: Request, prefix: Prefix) -> bool:
+        """Frees the place and the blocks of one running request of lower priority than a waiting one.
 
         Returns whether anything was freed; not if the waiting request would not fit even without all of them.
         """
         others = [other for other in self.running if other.priority >= request.priority]
         held = {block for other in others for block in other.blocks}
-        needed = count + prefix.copied - len(held.intersection(prefix.blocks))
+        count = self.tables.count(request, prefix, self._end(request, prefix.tokens))
+        needed = count + prefix.copied - len(held.intersection(prefix.on_device))
         if len(others) == len(self.running) or needed > self.pool.num_blocks - len(held):
             return False
         self._preempt()
@@ -371,86 +400,19 @@ class Engine:
             self._leave(latest)
             insort(self.waiting, latest, key=_rank)
 
-    def _load(self, request: Request, prefix: Prefix) -> None:
-        """Loads the blocks of a prefix that are not on the device; if that fails, the request computes them."""
-        # Hold all blocks of the prefix, so that loading one does not evict another.
-        blocks = [block if block == BELOW else self.pool.share(block) for block in prefix.blocks]
-        contents = {}
-        for index, block in enumerate(blocks):
-            if block == BELOW:
-                blocks[index] = contents[request.keys[index]] = self.pool.take()
-        try:
-            self.cache, loaded = self.tiers.load(self.cache, contents)
-            if loaded:
-                self.prefix_stats.loaded += len(contents) * self.block_size
-                for key, block in contents.items():
-                    self.pool.name(block, key)
-        finally:
-            self._release(blocks)
-
-    def _extend_keys(self, request: Request) -> None:
-        """Adds the keys of the request's full blocks to `request.keys`."""
-        known = len(request.keys) * self.block_size
-        if len(request.tokens) - known >= self.block_size:
-            request.keys += self._keys(request.tokens[known:], after=request.keys[-1] if known else None)
-
-    def _fill(self, span: Span) -> None:
-        """Registers the keys of the blocks that became full with these tokens, and stores them in the tiers."""
-        request, filled = span.request, range(span.start // self.block_size, span.end // self.block_size)
-        if not filled:
-            return
-        self._extend_keys(request)
-        contents = {request.keys[index]: request.blocks[index] for index in filled}
-        for key, block in contents.items():
-            self.pool.name(block, key)
-        self.tiers.store(self.cache, contents)
-
     def _make_room(self, request: Request) -> None:
-        """Takes the blocks for a running request's next token; preempts the most recent requests if none is free."""
-        while request.place >= 0 and self._lacks(request) > self.pool.num_free:
+        """Takes the blocks for a running request's next step; preempts the most recent requests if none is free."""
+        while request.place >= 0 and self.tables.lacks(request, self._end(request)) > self.pool.num_free:
             self._preempt()
         if request.place >= 0:
-            self._own(request)
-
-    def _lacks(self, request: Request) -> int:
-        """The number of free blocks that `_own` takes: for new blocks, and for copies of shared ones."""
-        shared = map(self.pool.is_shared, request.blocks[request.cached // self.block_size :])
-        return _blocks(request.length, self.block_size) - len(request.blocks) + sum(shared)
-
-    def _own(self, request: Request) -> None:
-        """Gives a request its own blocks for the tokens that it will write: new ones, and copies of shared ones."""
-        for index in range(request.cached // self.block_size, _blocks(request.length, self.block_size)):
-            if index == len(request.blocks):
-                request.blocks.append(self.pool.take())
-            elif self.pool.is_shared(shared := request.blocks[index]):
-                request.blocks[index] = self.pool.take()
-                self.cache = self._copy(self.cache, _ids(shared), _ids(request.blocks[index]))
-                self.pool.release(shared)
-            self._tables[request.place, index] = request.blocks[index]
+            self.cache = self.tables.own(self.cache, request, self._end(request))
 
     def _leave(self, request: Request) -> None:
-        """Removes a request from the batch and releases its blocks.  Blocks that other requests share remain held.
-
-        Launched steps may still write to the blocks.  Programs that later holders launch run after them.
-        """
+        """Removes a request from the batch and releases its blocks."""
         self.running.remove(request)
         self._places.append(request.place)
-        self._tables[request.place] = -1
-        self._release(request.blocks)
-        request.blocks, request.cached, request.filled, request.place = [], 0, 0, -1
-
-    def _release(self, blocks: list[int]) -> None:
-        # Release the last block first, so that it is evicted first: a block is useless without those before it.
-        for block in reversed(blocks):
-            self.pool.release(block)
-
-
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
-
-
-def _ids(block: int) -> np.ndarray:
-    return np.asarray([block], np.int32)
+        self.tables.leave(request)
+        request.cached, request.filled, request.place = 0, 0, -1
 
 
 def _rank(request: Request) -> tuple[int, int]:

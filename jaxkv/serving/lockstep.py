@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import batched, chain
+from itertools import chain
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from jaxkv.models.parallel.data_expert import DataExpertParallel
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.program import run_layers
 from jaxkv.serving.request import Request
-from jaxkv.serving.step_inputs import NOTHING, Rows, Spans
+from jaxkv.serving.step_inputs import NOTHING, Spans
 
 
 class Lockstep:
@@ -68,10 +68,7 @@ class Lockstep:
         """Runs the layers, with rows for chunks or without; the logits of each engine's rows, on its device."""
         pairs = zip(self._engines, plans, strict=True)
         batches = [engine.batches(plan or NOTHING, chunks=chunks) for engine, plan in pairs]
-        rows = [
-            jax.device_put(np.concatenate(arrays), self._sharding)
-            for arrays in zip(*map(jax.tree.leaves, batches), strict=True)
-        ]
+        rows = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays), self._sharding), *batches)
         cache = jax.tree.map(self._joined, *[engine.cache for engine in self._engines])
         last = self._joined(*[engine.last for engine in self._engines])
         cache, logits = self._layers(self._model, cache, last, *rows)
@@ -91,11 +88,10 @@ def _parts(array: jax.Array) -> list[jax.Array]:
 
 
 def _layers(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, jax.Array]:
-    """`run_layers` on every device; `rows` are the arrays of its batches."""
+    """`run_layers` on every device; `rows` are its batches."""
     return model.parallel.run(_on_each, model, cache, last, *rows)
 
 
 def _on_each(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, jax.Array]:
     """`run_layers` on one device."""
-    batches = [Rows(*group) for group in batched(rows, len(Rows._fields))]
-    return run_layers(replace(model, parallel=model.parallel.inside), cache, last, *batches)
+    return run_layers(replace(model, parallel=model.parallel.inside), cache, last, *rows)

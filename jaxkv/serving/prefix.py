@@ -1,71 +1,139 @@
 """`Prefix`: the cached part of a request, and the blocks that hold it."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from jaxkv.serving.pool import BlockPool
-from jaxkv.serving.request import Request
+from jaxkv.serving.request import ABSENT, Request
+from jaxkv.serving.table import TableKind
 from jaxkv.serving.tiers import Tiers
 
-BELOW = -1
+BELOW = -2
 """Stands for a block id if the content is not on the device, but in host memory or on disk."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The longest cached prefix of a request."""
+    """The longest cached prefix of a request: that for which every table has the blocks that the next token needs."""
 
     tokens: int
     """Length of the prefix.  It excludes the request's last token, whose logits must be computed."""
-    blocks: list[int]
-    """The blocks of the prefix: ids on the device, or `BELOW`."""
-    copied: bool
-    """Whether the last block must be copied, because the request will write to it and others hold it."""
-    awaited: bool
+    blocks: Mapping[str, list[int]]
+    """The blocks of each table that hold the prefix: ids on the device, `BELOW`, or `ABSENT` if it is not needed."""
+    copied: int = 0
+    """How many blocks must be copied, because the request will write to them and others hold them."""
+    awaited: bool = False
     """Whether a running request computes the next full block."""
 
     @classmethod
     def of(
-        cls, request: Request, running: Sequence[Request], pool: BlockPool, tiers: Tiers, block_size: int
+        cls, request: Request, running: Sequence[Request], tables: Sequence[TableKind], pool: BlockPool, tiers: Tiers
     ) -> "Prefix":
-        """Finds full blocks by key, and the first tokens of the next block in a block of a running request."""
-        blocks = []
-        for key in request.keys:
-            block = pool.find(key)
-            if block is None and key not in tiers:
-                break
-            blocks.append(BELOW if block is None else block)
-        full = len(blocks)
-        start = full * block_size
-        key = request.keys[full : full + 1]
-        if key and any(donor.keys[full : full + 1] == key and donor.filled < start + block_size for donor in running):
-            return cls(start, blocks, False, True)
-        common = {donor: _common(request, donor, full, block_size) for donor in running}
-        donor = max(common, key=common.__getitem__, default=request)
-        if common.get(donor):
-            return cls(start + common[donor], [*blocks, donor.blocks[full]], True, False)
-        tokens = min(start, len(request.tokens) - 1)
-        copied = tokens < start and blocks[-1] != BELOW and not pool.is_free(blocks[-1])
-        return cls(tokens, blocks, copied, False)
+        """Finds full blocks by key.
 
-    def takes(self, count: int, pool: BlockPool) -> int:
-        """The number of free blocks that a request of `count` blocks with this prefix takes."""
-        kept = [block for block in self.blocks if block != BELOW and not pool.is_free(block)]
-        return count - len(kept) + self.copied
+        If there is one table, and requests keep all its blocks, it also finds the first tokens of the next block in a
+        block of a running request.
+        """
+        known = {table.name: _Known(request.keys_of(table.name), pool, tiers) for table in tables}
+        end, tokens = _longest(request, tables, known)
+        blocks = {table.name: known[table.name].blocks(table, tokens) for table in tables}
+        for table in tables:
+            index = end // table.block_size
+            key, stop = request.keys_of(table.name)[index : index + 1], (index + 1) * table.block_size
+            if key and any(
+                donor.keys_of(table.name)[index : index + 1] == key and donor.filled < stop for donor in running
+            ):
+                return cls(tokens, blocks, awaited=True)
+        (table, *others) = tables
+        if table.plain and not others:
+            common = {donor: _common(request, donor, table, end // table.block_size) for donor in running}
+            donor = max(common, key=common.__getitem__, default=request)
+            if common.get(donor):
+                shared = donor.blocks[end // table.block_size]
+                return cls(end + common[donor], {table.name: [*known[table.name].leading(), shared]}, copied=1)
+        written = (blocks[table.name][index : index + 1] for table in tables for index in [tokens // table.block_size])
+        copied = sum(block[0] not in (BELOW, ABSENT) and not pool.is_free(block[0]) for block in written if block)
+        return cls(tokens, blocks, copied)
+
+    @property
+    def on_device(self) -> list[int]:
+        """The ids of blocks on the device."""
+        return [block for found in self.blocks.values() for block in found if block not in (BELOW, ABSENT)]
+
+    @property
+    def is_below(self) -> bool:
+        """Whether blocks must be loaded."""
+        return any(BELOW in found for found in self.blocks.values())
 
 
-def _common(request: Request, donor: Request, block: int, block_size: int) -> int:
+class _Known:
+    """The blocks of a table that hold full blocks of a request."""
+
+    def __init__(self, keys: Sequence[bytes], pool: BlockPool, tiers: Tiers):
+        self._keys, self._pool, self._tiers = keys, pool, tiers
+
+    def __len__(self) -> int:
+        """The number of full blocks of the request."""
+        return len(self._keys)
+
+    def find(self, index: int) -> int:
+        """The id of the block with the content of block number `index`, `BELOW`, or `ABSENT` if there is none."""
+        if not 0 <= index < len(self._keys):
+            return ABSENT
+        block = self._pool.find(self._keys[index])
+        if block is None:
+            return BELOW if self._keys[index] in self._tiers else ABSENT
+        return block
+
+    def leading(self) -> list[int]:
+        """The first blocks, up to the first that is absent."""
+        return list(takewhile(lambda block: block != ABSENT, map(self.find, range(len(self)))))
+
+    def blocks(self, table: TableKind, tokens: int) -> list[int]:
+        """The blocks that the request needs after `tokens` tokens, behind those that it does not need."""
+        needed = table.needed(tokens)
+        return [ABSENT] * needed.start + list(map(self.find, needed))
+
+
+def _longest(request: Request, tables: Sequence[TableKind], known: Mapping[str, _Known]) -> tuple[int, int]:
+    """The end of the last full block that is cached in every table, and the length of the prefix.
+
+    These differ if all tokens of the request are cached: the last of them is computed again.
+    """
+    sizes = [table.block_size for table in tables]
+    states = [table.block_size for table in tables if table.states]
+    unit = math.lcm(*states) if states else math.gcd(*sizes)
+    ends = [
+        (len(known[table.name].leading()) if table.window is None else len(known[table.name])) * table.block_size
+        for table in tables
+    ]
+    expiring = [table for table in tables if table.window is not None]
+    last = len(request.tokens) - 1
+    for end in range(min(ends) // unit * unit, 0, -unit):
+        if states and end > last:
+            continue  # there is no state after all tokens but the last
+        tokens = min(end, last)
+        if all(ABSENT not in map(known[table.name].find, table.needed(tokens)) for table in expiring):
+            return end, tokens
+    return 0, 0
+
+
+def _common(request: Request, donor: Request, table: TableKind, block: int) -> int:
     """The number of leading tokens that `request` can copy from the donor's block number `block`.
 
     It is 0 if earlier blocks differ.  Only tokens that `donor` has cached are counted, and not the request's last
     token.
     """
-    if block and donor.keys[block - 1 : block] != request.keys[block - 1 : block]:
+    ours, theirs = request.keys_of(table.name), donor.keys_of(table.name)
+    if block and theirs[block - 1 : block] != ours[block - 1 : block]:
         return 0  # equal keys would mean equal earlier tokens
-    start = block * block_size
-    end = start + block_size
-    ours = request.tokens[start : min(end, len(request.tokens) - 1)]
-    theirs = donor.tokens[start : min(end, donor.cached)]
-    pairs = zip(ours, theirs, strict=False)
+    start = block * table.block_size
+    end = start + table.block_size
+    pairs = zip(
+        request.tokens[start : min(end, len(request.tokens) - 1)],
+        donor.tokens[start : min(end, donor.cached)],
+        strict=False,
+    )
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -5,6 +5,21 @@ from dataclasses import dataclass, field
 
 from jaxkv.models.sampling import Sampling
 
+ABSENT = -1
+"""Stands for a block that a request does not hold: one that has expired, or that was never needed."""
+
+
+@dataclass
+class Held:
+    """What a request holds of one table."""
+
+    blocks: list[int] = field(default_factory=list)
+    """Its blocks, in order: ids, or `ABSENT`."""
+    keys: list[bytes] = field(default_factory=list)
+    """Keys of its full blocks, in order; updated when it joins and when it fills a block."""
+    first: int = 0
+    """Blocks before this one have expired."""
+
 
 @dataclass(eq=False)
 class Request:
@@ -19,8 +34,8 @@ class Request:
     """Counts the requests of an engine."""
     tokens: list[int] = field(init=False)
     """The prompt and the generated tokens."""
-    blocks: list[int] = field(default_factory=list, init=False)
-    """Its blocks, in order."""
+    held: dict[str, Held] = field(default_factory=dict, init=False)
+    """Its blocks, by the name of their table."""
     cached: int = field(default=0, init=False)
     """The number of leading tokens that have entries in its blocks, including those that a launched step writes."""
     filled: int = field(default=0, init=False)
@@ -29,14 +44,21 @@ class Request:
     """The number of tokens after `tokens` that launched steps sample, and that the host has not read yet."""
     place: int = field(default=-1, init=False)
     """Where its last token is kept on the device while it runs."""
-    keys: list[bytes] = field(default_factory=list, init=False)
-    """Keys of its full blocks, in order; updated when it joins and when it fills a block."""
     finish_reason: str | None = field(default=None, init=False)
     """None while it waits or runs; then "stop" (its last token is a stop token), "length", "cancelled", or "nan" (its
     logits are NaN)."""
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
+
+    @property
+    def blocks(self) -> list[int]:
+        """The ids of the blocks that it holds, table by table, in order."""
+        return [block for held in self.held.values() for block in held.blocks if block != ABSENT]
+
+    def keys_of(self, table: str) -> list[bytes]:
+        """The keys of its full blocks of a table."""
+        return self.held[table].keys
 
     @property
     def generated(self) -> list[int]:

@@ -17,7 +17,8 @@ from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling, sample
 from jaxkv.models.speculative import draft, verify
 from jaxkv.serving.pool import BlockPool
-from jaxkv.serving.request import Request
+from jaxkv.serving.request import Held, Request
+from jaxkv.serving.table import tables_of
 
 GREEDY = Sampling()
 
@@ -85,6 +86,9 @@ class SpeculativeEngine:
         self.block_size = positive_int("block_size", block_size)
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
+        tables = tables_of(model.layout(num_blocks, block_size, order), block_size)
+        if len(tables) > 1 or not tables[0].plain:
+            raise ValueError("`model` has several block tables, windows or states: expected `Engine`, which has these")
         cache = model.cache(num_blocks, block_size, order)
         # Committed to its device, like the caches that programs return: jit compiles separately for committed arrays.
         self.cache = jax.device_put(cache, cache.buffer.sharding)
@@ -155,7 +159,7 @@ class SpeculativeEngine:
             blocks = -(-self._entries(len(request.prompt), request.max_tokens) // self.block_size)
             if blocks > self.pool.num_free:
                 return
-            request.blocks = [self.pool.take() for _ in range(blocks)]
+            request.held[""] = Held([self.pool.take() for _ in range(blocks)])
             self.running.append(self.waiting.popleft())
 
     def _prefill_next(self) -> list[tuple[Request, int]]:
@@ -203,7 +207,7 @@ class SpeculativeEngine:
                 del self._drafts[request]
                 for block in request.blocks:
                     self.pool.release(block)
-                request.blocks, request.cached = [], 0
+                request.held[""], request.cached = Held(), 0
                 break
         return new
 

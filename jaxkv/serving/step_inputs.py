@@ -49,36 +49,42 @@ class Rows(NamedTuple):
     seq_lens: Any
     """int32 [B], the new tokens included; 0 for a row without a span."""
     block_tables: Any
-    """int32 [B, M]."""
+    """int32 [B, M]; a dict of such arrays by the names of the tables, if there are several."""
     slot_mapping: Any
     """int32 [B, Q]; -1 for padding."""
     places: Any
     """int32 [B], where the request's last token is kept on the device."""
 
     @classmethod
-    def of(cls, spans: Sequence[Span], count: int, columns: int, *, tables: np.ndarray, block_size: int) -> "Rows":
+    def of(
+        cls, spans: Sequence[Span], count: int, columns: int, *, tables: Mapping[str, np.ndarray], block_size: int
+    ) -> "Rows":
         """The tokens of the spans, at most `columns` each, in `count` rows.  Rows without a span are empty.
 
-        `tables` are the block tables of running requests by place, int32 [places, M].
+        `tables` are the block tables of running requests by place, int32 [places, M], by name.  Slots are those of the
+        first, whose blocks have `block_size` tokens.
         """
-        used = len(spans)
+        used, places = len(spans), [span.request.place for span in spans]
+        given = {name: np.full((count, table.shape[1]), -1, np.int32) for name, table in tables.items()}
+        for name, table in tables.items():
+            given[name][:used] = table[places]
+        main = next(iter(given.values()))
         rows = cls(
             tokens=np.zeros((count, columns), np.int32),
             seq_lens=np.zeros(count, np.int32),
-            block_tables=np.full((count, tables.shape[1]), -1, np.int32),
+            block_tables=main if len(given) == 1 else given,
             slot_mapping=np.full((count, columns), -1, np.int32),
             places=np.zeros(count, np.int32),
         )
-        rows.places[:used] = places = [span.request.place for span in spans]
+        rows.places[:used] = places
         rows.seq_lens[:used] = [span.end for span in spans]
-        rows.block_tables[:used] = tables[places]
         for row, (request, start, end, _) in enumerate(spans):
             first, known = columns - (end - start), request.tokens[start:end]
             rows.tokens[row, first : first + len(known)] = known
             rows.tokens[row, first + len(known) :] = ON_DEVICE
         positions = rows.seq_lens[:used, None] - columns + np.arange(columns, dtype=np.int32)
         starts = np.asarray([span.start for span in spans], np.int32)[:, None]
-        blocks = np.take_along_axis(rows.block_tables[:used], np.maximum(positions, 0) // block_size, axis=1)
+        blocks = np.take_along_axis(main[:used], np.maximum(positions, 0) // block_size, axis=1)
         slots = blocks * block_size + positions % block_size
         rows.slot_mapping[:used] = np.where(positions < starts, -1, slots)
         return rows

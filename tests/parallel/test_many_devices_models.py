@@ -197,7 +197,7 @@ def test_no_program_copies_the_cache(divided):
     cache = model.cache(2**13)
     layout = cache.layout
     assert layout.nbytes > 100e6
-    rows = Rows.of([], 4, 1, tables=np.full((4, 8), -1, np.int32), block_size=64)
+    rows = Rows.of([], 4, 1, tables={"": np.full((4, 8), -1, np.int32)}, block_size=64)
     program = jax.jit(run_layers, donate_argnums=1).lower(model, cache, np.zeros(4, np.int32), rows)
     memory = program.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= layout.nbytes

@@ -88,8 +88,10 @@ def test_twenty_requests_join_and_leave_with_one_trace_of_each_program(monkeypat
 
 def copies(served, monkeypatch):
     """Counts the blocks that are copied."""
-    made, copy = [], served._copy
-    monkeypatch.setattr(served, "_copy", lambda cache, src, dst: made.append((src, dst)) or copy(cache, src, dst))
+    made, copy = [], served.tables._copy
+    monkeypatch.setattr(
+        served.tables, "_copy", lambda cache, src, dst: made.append((src, dst)) or copy(cache, src, dst)
+    )
     return made
 
 

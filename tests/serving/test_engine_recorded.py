@@ -92,7 +92,7 @@ def test_no_program_copies_the_cache(chunks):
     layout = model().layout(4096)
     assert layout.nbytes > 400e6
     cache = KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
-    sizes = {"tables": np.full((32, 8), -1, np.int32), "block_size": 64}
+    sizes = {"tables": {"": np.full((32, 8), -1, np.int32)}, "block_size": 64}
     batches = [Rows.of([], 4, 64, **sizes)] * chunks + [Rows.of([], 32, 1, **sizes)]
     layers = jax.jit(program.run_layers, donate_argnames="cache")
     memory = layers.lower(model(), cache, np.zeros(32, np.int32), *batches).compile().memory_analysis()

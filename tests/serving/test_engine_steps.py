@@ -123,9 +123,9 @@ class TestAhead:
         while not other.finish_reason:
             served.step()
         third = served.submit((*prompt(3), *right(prompt(3), 2)), max_tokens=2)
-        served._extend_keys(third)
-        assert second.keys[0] == third.keys[0]
-        assert served.pool.find(third.keys[0]) is None
+        served.tables.extend_keys(third)
+        assert second.keys_of("")[0] == third.keys_of("")[0]
+        assert served.pool.find(third.keys_of("")[0]) is None
         while not third.finish_reason:
             served.step()
         assert not second.finish_reason

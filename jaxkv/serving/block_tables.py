@@ -1,0 +1,186 @@
+"""`BlockTables`: the blocks that requests hold, and what these contain."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from jaxkv.cache import KVCache
+from jaxkv.serving.pool import BlockPool
+from jaxkv.serving.prefix import BELOW, Prefix
+from jaxkv.serving.request import ABSENT, Held, Request
+from jaxkv.serving.table import TableKind
+from jaxkv.serving.tiers import Tiers
+
+NOWHERE = -1
+"""A block id outside every cache."""
+
+
+class BlockTables:
+    """The block tables of requests: takes their blocks from a pool, fills, finds and releases them.
+
+    Args:
+      tables: the tables of each request.
+      pool: the blocks of the cache, which all tables share.
+      tiers: what stores blocks below the device.
+      keys: `prefix_keys`, with the layout and the model.
+      copy: a compiled `copy_blocks`, which donates the cache.
+      places: the most running requests.
+      max_len: the most tokens of a request.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableKind],
+        pool: BlockPool,
+        tiers: Tiers,
+        *,
+        keys: Callable[..., list[bytes]],
+        copy: Callable[..., KVCache],
+        places: int,
+        max_len: int,
+    ):
+        self.tables, self.pool, self.tiers = tuple(tables), pool, tiers
+        self.arrays = {table.name: np.full((places, table.up_to(max_len)), ABSENT, np.int32) for table in tables}
+        """The block tables of running requests, by place: int32 [places, M]."""
+        self.max_len = min(table.up_to(max_len) * table.block_size for table in tables)
+        """The most tokens of a request, rounded up to blocks."""
+        self._keys = keys
+        self._copy = copy
+
+    def extend_keys(self, request: Request) -> None:
+        """Adds the keys of the request's full blocks."""
+        for table in self.tables:
+            keys = request.held.setdefault(table.name, Held()).keys
+            known = len(keys) * table.block_size
+            if len(request.tokens) - known >= table.block_size:
+                options = {"block_size": table.block_size, "table": table.name, "after": keys[-1] if known else None}
+                keys += self._keys(request.tokens[known:], **options)
+
+    def prefix(self, request: Request, running: Sequence[Request]) -> Prefix:
+        """The longest cached prefix of a request that waits."""
+        return Prefix.of(request, running, self.tables, self.pool, self.tiers)
+
+    def count(self, request: Request, prefix: Prefix, end: int) -> int:
+        """How many blocks a request holds when it joins with this prefix, and its first step ends at token `end`."""
+        return sum(
+            len({*table.needed(prefix.tokens), *self._written(request, table, prefix.tokens, end)})
+            for table in self.tables
+        )
+
+    def takes(self, request: Request, prefix: Prefix, end: int) -> int:
+        """How many free blocks it takes for that."""
+        kept = sum(not self.pool.is_free(block) for block in prefix.on_device)
+        return self.count(request, prefix, end) - kept + prefix.copied
+
+    def join(self, request: Request, prefix: Prefix) -> None:
+        """Gives a request, which has a place, the blocks of its prefix, all of which are on the device."""
+        for name, blocks in prefix.blocks.items():
+            held = request.held[name]
+            held.blocks = [block if block == ABSENT else self.pool.share(block) for block in blocks]
+            held.first = next((n for n, block in enumerate(blocks) if block != ABSENT), len(blocks))
+            self.arrays[name][request.place, : len(blocks)] = blocks
+
+    def has_blocks_up_to(self, request: Request, end: int) -> bool:
+        """Whether a running request has the blocks for a step that ends at token `end`."""
+        return all(end <= len(request.held[table.name].blocks) * table.block_size for table in self.tables)
+
+    def lacks(self, request: Request, end: int) -> int:
+        """The number of free blocks that `own` takes: for new blocks, and for copies of shared ones."""
+        count = 0
+        for table in self.tables:
+            blocks = request.held[table.name].blocks
+            for index in self._written(request, table, request.cached, end):
+                count += index >= len(blocks) or blocks[index] == ABSENT or self.pool.is_shared(blocks[index])
+        return count
+
+    def own(self, cache: KVCache, request: Request, end: int) -> KVCache:
+        """Gives a request its own blocks for a step that ends at token `end`: new ones, and copies of shared ones."""
+        for table in self.tables:
+            blocks = request.held[table.name].blocks
+            for index in self._written(request, table, request.cached, end):
+                blocks += [ABSENT] * (index + 1 - len(blocks))
+                if blocks[index] == ABSENT:
+                    blocks[index] = self.pool.take()
+                elif self.pool.is_shared(shared := blocks[index]):
+                    blocks[index] = self.pool.take()
+                    cache = self._copy(cache, _ids(shared), _ids(blocks[index]))
+                    self.pool.release(shared)
+                self.arrays[table.name][request.place, index] = blocks[index]
+        return cache
+
+    def fill(self, cache: KVCache, request: Request, start: int, end: int) -> None:
+        """Registers the keys of the blocks that became full with the tokens [start, end), and stores them in tiers.
+
+        Then blocks that no later token needs are released.
+        """
+        contents = {}
+        for table in self.tables:
+            for index in table.filled(start, end):
+                self.extend_keys(request)
+                held = request.held[table.name]
+                contents[held.keys[index]] = held.blocks[index]
+        for key, block in contents.items():
+            self.pool.name(block, key)
+        self.tiers.store(cache, contents)
+        for table in self.tables:
+            if table.window is not None:
+                self._expire(request, table, table.needed(end).start)
+
+    def load(self, cache: KVCache, request: Request, prefix: Prefix) -> tuple[KVCache, int]:
+        """Loads the blocks of a prefix that are not on the device; if that fails, the request computes them.
+
+        Returns the cache, and the number of tokens in the blocks that were loaded.
+        """
+        # Hold all blocks of the prefix, so that loading one does not evict another.
+        shared = [self.pool.share(block) for block in prefix.on_device]
+        contents: dict[bytes, int] = {}
+        covered: set[int] = set()
+        for table in self.tables:
+            for index, block in enumerate(prefix.blocks[table.name]):
+                if block == BELOW:
+                    contents[request.keys_of(table.name)[index]] = self.pool.take()
+                    covered.update(range(index * table.block_size, (index + 1) * table.block_size))
+        try:
+            cache, loaded = self.tiers.load(cache, contents)
+            for key, block in contents.items() if loaded else ():
+                self.pool.name(block, key)
+        finally:
+            self._release([*shared, *contents.values()])
+        return cache, len(covered) if loaded else 0
+
+    def leave(self, request: Request) -> None:
+        """Releases the blocks of a request.  Blocks that other requests share remain held.
+
+        Launched steps may still write to the blocks.  Programs that later holders launch run after them.
+        """
+        for table in self.tables:
+            held = request.held[table.name]
+            self.arrays[table.name][request.place] = ABSENT
+            self._release(block for block in held.blocks if block != ABSENT)
+            held.blocks, held.first = [], 0
+
+    def warm_up(self, cache: KVCache) -> KVCache:
+        """Compiles the copies of blocks and the programs of transfers."""
+        return self.tiers.warm_up(self._copy(cache, _ids(NOWHERE), _ids(NOWHERE)))
+
+    def _written(self, request: Request, table: TableKind, start: int, end: int) -> range:
+        """The blocks that a request needs of its own after `start` tokens: all of its tokens, unless they expire."""
+        return table.written(start, request.length if table.window is None else end)
+
+    def _expire(self, request: Request, table: TableKind, first: int) -> None:
+        """Releases the blocks of a table before block number `first`."""
+        held = request.held[table.name]
+        expired = held.blocks[held.first : first]
+        held.blocks[held.first : first] = [ABSENT] * len(expired)
+        self.arrays[table.name][request.place, held.first : first] = ABSENT
+        self._release(block for block in expired if block != ABSENT)
+        held.first = max(first, held.first)
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        # Release the last block first, so that it is evicted first: a block is useless without those before it.
+        for block in reversed(list(blocks)):
+            self.pool.release(block)
+
+
+def _ids(block: int) -> np.ndarray:
+    return np.asarray([block], np.int32)
