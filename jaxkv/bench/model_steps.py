@@ -23,7 +23,12 @@ def blocks_for(tokens: int) -> int:
 
 
 def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
-    """A cache with random entries in every slot of every layer."""
+    """A cache with random entries in every slot of every layer; ValueError if the model has several block tables."""
+    if len(model.tables) > 1:
+        raise ValueError(
+            f"`model` is a {model.config.architecture}, with block tables {', '.join(map(repr, model.tables))}: steps of "
+            "models with one table are supported"
+        )
 
     def fill():
         cache = model.cache(num_blocks, BLOCK_SIZE)

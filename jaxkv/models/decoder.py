@@ -36,8 +36,8 @@ def step(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, ja
 
     The result is that of `prefill` of one batch after the other, except that a row may attend to tokens of the same
     request in other rows: in every layer, the entries of all new tokens are stored first.  A long chunk may therefore
-    be divided into several rows, unless the model has states: these are passed on from step to step only.  Matrix products multiply the tokens of all batches by the same weights, so that
-    these are read once.
+    be divided into several rows.  Not so for a model with states, which a step passes on to later steps only.  Matrix
+    products multiply the tokens of all batches by the same weights, so that these are read once.
 
     Args:
       model: from `load`.

@@ -149,8 +149,8 @@ def verify(
       - accepted, int32 [B]: the number of leading drafts that equal the model's tokens.
 
     Raises:
-      ValueError: a shape or dtype is wrong, the cache is not of the model's layout, or the model has states, which would
-        remember rejected drafts.
+      ValueError: a shape or dtype is wrong, the cache is not of the model's layout, or the model has states, which
+        would remember rejected drafts.
     """
     if model.config.recurrent is not None:
         raise ValueError(

@@ -334,3 +334,84 @@ class TestMistral4:
     )
     def test_unsupported_configurations_are_rejected(self, tmp_path, values, words):
         rejects(changed("mistral4", tmp_path, **values), "config.json", *words)
+
+
+class TestQwen3Next:
+    @staticmethod
+    def read(**values):
+        return models.ModelConfig.from_json({**PUBLISHED["Qwen3-Next"], **values})
+
+    def test_the_layers_with_attention(self):
+        config = self.read()
+        assert [layer for layer in range(48) if layer not in config.recurrent.layers] == list(range(3, 48, 4))
+        assert (config.num_attentions, config.first_attention(3), config.first_attention(4)) == (12, 0, 1)
+        kinds = ["linear_attention", "full_attention"]
+        types = [kinds[layer % 4 == 3] for layer in range(48)]
+        assert self.read(layer_types=types) == self.read(layer_types=types, full_attention_interval=2) == config
+        assert self.read(full_attention_interval=None) == config
+        assert self.read(full_attention_interval=2).num_attentions == 24
+
+    def test_the_size_of_the_published_model(self):
+        """The model card says 80 billion parameters, of which a token uses 3."""
+        model = jax.eval_shape(partial(models.random_model, self.read()))
+        count = sum(weight.size for weight in jax.tree.leaves(model.params))
+        assert round(count / 1e9) == 80
+        layout = model.layout(4, 1536)
+        # Of each layer, 32 heads of 128 x 128 values, and 3 tokens of 8,192 channels.
+        assert layout["state"].entry.nbytes == 4 * (32 * 128 * 128 + 3 * 8192)
+        assert (layout["kv"].num_layers, layout["state"].num_layers) == (12, 36)
+        assert {group.strides.block * 2 for group in layout.values()} == {36 * layout["state"].entry.nbytes}
+
+    def test_heads_are_rotated_in_part(self):
+        config = self.read()
+        assert (config.attention.head_dim, config.attention.rotary_dim) == (256, 64)
+        assert self.read(partial_rotary_factor=1).attention.rotary_dim == 256
+        rope = {"rope_type": "default", "rope_theta": 1e7}
+        values = {"rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}
+        published = {name: value for name, value in PUBLISHED["Qwen3-Next"].items() if name not in values}
+        for factor in ({}, {"partial_rotary_factor": 0.25}):
+            assert models.ModelConfig.from_json({**published, "rope_parameters": {**rope, **factor}}) == config
+
+    def test_weights_of_the_mtp_layer_are_skipped(self, tmp_path):
+        def change(weights):
+            weights["mtp.fc.weight"] = np.ones((48, 96), np.float32)
+            weights["mtp.layers.0.self_attn.q_proj.weight"] = np.ones((48, 48), np.float32)
+
+        assert_same(models.load(changed("qwen3_next", tmp_path, change)), models.load(RECORDED / "qwen3_next"))
+        name = "model.layers.1.linear_attn.A_log"
+        folder = changed("qwen3_next", tmp_path, lambda weights: weights.update({name: np.ones(4, np.float32)}))
+        rejects(folder, "does not have", name)
+
+    def test_norms_are_stored_minus_1(self):
+        weights = safetensors.numpy.load_file(RECORDED / "qwen3_next" / FILE)
+        params = models.load(RECORDED / "qwen3_next").params
+        attention = params["layers"][1]["attention"]
+        np.testing.assert_array_equal(params["norm"], weights["model.norm.weight"] + 1)
+        np.testing.assert_array_equal(attention["k_norm"], weights["model.layers.1.self_attn.k_norm.weight"] + 1)
+        plain = weights["model.layers.0.linear_attn.norm.weight"]
+        np.testing.assert_array_equal(params["layers"][0]["attention"]["norm"], plain)
+
+    @pytest.mark.parametrize(
+        ("values", "words"),
+        [
+            ({"layer_types": ["full_attention"] * 3}, ["`layer_types`", "layers of both kinds"]),
+            ({"layer_types": ["linear_attention", "full_attention"]}, ["`layer_types`", "each of 3 layers"]),
+            ({"layer_types": ["linear_attention", "full_attention", "mamba"]}, ["`layer_types`", "'full_attention'"]),
+            ({"layer_types": None}, ["`full_attention_interval` is None", "layers of both kinds among the 3"]),
+            ({"decoder_sparse_step": 2}, ["`decoder_sparse_step` is 2"]),
+            ({"mlp_only_layers": [0]}, ["`mlp_only_layers` is [0]"]),
+            ({"use_sliding_window": True}, ["`use_sliding_window` is True"]),
+            ({"linear_num_key_heads": 3}, ["`linear_num_key_heads` is 3", "divisor of the 4"]),
+            ({"linear_conv_kernel_dim": 1}, ["`linear_conv_kernel_dim` is 1", "from 2"]),
+            ({"num_experts_per_tok": 9}, ["`num_experts_per_tok` is 9", "the 8 experts"]),
+            ({"num_experts": 0}, ["`num_experts` is 0"]),
+            ({"head_dim": 12}, ["`head_dim` is 12", "even one"]),
+            ({"hidden_act": "gelu"}, ["`hidden_act` is 'gelu'"]),
+            ({"attention_bias": True}, ["`attention_bias` is True"]),
+            ({"partial_rotary_factor": 0.5}, ["`rope_parameters.partial_rotary_factor` is 0.25", "0.5"]),
+            ({"partial_rotary_factor": 1.5}, ["`partial_rotary_factor` is 1.5", "at most 1"]),
+            ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["`rope_parameters.rope_type` is 'yarn'"]),
+        ],
+    )
+    def test_unsupported_configurations_are_rejected(self, tmp_path, values, words):
+        rejects(changed("qwen3_next", tmp_path, **values), "config.json", *words)

@@ -106,7 +106,8 @@ def _recurrent_layers(fields: JsonObject, num_layers: int) -> tuple[int, ...]:
 def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
     recurrent: Any = config.recurrent
     tree = decoder.weights(_recurrent_weights if layer in recurrent.layers else _attention_weights, config, layer)
-    weight, hidden, experts = decoder.of_layer(layer), config.hidden_size, config.experts
+    weight, hidden = decoder.of_layer(layer), config.hidden_size
+    experts: Any = config.experts
     shared = {
         "shared": feed_forward(weight, "mlp.shared_expert", hidden, experts.shared_intermediate_size),
         "shared_gate": weight("mlp.shared_expert_gate.weight", 1, hidden, expanded=True),
@@ -140,7 +141,7 @@ def _recurrent_weights(config: ModelConfig, attention: GQA, weight) -> dict[str,
 
 
 def _mixer(model: Model, config: GQA, weights, x, cache: KVCache, batch: Batch, layer):
-    """Attention, or the gated delta rule in layers that have its weights; both have layers of the cache of their own."""
+    """Attention, or the gated delta rule in layers that have its weights.  The cache counts layers of each kind."""
     recurrent: Any = model.config.recurrent
     before = (jnp.asarray(recurrent.layers, jnp.int32) < layer).sum(dtype=jnp.int32)
     if "conv" in weights:

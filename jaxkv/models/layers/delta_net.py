@@ -1,12 +1,13 @@
-"""A layer with the gated delta rule instead of attention (Gated DeltaNet, Qwen3-Next), whose states are in the cache."""
+"""A layer with the gated delta rule instead of attention (Gated DeltaNet); its states are in the cache."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch, Part, joined
+from jaxkv.models.batch import Batch, joined
 from jaxkv.models.config import DeltaNet
 from jaxkv.models.layers.delta_rule import convolve, gated_delta_rule
 from jaxkv.models.layers.linear import linear, rms_norm, with_rank
@@ -34,7 +35,7 @@ def delta_net(
     """
     shape, options = x.shape[:2], {"layer": layer, "implementation": model.implementation}
     packed = model.layout_with_states(config, cache.layout.num_blocks, cache.layout.block_size)
-    states, tokens = cache.view(packed[STATE]), packed.tables[STATE].block_size
+    states, tokens = cache.view(packed[STATE]), packed.groups[STATE].rate
 
     # The weights have the rows of a key head, and then those of the next.
     values = config.num_value_heads // config.num_key_heads * config.value_head_dim
@@ -50,8 +51,11 @@ def delta_net(
     for part, *arrays in zip(batch.parts, *map(batch.divided, new), strict=True):
         count = arrays[0].sum(axis=1, dtype=jnp.int32)
         before, after = part.seq_lens - count - 1, jnp.where(count > 0, part.seq_lens, 0) - 1
-        before, after = (slots_for(part.tables[STATE], last // tokens, block_size=1) for last in (before, after))
-        parts.append((after, *_advance(config, weights, read_state(states, before, **options), count, *arrays)))
+        sizes = {"block_size": states.layout.block_size}
+        before, after = (slots_for(part.tables[STATE], last // tokens, **sizes) for last in (before, after))
+        # XLA must not read the old states once more, after the new ones are stored: it would copy the cache before.
+        states, state = lax.optimization_barrier((states, read_state(states, before, **options)))
+        parts.append((after, *_advance(config, weights, state, count, *arrays)))
     for slots, after, _ in parts:
         states = write_state(states, after, slots, **options)
 
@@ -70,13 +74,8 @@ def _advance(config: DeltaNet, weights, state, count, is_new, mixed, decay, rate
     # Padding leaves the state as it is, whatever it holds.
     mixed, decay, rate = (jnp.where(is_new[..., None], part, 0) for part in (jax.nn.silu(mixed), decay, rate))
     size = config.num_key_heads * config.key_head_dim
-    q, k, v = (
-        part.reshape(*mixed.shape[:2], -1, n)
-        for part, n in zip(
-            jnp.split(mixed, [size, 2 * size], axis=-1),
-            (config.key_head_dim, config.key_head_dim, config.value_head_dim),
-            strict=True,
-        )
-    )
+    sizes = (config.key_head_dim, config.key_head_dim, config.value_head_dim)
+    parts = zip(jnp.split(mixed, [size, 2 * size], axis=-1), sizes, strict=True)
+    q, k, v = (part.reshape(*mixed.shape[:2], -1, n) for part, n in parts)
     out, delta = gated_delta_rule(q, k, v, decay, rate, state["delta"])
     return {"conv": conv, "delta": delta}, out

@@ -19,6 +19,8 @@ and o_i = exp(c_i) S' q_i + sum over j <= i of exp(c_i - c_j) (q_i . k_j) D_j.  
 All arithmetic is in float32.
 """
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -49,8 +51,8 @@ def convolve(x, state, weight, count) -> tuple[jax.Array, jax.Array]:
     x = jax.vmap(lambda row, earlier, first: lax.dynamic_update_slice(row, earlier, (first, 0)))(
         x, state, q_len - count
     )
-    out = sum(x[:, i : i + q_len] * with_rank(weight[:, i], 3) for i in range(width))
-    return out, x[:, q_len:]
+    taps = [x[:, i : i + q_len] * with_rank(weight[:, i], 3) for i in range(width)]
+    return reduce(jnp.add, taps), x[:, q_len:]
 
 
 def gated_delta_rule(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]:
