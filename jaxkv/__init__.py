@@ -17,8 +17,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, `prefill_kv`, for many new tokens;
   `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
-  `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of two, with the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and
-  `select_slots`, which runs them on prompts of any length); `merge_states`.
+  `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of two; the V3.2 indexer (`indexer_logits`,
+  `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few; `TileScaled`, a weight in

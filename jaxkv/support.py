@@ -75,16 +75,16 @@ def support_matrix() -> str:
     """
     names = [f"`{backend.name}` ({backend.devices})" for backend in backends.BACKENDS]
     lines = [f"| operation | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    cells: dict[tuple[str, str], dict[str, None]] = {}
-    for operation, (entry_format, args, kwargs) in sample_calls():
-        call = operation.call(*args, **kwargs)
-        for backend in backends.BACKENDS:
-            formats = cells.setdefault((operation.name, backend.name), {})
-            if not backend.unsupported_reasons(call):
-                formats[entry_format or "any"] = None
     for operation in OPERATIONS:
-        row = (", ".join(cells[operation.name, backend.name]) or "-" for backend in backends.BACKENDS)
-        lines.append(f"| `{operation.name}` | {' | '.join(row)} |")
+        for variant in ("", *operation.variants):
+            cells: dict[str, dict[str, None]] = {backend.name: {} for backend in backends.BACKENDS}
+            for entry_format, args, kwargs in operation.samples(variant):
+                call = operation.call(*args, **kwargs)
+                for backend in backends.BACKENDS:
+                    if not backend.unsupported_reasons(call):
+                        cells[backend.name][entry_format or "any"] = None
+            row = (", ".join(formats) or "-" for formats in cells.values())
+            lines.append(f"| `{operation.name}`{variant and ' ' + variant} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 

@@ -76,7 +76,10 @@ def int32(array):
 
 
 def check_cache(cache: KVCache, *kinds: type[Entry], name: str = "cache"):
-    """ValueError unless `cache`, called `name` in messages, is a KVCache with entries of one of `kinds` and a buffer that fits its layout."""
+    """ValueError unless `cache` is a KVCache with entries of one of `kinds` and a buffer that fits its layout.
+
+    Messages call it `name`.
+    """
     if not isinstance(cache, KVCache):
         raise ValueError(f"`{name}` is a {type(cache).__name__}: expected a KVCache")
     layout, buffer = cache.layout, cache.buffer

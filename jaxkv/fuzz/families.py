@@ -217,8 +217,8 @@ class Sparse(DecodeMLA):
 
     @classmethod
     def optional(cls):
-        """`counts` (how many slots are used) and `sinks`."""
-        return ("counts", "sinks")
+        """`counts` (how many slots are used), `sinks`, and `extra` (more slots of the same cache, as of another)."""
+        return ("counts", "sinks", "extra")
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -228,21 +228,39 @@ class Sparse(DecodeMLA):
         return {**found, "options": options}
 
     def index(self, rng, live) -> Index:
-        """Slots, some of them masked."""
+        """Slots, some of them masked, of one or two caches."""
         live |= rng.random(live.size) < rng.random()
-        shape, known = (self.requests, self.q_len, self.count), np.flatnonzero(live)
-        slots = rng.choice(known, shape) if known.size else np.full(shape, -1)
-        masked = rng.random(shape) < pick(rng, 0, 0.1, 1)
-        slots = np.where(masked, rng.choice([*FAR, live.size], shape), slots)
         keywords: dict[str, np.ndarray] = {}
+        slots, counts = self._slots(rng, live, self.count)
         if "counts" in self.extras:
-            counts = rng.integers(self.count + 1, size=shape[:2])
-            unread = np.arange(self.count) >= counts[..., None]
-            slots = np.where(unread, rng.integers(live.size, size=shape), slots)
-            keywords["counts"] = counts.astype(np.int32)
+            keywords["counts"] = counts
+        if "extra" in self.extras:
+            keywords["extra_slots"], keywords["extra_counts"] = self._slots(rng, live, self.count // 2 + 1)
         if "sinks" in self.extras:
             keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
         return (slots,), keywords
+
+    def _slots(self, rng, live, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """`size` slots per query token, and how many of them are used, if the case has counts."""
+        shape, known = (self.requests, self.q_len, size), np.flatnonzero(live)
+        slots = rng.choice(known, shape) if known.size else np.full(shape, -1)
+        masked = rng.random(shape) < pick(rng, 0, 0.1, 1)
+        slots = np.where(masked, rng.choice([*FAR, live.size], shape), slots)
+        counts = rng.integers(size + 1, size=shape[:2]) if "counts" in self.extras else np.full(shape[:2], size)
+        unread = np.arange(size) >= counts[..., None]
+        slots = np.where(unread, rng.integers(live.size, size=shape), slots)
+        return slots.astype(np.int32), counts.astype(np.int32)
+
+    def arguments(self, cache, values, draw, layer):
+        """Queries, the cache and its slots; slots of the cache in the place of another."""
+        keywords = dict(draw.keywords)
+        more = [keywords.pop(name, None) for name in ("extra_slots", "extra_counts")]
+        args, found = super().arguments(cache, values, draw._replace(keywords=keywords), layer)
+        if "extra" in self.extras:
+            slots, counts = more
+            counts = counts if "counts" in self.extras else None
+            found["extra"] = jaxkv.ExtraCache(cache, slots, layer, counts, draw.scales.get("kv_scale"))
+        return args, found
 
 
 class Logits(Queries):

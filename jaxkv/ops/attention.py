@@ -82,9 +82,9 @@ def decode_mla(
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out, of q_latent's shape and dtype, with R + P instead of R in the formats of DeepSeek V4, whose values include the
-      rotary part (see `decode_mla_sparse`); with `return_lse` also lse, float32, of q_latent's shape without R, natural
-      logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf.  Low finite scores are never
+      out, of q_latent's shape and dtype, with R + P instead of R in the formats of DeepSeek V4, whose values include
+      rotary parts (see `decode_mla_sparse`); with `return_lse` also lse, float32, of q_latent's shape without R,
+      natural logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf.  Low finite scores are never
       masked: only a score beyond the range of float32 becomes -inf and gets no weight.  Tokens in blocks outside the
       cache are masked.  If a traced layer is outside the cache, no query sees a token.
 

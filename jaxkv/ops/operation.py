@@ -1,8 +1,8 @@
 """`Operation`: the declaration of a public operation."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ class Operation:
     """The arguments of a sample call, given a cache (`sample_cache`) if the operation has a cache argument."""
     entries: tuple[type[Entry], ...] = ()
     """The kinds of entries whose caches the operation accepts; empty if it has no cache argument."""
+    variants: Mapping[str, Callable[..., Arguments]] = field(default_factory=dict)
+    """Samples, as `sample`, of calls that implementations support with other formats; by what distinguishes them."""
 
     @property
     def name(self) -> str:
@@ -55,13 +57,14 @@ class Operation:
         given.apply_defaults()
         return self.bind(**{name: given.arguments[name] for name in self._bound})
 
-    def samples(self) -> Iterator[Sample]:
-        """A sample for each format of each kind of entry."""
+    def samples(self, variant: str = "") -> Iterator[Sample]:
+        """A sample for each format of each kind of entry, of the usual call or of a variant."""
+        sample = self.variants[variant] if variant else self.sample
         if not self.entries:
-            yield Sample("", *self.sample())
+            yield Sample("", *sample())
         for kind in self.entries:
             for name in kind.formats:
-                yield Sample(name, *self.sample(sample_cache(kind.typical(name))))
+                yield Sample(name, *sample(sample_cache(kind.typical(name))))
 
     @cached_property
     def _signature(self):

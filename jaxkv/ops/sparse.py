@@ -170,4 +170,12 @@ def _sample(cache):
     return (*queries, cache, array("int32", BATCH, 1, 32)), {"scale": 1.0, **sample_options(cache, "kv_scale")}
 
 
-OPERATIONS = (Operation(decode_mla_sparse, _bind, _sample, entries=(MLAEntry,)),)
+def _sample_of_two(cache):
+    args, options = _sample(cache)
+    scale = {"kv_scale": options["kv_scale"]} if "kv_scale" in options else {}
+    return args, {**options, "extra": ExtraCache(cache, array("int32", BATCH, 1, 48), 0, **scale)}
+
+
+OPERATIONS = (
+    Operation(decode_mla_sparse, _bind, _sample, entries=(MLAEntry,), variants={"with `extra`": _sample_of_two}),
+)

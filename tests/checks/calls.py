@@ -55,6 +55,14 @@ def decode_mla_sparse(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None
     return jaxkv.decode_mla_sparse(*q, cache, ints(slots)[:, None], layer=layer, scale=0.3, counts=counts)
 
 
+def decode_mla_sparse_of_two(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None, counts=None):
+    q = [jnp.ones((2, 1, 2, n), jnp.bfloat16) for n in ENTRY.sizes]
+    first = jaxkv.KVCache.zeros(MLA)
+    counts = None if counts is None else ints(counts)[:, None]
+    extra = jaxkv.ExtraCache(first if cache is None else cache, ints(slots)[:, None], layer, counts)
+    return jaxkv.decode_mla_sparse(*q, first, ints(((-1,), (0,)))[:, None], layer=0, scale=0.3, extra=extra)
+
+
 def planned_decode_mla():
     cache = jaxkv.KVCache.zeros(MLA)
     return decode_mla(plan=jaxkv.plan_decode(cache, ints(TABLES), ints(LENGTHS), num_heads=2), cache=cache)

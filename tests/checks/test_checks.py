@@ -20,6 +20,7 @@ from checks.calls import (
     decode_kv,
     decode_mla,
     decode_mla_sparse,
+    decode_mla_sparse_of_two,
     gather_indexer_k,
     gather_kv,
     gather_mla,
@@ -113,6 +114,11 @@ MISUSE = {
         dict(slots=[[0, 1, 24], [3, 24, 2]], counts=[2, 2]),
         "`slots`[1, 0, 1] is 24: the cache has 24 slots",
     ),
+    "sparse slot of a second cache": (
+        decode_mla_sparse_of_two,
+        dict(slots=[[0, 1, 2], [3, -1, 24]]),
+        "`extra.slots`[1, 0, 2] is 24: the cache has 24 slots",
+    ),
     "block of the indexer before max_len": (
         indexer_logits,
         dict(tables=[[4, 6], [1, 3]]),
@@ -142,6 +148,7 @@ UNREPORTED = {
     "first token before the request": (gather_mla, dict(starts=[0, -1]), "`seq_starts`[1] is -1"),
     "running sum not from 0": (gather_mla, dict(cu_seq_lens=[1, 7, 10]), "`cu_seq_lens`[0] is 1"),
     "more slots counted than given": (decode_mla_sparse, dict(counts=[3, 4]), "`counts`[1, 0] is 4"),
+    "more slots of a second cache": (decode_mla_sparse_of_two, dict(counts=[3, 4]), "`extra.counts`[1, 0] is 4"),
     "fewer slots counted than none": (decode_mla_sparse, dict(counts=[-1, 3]), "`counts`[0, 0] is -1"),
 }
 

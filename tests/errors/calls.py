@@ -142,6 +142,11 @@ def prefill_kv(a, **changes):
     return call(jaxkv.prefill_kv, dict(**given, layer=0, scale=0.1), changes)
 
 
+def decode_mla_sparse_of_two(a, **changes):
+    extra = call(jaxkv.ExtraCache, dict(cache=a.mla, slots=a.chosen, layer=0), changes)
+    return decode_mla_sparse(a, extra=extra)
+
+
 def decode_mla_sparse(a, **changes):
     given = dict(q_latent=a.q_latent[:, None], q_pe=a.q_pe[:, None], cache=a.mla, slots=a.chosen, layer=0, scale=0.1)
     return call(jaxkv.decode_mla_sparse, given, changes)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+import jaxkv
 from errors.calls import (
     OF_BATCHES,
     OF_RUNS,
@@ -12,6 +13,7 @@ from errors.calls import (
     decode_kv,
     decode_mla,
     decode_mla_sparse,
+    decode_mla_sparse_of_two,
     gather_indexer_k,
     gather_kv,
     gather_mla,
@@ -27,6 +29,7 @@ from errors.calls import (
     write_indexer_k,
     write_kv,
     write_mla,
+    zeros,
 )
 from jaxkv_kernels.tile_scaled import TileScaled
 
@@ -108,6 +111,21 @@ SHAPES = [
     ),
     ("counts of slots", lambda a: decode_mla_sparse(a, counts=a.chosen), ["`counts`", "(2, 1, 5)", "[B, Q] = [2, 1]"]),
     ("counts of requests", lambda a: decode_mla_sparse(a, counts=a.lengths), ["`counts`", "(2,)", "[B, Q] = [2, 1]"]),
+    (
+        "extra slots of one request",
+        lambda a: decode_mla_sparse_of_two(a, slots=a.chosen[:1]),
+        ["`extra.slots`", "(1, 1, 5)", "[B, Q, K'] = [2, 1, K']"],
+    ),
+    (
+        "extra counts of slots",
+        lambda a: decode_mla_sparse_of_two(a, counts=a.chosen),
+        ["`extra.counts`", "(2, 1, 5)", "[B, Q] = [2, 1]"],
+    ),
+    (
+        "extra entries of another size",
+        lambda a: decode_mla_sparse_of_two(a, cache=zeros(jaxkv.MLAEntry("bf16", latent=12, rope=0))),
+        ["`extra.cache`", "latent=12", "8 + 4 values"],
+    ),
     ("sinks of 4", lambda a: decode_mla_sparse(a, sinks=jnp.ones(4)), ["`sinks`", "(4,)", "[Hq] = [3]", "`q_latent`"]),
     ("q without tokens", lambda a: indexer_logits(a, q=a.q_indexer[:, 0]), ["`q`", "(2, 7, 16)", "[B, Q, Hi, D]"]),
     (

@@ -35,9 +35,11 @@ def test_every_public_function_that_chooses_an_implementation_is_declared():
 
 @every_operation
 def test_samples_bind(operation):
-    samples = [*operation.samples()]
-    formats = [name for kind in operation.entries for name in kind.formats]
-    assert [sample.format for sample in samples] == (formats or [""])
+    samples, formats = [], [name for kind in operation.entries for name in kind.formats]
+    for variant in ("", *operation.variants):
+        found = [*operation.samples(variant)]
+        assert [sample.format for sample in found] == (formats or [""])
+        samples += found
     for sample in samples:
         call = operation.call(*sample.args, **sample.kwargs, implementation="ignored")
         assert call.operation == operation.name

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv_kernels.expert_groups import chosen_experts, expert_groups
 from jaxkv_kernels.logit_cap import capped
 from jaxkv_kernels.xla import experts
-import jaxkv
 from support import suites
 from support.compare import assert_close
 from support.suites.experts import arguments as expert_arguments

@@ -93,7 +93,7 @@ def _attend_sparse(model: Model, weights, cache: KVCache, part: Part, q_nope, q_
 
 
 def _expanded(out, weights, cache: KVCache) -> jax.Array:
-    """Values [B, Q, H, V] from sums of latents, which in formats of DeepSeek V4 are followed by those of rotary parts."""
+    """Values [B, Q, H, V] from sums of latents, which sums of rotary parts follow in formats of DeepSeek V4."""
     return product("bqhr,hvr->bqhv", out[..., : cache.layout.entry.latent], weights["w_uv"])
 
 

@@ -119,7 +119,9 @@ class Mosaic:
 
     def check_a_nan_value(self, heads):
         """A NaN among the values of one token makes all of the results that see it NaN, whatever the scale is."""
-        scene = suites.scenes.scene(self.entry("fp8_v4"), lengths=(64, 64)).holding(np.uint8(0xFF), 0, 5, slice(400, 401))
+        scene = suites.scenes.scene(self.entry("fp8_v4"), lengths=(64, 64)).holding(
+            np.uint8(0xFF), 0, 5, slice(400, 401)
+        )
         slots = np.stack([scene.slots(0), scene.slots(1)])[:, None].astype(np.int32)
         q = suites.queries(scene.entry, 2, 1, heads)
         out, lse = self.decode(q, scene.cache(suites.layout_of("BLNHC", scene.entry), 1), slots, 1, scene)
@@ -178,7 +180,6 @@ class TestExtraSlots(Mosaic, suites.ExtraSlots):
     def test_many_slots(self, heads, sizes):
         first, second = self.pair(sizes=sizes)
         self.check_two(suites.queries(first[0].entry, 3, 2, heads), first, second)
-
 
 
 @pytest.mark.usefixtures("interpreted")

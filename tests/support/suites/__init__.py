@@ -19,10 +19,10 @@ from support.suites.decode_mla import assert_batch_invariant as assert_batch_inv
 from support.suites.decode_mla import queries as queries
 from support.suites.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
 from support.suites.decode_mla_sparse import DecodeMLASparseChecks as DecodeMLASparseChecks
-from support.suites.extra_slots import ExtraSlots as ExtraSlots
-from support.suites.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
 from support.suites.experts import ExpertChecks as ExpertChecks
 from support.suites.experts import Experts as Experts
+from support.suites.extra_slots import ExtraSlots as ExtraSlots
+from support.suites.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
 from support.suites.gathers import GatherChecks as GatherChecks
 from support.suites.gathers import Gathers as Gathers
 from support.suites.in_place import BlocksInScans as BlocksInScans

@@ -60,7 +60,9 @@ def _both(slots, counts, extra: ExtraSlots) -> tuple[int, Any]:
     first, second = -(-slots.shape[-1] // PAIR) * PAIR, extra.slots.shape[-1]
     if extra.counts is None:
         return first + second, None
-    return first + second, jnp.where(extra.counts > 0, first + extra.counts, slots.shape[-1] if counts is None else counts)
+    return first + second, jnp.where(
+        extra.counts > 0, first + extra.counts, slots.shape[-1] if counts is None else counts
+    )
 
 
 def config_of(entry, *, queries: int, size: int, heads: int) -> SparseConfig:
@@ -109,7 +111,8 @@ def _decode(
         extra = replace(extra, slots=extra.slots.reshape(requests, -1))
     out, lse, split_out, split_lse, split_scale = attend_slots(
         q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, extra,
-        counts=None if counts is None else counts.reshape(-1), rows=rows, logit_cap=logit_cap, config=config, interpret=interpret,
+        counts=None if counts is None else counts.reshape(-1), rows=rows, logit_cap=logit_cap, config=config,
+        interpret=interpret,
     )  # fmt: skip
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks)
     return out[:, :heads].reshape(batch, tokens, heads, -1), lse[:, :heads].reshape(batch, tokens, heads)

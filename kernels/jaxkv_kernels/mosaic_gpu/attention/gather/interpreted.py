@@ -145,9 +145,7 @@ class InterpretedJoined(JoinedRows):
             regions.append(self._read(self.extra, kv_refs[1], *places[1], found))
         entries, scales, valid = regions[-1]
         if self.extra is not None:
-            entries, scales, valid = (
-                jnp.where(tile < self.first_tiles, a, b) for a, b in zip(*regions, strict=True)
-            )
+            entries, scales, valid = (jnp.where(tile < self.first_tiles, a, b) for a, b in zip(*regions, strict=True))
         return (entries, valid), scales
 
     @staticmethod

@@ -77,9 +77,9 @@ class JoinedRows(GatheredRows):
         return UNITS[which]
 
     def find(self, slot_refs, count_ref, request, tile, length):
-        """Starts to load the slots of a tile of keys, in each lane that of its own row, and the count of the first list.
+        """Starts to load the slots of a tile of keys, in each lane that of its own row, and the first list's count.
 
-        Keys past the first `length` are masked.  `count_ref` may be None.
+        Keys past the first `length` are masked.  `count_ref` may be None: all slots of the first list count.
         """
         counts, refs = [] if count_ref is None else [count_ref], len(slot_refs)
 
@@ -119,9 +119,7 @@ class JoinedRows(GatheredRows):
     def load(self, zero_ref, own, unit: JoinedUnit):
         """Starts to load a unit of a tile, whose addresses are `own`."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), lane_registers(2)), return_type=lane_array(unit.registers)
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), lane_registers(2)), return_type=lane_array(unit.registers))
         def load(_, zero, own):
             return array(joined_lanes.load_unit(zero, word_list(own), unit), lane_registers(unit.registers))
 
@@ -130,9 +128,7 @@ class JoinedRows(GatheredRows):
     def store(self, unit: JoinedUnit, stage: int, k_ref, raw, scales) -> None:
         """Converts a unit, and stores it to `k_ref` [2, 2, 64, 256]."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(ref_type(self.latent_dtype), lane_registers(unit.registers), lane_registers(2))
-        )
+        @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), lane_registers(unit.registers), lane_registers(2)))
         def store(_, ref, raw, scales):
             joined_lanes.store_unit(ref, raw, word_list(scales), unit, stage)
 

@@ -47,6 +47,7 @@ def lane_registers(per_lane: int) -> Any:
 
 
 def lane_array(per_lane: int) -> Any:
+    """The type of such an array."""
     return plgpu.ShapeDtypeStruct((lanes.THREADS * per_lane,), jnp.int32, layout=lane_registers(per_lane))
 
 
@@ -226,7 +227,9 @@ class GatheredRows:
     def load(self, kv_ref, zero_ref, slots, layer, limit, unit: Unit):
         """Starts to load a unit of a tile's rows.  `slots` come from `spread`; valid ones are below `limit`."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=lane_array(16))
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR), return_type=lane_array(16)
+        )
         def load(_, kv, zero, slots, layer, limit):
             rows = self._rows(kv, zero, slots, layer, limit)
             return array(lanes.load_unit(rows, zero, unit, self.stored), lane_registers(16))
@@ -239,7 +242,9 @@ class GatheredRows:
             return None
         count, region = 2 if self.scale_dtype == "e8m0" else 4, self._region("scales")
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=lane_array(count))
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=lane_array(count)
+        )
         def load(_, kv, zero, slots, layer, limit):
             (row,) = self._rows(kv, zero, slots, layer, limit, region)
             if self.scale_dtype == "e8m0":

@@ -284,6 +284,8 @@ class JoinedTiles(GatherTiles):
                 self._wait_free(tile, 1 - tile, used)
             following_unit = n + len(ring)
             self.rows.store(unit, tile, self.k, ring.pop(0), scales)
-            ring.append(self.rows.load(self.zero_ref, own if following_unit < len(units) else ahead, coming[following_unit]))
+            ring.append(
+                self.rows.load(self.zero_ref, own if following_unit < len(units) else ahead, coming[following_unit])
+            )
         self._stored(2 * tile + 1 - tile)
         return tuple(ring), scales_ahead, ahead, after
