@@ -260,6 +260,8 @@ class TestConfiguration:
             ({"qk_rope_head_dim": 8}, ["`qk_rope_head_dim` is 8", "16"]),
             ({"index_head_dim": 8}, ["`index_head_dim` is 8", "16 values"]),
             ({"num_experts_per_tok": 9}, ["`num_experts_per_tok` is 9", "8 `n_routed_experts`"]),
+            ({"layer_types": None}, ["`layer_types` is None"]),
+            ({"head_dim": 160}, ["`qk_rope_head_dim` is 16", "32"]),
             ({"rope_theta": 5.0}, ["`rope_parameters.main.rope_theta` is 10000.0", "5.0"]),
         ],
     )
@@ -308,7 +310,9 @@ class TestRejected:
     def test_parallel_models(self):
         mesh = jax.make_mesh((2,), ("x",))
         for parallel in (models.TensorParallel, models.ContextParallel, models.ExpertParallel):
-            words = f"`parallel` is a {parallel.__name__}, and the model has compressed attention.*: expected a OneDevice"
+            words = (
+                f"`parallel` is a {parallel.__name__}, and the model has compressed attention.*: expected a OneDevice"
+            )
             with pytest.raises(ValueError, match=words):
                 models.load(FOLDER, parallel=parallel(mesh, "x"))
 
@@ -329,7 +333,9 @@ class TestRejected:
         names = ", ".join(map(repr, model().tables))
         with pytest.raises(ValueError, match=f"`block_tables` has the tables '': expected the model's, {names}"):
             models.prefill(model(), held, new, new[0], table, new)
-        with pytest.raises(ValueError, match=f"`block_tables` has the tables '', 'window': expected the model's, {names}"):
+        with pytest.raises(
+            ValueError, match=f"`block_tables` has the tables '', 'window': expected the model's, {names}"
+        ):
             models.prefill(model(), held, new, new[0], {"": table, "window": table}, new)
         wrong = dict.fromkeys(model().tables, table) | {"window": jnp.zeros((2, 2), jnp.int32)}
         with pytest.raises(ValueError, match=re.escape("`block_tables['window']` has shape (2, 2)")):

@@ -51,7 +51,9 @@ def test_cold_and_from_each_tier_the_tokens_are_the_same(tmp_path):
     host = pools()
     first = engine(host)
     assert serve(first, 4, 2, 1) == 0
-    assert serve(first, 4, count=8) == 192  # three blocks of 64 tokens, and of the other tables the blocks of the last window
+    assert (
+        serve(first, 4, count=8) == 192
+    )  # three blocks of 64 tokens, and of the other tables the blocks of the last window
     assert first.prefix_stats.loaded == 0
     second = engine(host)
     assert serve(second, 4, count=8) == 192

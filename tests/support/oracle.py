@@ -356,7 +356,9 @@ def compressed(kv, gates, bias, norm, frequencies, *, rate, eps):
         windows = [(w, slice(-size, None))]
         if kv.shape[1] > size and w:
             windows.append((w - 1, slice(size)))
-        rows = [(kv[v * rate + r, own], gates[v * rate + r, own] + bias[r, own]) for v, own in windows for r in range(rate)]
+        rows = [
+            (kv[v * rate + r, own], gates[v * rate + r, own] + bias[r, own]) for v, own in windows for r in range(rate)
+        ]
         values, logits = (np.stack(part).astype(np.float64) for part in zip(*rows, strict=True))
         p = np.exp(logits - logits.max(axis=0))
         total = (p * values).sum(axis=0) / p.sum(axis=0)

@@ -34,8 +34,9 @@ def _read(fields: JsonObject) -> ModelConfig:
     for key in ("quantization_config", "expert_dtype"):
         if key in fields:
             raise fields.error(key, "no such key: quantised weights of DeepSeek-V4 are not supported; convert them")
-    plain, compressed = _ropes(fields)
-    attention = _read_attention(fields, compressed)
+    rotary = _rotary_dim(fields)
+    plain, compressed = _ropes(fields, rotary)
+    attention = _read_attention(fields, rotary, compressed)
     config = decoder.read(fields, attention, plain, (0, _read_experts(fields)))
     if config.tie_word_embeddings:
         raise fields.error("tie_word_embeddings", "false")
@@ -48,19 +49,18 @@ def _read(fields: JsonObject) -> ModelConfig:
     return replace(config, hyper=connections, num_nextn_predict_layers=0)
 
 
-def _read_attention(fields: JsonObject, compressed: Rope) -> CompressedAttention:
+def _read_attention(fields: JsonObject, rotary: int, compressed: Rope) -> CompressedAttention:
     fields.choice("num_key_value_heads", 1)
     kinds, rates = _kinds(fields)
     if set(kinds) == {"window"}:
         key = "layer_types" if "layer_types" in fields else "compress_ratios"
         raise fields.error(key, "at least one layer with compressed entries")
-    rotary, head_dim = _rotary_dim(fields), fields.integer("head_dim")
     index_head_dim = fields.integer("index_head_dim")
     if index_head_dim < rotary:
         raise fields.error("index_head_dim", f"at least the {rotary} values that are rotated")
     return CompressedAttention(
         q_lora_rank=fields.integer("q_lora_rank"),
-        head_dim=head_dim,
+        head_dim=fields.integer("head_dim"),
         rotary_dim=rotary,
         window=fields.integer("sliding_window"),
         kinds=kinds,
@@ -91,7 +91,7 @@ def _kinds(fields: JsonObject) -> tuple[tuple[str, ...], dict[str, int]]:
     """The kind of each layer, and the rates of compression, by kind."""
     count = fields.integer("num_hidden_layers")
     rates = {kind: ratio for ratio, kind in RATIOS.items() if ratio}
-    if "layer_types" not in fields:
+    if "layer_types" not in fields and "compress_ratios" in fields:
         ratios = fields.value("compress_ratios")
         # Those of layers of multi-token prediction follow.
         known = isinstance(ratios, list) and len(ratios) >= count
@@ -107,8 +107,8 @@ def _kinds(fields: JsonObject) -> tuple[tuple[str, ...], dict[str, int]]:
     return tuple(KINDS[kind] for kind in types), rates
 
 
-def _ropes(fields: JsonObject) -> tuple[Rope, Rope]:
-    """The rotary embeddings of layers without and with compressed entries.
+def _ropes(fields: JsonObject, rotary: int) -> tuple[Rope, Rope]:
+    """The rotary embeddings of layers without and with compressed entries, of which both rotate `rotary` values.
 
     transformers writes one object with both; published files have `rope_theta`, `compress_rope_theta` and
     `rope_scaling`, which applies to layers with compressed entries only.
@@ -120,7 +120,8 @@ def _ropes(fields: JsonObject) -> tuple[Rope, Rope]:
     for name, expected in (("main", theta), ("compress", compressed_theta)):
         if values is not None:
             held = values.child(name)
-            held.number("partial_rotary_factor", default=None)
+            if int(fields.integer("head_dim") * held.number("partial_rotary_factor")) != rotary:
+                raise held.error("partial_rotary_factor", f"that of {rotary} values in a head, as outside")
             if held.number("rope_theta", above=1) != expected:
                 raise held.error("rope_theta", f"{expected}, as outside")
             found.append(rope.read_values(held, scalings if name == "compress" else {}, expected, interleaved=True))
@@ -136,7 +137,7 @@ def _ropes(fields: JsonObject) -> tuple[Rope, Rope]:
 
 def _read_experts(fields: JsonObject) -> Experts:
     fields.choice("topk_method", "noaux_tc", default="noaux_tc")
-    fields.choice("norm_topk_prob", True, default=True)
+    fields.choice("norm_topk_prob", True)
     fields.choice("n_shared_experts", 1)
     count, per_token = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
     if per_token > count:
@@ -159,7 +160,7 @@ def _read_experts(fields: JsonObject) -> Experts:
 
 def _hash_layers(fields: JsonObject) -> int:
     count = fields.integer("num_hidden_layers")
-    if "mlp_layer_types" not in fields:
+    if "mlp_layer_types" not in fields and "num_hash_layers" in fields:
         return min(fields.integer("num_hash_layers", least=0), count)
     types = fields.value("mlp_layer_types")
     hashed = types.count("hash_moe") if isinstance(types, list) else 0

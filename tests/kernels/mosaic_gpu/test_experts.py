@@ -74,7 +74,12 @@ class TestInterpreted(Mosaic, suites.ExpertChecks):
         ("tokens", "config", "sizes", "limit"),
         [
             (1, ExpertsConfig(rows=8, consumers=1, stages=2), {}, {}),
-            (21, ExpertsConfig(rows=16, consumers=2, stages=3), {"count": 3, "width": 192, "inner": 64}, {"limit": 0.5}),
+            (
+                21,
+                ExpertsConfig(rows=16, consumers=2, stages=3),
+                {"count": 3, "width": 192, "inner": 64},
+                {"limit": 0.5},
+            ),
             slow(40, ExpertsConfig(rows=24, consumers=1, stages=2), {"count": 2, "dtype": "float16"}, {}),
             slow(40, ExpertsConfig(rows=8, consumers=2), {"count": 5, "width": 320}, {}),
         ],
