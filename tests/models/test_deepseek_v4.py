@@ -21,6 +21,7 @@ from jaxkv.models.layers.rope import frequencies
 from models.test_families import changed, rejects
 from models.test_models import Requests
 from support import oracle
+from support.many_devices import on_several_devices
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v4"
 EPS = 1e-6
@@ -74,7 +75,7 @@ FLASH = {
     "torch_dtype": "bfloat16",
     "vocab_size": 129280,
 }
-"""DeepSeek-V4-Flash, converted to bf16: the published keys, with the values of `DeepseekV4Config` in transformers 5.23.0.
+"""DeepSeek-V4-Flash, converted to bf16: published keys, with the values of `DeepseekV4Config` in transformers 5.23.0.
 
 The pattern of its layers is two of a window, then alternating rates of 4 and 128, then that of multi-token prediction.
 """
@@ -101,7 +102,6 @@ class TestCompressor:
         weights = model().params["layers"][layer]["attention"]
         weights = weights["indexer"]["compressor"] if entries == "indexer" else weights["compressor"]
         rate = attention.hca_rate if entries == "hca" else attention.csa_rate
-        compressor = Compressor(rate, halves=entries != "hca")
         groups = compressed_cache.groups(attention, "f32")
         sizes = compressed_cache.block_sizes(groups, 32)
         layout = jaxkv.PackedLayout(num_blocks=200, block_size=sizes, groups=groups)
@@ -116,12 +116,12 @@ class TestCompressor:
         store = jax.jit(
             partial(
                 new_entries,
-                compressor,
+                Compressor(rate, entries != "hca", layout.groups[rows].table),
                 attention,
-                layouts=(layout[rows], layout[entries]),
-                tables=(layout.groups[rows].table, compressed_cache.MAIN),
+                rows=layout[rows],
+                entries=layout[entries],
                 layer=jnp.int32(1),
-                norm_eps=EPS,
+                eps=EPS,
                 implementation=None,
             )
         )
@@ -177,32 +177,36 @@ def jaxkv_layout(config, entry_format, block_size):
 @pytest.mark.slow  # compiles three programs; the recorder checks that the selection decides tokens
 def test_layers_attend_to_what_their_kind_sees():
     """With all compressed entries instead of the selected ones, or with another window, logits differ."""
-    requests = Requests("deepseek_v4", block_size=16)
-    config = requests.model.config
+    config = model().config
     everything = dataclasses.replace(config.attention.indexer, topk=1024)
     for attention in (
         dataclasses.replace(config.attention, indexer=everything),
         dataclasses.replace(config.attention, window=25),
     ):
-        other = dataclasses.replace(requests.model, config=dataclasses.replace(config, attention=attention))
-        assert other.config != config
-        logits = [one_prompt(chosen) for chosen in (requests.model, other)]
+        other = dataclasses.replace(model(), config=dataclasses.replace(config, attention=attention))
+        logits = [one_prompt(chosen) for chosen in (model(), other)]
         assert np.abs(logits[0] - logits[1]).max() > 1e-2
 
 
-def one_prompt(model):
-    """The logits after the longest recorded prompt, in one chunk."""
-    with np.load(FOLDER / "truth.npz") as truth:
-        prompt = truth["prompts"][-1:]
-    layout, ids = model.layout(1, 16), iter(range(1000))
-    tables = {
-        name: np.asarray([[next(ids) for _ in range(-(-208 // table.block_size))]], np.int32)
-        for name, table in layout.tables.items()
-    }
-    slots = jaxkv.slots_for(tables[""], np.arange(200)[None], block_size=16)
+def one_prompt(model, prompt=None):
+    """The logits after the longest recorded prompt, or another one of 200 tokens, in one chunk."""
+    if prompt is None:
+        with np.load(FOLDER / "truth.npz") as truth:
+            prompt = truth["prompts"][-1:]
+    tables, slots = tables_of(model, 1)
     lengths = jnp.asarray([200], jnp.int32)
-    _, logits = jax.jit(models.prefill)(model, model.cache(next(ids), 16), prompt, lengths, tables, slots)
+    _, logits = jax.jit(models.prefill)(model, model.cache(1000, 16), prompt, lengths, tables, slots)
     return np.asarray(logits)
+
+
+def tables_of(model, rows):
+    """Tables of requests of 200 tokens, all with the same ids, and the slots of the tokens."""
+    ids = iter(range(1000))
+    tables = {
+        name: np.asarray([[next(ids) for _ in range(-(-208 // table.block_size))]] * rows, np.int32)
+        for name, table in model.layout(1, 16).tables.items()
+    }
+    return tables, jaxkv.slots_for(tables[""], np.tile(np.arange(200), (rows, 1)), block_size=16)
 
 
 class TestConfiguration:
@@ -269,7 +273,7 @@ class TestConfiguration:
         rejects(changed("deepseek_v4", tmp_path, **values), "config.json", *words)
 
     def test_other_layers_than_the_published_ratios_are_rejected(self):
-        with pytest.raises(ValueError, match="`compress_ratios` is .*: expected 0, 4 or 128 for each of 43 layers"):
+        with pytest.raises(ValueError, match=r"`compress_ratios` is .*: expected 0, 4 or 128 for each of 43 layers"):
             models.ModelConfig.from_json({**FLASH, "compress_ratios": [16] * 43})
 
 
@@ -308,7 +312,7 @@ class TestWeights:
 
 class TestRejected:
     def test_parallel_models(self):
-        mesh = jax.make_mesh((2,), ("x",))
+        mesh = jax.make_mesh((1,), ("x",))
         for parallel in (models.TensorParallel, models.ContextParallel, models.ExpertParallel):
             words = (
                 f"`parallel` is a {parallel.__name__}, and the model has compressed attention.*: expected a OneDevice"
@@ -349,3 +353,37 @@ class TestRejected:
 
 def test_config_json_has_the_keys_of_transformers():
     assert json.loads((FOLDER / "config.json").read_text())["transformers_version"] == "5.23.0"
+
+
+@pytest.mark.slow  # compiles a program for two devices
+@on_several_devices
+@pytest.mark.parametrize("kind", [models.DataParallel, models.DataExpertParallel])
+def test_devices_with_requests_of_their_own(kind):
+    divided = models.load(FOLDER, dtype="float32", parallel=kind(jax.make_mesh((2,), ("x",)), "x"))
+    with np.load(FOLDER / "truth.npz") as truth:
+        prompts = np.stack([truth["prompts"][4], np.roll(truth["prompts"][4], 1)])
+        right = truth["step_logits"][4, 0]
+    tables, slots = tables_of(divided, 2)
+    _, logits = jax.jit(models.prefill)(
+        divided, divided.cache(1000, 16), prompts, jnp.asarray([200, 200], jnp.int32), tables, slots
+    )
+    np.testing.assert_allclose(logits[0], right, rtol=0, atol=1e-4 * np.abs(right).max())
+    np.testing.assert_allclose(logits[1], one_prompt(model(), prompts[1:])[0], rtol=0, atol=1e-4 * np.abs(right).max())
+
+
+@pytest.mark.slow  # compiles two programs
+def test_another_layout():
+    """Tables of other block sizes: the tokens and logits are the recorded ones."""
+    requests = Requests("deepseek_v4", block_size=16)
+    assert requests.tables.keys() == set(model().tables)
+    requests.run(chunk=200).check()
+
+
+@pytest.mark.slow  # compiles a program
+@pytest.mark.parametrize("entry_format", ["bf16", "fp8_v4"])
+def test_quantised_entries(entry_format):
+    """Most tokens of the tiny model stay the same, whose values are far less smooth than a trained model's."""
+    found = one_prompt(models.load(FOLDER, dtype="float32", entry_format=entry_format))
+    right = one_prompt(model())
+    error = np.linalg.norm(found - right) / np.linalg.norm(right)
+    assert 1e-4 < error < 0.5

@@ -6,6 +6,7 @@ later ones.  Values are the entries themselves, whose rotary part is rotated; it
 query, in the output.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,72 +48,75 @@ def attention(
     model: Model, config: CompressedAttention, weights, x, cache: KVCache, batch: Batch, layer
 ) -> tuple[KVCache, jax.Array]:
     """Stores the entries of x [B, Q, hidden], and attends; returns the cache and the output [B, Q, hidden]."""
-    eps, compresses = model.config.rms_norm_eps, "compressor" in weights
-    cos, sin = rope.angles(
-        config.compressed_rope if compresses else model.config.rope, config.rotary_dim, batch.positions
-    )
+    eps, rotary = model.config.rms_norm_eps, model.config.rope
+    if "compressor" in weights:
+        rotary = config.compressed_rope
+    cos, sin = rope.angles(rotary, config.rotary_dim, batch.positions)
     per_head = cos[:, :, None], sin[:, :, None]
     q_latent = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], eps)
     q = linear(q_latent, weights["q"]).reshape(*x.shape[:2], -1, config.head_dim)
     q = rope.rotate_last(normalised(q, eps), *per_head)
     kv = rope.rotate_last(rms_norm(linear(x, weights["kv"]), weights["kv_norm"], eps), cos, sin)
 
-    layouts, options = model.groups_of(cache), {"implementation": model.implementation}
-    window = layouts["window"]
+    window = model.groups_of(cache)["window"]
     slots = batch.slots_of("window", window.block_size)
-    cache = _write(cache, window, kv.reshape(len(slots), -1), slots, layer=layer, **options)
-    arrays, extra = (q, batch.positions), None
-    if compresses:
-        kind = "csa" if "indexer" in weights else "hca"
-        place = jnp.asarray([config.kinds[:i].count(kind) for i in range(len(config.kinds))], jnp.int32)[layer]
-        options["layer"] = place
-        compressor = Compressor(config.csa_rate if kind == "csa" else config.hca_rate, halves=kind == "csa")
-        store = partial(
-            new_entries, compressor, config, batch=batch, tables=(f"{kind}_rows", MAIN), norm_eps=eps, **options
-        )
-        cache, entries, slots = store(weights["compressor"], x, cache, (layouts[f"{kind}_rows"], layouts[kind]))
-        cache = _write(cache, layouts[kind], entries, slots, **options)
-        seen = partial(_all_entries, config.hca_rate, layouts[kind])
-        if kind == "csa":
-            index = weights["indexer"]
-            keys = layouts["indexer"]
-            cache, entries, slots = store(index["compressor"], x, cache, (layouts["indexer_rows"], keys))
-            cache = write_indexer_k(cache.view(keys), entries, slots, **options).view(cache.layout)
-            arrays = (*arrays, *_index_queries(config, index, x, q_latent, *per_head))
-            seen = partial(_best_entries, config, cache.view(keys), options)
-        extra = seen, ExtraCache(cache.view(layouts[kind]), None, place)
+    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
+    cache = _write(cache, window, kv.reshape(len(slots), -1), slots, **options)
+    queries, see = (), None
+    if "compressor" in weights:
+        cache, queries, see = _compress(model, config, weights, x, q_latent, per_head, cache, batch, layer)
+    latent = window.entry.sizes[0]
 
-    def attend(part: Part, q, positions, *index) -> jax.Array:
-        sizes = window.entry.sizes
+    def attend(part: Part, q, positions, *queries) -> jax.Array:
         first = jnp.maximum(positions - config.window + 1, 0)[..., None]
-        slots = slots_for(
-            part.tables["window"],
-            first + jnp.arange(config.window, dtype=jnp.int32)[None, None],
-            block_size=window.block_size,
-        )
-        others = None
-        if extra is not None:
-            see, others = extra
-            chosen, counts = see(part, positions, *index)
-            others = others._replace(slots=chosen, counts=counts)
+        seen = first + jnp.arange(config.window, dtype=jnp.int32)[None, None]
         return model.parallel.decode_mla_sparse(
-            q[..., : sizes[0]],
-            q[..., sizes[0] :],
+            q[..., :latent],
+            q[..., latent:],
             cache.view(window),
-            slots,
-            layer=layer,
-            scale=config.head_dim**-0.5,
+            slots_for(part.tables["window"], seen, block_size=window.block_size),
             counts=jnp.minimum(positions + 1, config.window),
-            extra=others,
+            extra=None if see is None else see(part, positions, *queries),
             sinks=weights["sinks"],
-            implementation=model.implementation,
+            scale=config.head_dim**-0.5,
+            **options,
         )
 
-    out = rope.rotate_last(batch.attend(attend, *arrays), per_head[0], -per_head[1])
+    out = batch.attend(attend, q, batch.positions, *queries)
+    out = rope.rotate_last(out, per_head[0], -per_head[1])
     groups = config.output_groups
     out = out.reshape(*x.shape[:2], groups, -1)
     out = product("bqgi,gri->bqgr", out, weights["o_a"].reshape(groups, config.output_rank, -1))
     return cache, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+
+
+See = Callable[..., ExtraCache]
+"""`see(part, positions, *queries)` returns the compressed entries that the query tokens of a part attend to."""
+
+
+def _compress(
+    model: Model, config: CompressedAttention, weights, x, q_latent, per_head, cache: KVCache, batch: Batch, layer
+) -> tuple[KVCache, tuple[jax.Array, ...], See]:
+    """Stores the rows of x and the compressed entries that they complete.
+
+    Returns the cache, arrays of the query tokens, and the function that takes them.
+    """
+    kind = "csa" if "indexer" in weights else "hca"
+    layouts, rows = model.groups_of(cache), f"{kind}_rows"
+    place = jnp.asarray([config.kinds[:i].count(kind) for i in range(len(config.kinds))], jnp.int32)[layer]
+    options: dict[str, Any] = {"layer": place, "implementation": model.implementation}
+    compressor = Compressor(config.csa_rate if kind == "csa" else config.hca_rate, kind == "csa", rows)
+    entries = partial(new_entries, compressor, config, batch=batch, eps=model.config.rms_norm_eps, **options)
+
+    cache, new, slots = entries(weights["compressor"], x, cache, layouts[rows], layouts[kind])
+    cache = _write(cache, layouts[kind], new, slots, **options)
+    if kind == "hca":
+        return cache, (), partial(_all_entries, config.hca_rate, cache.view(layouts[kind]), place)
+    indexer, keys = weights["indexer"], layouts["indexer"]
+    cache, new, slots = entries(indexer["compressor"], x, cache, layouts["indexer_rows"], keys)
+    cache = write_indexer_k(cache.view(keys), new, slots, **options).view(cache.layout)
+    see = partial(_best_entries, config, cache.view(layouts[kind]), cache.view(keys), options)
+    return cache, _index_queries(config, indexer, x, q_latent, *per_head), see
 
 
 def _write(cache: KVCache, layout: CacheLayout, entries, slots, **options) -> KVCache:
@@ -122,12 +126,13 @@ def _write(cache: KVCache, layout: CacheLayout, entries, slots, **options) -> KV
     return written.view(cache.layout)
 
 
-def _all_entries(rate: int, layout: CacheLayout, part: Part, positions) -> tuple[jax.Array, jax.Array]:
-    """The slots [B, Q, K] of all compressed entries, and how many of them each query token sees, [B, Q]."""
-    table = part.tables[MAIN]
-    numbers = jnp.arange(table.shape[1] * layout.block_size, dtype=jnp.int32)
-    slots = slots_for(table, jnp.broadcast_to(numbers, (len(table), len(numbers))), block_size=layout.block_size)
-    return jnp.broadcast_to(slots[:, None], (*positions.shape, len(numbers))), (positions + 1) // rate
+def _all_entries(rate: int, entries: KVCache, layer, part: Part, positions) -> ExtraCache:
+    """All entries, of which each query token sees those that are complete."""
+    table, block_size = part.tables[MAIN], entries.layout.block_size
+    numbers = jnp.arange(table.shape[1] * block_size, dtype=jnp.int32)
+    slots = slots_for(table, jnp.broadcast_to(numbers, (len(table), len(numbers))), block_size=block_size)
+    slots = jnp.broadcast_to(slots[:, None], (*positions.shape, len(numbers)))
+    return ExtraCache(entries, slots, layer, counts=(positions + 1) // rate)
 
 
 def _index_queries(config: CompressedAttention, weights, x, q_latent, cos, sin) -> tuple[jax.Array, jax.Array]:
@@ -139,9 +144,9 @@ def _index_queries(config: CompressedAttention, weights, x, q_latent, cos, sin) 
 
 
 def _best_entries(
-    config: CompressedAttention, keys: KVCache, options, part: Part, positions, q, head_weights
-) -> tuple[jax.Array, jax.Array]:
-    """The slots [B, Q, K] of the entries with the highest scores, and how many of them there are, [B, Q].
+    config: CompressedAttention, entries: KVCache, keys: KVCache, options, part: Part, positions, q, head_weights
+) -> ExtraCache:
+    """The entries with the highest scores, which are in the same slots as their keys.
 
     Query tokens see different numbers of entries, and so each is scored as a request of its own.
     """
@@ -153,8 +158,8 @@ def _best_entries(
         count = q.shape[1]
         seen = jnp.maximum(lengths[:, None] + jnp.arange(1 - count, 1, dtype=jnp.int32)[None], 0) // rate
         tables = jnp.repeat(table, count, axis=0)
-        rows = (array.reshape(-1, 1, *array.shape[2:]) for array in (q, head_weights))
-        logits = indexer_logits(*rows, keys, tables, seen.reshape(-1), max_len=max_len, **options)
+        q_rows, weight_rows = (array.reshape(-1, 1, *array.shape[2:]) for array in (q, head_weights))
+        logits = indexer_logits(q_rows, weight_rows, keys, tables, seen.reshape(-1), max_len=max_len, **options)
         best = select_topk(logits, most, implementation=options["implementation"])
         return positions_to_slots(best, tables, block_size=block_size).reshape(*seen.shape, most)
 
@@ -162,4 +167,4 @@ def _best_entries(
         select, q, head_weights, part.seq_lens,
         token_bytes=logits_bytes_of_a_token(head_weights, max_len), most_bytes=LOGITS_BYTES,
     )  # fmt: skip
-    return slots, jnp.minimum((positions + 1) // rate, most)
+    return ExtraCache(entries, slots, options["layer"], counts=jnp.minimum((positions + 1) // rate, most))

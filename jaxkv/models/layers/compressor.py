@@ -11,15 +11,15 @@ The rows of the last tokens are the compressor's state.  The cache has a state p
 later entry needs them.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
-from jaxkv.models.batch import Batch, Part
+from jaxkv.models.batch import Batch
+from jaxkv.models.compressed_cache import MAIN
 from jaxkv.models.config import CompressedAttention
 from jaxkv.models.layers import rope
 from jaxkv.models.layers.linear import product, rms_norm
@@ -34,6 +34,8 @@ class Compressor(NamedTuple):
     """Tokens per entry (m)."""
     halves: bool
     """Whether an entry also has rows of the window before its own."""
+    table: str
+    """The table of the rows."""
 
     @property
     def span(self) -> int:
@@ -56,7 +58,7 @@ class Compressor(NamedTuple):
         within = jnp.arange(self.rate - self.span, self.rate, dtype=jnp.int32)
         return numbers[..., None] * self.rate + jnp.expand_dims(within, range(numbers.ndim))
 
-    def compress(self, weights, values, gates, positions, norm_eps: float) -> jax.Array:
+    def compress(self, weights, values, gates, positions, eps: float) -> jax.Array:
         """Entries, before rotary embedding, float32 [..., size].
 
         Args:
@@ -64,12 +66,12 @@ class Compressor(NamedTuple):
           values: float32 [..., span, width]; the width is that of a token's row.
           gates: the same.
           positions: int32 [..., span], of the rows; those at negative positions do not count.
-          norm_eps: the epsilon of the norm.
+          eps: the epsilon of the norm.
         """
         values, gates = self._own(values), self._own(gates) + self._bias(weights["position_bias"], gates.ndim)
         gates = jnp.where((positions >= 0)[..., None], gates, -jnp.inf)
         sums = (values * jax.nn.softmax(gates, axis=-2)).sum(axis=-2)
-        return rms_norm(sums, weights["norm"], norm_eps)
+        return rms_norm(sums, weights["norm"], eps)
 
     def _own(self, rows):
         """The halves of rows [..., span, width] that an entry has: [..., span, size]."""
@@ -91,12 +93,12 @@ def new_entries(
     weights,
     x,
     cache: KVCache,
-    layouts: tuple[CacheLayout, CacheLayout],
-    tables: tuple[str, str],
+    rows: CacheLayout,
+    entries: CacheLayout,
+    *,
     batch: Batch,
     layer,
-    *,
-    norm_eps: float,
+    eps: float,
     implementation,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
     """Stores the rows of new tokens x [B, Q, hidden], and computes the entries that they complete.
@@ -107,33 +109,31 @@ def new_entries(
       weights: the compressor's weights.
       x: the input of the attention.
       cache: the model's cache.
-      layouts: those of the groups of rows, and of entries.
-      tables: the names of their tables.
+      rows: the layout of the group of rows.
+      entries: that of the group of entries.
       batch: the new tokens.
       layer: the layer of both groups, traced int32 scalar.
-      norm_eps: the epsilon of the norm.
+      eps: the epsilon of the norm.
       implementation: that of the operations.
 
     Returns:
       The cache; entries [N, size], of the dtype of x; and their slots, int32 [N], negative where there is none.
     """
-    options = {"layer": layer, "implementation": implementation}
-    rows, entries = layouts
-    held = cache.view(rows)
+    options: dict[str, Any] = {"layer": layer, "implementation": implementation}
     new = {name: product("...i,oi->...o", x, weights[name], dtype=jnp.float32) for name in ("kv", "gate")}
     new = {name: array.reshape(-1, array.shape[-1]) for name, array in new.items()}
-    held = write_state(held, new, batch.slots_of(tables[0], rows.block_size), **options)
-    found = []
+    held = write_state(cache.view(rows), new, batch.slots_of(compressor.table, rows.block_size), **options)
+    found, all_slots = [], []
     for part, positions in zip(batch.parts, batch.divided(batch.positions), strict=True):
         numbers, complete = compressor.closing(part.seq_lens, positions)
         places = compressor.rows_of(numbers)
-        slots = slots_for(part.tables[tables[0]], places, block_size=rows.block_size)
+        slots = slots_for(part.tables[compressor.table], places, block_size=rows.block_size)
         states = read_state(held, slots.reshape(-1), **options)
         values, gates = (states[name].reshape(*places.shape, -1) for name in ("kv", "gate"))
-        entry = compressor.compress(weights, values, gates, places, norm_eps)
+        entry = compressor.compress(weights, values, gates, places, eps)
         cos, sin = rope.angles(config.compressed_rope, config.rotary_dim, numbers * compressor.rate)
         entry = rope.rotate_last(entry, cos, sin).astype(x.dtype)
-        slots = slots_for(part.tables[tables[1]], numbers, block_size=entries.block_size)
-        found.append((entry.reshape(-1, entry.shape[-1]), jnp.where(complete, slots, -1).reshape(-1)))
-    joined = (jnp.concatenate(arrays) for arrays in zip(*found, strict=True))
-    return held.view(cache.layout), *joined
+        slots = slots_for(part.tables[MAIN], numbers, block_size=entries.block_size)
+        found.append(entry.reshape(-1, entry.shape[-1]))
+        all_slots.append(jnp.where(complete, slots, -1).reshape(-1))
+    return held.view(cache.layout), jnp.concatenate(found), jnp.concatenate(all_slots)

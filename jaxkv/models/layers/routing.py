@@ -20,9 +20,9 @@ def route(config: Experts, weights, x, ids=None) -> tuple[jax.Array, jax.Array]:
 
     V2 (arXiv 2405.04434, section 2.1) uses softmax scores.  V3 (arXiv 2412.19437, section 2.1.2) uses sigmoid scores,
     and V4 the square root of their softplus.  In the first layers of V4, a table has the experts of each token id;
-    `ids` are int32 [T].  A bias per expert, if the model has one, balances the load: it is added to the scores for the choice of experts, but
-    not for their weights.  With groups, only experts of the best groups may be chosen; the score of a group is that of
-    its best expert (V2), or the sum of its two best (V3).
+    `ids` are int32 [T].  A bias per expert, if the model has one, balances the load: it is added to the scores for the
+    choice of experts, but not for their weights.  With groups, only experts of the best groups may be chosen; the score
+    of a group is that of its best expert (V2), or the sum of its two best (V3).
     """
     logits = linear(x.astype(jnp.float32), weights["router"])
     scores = SCORES[config.scoring](logits)
