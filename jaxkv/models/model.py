@@ -1,5 +1,6 @@
 """A model: its configuration, its weights and the layout of its cache."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +125,13 @@ class Model:
             groups = compressed_cache.groups(self.config.attention, self.entry_format)
             return tuple(dict.fromkeys(group.table for group in groups.values()))
         return ("",) if self.config.recurrent is None else ("", STATE)
+
+    @property
+    def usual_block_size(self) -> int:
+        """64 tokens, or with compressed attention the smallest multiple of that which its rates divide."""
+        attention = self.config.attention
+        rates = (attention.csa_rate, attention.hca_rate) if isinstance(attention, CompressedAttention) else ()
+        return math.lcm(64, *rates)
 
     def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> KVCache:
         """A cache of zeros for `prefill` and `decode`, on the model's devices.

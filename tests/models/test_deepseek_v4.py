@@ -169,6 +169,11 @@ def test_blocks_of_all_tables_have_about_the_same_size():
     assert jaxkv_layout(config, "bf16", 256)["csa"].entry == jaxkv.MLAEntry("bf16", latent=512, rope=0)
 
 
+    model = jax.eval_shape(lambda: models.random_model(config))
+    assert model.usual_block_size == 128
+    assert jaxkv_layout(config, "bf16", 128).tables[""].block_size == 128
+
+
 def jaxkv_layout(config, entry_format, block_size):
     model = jax.eval_shape(lambda: models.random_model(config, entry_format=entry_format))
     return model.layout(4, block_size)
