@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.formats import bits
+
 TILE = 128
 """Rows and columns of a tile."""
-LARGEST = 448.0
-"""The largest e4m3 value."""
 
 
 def num_tiles(size: int) -> int:
@@ -88,9 +88,9 @@ def rounded_to_e4m3(x) -> jax.Array:
 
 def _scales(largest) -> jax.Array:
     """The scales of groups whose largest magnitudes these are; 1 for zeros."""
-    return jnp.where(largest > 0, largest / LARGEST, 1)
+    return jnp.where(largest > 0, largest / bits.FP8_MAX, 1)
 
 
 def _rounded(x) -> jax.Array:
     """x as e4m3; the division by a scale may have rounded it to more than the largest value."""
-    return jnp.clip(x, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+    return bits.e4m3_values(x).astype(bits.FP8)

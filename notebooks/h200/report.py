@@ -100,8 +100,8 @@ def speed() -> str:
         if row.layers > 1:
             continue
         times = [_pair(pair, 4) for pair in (row.jaxkv, row.flash_mla)]
-        ratios = [_pair(pair, 2) for pair in (row.ratios, many[row.shape].ratios)]
-        lines.append(f"| {' | '.join([row.shape, *times, *ratios])} |")
+        of_many = _pair(many[row.shape].ratios, 2) if row.shape in many else "-"
+        lines.append(f"| {' | '.join([row.shape, *times, _pair(row.ratios, 2), of_many])} |")
     return "\n".join(lines)
 
 
@@ -136,9 +136,9 @@ def _pair(values, digits: int) -> str:
 
 
 def models() -> str:
-    """A Markdown table of whole models and of blocks in host memory."""
+    """A Markdown table of times to first token, blocks in host memory, and V3.2's attention in all layers."""
     found, sparse = read("models_and_offload.json"), read("sparse_step.json")
-    step, ttft, offload = found["model_step"], found["ttft"], found["offload"]
+    ttft, offload = found["ttft"], found["offload"]
     v32, layer, limits = sparse["step"], sparse["seconds_per_layer"], sparse["limits"]
     ms, large, whole = ttft["ms"], offload["large"], offload["rows"]
 
@@ -147,11 +147,6 @@ def models() -> str:
         return f"{', '.join(parts)} in {order}"
 
     lines = [
-        (
-            f"{step['what']}; {step['requests']} requests x {step['tokens']:,} tokens",
-            f"{step['step_ms']:.1f} ms; all its kernels take {step['kernels_ms']:.1f} ms, "
-            f"those of jaxkv {step['jaxkv_kernels_ms']:.1f} ms",
-        ),
         (
             f"{ttft['what']}",
             f"{ms['cold']:.0f} ms if the prefix is computed; if it is found: on the device {ms['device']:.1f} ms, "

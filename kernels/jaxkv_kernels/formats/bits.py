@@ -7,6 +7,10 @@ from jax import lax
 
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = 448.0
+SMALLEST_E4M3 = 2.0**-9
+"""The smallest e4m3 value above 0."""
+SMALLEST_NORMAL_E4M3 = 2.0**-6
+"""Smaller values are multiples of 2**-9."""
 
 
 def view_as(x: jax.Array, dtype) -> jax.Array:
@@ -23,6 +27,16 @@ def to_fp8(x: jax.Array, dtype=FP8) -> jax.Array:
     """`x` rounded to e4m3 or e5m2 (nearest, ties to even), saturating.  A plain cast returns NaN for larger values."""
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -largest, largest).astype(dtype)
+
+
+def e4m3_values(x: jax.Array) -> jax.Array:
+    """Float32 `x` rounded to values of e4m3 (nearest, ties to even), saturating, in float32.
+
+    A conversion to e4m3 and back does the same unless XLA leaves it out, which it may; it keeps these roundings.
+    """
+    x = jnp.clip(x, -FP8_MAX, FP8_MAX)
+    normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    return jnp.where(jnp.abs(x) < SMALLEST_NORMAL_E4M3, jnp.round(x / SMALLEST_E4M3) * SMALLEST_E4M3, normal)
 
 
 def largest_magnitude(x: jax.Array) -> jax.Array:

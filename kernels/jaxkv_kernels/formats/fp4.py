@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxkv_kernels.formats.bits import FP8_MAX, corrected_quotient
+from jaxkv_kernels.formats.bits import (
+    FP8_MAX,
+    SMALLEST_E4M3,
+    SMALLEST_NORMAL_E4M3,
+    corrected_quotient,
+    e4m3_values,
+)
 
 E2M1_MAX = 6.0
-SMALLEST_E4M3 = 2.0**-9
-"""The smallest e4m3 value above 0."""
-SMALLEST_NORMAL_E4M3 = 2.0**-6
-"""Smaller values are multiples of 2**-9."""
 DROPPED = 2**20 - 1
 """Bits of the fraction of a float32 value that e4m3 lacks."""
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -59,14 +61,14 @@ def from_e2m1(pairs: jax.Array, scale: jax.Array) -> jax.Array:
 def e4m3_scale(amax: jax.Array, *, round_up: bool = False) -> jax.Array:
     """amax / 6 rounded to a value of e4m3, to nearest even or up, at least 2**-9 and at most 448, as float32.
 
-    It is rounded by integer arithmetic: XLA may leave out a conversion to e4m3 and back.
+    XLA cannot leave out this rounding, unlike a conversion to e4m3 and back.
     """
     exact = jnp.clip(corrected_quotient(amax, jnp.float32(E2M1_MAX)), SMALLEST_E4M3, FP8_MAX)
+    if not round_up:
+        return e4m3_values(exact)
     bits = lax.bitcast_convert_type(exact, jnp.int32)
-    up = DROPPED if round_up else (DROPPED >> 1) + (bits >> DROPPED.bit_length() & 1)
-    normal = lax.bitcast_convert_type((bits + up) & ~DROPPED, jnp.float32)
-    steps = exact * 2.0**9
-    denormal = (jnp.ceil(steps) if round_up else jnp.round(steps)) * SMALLEST_E4M3
+    normal = lax.bitcast_convert_type((bits + DROPPED) & ~DROPPED, jnp.float32)
+    denormal = jnp.ceil(exact / SMALLEST_E4M3) * SMALLEST_E4M3
     return jnp.where(jnp.isnan(exact), jnp.nan, jnp.where(exact < SMALLEST_NORMAL_E4M3, denormal, normal))
 
 

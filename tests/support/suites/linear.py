@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,3 +54,16 @@ class Linear(Suite):
         x, weight = operands(5, dtype="float32")
         found = self.run(jaxkv.scaled_linear, x, dataclasses.replace(weight, e4m3_products=True))
         assert_close(found, in_float64(rounded_to_e4m3(x)) @ in_float64(weight).T, roundings=64, magnitude=1)
+
+    def test_values_are_rounded_in_the_same_program(self):
+        """XLA may leave out a conversion to float8 and back, but weights have the values of float8 all the same."""
+        matrix = jnp.asarray(np.random.default_rng(0).standard_normal((128, 128), np.float32))
+
+        def product(x, matrix):
+            return jaxkv.scaled_linear(x, TileScaled.of(matrix), implementation="xla")
+
+        tiles = np.asarray(matrix) / np.float32(np.abs(matrix).max() / np.float32(448))
+        scale = TileScaled.of(matrix).scales[0, 0]
+        rounded = tiles.astype(jnp.float8_e4m3fn).astype(np.float32) * np.asarray(scale)
+        found = jax.jit(product)(jnp.eye(128), matrix)
+        assert_close(found, rounded.T, roundings=4, magnitude=1)
