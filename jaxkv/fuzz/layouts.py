@@ -68,10 +68,17 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
     kind = pick(rng, "order", "order", "packed", "gaps")
     if kind == "packed":
         own = jaxkv.Group(sizes["num_layers"], entry, heads)
-        others = {"keys": jaxkv.Group(2, jaxkv.IndexerEntry()), "more": jaxkv.Group(1, jaxkv.MLAEntry("bf16", 24, 8))}
+        table = pick(rng, "", "", "keys")  # of keys that share the blocks, or have their own
+        others = {
+            "keys": jaxkv.Group(2, jaxkv.IndexerEntry(), table=table),
+            "more": jaxkv.Group(1, jaxkv.MLAEntry("bf16", 24, 8)),
+        }
         names = rng.permutation(["own", *others])[: rng.integers(1, 4)].tolist()
         groups = {name: others.get(name, own) for name in dict.fromkeys([*names, "own"])}
-        blocks = {key: sizes[key] for key in ("num_blocks", "block_size")}
+        tables = {group.table: sizes["block_size"] for group in groups.values()}
+        if "keys" in tables:
+            tables["keys"] = pick(rng, 1, 16, 64, 128)
+        blocks = {"num_blocks": sizes["num_blocks"], "block_size": tables}
         order = pick(rng, "BLNHC", "BLHNC", "BHLNC")
         return jaxkv.PackedLayout(groups=groups, order=order, dtype=pick(rng, None, "uint8"), **blocks)["own"]
     sizes |= {"entry": entry, "num_heads": heads}

@@ -87,7 +87,7 @@ def prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping):
     return cache, x[:, -1] @ params["head"]
 
 
-def step(model, cache, *batches):
+def step(model, cache, *batches, prefill=prefill):
     found = []
     for batch in batches:
         cache, logits = prefill(model, cache, *batch)
