@@ -26,8 +26,8 @@ def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
     """A cache with random entries in every slot of every layer; ValueError if the model has several block tables."""
     if len(model.tables) > 1:
         raise ValueError(
-            f"`model` is a {model.config.architecture}, with block tables {', '.join(map(repr, model.tables))}: steps of "
-            "models with one table are supported"
+            f"`model` is a {model.config.architecture}, with block tables {', '.join(map(repr, model.tables))}: steps "
+            "of models with one table are supported"
         )
 
     def fill():

@@ -51,8 +51,8 @@ def calibrate(model: Model, prompts: Sequence[Sequence[int]], *, powers_of_two: 
 
     Raises:
       TypeError: a token id is not an integer.
-      ValueError: the entry format has no scales, the model has recurrent layers, `prompts` or a prompt is empty, a token
-        id is outside the vocabulary, or entries of a layer are inf or NaN.
+      ValueError: the entry format has no scales, the model has recurrent layers, `prompts` or a prompt is empty, a
+        token id is outside the vocabulary, or entries of a layer are inf or NaN.
     """
     if not model.entry.codec.scaled:
         raise ValueError(

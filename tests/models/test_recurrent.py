@@ -149,9 +149,10 @@ def test_states_and_entries_in_bfloat16():
 
 @pytest.mark.slow
 @on_several_devices
-def test_devices_with_requests_of_their_own():
-    """Slow, because the program is compiled for two devices; nothing in it depends on states."""
-    model, (_, pairs) = models.load(FOLDER, dtype="float32", parallel=models.DataParallel(mesh_of(2), "x")), recorded()
+@pytest.mark.parametrize("kind", [models.DataParallel, models.DataExpertParallel])
+def test_devices_with_requests_of_their_own(kind):
+    """Slow, because programs are compiled for two devices; nothing in them depends on states."""
+    model, (_, pairs) = models.load(FOLDER, dtype="float32", parallel=kind(mesh_of(2), "x")), recorded()
     spans = [(pairs[n][0], 0, Blocks()) for n in (1, 2)]
     held, made = advance(model, model.cache(BLOCKS, BLOCK), spans)
     assert made == [pairs[n][1][0] for n in (1, 2)]

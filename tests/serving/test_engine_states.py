@@ -1,4 +1,4 @@
-"""The engine with a model whose requests have states: the tokens are Hugging Face's, also with prefixes from each tier."""
+"""The engine with a model that has states: the tokens are Hugging Face's, also with prefixes from each tier."""
 
 from functools import cache
 from pathlib import Path

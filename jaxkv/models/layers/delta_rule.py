@@ -13,8 +13,9 @@ before the chunk, what the tokens add to the state are the rows of
 
     D = (1 + L)^-1 (b v - b exp(c) k S)
 
-and o_i = exp(c_i) S' q_i + sum over j <= i of exp(c_i - c_j) (q_i . k_j) D_j.  Only S is passed from chunk to chunk
-(arXiv 2406.06484, section 3, and 2412.06464, section 3.3).
+and o_i = exp(c_i) S' q_i + sum over j <= i of exp(c_i - c_j) (q_i . k_j) D_j (arXiv 2406.06484, section 3, and
+2412.06464, section 3.3).  The state after the chunk is a linear function of S, so that all chunks are computed at once
+but for one product per chunk.
 
 All arithmetic is in float32.
 """
@@ -72,28 +73,21 @@ def gated_delta_rule(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]
     Returns:
       float32 [B, Q, H, V], and the state, of its shape.
     """
-    (*_, groups, size), heads = k.shape, v.shape[2]
-    q, k = (_unit(part.astype(jnp.float32)) for part in (q, k))
-    q = q * size**-0.5
-    # Axes [B, Q, G, R, ...]: R value heads read a key head.
-    v, decay, rate = (
-        part.astype(jnp.float32).reshape(*part.shape[:2], groups, heads // groups, *part.shape[3:])
-        for part in (v, decay, rate)
-    )
+    group = v.shape[2] // k.shape[2]
+    q, k = (jnp.repeat(_unit(part.astype(jnp.float32)), group, axis=2) for part in (q, k))
     form = recurrent if v.shape[1] == 1 else chunked
-    out, after = form(q, k, v, decay, rate, state.reshape(-1, groups, heads // groups, *state.shape[2:]))
-    return out.reshape(*out.shape[:2], heads, -1), after.reshape(state.shape)
+    return form(q * q.shape[-1] ** -0.5, k, v.astype(jnp.float32), decay, rate, state)
 
 
 def recurrent(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]:
-    """The rule token by token, for queries and keys [B, Q, G, K], values [B, Q, G, R, V] and states [B, G, R, K, V]."""
+    """The rule token by token; all arrays are float32, and queries and keys [B, Q, H, K]."""
 
     def token(state, new):
         q, k, v, decay, rate = new
+        q, k = q[..., None], k[..., None]
         state = state * jnp.exp(decay)[..., None, None]
-        added = rate[..., None] * (v - product("bgk,bgrkv->bgrv", k, state))
-        state = state + k[:, :, None, :, None] * added[..., None, :]
-        return state, product("bgk,bgrkv->bgrv", q, state)
+        state = state + k * (rate[..., None] * (v - (k * state).sum(axis=-2)))[..., None, :]
+        return state, (q * state).sum(axis=-2)
 
     state, out = lax.scan(token, state, tuple(jnp.moveaxis(part, 1, 0) for part in (q, k, v, decay, rate)))
     return jnp.moveaxis(out, 0, 1), state
@@ -103,28 +97,29 @@ def chunked(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]:
     """The same by chunks of `CHUNK` tokens, or fewer if there are fewer."""
     q_len = q.shape[1]
     chunk = min(CHUNK, 1 << (q_len - 1).bit_length())
-    q, k, v, decay, rate = (_chunks(part, chunk) for part in (q, k, v, decay, rate))
-    decay, weighted = (jnp.moveaxis(part, 2, -1) for part in (decay, rate))  # [B, N, G, R, C]
+    q, k, v, decay, rate = (_chunks(part, chunk) for part in (q, k, v, decay, rate))  # [B, N, H, chunk, ...]
     whole, since = _decays(decay)
-    lower = weighted[..., None] * since * product("bnigk,bnjgk->bngij", k, k)[:, :, :, None]
+    lower = rate[..., None] * since * product("bnhik,bnhjk->bnhij", k, k)
     inverse = _inverse(jnp.tril(lower, -1))
-    # The two terms of D, of which the second is multiplied by S; and the products of queries and keys.
-    values = product("bngrij,bnjgrv->bngriv", inverse * weighted[..., None, :], v)
-    keys = product("bngrij,bnjgk->bngrik", inverse * (weighted * whole)[..., None, :], k)
-    scores = since * product("bnigk,bnjgk->bngij", q, k)[:, :, :, None]
+    # D = values - keys S
+    values = product("bnhij,bnhjv->bnhiv", inverse * rate[..., None, :], v)
+    keys = product("bnhij,bnhjk->bnhik", inverse * (rate * whole)[..., None, :], k)
+
+    # The state after a chunk is kept S + added.  Only this is computed chunk by chunk.
+    rest = k * since[..., -1, :, None]
+    kept = jnp.expand_dims(jnp.eye(k.shape[-1]), (0, 1, 2)) * whole[..., -1:, None]
+    kept = kept - product("bnhik,bnhil->bnhkl", rest, keys)
+    added = product("bnhik,bnhiv->bnhkv", rest, values)
 
     def step(state, new):
-        q, k, values, keys, scores, whole, rest = new
-        added = values - product("bgrik,bgrkv->bgriv", keys, state)
-        out = whole[..., None] * product("bigk,bgrkv->bgriv", q, state)
-        out = out + product("bgrij,bgrjv->bgriv", scores, added)
-        state = whole[..., -1:, None] * state + product("bigk,bgriv->bgrkv", k, rest[..., None] * added)
-        return state, out
+        kept, added = new
+        return product("bhkl,bhlv->bhkv", kept, state) + added, state
 
-    new = q, k, values, keys, scores, whole, since[..., -1, :]
-    state, out = lax.scan(step, state, tuple(jnp.moveaxis(part, 1, 0) for part in new))
-    out = jnp.einsum("nbgriv->bnigrv", out)
-    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :q_len], state
+    after, states = lax.scan(step, state, (jnp.moveaxis(kept, 1, 0), jnp.moveaxis(added, 1, 0)))
+    new = values - product("bnhik,nbhkv->bnhiv", keys, states)
+    scores = since * product("bnhik,bnhjk->bnhij", q, k)
+    out = product("bnhik,nbhkv->bnihv", q * whole[..., None], states) + product("bnhij,bnhjv->bnihv", scores, new)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :q_len], after
 
 
 def _decays(decay) -> tuple[jax.Array, jax.Array]:
@@ -146,9 +141,9 @@ def _unit(x) -> jax.Array:
 
 
 def _chunks(x, chunk: int) -> jax.Array:
-    """x [B, Q, ...] as [B, N, chunk, ...], with zeros after the last token."""
+    """x [B, Q, H, ...] as [B, N, H, chunk, ...], with zeros after the last token."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)))
-    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 3, 2)
 
 
 def _inverse(lower) -> jax.Array:
