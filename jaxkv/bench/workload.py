@@ -142,7 +142,7 @@ class Workload:
         kind = next(iter(_DECLARED[self.operation].entries), jaxkv.MLAEntry)
         if kind is jaxkv.KVEntry:
             return jaxkv.KVEntry(self.format, head_dim=128)
-        return jaxkv.IndexerEntry() if kind is jaxkv.IndexerEntry else jaxkv.MLAEntry(self.format)
+        return jaxkv.IndexerEntry() if kind is jaxkv.IndexerEntry else jaxkv.MLAEntry.typical(self.format)
 
     @property
     def scales(self) -> dict[str, float]:

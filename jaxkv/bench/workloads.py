@@ -1,6 +1,7 @@
 """How the operations are called in the benchmark: a subclass of `Workload` for each family, and a table of them."""
 
 from functools import cached_property
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ class Gather(Workload):
 
 
 class DecodeMLA(Workload):
-    """Attention to latents: the result has their size."""
+    """Attention to latents: the result has the size of their values."""
 
     has_queries = True
     planned = True
@@ -67,13 +68,17 @@ class DecodeMLA(Workload):
     @property
     def traffic(self) -> int:
         """Bytes of entries, queries and results."""
-        values = sum(self.entry.sizes) + self.entry.sizes[0]
+        values = sum(self.entry.sizes) + self._value_dim
         return self.entries * self.entry.nbytes + 2 * np.prod(self.queries).item() * values
 
     @property
     def flops(self) -> int:
         """Flops of both products of attention."""
-        return 2 * self.heads * self.keys * (sum(self.entry.sizes) + self.entry.sizes[0])
+        return 2 * self.heads * self.keys * (sum(self.entry.sizes) + self._value_dim)
+
+    @property
+    def _value_dim(self) -> int:
+        return cast(jaxkv.MLAEntry, self.entry).value_dim
 
     @property
     def keys(self) -> int:

@@ -84,9 +84,9 @@ def decode_mla(
     Returns:
       out, of q_latent's shape and dtype, with R + P instead of R in the formats of DeepSeek V4, whose values include
       rotary parts (see `decode_mla_sparse`); with `return_lse` also lse, float32, of q_latent's shape without R,
-      natural logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf.  Low finite scores are never
-      masked: only a score beyond the range of float32 becomes -inf and gets no weight.  Tokens in blocks outside the
-      cache are masked.  If a traced layer is outside the cache, no query sees a token.
+      natural logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf.  Low finite scores are
+      never masked: only a score beyond the range of float32 becomes -inf and gets no weight.  Tokens in blocks outside
+      the cache are masked.  If a traced layer is outside the cache, no query sees a token.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong, there is a `window` without a causal mask, or `plan`

@@ -1,6 +1,6 @@
 """Sparse attention of new tokens to the selected slots of a cache, or of two."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 
@@ -131,7 +131,7 @@ def _bind_extra(dims: Dims, cache: KVCache, extra) -> ExtraSlots:
     if not isinstance(extra, ExtraCache):
         raise ValueError(f"`extra` is a {type(extra).__name__}: expected a jaxkv.ExtraCache")
     check_cache(extra.cache, MLAEntry, name="extra.cache")
-    first, second = cache.layout.entry, extra.cache.layout.entry
+    first, second = _entry(cache), _entry(extra.cache)
     if (first.sizes, first.value_dim) != (second.sizes, second.value_dim):
         raise ValueError(
             f"`extra.cache` stores {second}, whose values have {second.value_dim} elements: expected entries of "
@@ -162,7 +162,12 @@ def _bind_slots(dims: Dims, given: ExtraCache, prefix: str = "", count: str = "K
         checks.check_slots(f"{prefix}slots", jnp.where(used, slots, -1), pages)
         checks.check_live_entries(cache, slots, used, layer, name=f"{prefix}cache")
     kv_scale = entry_scale(f"{prefix}kv_scale", given.kv_scale, cache)
-    return ExtraSlots(cache.buffer, slots, counts, layer, kv_scale, pages, cache.layout.entry)
+    return ExtraSlots(cache.buffer, slots, counts, layer, kv_scale, pages, _entry(cache))
+
+
+def _entry(cache: KVCache) -> MLAEntry:
+    """The entry of a cache that `check_cache` has accepted."""
+    return cast(MLAEntry, cache.layout.entry)
 
 
 def _sample(cache):

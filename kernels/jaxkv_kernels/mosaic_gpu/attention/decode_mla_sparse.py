@@ -98,16 +98,16 @@ def _decode(
     q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (q_latent, q_pe))
     if sinks is not None:
         sinks = jnp.pad(sinks, (0, -heads % TILE))
-    itemsize = buffer.dtype.itemsize
+    rows: Any = (InterpretedRows if interpret else GatheredRows)(pages, entry, buffer.dtype.itemsize)
     if entry.codec.rope_in_values:
-        rows = (InterpretedJoined if interpret else JoinedRows)(pages, entry, itemsize)
-    else:
-        rows = (InterpretedRows if interpret else GatheredRows)(pages, entry, itemsize)
+        sources = [rows]
+        if extra is not None:
+            sources.append(GatheredRows(extra.pages, extra.entry, extra.buffer.dtype.itemsize))
+        first_tiles = 2 * -(-slots.shape[-1] // PAIR)
+        rows = (InterpretedJoined if interpret else JoinedRows)(tuple(sources), first_tiles)
     if extra is None:
         counts = None  # the plan knows them
     else:
-        others = type(rows)(extra.pages, extra.entry, extra.buffer.dtype.itemsize)
-        rows = replace(rows, extra=others, first_tiles=2 * -(-slots.shape[-1] // PAIR))
         extra = replace(extra, slots=extra.slots.reshape(requests, -1))
     out, lse, split_out, split_lse, split_scale = attend_slots(
         q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, extra,

@@ -10,7 +10,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import CHUNK, LINE, GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
-    E8M0_RANGES,
+    E8M0_RANGE,
     EXPONENT,
     LARGEST,
     LEAST_FACTOR,
@@ -56,8 +56,7 @@ class InterpretedRows(GatheredRows):
         """The scales of the rows, bytes [64, n]."""
         if self.scale_dtype is None:
             return None
-        nbytes, region = self._part("scales").nbytes, self._region("scales")
-        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), nbytes, region)
+        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), self._part("scales").nbytes)
 
     def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
         """Copies rotary keys, for which `finish_rope` need not wait, or loads them."""
@@ -85,7 +84,7 @@ class InterpretedRows(GatheredRows):
         if self.scale_dtype == "float32":
             factor, scales = _fitted(lax.bitcast_convert_type(raw.reshape(TILE, 4, 4), jnp.float32))
         elif self.scale_dtype == "e8m0":
-            factor, scales = _fitted_e8m0(raw.astype(jnp.int32), self.stored)
+            factor, scales = _fitted_e8m0(raw.astype(jnp.int32))
         elif self.scale_dtype == "e4m3":
             columns = jnp.swapaxes(raw.reshape(TILE, COLUMNS, -1), 1, 2).reshape(TILE, -1)
             scales = _from_e4m3(columns)
@@ -105,12 +104,16 @@ class InterpretedRows(GatheredRows):
         half, column = divmod(first, HALF)
         k_ref[stage, half, :, pl.ds(column, self.line_values)] = values
 
-    def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes, region=0):
-        """Bytes of each slot's entry, in a region; zeros of masked ones."""
+    def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
+        """Bytes of each slot's entry; zeros of masked ones."""
         valid = (slots >= 0) & (slots < limit)
-        first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x, region)
+        first = self.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x)
         byte = first[:, None] + (offset + jnp.arange(nbytes, dtype=jnp.int32))
         return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
+
+
+NBYTES = {"e4m3": 128, "half": 64, "rope": 128}
+"""Bytes of each row in a unit of `JoinedRows`."""
 
 
 class InterpretedJoined(JoinedRows):
@@ -131,7 +134,7 @@ class InterpretedJoined(JoinedRows):
             found = ref[...][request, jnp.clip(position, 0, ref.shape[1] - 1)]
             return jnp.where((position >= 0) & (position < length), found, -1)
 
-        if self.extra is None:
+        if len(slot_refs) == 1:
             return slots(slot_refs[0], position, length)
         first = slot_refs[0].shape[1] if count_ref is None else jnp.minimum(count_ref[request], slot_refs[0].shape[1])
         after = self.first_tiles * TILE
@@ -140,12 +143,11 @@ class InterpretedJoined(JoinedRows):
 
     def locate(self, kv_refs, zero_ref, places, tile, found):
         """The bytes of entries [64, 576], and their scales [64, 8]; whether keys are not masked."""
-        regions = [self._read(self, kv_refs[0], *places[0], found)]
-        if self.extra is not None:
-            regions.append(self._read(self.extra, kv_refs[1], *places[1], found))
-        entries, scales, valid = regions[-1]
-        if self.extra is not None:
-            entries, scales, valid = (jnp.where(tile < self.first_tiles, a, b) for a, b in zip(*regions, strict=True))
+        sources = zip(self.sources, kv_refs, places, strict=True)
+        read = [self._read(rows, ref, layer, limit, found) for rows, ref, (layer, limit) in sources]
+        entries, scales, valid = read[0]
+        if len(read) > 1:
+            entries, scales, valid = (jnp.where(tile < self.first_tiles, a, b) for a, b in zip(*read, strict=True))
         return (entries, valid), scales
 
     @staticmethod
@@ -161,7 +163,19 @@ class InterpretedJoined(JoinedRows):
 
     def load(self, zero_ref, own, unit):
         """A unit of the rows, bytes [64, n]."""
-        return own[0][:, unit.offset : unit.offset + {"e4m3": 128, "half": 64, "rope": 128}[unit.kind]]
+        return own[0][:, unit.offset : unit.offset + NBYTES[unit.kind]]
+
+    def copy(self, zero_ref, own, unit, staged_ref, number):
+        """Copies a unit."""
+        raw = self.load(zero_ref, own, unit)
+        staged_ref[number] = jnp.pad(raw, ((0, 0), (0, staged_ref.shape[2] - raw.shape[1])))
+
+    def take(self, unit, staged_ref, number):
+        """The unit that was copied."""
+        return staged_ref[number][:, : NBYTES[unit.kind]]
+
+    def finish(self):
+        """Does nothing: copies are complete."""
 
     def store(self, unit, stage, k_ref, raw, scales):
         """Stores a unit as bf16."""
@@ -192,9 +206,9 @@ def _fitted(scale):
     return factor, (scale / factor[:, None]).astype(jnp.float16)
 
 
-def _fitted_e8m0(scale, stored):
+def _fitted_e8m0(scale):
     """The same for e8m0 scales, int32 [64, n].  Scales that are too small for float16 become 0."""
-    base, least_safe, most_safe = E8M0_RANGES[stored]
+    base, least_safe, most_safe = E8M0_RANGE
     least, most = scale.min(axis=1), scale.max(axis=1)
     power = jnp.where((least >= least_safe) & (most <= most_safe), 127, jnp.clip(most, 27, 253))
     exponent = jnp.maximum(scale - power[:, None] + base, 0)

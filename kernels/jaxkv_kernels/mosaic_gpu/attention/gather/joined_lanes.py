@@ -16,9 +16,11 @@ from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
 from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import COLUMN_TILE, STORE, Lane, shuffle
 from jaxkv_kernels.mosaic_gpu.attention.gather.narrow import load_eight, permute
 from jaxkv_kernels.mosaic_gpu.runtime.elements import words
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import LOAD_SHARED, at, c32, c64, i32, i64, ptx
 
 COLUMN_TILES = HALF // 64
+STEP = 16 * lanes.THREADS
+"""Bytes of one chunk of each lane."""
 LARGEST_SCALE = 127 + 7
 """The largest e8m0 scale, as a byte, for which the product with 2**120 is a bf16 number."""
 CONVERT = (
@@ -78,18 +80,17 @@ def locate(sources, first_tiles: int, zero, tile, found) -> list[Any]:
     nothing = mgpu.utils.memref_ptr(zero)
     slot, *counts = (shuffle(word, Lane().lane) for word in found)
     is_second = arith.cmpi(arith.CmpIPredicate.sge, tile, c32(first_tiles))
-    addresses, known = None, None
-    for rows, kv, layer, limit in sources:
-        valid = lanes.valid(slot, limit)
-        if counts and known is None:
-            position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
-            valid = arith.andi(valid, arith.cmpi(arith.CmpIPredicate.slt, position, counts[0]))
-        own = [lanes.address(rows, kv, slot, layer, region) for region in range(2)]
-        if addresses is None:
-            addresses, known = own, valid
-        else:
-            addresses = [arith.select(is_second, b, a) for a, b in zip(addresses, own, strict=True)]
-            known = arith.select(is_second, valid, known)
+    of_sources = [
+        [lanes.valid(slot, limit), *(lanes.address(rows, kv, slot, layer, region) for region in range(2))]
+        for rows, kv, layer, limit in sources
+    ]
+    if counts:
+        position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
+        counted = arith.cmpi(arith.CmpIPredicate.slt, position, counts[0])
+        of_sources[0][0] = arith.andi(of_sources[0][0], counted)
+    if len(sources) > 1:
+        of_sources = [[arith.select(is_second, b, a) for a, b in zip(*of_sources, strict=True)]]
+    ((known, *addresses),) = of_sources
     entry, scales = (arith.select(known, address, nothing) for address in addresses)
     offset = sources[0][0].part("scales")
     return [*_halves(entry), *load_eight(scales, offset, by_half=False)]
@@ -107,15 +108,50 @@ def is_known(zero, own) -> Any:
     return arith.ori(*differs)
 
 
-def load_unit(zero, own, unit) -> list[Any]:
-    """The lane's chunks of a unit, from the addresses that the lanes which own its rows have."""
-    lane, pointer = Lane(), mgpu.utils.memref_ptr(zero).type
+def _places(zero, own, unit) -> tuple[list[Any], Any]:
+    """The addresses of the rows that the lane loads in part, from the lanes which own them, and its chunk of each."""
+    lane = Lane()
     chunk = {"e4m3": lane.e4m3_chunk, "half": lane.rope_chunk, "rope": lane.chunk}[unit.kind]
-    owners = lane.rope_owners if unit.kind == "half" else lane.owners
-    addresses = [
+    return _rows(zero, own, lane.rope_owners if unit.kind == "half" else lane.owners), chunk
+
+
+def _rows(zero, own, owners) -> list[Any]:
+    """The addresses that other lanes have."""
+    pointer = mgpu.utils.memref_ptr(zero).type
+    return [
         ptx("mov.b64 $0, {$1, $2};", *(shuffle(word, owner) for word in own), result_types=pointer) for owner in owners
     ]
-    return lanes.load_chunks(addresses, chunk, unit.offset)
+
+
+def load_unit(zero, own, unit) -> list[Any]:
+    """Starts to load the lane's chunks of a unit to registers."""
+    return lanes.load_chunks(*_places(zero, own, unit), unit.offset)
+
+
+def copy_unit(zero, own, unit, stage, number: int) -> None:
+    """Starts to copy the lane's chunks of a unit to shared memory, as one group of copies."""
+    into = _staged(stage, number)
+    for n, address in enumerate(lanes.of_chunk(*_places(zero, own, unit))):
+        place = f"[$0 + {n * STEP}], [$1 + {unit.offset}]"
+        ptx(f"cp.async.cg.shared.global.L2::256B {place}, 16;", into, address)
+    ptx("cp.async.commit_group;")
+
+
+def load_staged(stage, number: int, count: int, later: int) -> list[Any]:
+    """Chunks that `copy_unit` copied, once all groups of copies but the `later` newest ones have landed."""
+    ptx(f"cp.async.wait_group {later};")
+    start = _staged(stage, number)
+    return [
+        ptx(LOAD_SHARED.format(offset=n * STEP), start, result_types=[i32()] * 4, has_side_effects=True)
+        for n in range(count)
+    ]
+
+
+def _staged(stage, number: int) -> Any:
+    """Where the lane's chunks of a staged unit begin; no other lane reads or writes them."""
+    thread = arith.remui(mgpu.utils.thread_idx(), c32(lanes.THREADS))
+    offset = arith.addi(arith.shli(thread, c32(4)), c32(number * lanes.ROWS_PER_LANE * STEP))
+    return at(mgpu.utils.memref_ptr(stage), offset)
 
 
 def store_unit(ref, raw, scales, unit, stage: int) -> None:
@@ -180,9 +216,4 @@ def _float32(scale) -> Any:
 
 def prefetch(zero, own, nbytes: int) -> None:
     """Brings the rows of a tile to the L2 cache."""
-    pointer = mgpu.utils.memref_ptr(zero).type
-    rows = [
-        ptx("mov.b64 $0, {$1, $2};", *(shuffle(word, owner) for word in own), result_types=pointer)
-        for owner in Lane().owners
-    ]
-    lanes.prefetch(rows, nbytes)
+    lanes.prefetch(_rows(zero, own, Lane().owners), nbytes)

@@ -22,7 +22,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import (
     Lane,
     shuffle,
 )
-from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import E8M0_RANGES
+from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import E8M0_RANGE
 from jaxkv_kernels.mosaic_gpu.runtime.elements import words
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, i32, ptx
 
@@ -55,24 +55,21 @@ def load_eight(address, offset: int, *, by_half: bool) -> list[Any]:
     return list(ptx(LOAD_PAIR.format(offset=offset), address, result_types=[i32()] * 2, has_side_effects=True))
 
 
-def e8m0_scales(raw, stored: str, *, padding: int, by_half: bool) -> tuple[Any, list[Any]]:
-    """From 8 scales of a row, of which the last `padding` are not scales: its factor, and scales to multiply by.
+def e8m0_scales(raw, *, padding: int) -> tuple[Any, list[Any]]:
+    """From the 16 scales of a row of e2m1 values, of which lanes that are 16 apart have 8 each: its factor, as float32.
 
-    With `by_half`, the row has 16 scales, of which lanes that are 16 apart have 8 each, and only the second 8 have
-    padding.  The factor is float32.  The scales are the first bytes of float16 numbers.
+    Also the scales to multiply by, as the first bytes of float16 numbers.  The last `padding` bytes are not scales.
     """
-    lane, (base, least_safe, most_safe) = Lane().lane, E8M0_RANGES[stored]
+    lane, (base, least_safe, most_safe) = Lane().lane, E8M0_RANGE
     first, second = (shuffle(word, lane) for word in raw)
     if padding:
         # Scales before the padding stand in for it.
-        whole = permute(second, second, c32({1: 0x2210, 2: 0x1010}[padding]))
-        second = (
-            arith.select(arith.cmpi(arith.CmpIPredicate.ne, upper_half(), c32(0)), whole, second) if by_half else whole
-        )
+        whole = permute(second, second, c32(0x1010))
+        second = arith.select(arith.cmpi(arith.CmpIPredicate.ne, upper_half(), c32(0)), whole, second)
     mask = c32(0x00FF00FF)
     pairs = [arith.andi(word, mask) for word in (first, second)]
     pairs += [arith.andi(arith.shrui(word, c32(8)), mask) for word in (first, second)]
-    most, least = _extreme("max", pairs, by_half), _extreme("min", pairs, by_half)
+    most, least = _extreme("max", pairs), _extreme("min", pairs)
     safe = arith.andi(
         arith.cmpi(arith.CmpIPredicate.uge, least, c32(least_safe)),
         arith.cmpi(arith.CmpIPredicate.ule, most, c32(most_safe)),
@@ -90,14 +87,13 @@ def e8m0_scales(raw, stored: str, *, padding: int, by_half: bool) -> tuple[Any, 
     return arith.bitcast(ir.F32Type.get(), arith.shli(power, c32(23))), scales
 
 
-def _extreme(which: str, pairs, by_half: bool) -> Any:
-    """The largest or smallest of pairs of 16-bit numbers, also of the lane 16 apart if `by_half`."""
+def _extreme(which: str, pairs) -> Any:
+    """The largest or smallest of pairs of 16-bit numbers, also of the lane 16 apart."""
     found = pairs[0]
     for pair in pairs[1:]:
         found = _pairwise(f"{which}.u16x2", found, pair)
     found = _pairwise(f"{which}.u16x2", found, permute(found, found, c32(0x1032)))
-    if by_half:
-        found = _pairwise(f"{which}.u16x2", found, shuffle(found, arith.xori(Lane().lane, c32(WARP_ROWS))))
+    found = _pairwise(f"{which}.u16x2", found, shuffle(found, arith.xori(Lane().lane, c32(WARP_ROWS))))
     return arith.andi(found, c32(0xFFFF))
 
 
@@ -105,14 +101,8 @@ def _pairwise(operation: str, a, b) -> Any:
     return ptx(f"{operation} $0, $1, $2;", a, b, result_types=i32())
 
 
-def e8m0_of_e4m3(scales, owner, group: int) -> Any:
-    """The scale of the lane's chunk, 16 values of unit `group`, as a pair of float16; a scale covers 64 values."""
-    place = arith.addi(arith.shrui(Lane().quarter, c32(1)), c32(2 * (group % 2)))
-    return _splat(shuffle(scales[group // 2], owner), c32(0), place)
-
-
 def e8m0_of_e2m1(scales, owner, half: int) -> list[Any]:
-    """The same for a chunk of 32 values of half `half`, which has a scale of its own, twice."""
+    """The scale of the lane's chunk, 32 values of half `half`, as a pair of float16, twice."""
     owner = arith.addi(owner, c32(half * WARP_ROWS))
     found = _splat(shuffle(scales[0], owner), shuffle(scales[1], owner), Lane().e2m1_chunk)
     return [found, found]

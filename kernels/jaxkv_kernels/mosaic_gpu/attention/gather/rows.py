@@ -240,13 +240,13 @@ class GatheredRows:
         """Starts to load the scales of a tile's rows, in each lane those of its own row; None if entries have none."""
         if self.scale_dtype is None:
             return None
-        count, region = 2 if self.scale_dtype == "e8m0" else 4, self._region("scales")
+        count = 2 if self.scale_dtype == "e8m0" else 4
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType(), OWN, SCALAR, SCALAR), return_type=lane_array(count)
         )
         def load(_, kv, zero, slots, layer, limit):
-            (row,) = self._rows(kv, zero, slots, layer, limit, region)
+            (row,) = self._rows(kv, zero, slots, layer, limit)
             if self.scale_dtype == "e8m0":
                 found = narrow.load_eight(row, self.part("scales"), by_half=self._scales_by_half)
             else:
@@ -348,7 +348,7 @@ class GatheredRows:
         if self.scale_dtype == "float32":
             return lanes.scales(raw)
         padding = sum(part.nbytes for part in self.entry.parts() if part.name == "padding")
-        return narrow.e8m0_scales(raw, self.stored, padding=padding, by_half=self._scales_by_half)
+        return narrow.e8m0_scales(raw, padding=padding)
 
     def store(self, unit: Unit, stage: int, k_ref, raw, scales) -> None:
         """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]."""
@@ -358,8 +358,7 @@ class GatheredRows:
         def store(_, ref, raw, *scales):
             found = word_list(*scales) if scales else []
             if self.stored == "e4m3":
-                of_row = narrow.e8m0_of_e4m3 if self.scale_dtype == "e8m0" else lanes.scale_of_group
-                scale_of = partial(of_row, found, group=unit.number) if scaled else None
+                scale_of = partial(lanes.scale_of_group, found, group=unit.number) if scaled else None
                 lanes.store_e4m3(ref, raw, scale_of, stage, unit.number)
             else:
                 of_half = narrow.e8m0_of_e2m1 if self.scale_dtype == "e8m0" else narrow.e4m3_of_e2m1
@@ -367,9 +366,9 @@ class GatheredRows:
 
         store(k_ref, raw, *([scales] if scaled else []))
 
-    def _rows(self, kv, zero, slots, layer, limit, region: int = 0):
-        """The addresses at which the rows of a lane's slots begin, in a region."""
-        return lanes.rows(self, kv, zero, word_list(slots), layer.registers.item(), limit.registers.item(), region)
+    def _rows(self, kv, zero, slots, layer, limit):
+        """The addresses at which the rows of a lane's slots begin."""
+        return lanes.rows(self, kv, zero, word_list(slots), layer.registers.item(), limit.registers.item())
 
 
 def word_list(held) -> list[Any]:

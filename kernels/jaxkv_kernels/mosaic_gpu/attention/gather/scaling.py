@@ -6,9 +6,9 @@ Otherwise they are first divided by a power of two, the token's factor.  Scores 
 by its factor in float32, and its rotary key is divided by it.  Products with scales that are powers of two are exact,
 except for scales below 2**-15 times the token's largest; other scales are rounded to float16.
 
-Scales of e8m0 are treated in the same way, as their exponents: they are multiplied into values as they are where all
-are in a range in which products are exact.  Otherwise, those below 2**-14 times the token's largest (2**-20 times, for
-e2m1 values) count as 0.  Scales of e4m3, of e2m1 values, need no factor: float16 represents all products.
+Scales of e8m0, of e2m1 values, are treated in the same way, as their exponents: they are multiplied into values as they
+are where all are in a range in which products are exact.  Otherwise, those below 2**-20 times the token's largest count
+as 0.  Scales of e4m3 need no factor: float16 represents all products.
 
 The constants are bit patterns of float32 values.  They are compared, added and subtracted as integers.
 """
@@ -26,10 +26,9 @@ LEAST_FACTOR, MOST_FACTOR = 27 << 23, 253 << 23
 """2**-100 and 2**126."""
 INVERSE = 254 << 23
 """The sum of the bits of a power of two and of its inverse."""
-E8M0_RANGES = {"e4m3": (15, 113, 134), "e2m1x2": (21, 107, 136)}
-"""By the dtype of values: the exponent of float16 1 (15), or of 2**6 for e2m1 values (`narrow.py`); the smallest and
-the
-largest e8m0 scales that are multiplied into values as they are."""
+E8M0_RANGE = 21, 107, 136
+"""The exponent of float16 2**6, which is part of the scales of e2m1 values (`narrow.py`); the smallest and the largest
+e8m0 scales that are multiplied into values as they are."""
 _FIT = 14 << 23
 """2**14, as a difference of bits: scaled rows of queries have their largest magnitude from 2**14 up to 2**15."""
 _LEAST_QUERY, _MOST_QUERY = 20 << 23, 254 << 23

@@ -19,8 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
-from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
+from jaxkv_kernels.mosaic_gpu.attention.gather.joined import STAGED
 
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
@@ -32,7 +31,8 @@ class GatherTiles:
     """The sources and destinations of tiles, and the barriers between producer and consumers."""
 
     config: SparseConfig
-    rows: GatheredRows
+    rows: Any
+    """`GatheredRows`, or `JoinedRows`."""
     kv_ref: Any
     zero_ref: Any
     slot_ref: Any
@@ -231,19 +231,32 @@ class ExtraRefs:
 class JoinedTiles(GatherTiles):
     """For entries that are keys and values as a whole (`joined.py`), of one cache or of two.
 
-    The state: units that are being loaded; the scales and the addresses of the next tile; the slots of the one after.
+    The state: the units in registers, and the scales, of the next tile, which are being loaded; its addresses; the
+    slots of the one after.
     """
 
-    rows: JoinedRows
+    staged: Any = None
+    """Shared memory for the units of the next tile that are not in registers."""
     extra: ExtraRefs | None = None
     count_ref: Any = None
     """The numbers of slots to attend to in the first of two lists; None if that is all of them."""
 
+    def run(self, layer, *args) -> None:
+        """See `GatherTiles`."""
+        super().run(layer, *args)
+        self.rows.finish()
+
     def _start(self, layer, limit, slots):
         here, ahead = slots
         own, scales = self._locate(layer, limit, here)
-        ring = tuple(self.rows.load(self.zero_ref, own, unit) for unit in self._units(0)[: self.config.units_ahead])
-        return ring, scales, own, ahead
+        held = [self._load(own, place, unit) for place, unit in enumerate(self._units(0))]
+        return tuple(held[STAGED:]), scales, own, ahead
+
+    def _load(self, own, place: int, unit) -> Any:
+        """Starts to load the unit at a place of a tile; returns its registers if it is loaded to registers."""
+        if place < STAGED:
+            return self.rows.copy(self.zero_ref, own, unit, self.staged, place)
+        return self.rows.load(self.zero_ref, own, unit)
 
     def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
         state = self._fetch_tile(layer, limit, 0, used, state, beyond[0])
@@ -264,28 +277,26 @@ class JoinedTiles(GatherTiles):
         refs, places = [self.kv_ref], [(layer, limit)]
         if self.extra is not None:
             refs.append(self.extra.kv_ref)
-            places.append(self._place(self.rows.extra.pages, self.extra.layer))
+            places.append(self._place(self.rows.sources[1].pages, self.extra.layer))
         return self.rows.locate(refs, self.zero_ref, places, tile, slots)
 
     def _fetch_tile(self, layer, limit, tile, used, state, beyond):
-        """Stores a tile, whose first units are in the ring; loads those of the next one."""
-        ring, scales, own, following = state
-        units, ring, near = self._units(tile), list(ring), len(self.rows.half(tile))
-        coming = units + self._units(1 - tile)
+        """Stores a tile, and loads the units of the next one: each when that of this tile at its place is stored."""
+        held, scales, own, following = state
+        units, coming, near = self._units(tile), self._units(1 - tile), len(self.rows.half(tile))
         self._wait_free(tile, tile, used)
         self.rows.mark(self.stats, self.zero_ref, FACTOR + tile, (FLAG, 4 * tile), own)
         after = self._find(*beyond)
         ahead, scales_ahead = self._locate(layer, limit, following)
         if self.config.prefetch:
             self.rows.prefetch_rows(self.zero_ref, ahead)
-        for n, unit in enumerate(units):
-            if n == near:
+        loaded = []
+        for place, unit in enumerate(units):
+            if place == near:
                 self._stored(2 * tile + tile)
                 self._wait_free(tile, 1 - tile, used)
-            following_unit = n + len(ring)
-            self.rows.store(unit, tile, self.k, ring.pop(0), scales)
-            ring.append(
-                self.rows.load(self.zero_ref, own if following_unit < len(units) else ahead, coming[following_unit])
-            )
+            raw = self.rows.take(unit, self.staged, place) if place < STAGED else held[place - STAGED]
+            self.rows.store(unit, tile, self.k, raw, scales)
+            loaded.append(self._load(ahead, place, coming[place]))
         self._stored(2 * tile + 1 - tile)
-        return tuple(ring), scales_ahead, ahead, after
+        return tuple(loaded[STAGED:]), scales_ahead, ahead, after

@@ -22,6 +22,10 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
 
 This is the order of `wide.py`.  Copies arrive at k_full when they land, while the producer goes on to the next half.
 
+`fp8_v4` entries are keys and values as a whole (`gather/joined.py`).  Their rotary parts are the last columns of K, and
+those of the queries the last columns of Q: what this page says of rotary keys and queries does not concern them.  Their
+slots may be in two caches, of which the second one's tiles follow those of the first.
+
 Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  Its loads
 run ahead of its stores, also from one tile or work tile to the next (`gather/tiles.py`), so that the values of a half
 are in registers when k_free completes.  Rotary keys of `fp8_ds_mla` entries are copied; the copies start before K0 left
@@ -36,7 +40,8 @@ multiplied by the factors, and the running max is that of score + log2(factor). 
 exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
 without factors.  For quantised entries, queries become float16 in place, each row divided by a power of two that makes
 it fit; for `fp8_ds_mla` entries, their rotary part stays bf16.  The single scale of all `fp8` entries is part of the
-softmax scale, and also multiplies the result.
+softmax scale, and also multiplies the result.  `fp8_v4` entries become bf16, as the queries are, and their factors are
+those of masked keys only.
 
 Barriers.
     q_full           the queries have landed
@@ -54,8 +59,9 @@ These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has
 P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.
 
-Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227.  Registers:
-224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
+Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227.  For
+`fp8_v4` entries, Q is 64 KiB, and units that are being loaded, 24 KiB, take the place of rotary keys.  Registers: 224
+per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
 from functools import partial
@@ -71,8 +77,8 @@ from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.attention.gather.full import CopiedFull, StoredFull
-from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
+from jaxkv_kernels.mosaic_gpu.attention.gather.joined import STAGED, JoinedRows
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import LINE, GatheredRows, async_fence
 from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import (
     FACTOR,
     FLAG,
@@ -111,7 +117,7 @@ Q_MAX = 3
 
 def attend_slots(
     q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, extra: ExtraSlots | None = None,
-    *, counts=None, rows: GatheredRows, logit_cap, config: SparseConfig, interpret,
+    *, counts=None, rows: GatheredRows | JoinedRows, logit_cap, config: SparseConfig, interpret,
 ):  # fmt: skip
     """Results of whole query tokens, and of splits (`result_types`).
 
@@ -134,7 +140,7 @@ def attend_slots(
     sink_arrays, count_arrays = ([] if x is None else [x] for x in (sinks, counts))
     extra_arrays = []
     if extra is not None:
-        extra_arrays = [rows.extra.buffer(extra.buffer), extra.slots, jnp.reshape(extra.layer, (1,))]
+        extra_arrays = [rows.buffer(extra.buffer), extra.slots, jnp.reshape(extra.layer, (1,))]
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(*refs, **scratch):
@@ -152,11 +158,14 @@ def attend_slots(
         k_free = [scratch["k_free"].at[n] for n in range(4)]
         s_issued, *p_ready = (one.at[n] for n in range(3))
         q_free, both = (two.at[n] for n in range(2))
+
         # Two views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
-        (q, q_in), (k, stages), (qr, qr_in), (r, _) = (
-            (scratch.get(name),) * 2 if own == dtype or name == "r" else tuple(scratch[name])
-            for name, own in (("q", k_dtype), ("k", k_dtype), ("qr", rows.rope_dtype), ("r", rows.rope_dtype))
-        )
+        def views(name: str, own) -> Any:
+            found: Any = scratch.get(name)
+            return (found, found) if own == dtype else tuple(found)
+
+        (q, q_in), (k, stages), (qr, qr_in) = views("q", k_dtype), views("k", k_dtype), views("qr", rows.rope_dtype)
+        r: Any = scratch.get("r")  # without `qr` and `r`, rotary parts are in `q` and `k`
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
         first_row = group * TILE
@@ -180,8 +189,9 @@ def attend_slots(
             first, end, first_tile = load_work_range(partitions_ref, partition)
             gather_tiles: Any = ConvertedTiles if rows.quantised else CopiedTiles
             if is_joined:
-                extra_kv = ExtraRefs(*extra_refs[:2], extra_refs[2][0]) if extra_refs else None
-                gather_tiles = partial(JoinedTiles, extra=extra_kv, count_ref=count_refs[0] if count_refs else None)
+                extra_kv = ExtraRefs(extra_refs[0], extra_refs[1], extra_refs[2][0]) if extra_refs else None
+                counts_of = count_refs[0] if count_refs else None
+                gather_tiles = partial(JoinedTiles, staged=scratch["staged"], extra=extra_kv, count_ref=counts_of)
             gather = gather_tiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
             load_tile = partial(load_work_tile, work_tiles_ref)
             gather.run(layer_ref[0], first, end, first_tile, load_tile, q_free, fetch_queries)
@@ -369,10 +379,12 @@ def attend_slots(
         # The interpreter reports any two accesses to a union through different views as a race.
         return views if interpret else plgpu.RefUnion(*views)
 
-    rotary = {
-        "qr": viewed(TILE, ROPE, own_dtype=rows.rope_dtype),
-        "r": swizzled(2, TILE, ROPE, dtype=rows.rope_dtype),
-    }
+    others: dict[str, Any] = {}
+    if isinstance(rows, GatheredRows):
+        others["qr"] = viewed(TILE, ROPE, own_dtype=rows.rope_dtype)
+        others["r"] = swizzled(2, TILE, ROPE, dtype=rows.rope_dtype)
+    else:
+        others["staged"] = plgpu.SMEM((STAGED, TILE, LINE), jnp.uint8)
     return kernel(
         body,
         interpret=interpret,
@@ -389,7 +401,7 @@ def attend_slots(
         scratch_types={
             "q": viewed(width // COLUMNS, TILE, COLUMNS) if is_joined else viewed(2, TILE, HALF),
             "k": viewed(2, 2, TILE, HALF),
-            **({} if is_joined else rotary),
+            **others,
             "p": swizzled(TILE, TILE, dtype=k_dtype),
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if is_joined else 3),
