@@ -168,7 +168,6 @@ def test_blocks_of_all_tables_have_about_the_same_size():
     assert layout["indexer"].entry == jaxkv.IndexerEntry(head_dim=128)
     assert jaxkv_layout(config, "bf16", 256)["csa"].entry == jaxkv.MLAEntry("bf16", latent=512, rope=0)
 
-
     model = jax.eval_shape(lambda: models.random_model(config))
     assert model.usual_block_size == 128
     assert jaxkv_layout(config, "bf16", 128).tables[""].block_size == 128
