@@ -24,6 +24,12 @@ def indexer_entry(random):
     return jaxkv.IndexerEntry(name, head_dim=random.choice([8, 128] if name == "indexer_fp8" else [32, 128]))
 
 
+def state_entry(random):
+    dtypes = random.choices(["float32", "bfloat16", "float16"], k=random.randint(1, 3))
+    shapes = [tuple(random.randint(1, 5) for _ in range(random.randint(0, 3))) for _ in dtypes]
+    return jaxkv.StateEntry({f"a{n}": case for n, case in enumerate(zip(shapes, dtypes, strict=True))})
+
+
 def sizes_of(random, entry):
     """Small sizes of a cache of that entry."""
     return dict(

@@ -1,13 +1,17 @@
 """States: stored and read bit for bit where they belong, on every layout, with every other byte as it was."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxkv
 from support import oracle, scenes
 from support.compare import assert_same_bits
+from support.random_layouts import state_entry, strided_layout
 from support.suites.base import Suite, layout_of
 
 MIXED = jaxkv.StateEntry({"conv": ((3, 5), "bfloat16"), "ssm": ((2, 4, 3), "float32"), "count": ((), "float16")})
@@ -24,7 +28,7 @@ def states_of(entry, count, seed=3):
     for x in found.values():
         if count and x.dtype == np.float32:
             flat = x[0].reshape(-1).view(np.uint32)
-            flat[: len(STRANGE)] = STRANGE
+            flat[: len(STRANGE)] = STRANGE[: flat.size]
     return found
 
 
@@ -77,6 +81,28 @@ class States(StateChecks):
         layout = layout_of(name, MIXED, block_size=4)
         self.check_write(layout, 1, self.slots(layout))
         self.check_read(layout, 1, [*self.slots(layout), *self.slots(layout)[:3]])
+
+    @settings(max_examples=settings.default.max_examples // 20)
+    @given(st.randoms(use_true_random=True))
+    def test_strides_drawn_at_random(self, random):
+        layout = strided_layout(random, state_entry(random))
+        layer = random.randrange(layout.num_layers)
+        self.check_write(layout, layer, self.slots(layout), random.choice(["nan", "random"]))
+        self.check_read(layout, layer, self.slots(layout))
+
+    def test_one_trace_serves_all_slots_and_layers(self):
+        layout = layout_of("packed, uint8", PLAIN, block_size=4)
+        chex.clear_trace_counter()
+
+        @jax.jit
+        @chex.assert_max_traces(n=1)
+        def moved(cache, source, target, layer):
+            states = self.run(jaxkv.read_state, cache, source, layer=layer)
+            return self.run(jaxkv.write_state, cache, states, target, layer=layer)
+
+        cache = jaxkv.KVCache.zeros(layout)
+        for n in range(3):
+            cache = moved(cache, jnp.asarray([n, -1]), jnp.asarray([-n, n + 1]), jnp.int32(n))
 
     def test_neighbours_of_random_bytes_survive_in_every_layer(self):
         layout = layout_of("BLNHC", PLAIN, block_size=3)
