@@ -16,7 +16,7 @@ from jaxkv.bench import model_steps
 from jaxkv.models import NewTokens
 from support.many_devices import mesh_of, on_several_devices
 
-FOLDER = Path(__file__).parents[1] / "data" / "models" / "qwen3_next"
+FOLDER = Path(__file__).parents[2] / "data" / "models" / "qwen3_next"
 BLOCK, COLUMNS, BLOCKS, CHUNK = 32, 7, 64, 64
 STATE = "state"
 
