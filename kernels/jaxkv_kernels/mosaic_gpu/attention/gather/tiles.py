@@ -99,6 +99,11 @@ class GatherTiles:
             for half in range(4):
                 plgpu.barrier_wait(self.k_free[half])
 
+        self._finish()
+
+    def _finish(self) -> None:
+        """Waits for loads that have been started past the last tile."""
+
     def _place(self, pages, layer) -> tuple[Any, Any]:
         """A layer of a cache, and the end of its slots: 0 if there is no such layer."""
         in_cache = (layer >= 0) & (layer < pages.num_layers)
@@ -241,9 +246,7 @@ class JoinedTiles(GatherTiles):
     count_ref: Any = None
     """The numbers of slots to attend to in the first of two lists; None if that is all of them."""
 
-    def run(self, layer, *args) -> None:
-        """See `GatherTiles`."""
-        super().run(layer, *args)
+    def _finish(self):
         self.rows.finish()
 
     def _start(self, layer, limit, slots):
