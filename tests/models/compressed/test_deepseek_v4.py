@@ -23,7 +23,7 @@ from models.test_models import Requests
 from support import oracle
 from support.many_devices import on_several_devices
 
-FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v4"
+FOLDER = Path(__file__).parents[2] / "data" / "models" / "deepseek_v4"
 EPS = 1e-6
 FLASH = {
     "architectures": ["DeepseekV4ForCausalLM"],
