@@ -13,7 +13,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   `StateEntry`.
 - **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
-  read them back.
+  read them back, and `gather_entries` reads their bytes.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, `prefill_kv`, for many new tokens;
   `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
@@ -39,7 +39,7 @@ from jaxkv.layout.layout import ORDERS, CacheLayout, Strides
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.blocks import convert_blocks, copy_blocks, read_blocks, write_blocks
-from jaxkv.ops.gathers import gather_indexer_k, gather_kv, gather_mla
+from jaxkv.ops.gathers import gather_entries, gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
@@ -78,6 +78,7 @@ __all__ = [
     "decode_mla",
     "decode_mla_sparse",
     "explain",
+    "gather_entries",
     "gather_indexer_k",
     "gather_kv",
     "gather_mla",

@@ -49,6 +49,15 @@ class Gather(Workload):
         return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes))
 
 
+class GatherEntries(Gather):
+    """Reads the bytes of the tokens of all requests."""
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the entries, read and written."""
+        return 2 * self.entries * self.entry.nbytes
+
+
 class DecodeMLA(Workload):
     """Attention to latents: the result has the size of their values."""
 
@@ -414,6 +423,7 @@ FAMILIES: dict[str, type[Workload]] = {
     "gather_mla": Gather,
     "gather_kv": Gather,
     "gather_indexer_k": Gather,
+    "gather_entries": GatherEntries,
     "plan_decode": Plan,
     "decode_mla": DecodeMLA,
     "decode_kv": DecodeKV,

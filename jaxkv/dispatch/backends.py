@@ -1,6 +1,7 @@
 """The implementations in order of priority, and the choice of the one that runs a call."""
 
 import logging
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -56,8 +57,8 @@ class Backend:
 
 BACKENDS = (
     Backend("mosaic_gpu", "NVIDIA Hopper", mosaic_gpu.KERNELS),
-    Backend("triton", "NVIDIA GPUs, Ampere and later", triton.KERNELS),
-    Backend("xla", "any device", xla.KERNELS),
+    Backend("triton", "NVIDIA GPUs, Ampere and later", ChainMap(triton.KERNELS, triton.HOT_ROWS)),
+    Backend("xla", "any device", ChainMap(xla.KERNELS, xla.HOT_ROWS)),
 )
 """In order of priority.  The last one has a kernel for every operation."""
 

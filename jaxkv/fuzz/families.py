@@ -79,6 +79,19 @@ class Gather(Case):
         return (tables, np.cumsum([0, *(ends - starts)])), keywords
 
 
+class GatherEntries(Gather):
+    """Reads the bytes of entries."""
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The option `total`."""
+        return {"options": {"total": fields["count"]}}
+
+    def arguments(self, cache, values, draw, layer):
+        """Those of a gather, without scales."""
+        return super().arguments(cache, values, draw._replace(scales={}), layer)
+
+
 class Queries(Case):
     """Operations with queries against all cached tokens of each request.  Their queries come before the cache."""
 
@@ -391,6 +404,7 @@ FAMILIES: dict[str, type[Case]] = {
     "gather_mla": Gather,
     "gather_kv": Gather,
     "gather_indexer_k": Gather,
+    "gather_entries": GatherEntries,
     "plan_decode": Plan,
     "decode_mla": DecodeMLA,
     "decode_kv": DecodeKV,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,8 +27,11 @@ class Part:
     tables: dict[str, jax.Array]
     """The block tables, int32 [B, M], by name."""
 
-    plan: DecodePlan | None
+    plan: DecodePlan | tuple[DecodePlan, ...] | None
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
+
+    window_plan: DecodePlan | tuple[DecodePlan, ...] | None
+    """The same for layers with a window."""
 
     expanded: bool = field(metadata={"static": True})
     """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
@@ -40,9 +44,11 @@ class Part:
         """Makes the part from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
         q_len = slot_mapping.shape[1]
         expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
-        plan, selects = None, model.config.indexer is not None
-        if not (expanded or selects or isinstance(model.config.attention, CompressedAttention)):
-            plan = model.parallel.plan_decode(
+        plan = window_plan = None
+        decodes = model.config.indexer is None and not isinstance(model.config.attention, CompressedAttention)
+        if decodes and not expanded:
+            planned = partial(
+                model.parallel.plan_decode,
                 cache,
                 tables[""],
                 seq_lens,
@@ -51,7 +57,9 @@ class Part:
                 dtype=model.dtype,
                 implementation=model.implementation,
             )
-        return cls(seq_lens, tables, plan, expanded, slot_mapping.shape)
+            plan, window = planned(), getattr(model.config.attention, "window", None)
+            window_plan = None if window is None else planned(window=window)
+        return cls(seq_lens, tables, plan, window_plan, expanded, slot_mapping.shape)
 
     @property
     def block_tables(self) -> jax.Array:

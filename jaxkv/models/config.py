@@ -22,6 +22,8 @@ class Yarn:
     mscale: float | None
     mscale_all_dim: float | None
     attention_factor: float | None
+    truncate: bool = True
+    """Whether the bounds between kept, blended and divided frequencies are rounded to whole pairs."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Experts:
     """Experts without weights, numbered after the others, that return their input (LongCat-Flash)."""
     limit: float | None = None
     """The largest magnitude of an expert's inner values, as in `grouped_swiglu` (DeepSeek-V4)."""
+    alpha: float | None = None
+    """The factor in the activation of GPT-OSS, as in `grouped_swiglu`; None for SwiGLU."""
     hash_layers: int = 0
     """Leading layers in which the id of a token determines its experts, by a table (DeepSeek-V4)."""
 
@@ -136,6 +140,14 @@ class GQA:
     """Whether each head of queries and keys is normalised before it is rotated."""
     gated: bool = False
     """Whether the output of a head is multiplied by the sigmoid of a gate, which is computed beside its queries."""
+    biases: bool = False
+    """Whether queries, keys, values and the output have biases (GPT-OSS)."""
+    window: int | None = None
+    """In `windowed` layers, a query sees so many tokens, itself included; None if there are no such layers."""
+    windowed: tuple[int, ...] = ()
+    """The layers with a window, in order."""
+    unrotated: tuple[int, ...] = ()
+    """The layers without rotary embedding, in order (SmolLM3)."""
 
     @property
     def rotary_dim(self) -> int:

@@ -3,18 +3,23 @@
 `prefix_keys` computes a key for each full block of a prompt.  A `HostPool` stores blocks of a cache in host memory and
 loads them back into any block; with a `DiskPool`, it also writes them to files that later processes can load.  A load
 that stops half-way raises `LoadFailed`.  A damaged file raises `DamagedBlock`; its contents never reach a cache.
+
+`HotRows` is a cache in host memory (`HostEntries`), of which the device has the rows that sparse attention used last.
 """
 
 from jaxkv.offload.block_file import DamagedBlock
 from jaxkv.offload.disk import DiskPool
 from jaxkv.offload.host import HostPool, LoadFailed
+from jaxkv.offload.hot_rows import HostEntries, HotRows
 from jaxkv.offload.keys import prefix_keys
 from jaxkv.offload.stats import Stats
 
 __all__ = [
     "DamagedBlock",
     "DiskPool",
+    "HostEntries",
     "HostPool",
+    "HotRows",
     "LoadFailed",
     "Stats",
     "prefix_keys",

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.arrangement import ArrangedCall, Arrangement, arrange
 from jaxkv.dispatch.validate import (
+    FLOATS,
     Dims,
     check_cache,
     entry_scale,
@@ -24,6 +26,9 @@ from jaxkv.ops.samples import PAGED, sample_options, sample_queries
 from jaxkv_kernels.addressing.slots import slots_for
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.xla.softmax import with_sinks
+
+KV_QUERIES = (*FLOATS, "float8_e4m3fn")
+"""The dtypes of the queries of `decode_kv`."""
 
 
 def decode_mla(
@@ -70,7 +75,7 @@ def decode_mla(
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       window: static positive int of any size; a query sees only the last `window` tokens, itself included.  A window of
-        at least the capacity of the table has no effect.  Not supported by `mosaic_gpu`.
+        at least the capacity of the table has no effect.
       causal: static bool; if False, every query token sees all `seq_len` tokens of its request.
       sinks: float32 [Hq]; attention sinks: one logit per head that is added to the softmax's denominator, without a
         value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
@@ -142,6 +147,8 @@ def decode_kv(
 
     Args:
       q: float [B, Hq, D], [B, Q, Hq, D] or, with `cu_q_lens`, [T, Hq, D]; Hq a multiple of the cache's heads H.
+        Queries of float8_e4m3fn are converted to the entries' dtype, or bfloat16 if these are quantised, which loses
+        nothing.  If they have a scale, multiply `scale` by it.
       cache: a cache of `KVEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
       seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Values are
@@ -163,9 +170,9 @@ def decode_kv(
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out, of q's shape with Dv instead of D, and of its dtype; with `return_lse` also lse, float32, of q's shape
-      without D, natural logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf; low finite
-      scores are never masked.  Tokens in blocks outside the cache are masked.
+      out, of q's shape with Dv instead of D, and of its dtype (e4m3 converted); with `return_lse` also lse, float32,
+      of q's shape without D, natural logarithm.  A query that sees no token, or belongs to no request, gets 0
+      and -inf; low finite scores are never masked.  Tokens in blocks outside the cache are masked.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong, there is a `window` without a causal mask, or `plan`
@@ -185,7 +192,8 @@ def _bind_kv(
     heads = cache.layout.num_heads
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
     axes = query_axes("q", q, ragged=cu_q_lens is not None)
-    dims.check("q", q, f"{axes} D")
+    dims.check("q", q, f"{axes} D", KV_QUERIES)
+    q = _converted(q, cache.layout.entry.input_dtype)
     if dims["Hq"] % heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {heads} heads")
     scales = {
@@ -196,6 +204,13 @@ def _bind_kv(
         "decode_kv", cache, dims, {"q": q}, scales, block_tables, seq_lens, layer, scale, logit_cap, window, causal,
         sinks, cu_q_lens, plan,
     )  # fmt: skip
+
+
+def _converted(q, dtype):
+    """Queries `q` as they are, or those of e4m3 as `dtype`."""
+    if str(q.dtype) in FLOATS:
+        return q
+    return jax.ShapeDtypeStruct(q.shape, dtype) if isinstance(q, jax.ShapeDtypeStruct) else q.astype(dtype)
 
 
 def query_axes(name, q, *, ragged: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Reading the dequantised entries of ragged runs of tokens, such as the context that a chunked prefill attends to."""
+"""Reading the entries of ragged runs of tokens, such as the context that a chunked prefill attends to."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, float_dtype, int32, layer_index, positive_int
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import RAGGED, TOKENS, sample_dtype, sample_options
-from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 
 
 def gather_mla(
@@ -50,7 +50,8 @@ def gather_mla(
 def _bind_mla(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, kv_scale) -> Call:
     check_cache(cache, MLAEntry)
     arrays = {"kv_scale": entry_scale("kv_scale", kv_scale, cache)}
-    return _bind("gather_mla", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype)
+    decoded = float_dtype("dtype", dtype)
+    return _bind("gather_mla", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype=decoded)
 
 
 def gather_kv(
@@ -96,7 +97,8 @@ def _bind_kv(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, 
         "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
         "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
     }
-    return _bind("gather_kv", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype)
+    decoded = float_dtype("dtype", dtype)
+    return _bind("gather_kv", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype=decoded)
 
 
 def gather_indexer_k(
@@ -134,11 +136,46 @@ def gather_indexer_k(
 
 def _bind_indexer_k(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts) -> Call:
     check_cache(cache, IndexerEntry)
-    return _bind("gather_indexer_k", cache, {}, block_tables, cu_seq_lens, seq_starts, layer, total, dtype)
+    decoded = float_dtype("dtype", dtype)
+    return _bind("gather_indexer_k", cache, {}, block_tables, cu_seq_lens, seq_starts, layer, total, dtype=decoded)
 
 
-def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype) -> Call:
-    """Checks the arguments that the three operations have in common, and returns the call.  `arrays` are the scales."""
+def gather_entries(
+    cache: KVCache, block_tables, cu_seq_lens, *, layer, total: int, seq_starts=None, implementation=None
+) -> jax.Array:
+    """Reads the entries of runs of tokens as they are stored: like `gather_mla`, for any cache, without decoding.
+
+    Args:
+      cache: a cache.
+      block_tables: int32 [B, M], the blocks of each request in order.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
+      layer: int, or traced int32 scalar.
+      total: static number of rows of the result, below 2**31.  Tokens past the first `total` are left out.
+      seq_starts: int32 [B], the position of the first token of each run; default 0.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
+    Returns:
+      uint8 [total, nbytes], or [total, H, nbytes] for a cache of `KVEntry`: the bytes of each entry, its parts in the
+      order of the format, also if pages are split or keys and values lie apart.  0 in rows past the last run and for
+      tokens outside the table or the cache.
+
+    Raises:
+      ValueError: a shape, dtype or static layer is wrong.
+    """
+    call = _bind_entries(cache, block_tables, cu_seq_lens, layer, total, seq_starts)
+    return run(call, implementation)
+
+
+def _bind_entries(cache, block_tables, cu_seq_lens, layer, total, seq_starts) -> Call:
+    check_cache(cache, Entry)
+    return _bind("gather_entries", cache, {}, block_tables, cu_seq_lens, seq_starts, layer, total)
+
+
+def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, **options) -> Call:
+    """Checks the arguments that the operations have in common, and returns the call.
+
+    `arrays` are the scales, and `options` those that not all operations have.
+    """
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)
@@ -168,7 +205,7 @@ def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer
         "pages": pages,
         "entry": cache.layout.entry,
         "total": total,
-        "dtype": float_dtype("dtype", dtype),
+        **options,
     }
     return Call(operation, arrays, options)
 
@@ -181,8 +218,13 @@ def _sample(*scales):
     return sample
 
 
+def _sample_entries(cache):
+    return (cache, *RAGGED), {"total": TOKENS, "layer": 0}
+
+
 OPERATIONS = (
     Operation(gather_mla, _bind_mla, _sample("kv_scale"), entries=(MLAEntry,)),
     Operation(gather_kv, _bind_kv, _sample("k_scale", "v_scale"), entries=(KVEntry,)),
     Operation(gather_indexer_k, _bind_indexer_k, _sample(), entries=(IndexerEntry,)),
+    Operation(gather_entries, _bind_entries, _sample_entries, entries=(MLAEntry, KVEntry, IndexerEntry)),
 )

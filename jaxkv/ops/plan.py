@@ -94,7 +94,8 @@ def plan_decode(
       cu_q_lens: the `cu_q_lens` of the calls, int32 [B + 1]; `q_len` must then be 1, its default.
       total: static int, the query tokens T of calls with `cu_q_lens`.
       dtype: dtype of the queries of the calls: bfloat16, float16 or float32.  By default that of the entries, or
-        bfloat16 if the entries are quantised.  Not every implementation supports every dtype.
+        bfloat16 if the entries are quantised, to which e4m3 queries are converted.  Not every implementation supports
+        every dtype.
       batch_invariant: whether the result of a request must have the same bits whatever the rest of the batch is.  Each
         request is then split by its own length alone, into at most 8 splits, which is slower if requests are few or
         differ in length.

@@ -21,6 +21,8 @@ def grouped_swiglu(
     *,
     shared: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     limit: float | None = None,
+    alpha: float | None = None,
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     implementation=None,
 ) -> jax.Array:
     """The weighted sum of each token's experts: sum over k of weights[t, k] * expert(experts[t, k], x[t]).
@@ -42,6 +44,10 @@ def grouped_swiglu(
         dtype of `x`.
       limit: static float; of every expert, gate[e] x becomes at most `limit` before silu, and up[e] x lies between
         -limit and limit (DeepSeek-V4's `swiglu_limit`).
+      alpha: static float; every expert uses GPT-OSS's activation, g * sigmoid(alpha g) * (u + 1) of g = gate[e] x and
+        u = up[e] x, instead of silu(g) * u.  Supported by `xla`.
+      biases: [E, I], [E, I] and [E, D], of the dtype of `x`; added to the results of gate, up and down of the chosen
+        experts, before the limit.  Supported by `xla`.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -50,7 +56,7 @@ def grouped_swiglu(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    return run(_bind(x, experts, weights, gate, up, down, shared, limit), implementation)
+    return run(_bind(x, experts, weights, gate, up, down, shared, limit, alpha, biases), implementation)
 
 
 def scaled_linear(x: jax.Array, weight: TileScaled, *, implementation=None) -> jax.Array:
@@ -81,7 +87,7 @@ def _bind_linear(x, weight) -> Call:
     return Call("scaled_linear", {"x": x, "weight": weight}, {})
 
 
-def _bind(x, experts, weights, gate, up, down, shared=None, limit=None) -> Call:
+def _bind(x, experts, weights, gate, up, down, shared=None, limit=None, alpha=None, biases=None) -> Call:
     dims = Dims()
     dims.check("x", x, "T D")
     dims.check_ints("experts", experts, "T K")
@@ -98,12 +104,16 @@ def _bind(x, experts, weights, gate, up, down, shared=None, limit=None) -> Call:
     if shared is not None:
         for number, (matrix, axes) in enumerate(zip(shared, ("S D", "S D", "D S"), strict=True)):
             dims.check(f"shared[{number}]", matrix, axes, (str(x.dtype),))
+    if biases is not None:
+        for number, (bias, axes) in enumerate(zip(biases, ("E I", "E I", "E D"), strict=True)):
+            dims.check(f"biases[{number}]", bias, axes, (str(x.dtype),))
     experts = int32(experts)
     if checking():
         require(experts < dims["E"], "experts", experts, f"there are {dims['E']} experts")
     arrays = {"x": x, "experts": experts, "weights": weights, "gate": gate, "up": up, "down": down}
-    arrays["shared"] = shared
-    return Call("grouped_swiglu", arrays, {"limit": positive_number("limit", limit)})
+    arrays |= {"shared": shared, "biases": biases}
+    options = {name: positive_number(name, value) for name, value in (("limit", limit), ("alpha", alpha))}
+    return Call("grouped_swiglu", arrays, options)
 
 
 def _check_scaled(dims: Dims, name: str, matrix: TileScaled, axes: str) -> None:

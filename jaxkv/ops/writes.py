@@ -9,17 +9,33 @@ from jaxkv.ops.samples import TOKENS, array, sample_new, sample_options
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 
 
-def write_mla(cache: KVCache, kv_c, k_pe, slot_mapping, *, layer, kv_scale=None, implementation=None) -> KVCache:
+def write_mla(
+    cache: KVCache,
+    kv_c,
+    k_pe,
+    slot_mapping,
+    *,
+    layer,
+    kv_scale=None,
+    cos_sin=None,
+    interleaved: bool = False,
+    implementation=None,
+) -> KVCache:
     """Stores latents and rotary keys.
 
     Args:
       cache: a cache of `MLAEntry`.
       kv_c: float [T, R], latents after their norm.
-      k_pe: float [T, P], rotary keys after RoPE.
+      k_pe: float [T, P], rotary keys after RoPE, or before it if `cos_sin` is passed.
       slot_mapping: int32 [T], the slot of each token.  Tokens whose slot is negative or past the cache are skipped.  If
         two tokens have the same slot, it may hold a mixture of both entries afterwards.
       layer: int, or traced int32 scalar.  A traced layer outside the cache writes nothing.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; stored = value / kv_scale.
+      cos_sin: float32 [T, P], the cosines and then the sines of P / 2 angles per token, by which the pairs of values of
+        `k_pe` are rotated.  Products and sums are float32, and are rounded to the dtype of `k_pe`; their last bit may
+        differ between devices.  The result is stored as without `cos_sin`.
+      interleaved: static; whether pairs are values 2i and 2i + 1 of `k_pe`, instead of i and i + P / 2.  The rotated
+        values take the places of the pair: queries must have their values in the same order.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -28,17 +44,23 @@ def write_mla(cache: KVCache, kv_c, k_pe, slot_mapping, *, layer, kv_scale=None,
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
-    call = _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale)
+    call = _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, interleaved)
     return KVCache(run(call, implementation), cache.layout)
 
 
-def _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale) -> Call:
+def _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, interleaved) -> Call:
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     dims.check("kv_c", kv_c, "T R")
     dims.check("k_pe", k_pe, "T P")
-    arrays = {"kv_c": kv_c, "k_pe": k_pe, "kv_scale": entry_scale("kv_scale", kv_scale, cache)}
-    return _bind("write_mla", cache, dims, arrays, slot_mapping, layer)
+    if cos_sin is not None:
+        dims.check("cos_sin", cos_sin, "T P", ("float32",))
+        if not dims["P"] or dims["P"] % 2:
+            raise ValueError(f"`cos_sin` has {dims['P']} values per token: expected a rotary part of pairs of values")
+    elif interleaved:
+        raise ValueError("`interleaved` is set: expected `cos_sin` too, because keys are not rotated without it")
+    arrays = {"kv_c": kv_c, "k_pe": k_pe, "kv_scale": entry_scale("kv_scale", kv_scale, cache), "cos_sin": cos_sin}
+    return _bind("write_mla", cache, dims, arrays, slot_mapping, layer, interleaved=bool(interleaved))
 
 
 def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale=None, implementation=None) -> KVCache:
@@ -112,10 +134,10 @@ def _bind_indexer_k(cache, k, slot_mapping, layer) -> Call:
     return _bind("write_indexer_k", cache, dims, {"k": k}, slot_mapping, layer)
 
 
-def _bind(operation, cache, dims, arrays, slot_mapping, layer) -> Call:
+def _bind(operation, cache, dims, arrays, slot_mapping, layer, **options) -> Call:
     """Checks the arguments that the three operations have in common, and returns the call.
 
-    `arrays` are the new values and their scales.
+    `arrays` are the new values and their scales, and `options` those of a single operation.
     """
     dims.check_ints("slot_mapping", slot_mapping, "T")
     slot_mapping, layer = int32(slot_mapping), layer_index(layer, cache)
@@ -125,7 +147,7 @@ def _bind(operation, cache, dims, arrays, slot_mapping, layer) -> Call:
         checks.check_slots("slot_mapping", slot_mapping, pages)
         checks.check_written_once("slot_mapping", slot_mapping, "slot")
     arrays = {"buffer": cache.buffer, **arrays, "slot_mapping": slot_mapping, "layer": layer}
-    return Call(operation, arrays, {"pages": pages, "entry": cache.layout.entry})
+    return Call(operation, arrays, {"pages": pages, "entry": cache.layout.entry, **options})
 
 
 def _sample(*scales):

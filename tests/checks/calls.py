@@ -99,6 +99,10 @@ def read_state(slots=(0, 7, 7, -1), layer=0):
     return jaxkv.read_state(jaxkv.KVCache.zeros(STATES), ints(slots), layer=layer)
 
 
+def gather_entries(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
+    return jaxkv.gather_entries(jaxkv.KVCache.zeros(MLA), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
+
+
 def copy_blocks(src=(0, 1), dst=(2, 3)):
     return jaxkv.copy_blocks(jaxkv.KVCache.zeros(MLA), ints(src), ints(dst))
 
@@ -130,9 +134,11 @@ OPERATIONS = (
     gather_indexer_k,
     write_state,
     read_state,
+    gather_entries,
     copy_blocks,
     read_blocks,
     write_blocks,
     grouped_swiglu,
 )
 LAYERS = {write_mla: 3, write_state: 3, read_state: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
+LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3, gather_entries: 3}

@@ -21,6 +21,7 @@ from checks.calls import (
     decode_mla,
     decode_mla_sparse,
     decode_mla_sparse_of_two,
+    gather_entries,
     gather_indexer_k,
     gather_kv,
     gather_mla,
@@ -80,6 +81,7 @@ MISUSE = {
         "`block_tables`[0, 1] is 6: the cache has blocks",
     ),
     "block of a gather of heads": (gather_kv, dict(tables=[[4, 0], [9, 3]]), "`block_tables`[1, 0] is 9"),
+    "block of a gather of bytes": (gather_entries, dict(tables=[[4, 0], [9, 3]]), "`block_tables`[1, 0] is 9"),
     "block of a gather of keys": (gather_indexer_k, dict(tables=[[4, 0], [9, 3]]), "`block_tables`[1, 0] is 9"),
     "length past the table": (
         decode_mla,

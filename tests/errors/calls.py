@@ -173,6 +173,7 @@ def gather(operation, stored):
 gather_mla = gather(jaxkv.gather_mla, "mla")
 gather_kv = gather(jaxkv.gather_kv, "kv")
 gather_indexer_k = gather(jaxkv.gather_indexer_k, "indexer")
+gather_entries = gather(jaxkv.gather_entries, "mla")
 
 
 def select_topk(a, **changes):
@@ -230,6 +231,7 @@ OF_ANY_CACHE = {
     "copy_blocks": (copy_blocks, "mla", "Entry"),
     "read_blocks": (read_blocks, "mla", "Entry"),
     "write_blocks": (write_blocks, "mla", "Entry"),
+    "gather_entries": (gather_entries, "mla", "Entry"),
 }
 OF_NO_CACHE = {
     "select_topk": select_topk,
@@ -248,7 +250,12 @@ OF_BATCHES = {
     "indexer_logits": indexer_logits,
     "select_slots": select_slots,
 }
-OF_RUNS = {"gather_mla": gather_mla, "gather_kv": gather_kv, "gather_indexer_k": gather_indexer_k}
+OF_RUNS = {
+    "gather_mla": gather_mla,
+    "gather_kv": gather_kv,
+    "gather_indexer_k": gather_indexer_k,
+    "gather_entries": gather_entries,
+}
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 

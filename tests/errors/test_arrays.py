@@ -38,6 +38,12 @@ SHAPES = [
     ("kv_c with heads", lambda a: write_mla(a, kv_c=a.kv_c[:, None]), ["`kv_c`", "(5, 1, 8)", "[T, R]"]),
     ("k_pe too narrow", lambda a: write_mla(a, k_pe=a.k_pe[:, :3]), ["`k_pe`", "(5, 3)", "[5, 4]", "rope"]),
     ("k_pe too short", lambda a: write_mla(a, k_pe=a.k_pe[:4]), ["`k_pe`", "(4, 4)", "[5, 4]", "that of `kv_c`"]),
+    (
+        "cos_sin of one angle",
+        lambda a: write_mla(a, cos_sin=jnp.ones((5, 2))),
+        ["`cos_sin`", "(5, 2)", "[T, P] = [5, 4]"],
+    ),
+    ("cos_sin of bf16", lambda a: write_mla(a, cos_sin=jnp.ones((5, 4), jnp.bfloat16)), ["`cos_sin`", "float32"]),
     ("slots too short", lambda a: write_mla(a, slot_mapping=a.slots[:4]), ["`slot_mapping`", "(4,)", "[T] = [5]"]),
     ("slots of rank 2", lambda a: write_mla(a, slot_mapping=a.slots[None]), ["`slot_mapping`", "(1, 5)", "[T] = [5]"]),
     ("one slot", lambda a: write_mla(a, slot_mapping=a.slots[0]), ["`slot_mapping`", "()", "[T] = [5]"]),
@@ -261,7 +267,11 @@ DTYPES = [
         lambda a: decode_mla(a, q_latent=a.q_latent.astype(int)),
         ["`q_latent`", "dtype int32", "bfloat16"],
     ),
-    ("fp8 q", lambda a: decode_kv(a, q=a.q.astype("float8_e4m3fn")), ["`q`", "dtype float8_e4m3fn", "bfloat16"]),
+    (
+        "e5m2 q of attention",
+        lambda a: decode_kv(a, q=a.q.astype("float8_e5m2")),
+        ["`q`", "dtype float8_e5m2", "float8_e4m3fn"],
+    ),
     (
         "e5m2 q",
         lambda a: indexer_logits(a, q=a.q_indexer.astype("float8_e5m2")),

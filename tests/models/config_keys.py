@@ -16,6 +16,8 @@ IGNORED = {
     "pad_token_id",
     "pretraining_tp",
     "qk_head_dim",
+    "router_aux_loss_coef",
+    "sliding_window",
     "transformers_version",
     "use_cache",
 }
@@ -26,6 +28,7 @@ IGNORED_BESIDE = {
     "deepseek_v32": {"first_k_dense_replace"},  # has mlp_layer_types, too
     "deepseek_v4": {"router_aux_loss_coef", "router_jitter_noise"},
     "glm5": {"first_k_dense_replace"},
+    "smollm3": {"no_rope_layer_interval"},  # has no_rope_layers, too
     "kimi_k25": {
         "dtype",  # of the whole; the text model's is `torch_dtype`
         "image_token_id",
@@ -42,10 +45,12 @@ IGNORED_BESIDE = {
 }
 NOT_IGNORED = {
     "deepseek_v4": {"head_dim", "layer_types", "num_key_value_heads"},
+    "gpt_oss": {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"},
     "kimi_k25": {"text_config.model_type"},
     "llama": {"head_dim", "num_key_value_heads"},
     "longcat_flash": {"head_dim"},
     "qwen3_next": {"head_dim", "layer_types", "num_key_value_heads"},
+    "smollm3": {"head_dim", "num_key_value_heads"},
 }
 """Keys on which models of a family depend all the same."""
 ABSENT = {
@@ -66,6 +71,8 @@ ABSENT = {
     "rope_scaling": None,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
+    "truncate": True,
+    "use_sliding_window": False,
 }
 """What a key that may be absent stands for; all others are needed."""
 ABSENT_IN = {
@@ -77,6 +84,15 @@ ABSENT_IN = {
     },
     "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},
     "deepseek_v2_lite": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},
+    "gpt_oss": {
+        "attention_bias": True,
+        "dtype": "bfloat16",
+        "head_dim": 48 // 6,
+        "layer_types": None,
+        "num_key_value_heads": 6,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "llama": {
         "head_dim": 48 // 6,
         "num_key_value_heads": 6,
@@ -88,6 +104,14 @@ ABSENT_IN = {
         "head_dim": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
         "rope_theta": 1e7,
+    },
+    "smollm3": {
+        "head_dim": 48 // 6,
+        "no_rope_layers": None,
+        "num_key_value_heads": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 2e6},
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
     },
     "mistral4": {"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1},
     "qwen3_next": {"decoder_sparse_step": 1, "mlp_only_layers": [], "partial_rotary_factor": 0.25},
@@ -105,8 +129,10 @@ NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}
 """Keys whose null stands for their absence."""
 NULLABLE_IN = {
     "deepseek_v4": set(ABSENT_IN["deepseek_v4"]),
+    "gpt_oss": NOT_IGNORED["gpt_oss"] - {"sliding_window"},
     "llama": NOT_IGNORED["llama"],
     "qwen3_next": {"layer_types", "mlp_only_layers"},
+    "smollm3": {*NOT_IGNORED["smollm3"], "no_rope_layers"},
 }
 NEEDED_PATHS = {"rope_parameters.compress.partial_rotary_factor", "rope_parameters.main.partial_rotary_factor"}
 """Keys inside an object that are needed, although a key of the same name elsewhere is not."""

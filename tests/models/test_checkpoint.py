@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import jaxkv.models
 from jaxkv.models.weights import safetensors_file
-from models.published import FP8, LLAMA_2, LLAMA_3, LLAMA_ROPE, PUBLISHED, PUBLISHED_V2, YARN
+from models.published import FP8, LLAMA_2, LLAMA_3, LLAMA_ROPE, MXFP4, PUBLISHED, PUBLISHED_V2, YARN
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
@@ -207,7 +207,8 @@ def test_published_configurations_are_supported(name):
     assert (config.rope.scaling is not None) == ("factor" in scaling)
     stop = values["eos_token_id"]
     assert config.stop_tokens == (tuple(stop) if isinstance(stop, list) else (stop,))
-    assert jaxkv.models.ModelConfig.from_json({**whole, "quantization_config": FP8}) == config
+    quantised = MXFP4 if name == "GPT-OSS" else FP8
+    assert jaxkv.models.ModelConfig.from_json({**whole, "quantization_config": quantised}) == config
 
 
 def test_one_value_written_as_an_integer_or_a_float_is_one_model():

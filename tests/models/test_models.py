@@ -26,6 +26,7 @@ FAMILIES = [
     "deepseek_v4",
     "glm4_moe_lite",
     "glm5",
+    "gpt_oss",
     "kimi",
     "kimi_k25",
     "llama",
@@ -33,6 +34,7 @@ FAMILIES = [
     "mistral4",
     "moonlight",
     "qwen3_next",
+    "smollm3",
     "youtu",
 ]
 ORDERS = ("LBNHC", "BLNHC")
@@ -44,13 +46,15 @@ TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "qwen3_next"}
 """Families with several groups in one buffer, which therefore need a block to be one run of memory."""
 
-HEADS = {"llama", "qwen3_next"}
+HEADS = {"gpt_oss", "llama", "qwen3_next", "smollm3"}
 """Families whose cache has several heads, so that all six orders differ."""
 
 families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [
     ("deepseek_v2_lite", "LBNHC"),
     ("llama", "BHLNC"),
+    ("gpt_oss", "LBHNC"),
+    ("smollm3", "LHBNC"),
     ("qwen3_next", "BHLNC"),
 ]
 """All families run in chunks, on block-major caches."""

@@ -13,11 +13,11 @@ from support.compare import assert_close
 from support.suites.experts import arguments as expert_arguments
 
 
-class TestWrites(suites.Writes):
+class TestWrites(suites.Writes, suites.RotatedWrites):
     implementation = "xla"
 
 
-class TestGathers(suites.Gathers):
+class TestGathers(suites.Gathers, suites.GatherEntries):
     implementation = "xla"
 
 

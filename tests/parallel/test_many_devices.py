@@ -19,6 +19,7 @@ from jaxkv.parallel import context
 from jaxkv_kernels import mosaic_gpu
 from support import scenes
 from support.available import assume_available
+from support.cases import slow
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 from support.suites.base import dtype_of
@@ -181,21 +182,21 @@ def test_tensor_parallel_kv_heads():
     check_shares(GQA, mesh, poisoned(layout_of(GQA, KV_HEADS // devices), mesh), specs, heads)
 
 
-def shared(axis, interleave, plans, cache, new, positions, q, tables, lengths):
+def shared(axis, interleave, plans, options, cache, new, positions, q, tables, lengths):
     """A device's step with the tokens of each request interleaved."""
     me = dict(shard=jax.lax.axis_index(axis), num_shards=jax.lax.axis_size(axis), interleave=interleave)
     cache = write(cache, new, context.local_slots(tables, positions, block_size=BLOCK, **me))
-    keywords = dict(axis=axis, interleave=interleave)
+    keywords = dict(axis=axis, interleave=interleave, **options)
     if plans:
         heads, tokens = q[0].shape[2], q[0].shape[1]
         keywords["plan"] = context.plan_decode(cache, tables, lengths, num_heads=heads, q_len=tokens, **keywords)
     return cache, decode(q, cache, tables, lengths, package=context, **keywords)
 
 
-def on_shards(entry, devices, interleave, tokens=1, plans=False):
+def on_shards(entry, devices, interleave, tokens=1, plans=False, **options):
     mesh = mesh_of(devices)
     cache, specs = poisoned(layout_of(entry), mesh), (P("x"), *[P()] * 5)
-    step = partial(shared, "x", interleave, plans)
+    step = partial(shared, "x", interleave, plans, options)
     return run(step, mesh, specs, (P("x"), P()), cache, *arguments(batch(entry, tokens)))
 
 
@@ -236,6 +237,27 @@ def test_several_query_tokens_are_causal(name, devices, interleave, tokens):
     """Also of requests that are shorter than that."""
     _, found = on_shards(ENTRIES[name], devices, interleave, tokens, plans=True)
     assert_equal_within_roundings(found, on_one_device(ENTRIES[name], tokens)[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "interleave", "tokens", "window"),
+    [
+        ("f32", 2, 1, 3, 8),  # a device owns 4 of the window's tokens
+        ("f32", 3, 5, 2, 7),  # or 0 to 5
+        ("gqa", 8, 1, 4, 3),  # or none or one
+        slow("gqa", 2, 16, 2, 20),
+        ("gqa", 3, 1, 1, 1),
+        ("bf16", 2, 1, 2, 10**6),
+    ],
+)
+def test_windows_of_several_query_tokens(name, devices, interleave, tokens, window):
+    entry = ENTRIES[name]
+    found = [on_shards(entry, devices, interleave, tokens, plans, window=window)[1] for plans in (False, True)]
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
+    cache, inputs = on_one_device(entry, tokens)[0], batch(entry, tokens)
+    right = decode(inputs.q, cache, inputs.tables, inputs.lengths, window=window)
+    assert_equal_within_roundings(found[0], right)
 
 
 @pytest.mark.parametrize("name", ["f32", "gqa"])
@@ -373,7 +395,7 @@ def test_several_axes(requests, tokens):
     mesh_of(8)
     entry, mesh, both = ENTRIES["f32"], jax.make_mesh((2, 4), ("a", "b")), P(("a", "b"))
     cache, rows = parallel.zeros(layout_of(entry), mesh, ("a", "b")), P(requests)
-    specs, step = (both, *[rows] * 5), partial(shared, tokens, 1, False)
+    specs, step = (both, *[rows] * 5), partial(shared, tokens, 1, False, {})
     _, found = run(step, mesh, specs, (both, rows), cache, *arguments(batch(entry)))
     assert_equal_within_roundings(found, on_one_device(entry)[1:])
 

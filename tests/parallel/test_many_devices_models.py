@@ -84,6 +84,8 @@ def serve(engine, family, count=12):
         ),
         pytest.param("llama", partial(tensor, 2), id="KV heads"),
         pytest.param("llama", partial(context, 4, 2), id="KV context", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", partial(context, 2), id="KV context, windows", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", partial(context, 2, 4), id="windows of several lengths", marks=pytest.mark.slow),
     ],
 )
 def test_the_engine(family, divided):

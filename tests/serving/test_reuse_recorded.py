@@ -10,6 +10,7 @@ import pytest
 
 from jaxkv import models, serving
 from jaxkv.offload import DiskPool, HostPool
+from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 BLOCK = 16
@@ -38,34 +39,46 @@ def serve(family, engine):
     return engine.prefix_stats.found - before
 
 
-def engine(family, offload=None):
+def engine(family, offload=None, order="BLNHC"):
     return serving.Engine(
-        model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, max_chunks=2, offload=offload
-    )
+        model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, max_chunks=2, order=order,
+        offload=offload,
+    )  # fmt: skip
 
 
-def host_pool(family, disk=None):
-    return HostPool(model(family).layout(1, BLOCK), 20, disk=disk)
+def host_pool(family, disk=None, order="BLNHC"):
+    return HostPool(model(family).layout(1, BLOCK, order), 20, disk=disk)
 
 
-def disk_pool(family, folder):
-    return DiskPool(folder, model(family).layout(1, BLOCK), model=models.fingerprint(model(family)))
+def disk_pool(family, folder, order="BLNHC"):
+    return DiskPool(folder, model(family).layout(1, BLOCK, order), model=models.fingerprint(model(family)))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "llama"])
-def test_cold_and_from_each_tier_the_tokens_are_the_same(family, tmp_path):
-    # Of V3.2, latents and the indexer's keys are stored: of 200 tokens each query sees 64.
-    host = host_pool(family, disk_pool(family, tmp_path))
-    first = engine(family, host)
+@pytest.mark.parametrize(
+    ("family", "order"),
+    [
+        ("deepseek_v32", "BLNHC"),  # latents and the indexer's keys are stored: of 200 tokens each query sees 64
+        ("llama", "BLNHC"),
+        ("gpt_oss", "BHLNC"),
+        ("smollm3", "BLNHC"),
+        # The same code with other sizes.
+        *(slow("gpt_oss", order) for order in ("BLNHC", "LBNHC")),
+        *(slow("mistral4", order) for order in ("BLNHC", "LBNHC")),
+        slow("smollm3", "LBNHC"),
+    ],
+)
+def test_cold_and_from_each_tier_the_tokens_are_the_same(family, order, tmp_path):
+    host = host_pool(family, disk_pool(family, tmp_path, order), order)
+    first = engine(family, host, order)
     assert serve(family, first) == 0
     assert serve(family, first) == 192
     assert first.prefix_stats.loaded == 0
-    second = engine(family, host)
+    second = engine(family, host, order)
     assert serve(family, second) == second.prefix_stats.loaded == 192
     assert host.stats.read == 0
     host.flush()
-    host = host_pool(family, disk_pool(family, tmp_path))
-    third = engine(family, host)
+    host = host_pool(family, disk_pool(family, tmp_path, order), order)
+    third = engine(family, host, order)
     assert serve(family, third) == third.prefix_stats.loaded == 192
     assert host.stats.read == 12
 

@@ -328,19 +328,22 @@ def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=N
     return out, lse
 
 
-def experts(x, experts, weights, gate, up, down, rounded=lambda values: values, limit=np.inf):
+def experts(x, experts, weights, gate, up, down, rounded=lambda values: values, limit=np.inf, alpha=None, biases=None):
     """Tokens x [T, D] through their experts [T, K] of gate, up [E, I, D] and down [E, D, I], summed by `weights`.
 
     `rounded` is applied to the values before `down`; the results of `gate` are at most `limit`, and those of `up` lie
-    between -limit and limit.
+    between -limit and limit.  With `alpha`, g and u become g * sigmoid(alpha g) * (u + 1) instead of silu(g) * u;
+    `biases` [E, I], [E, I] and [E, D] are added to the results of the matrices.
     """
+    gate_bias, up_bias, down_bias = biases or [np.zeros(matrix.shape[:2]) for matrix in (gate, up, down)]
     out = np.zeros_like(x)
     for t, k in np.ndindex(*experts.shape):
         if 0 <= experts[t, k] < len(gate):
             e = int(experts[t, k])
-            inner = np.minimum(gate[e] @ x[t], limit)
-            inner = inner / (1 + np.exp(-inner)) * np.clip(up[e] @ x[t], -limit, limit)
-            out[t] += weights[t, k] * (down[e] @ rounded(inner))
+            inner = np.minimum(gate[e] @ x[t] + gate_bias[e], limit)
+            linear = np.clip(up[e] @ x[t] + up_bias[e], -limit, limit) + (alpha is not None)
+            inner = inner / (1 + np.exp(-inner * (alpha or 1))) * linear
+            out[t] += weights[t, k] * (down[e] @ rounded(inner) + down_bias[e])
     return out
 
 

@@ -19,7 +19,7 @@ SMALLEST = {"fp8_v41": 64, "fp4_v41": 32, "nvfp4": 32}
 
 def entry_of(kind, name, *sizes):
     """The entry of a format with these sizes, or with the smallest that the format can store."""
-    return kind(name, *(max(size, SMALLEST.get(name, 1)) for size in sizes))
+    return kind(name, *(max(size, SMALLEST.get(name, 0)) for size in sizes))
 
 
 MLA_ENTRIES = [entry_of(jaxkv.MLAEntry, name, 128, 16) for name in jaxkv.MLAEntry.formats]

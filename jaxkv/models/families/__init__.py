@@ -5,11 +5,13 @@ from jaxkv.models.families import (
     deepseek,
     deepseek_v4,
     glm5,
+    gpt_oss,
     kimi_k25,
     llama,
     longcat_flash,
     mistral4,
     qwen3_next,
+    smollm3,
     youtu,
 )
 from jaxkv.models.families.family import Family as Family
@@ -23,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV4ForCausalLM": deepseek_v4.DEEPSEEK_V4,
     "Glm4MoeLiteForCausalLM": deepseek.V3,
     "GlmMoeDsaForCausalLM": glm5.GLM5,
+    "GptOssForCausalLM": gpt_oss.GPT_OSS,
     "KimiK25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in published checkpoints
     "Kimi_K25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in those that transformers saves
     "LlamaForCausalLM": llama.LLAMA,
@@ -30,6 +33,7 @@ FAMILIES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": mistral4.MISTRAL4_WITH_IMAGES,
     "Mistral4ForCausalLM": mistral4.MISTRAL4,
     "Qwen3NextForCausalLM": qwen3_next.QWEN3_NEXT,
+    "SmolLM3ForCausalLM": smollm3.SMOLLM3,
     "YoutuForCausalLM": youtu.YOUTU,
 }
 """Families by the architecture that `config.json` names."""

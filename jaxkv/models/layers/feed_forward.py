@@ -1,7 +1,6 @@
 """Feed-forward layers: dense, and a mixture of experts with a shared expert."""
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear
@@ -9,6 +8,7 @@ from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.products import grouped_swiglu
 from jaxkv_kernels.tile_scaled import TileScaled
+from jaxkv_kernels.xla.experts import gated
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=None) -> jax.Array:
@@ -21,12 +21,9 @@ def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=No
     return mixture(experts, weights["mixture"], x, parallel, ids)
 
 
-def dense(weights, x, limit: float | None = None) -> jax.Array:
-    """The SwiGLU feed-forward; x and the result are [..., hidden], and `limit` is as in `grouped_swiglu`."""
-    gate, up = linear(x, weights["gate"]), linear(x, weights["up"])
-    if limit is not None:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return linear(jax.nn.silu(gate) * up, weights["down"])
+def dense(weights, x, limit: float | None = None, alpha: float | None = None) -> jax.Array:
+    """The SwiGLU feed-forward; x and the result are [..., hidden], `limit` and `alpha` as in `grouped_swiglu`."""
+    return linear(gated(linear(x, weights["gate"]), linear(x, weights["up"]), limit, alpha), weights["down"])
 
 
 def mixture(config: Experts, weights, x, parallel: Parallel, ids=None) -> jax.Array:
@@ -36,6 +33,8 @@ def mixture(config: Experts, weights, x, parallel: Parallel, ids=None) -> jax.Ar
     `ids` are those of the tokens, for layers that choose experts by them; of the shape of x without its last axis.
     """
     chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]), None if ids is None else ids.reshape(-1))
+    if not config.shared_intermediate_size:
+        return routed(config, weights["experts"], x, chosen, shares, parallel)
     shared = tuple(weights["shared"][part] for part in ("gate", "up", "down"))
     # One kernel may compute the shared expert with the others, unless these also compute tokens of other devices.
     fused = not parallel.exchanges_tokens and not any(isinstance(weight, TileScaled) for weight in shared)
@@ -43,7 +42,7 @@ def mixture(config: Experts, weights, x, parallel: Parallel, ids=None) -> jax.Ar
     out = routed(config, weights["experts"], x, chosen, shares, parallel, shared=shared if fused else None)
     if fused:
         return out
-    whole = dense(weights["shared"], x, config.limit)
+    whole = dense(weights["shared"], x, config.limit, config.alpha)
     return out + (jax.nn.sigmoid(linear(x, weights["shared_gate"])) * whole if "shared_gate" in weights else whole)
 
 
@@ -52,9 +51,11 @@ def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel, shar
 
     x and the result are [..., hidden]; `chosen` and `shares` are from `route`; `shared` as in `grouped_swiglu`.
     """
-    stacks = weights["gate"], weights["up"], weights["down"]
+    stacks = tuple(weights[name] for name in ("gate", "up", "down"))
+    biases = tuple(weights[f"{name}_bias"] for name in ("gate", "up", "down")) if "gate_bias" in weights else None
+    options = {"shared": shared, "limit": config.limit, "alpha": config.alpha, "biases": biases}
 
     def experts(tokens, chosen, shares):
-        return grouped_swiglu(tokens, chosen, shares, *stacks, shared=shared, limit=config.limit)
+        return grouped_swiglu(tokens, chosen, shares, *stacks, **options)
 
     return parallel.routed(experts, x.reshape(-1, x.shape[-1]), chosen, shares, config.count).reshape(x.shape)

@@ -72,8 +72,10 @@ def _yarn(plain: np.ndarray, yarn: Yarn, theta: float) -> np.ndarray:
     than `beta_fast` turns are kept.  Between these, the two are blended linearly in the index of the pair.
     """
     size = 2 * len(plain)
-    low = max(math.floor(_pair_of(yarn.beta_fast, yarn, theta, size)), 0)
-    high = min(math.ceil(_pair_of(yarn.beta_slow, yarn, theta, size)), size - 1)
+    low, high = (_pair_of(turns, yarn, theta, size) for turns in (yarn.beta_fast, yarn.beta_slow))
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     width = max(high - low, 0.001)
     stretched = np.clip((np.arange(len(plain), dtype=np.float32) - low) / np.float32(width), 0, 1)
     return plain / np.float32(yarn.factor) * stretched + plain * (1 - stretched)

@@ -22,9 +22,11 @@ def route(config: Experts, weights, x, ids=None) -> tuple[jax.Array, jax.Array]:
     and V4 the square root of their softplus.  In the first layers of V4, a table has the experts of each token id;
     `ids` are int32 [T].  A bias per expert, if the model has one, balances the load: it is added to the scores for the
     choice of experts, but not for their weights.  With groups, only experts of the best groups may be chosen; the score
-    of a group is that of its best expert (V2), or the sum of its two best (V3).
+    of a group is that of its best expert (V2), or the sum of its two best (V3).  Logits of GPT-OSS have a bias.
     """
     logits = linear(x.astype(jnp.float32), weights["router"])
+    if "logit_bias" in weights:
+        logits = logits + with_rank(weights["logit_bias"], logits.ndim)
     scores = SCORES[config.scoring](logits)
     experts = weights["experts_of_ids"][ids] if "experts_of_ids" in weights else _chosen(config, weights, scores)
     share = jnp.take_along_axis(scores, experts, axis=-1)

@@ -103,8 +103,8 @@ class Parallel(ABC):
         """
         return slots
 
-    def plan_decode(self, *args, **options) -> DecodePlan:
-        """`jaxkv.plan_decode` for this device's heads and tokens."""
+    def plan_decode(self, *args, **options) -> DecodePlan | tuple[DecodePlan, ...]:
+        """`jaxkv.plan_decode` for this device's heads and tokens; several as in `context.plan_decode`."""
         return plan_decode(*args, **options)
 
     def decode_mla(self, *args, **options) -> jax.Array:

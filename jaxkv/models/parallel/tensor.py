@@ -38,6 +38,11 @@ class TensorParallel(OnMesh):
 
     @override
     def check(self, config):
+        if isinstance(config.attention, GQA) and config.attention.biases:
+            raise ValueError(
+                "`parallel` divides the heads, and the model has biases, which are not divided: expected OneDevice, "
+                "ContextParallel, DataParallel or DataExpertParallel"
+            )
         sizes = {"num_heads": config.num_heads}
         if isinstance(config.attention, GQA):
             sizes["num_kv_heads"] = config.attention.num_kv_heads

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxkv.models.json_object import JsonObject
-from jaxkv.models.weights import fp8
+from jaxkv.models.weights import fp8, mxfp4
 from jaxkv.models.weights.safetensors_file import Entry, Index, SafetensorsFile
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.tile_scaled import TILE
@@ -62,7 +62,7 @@ class Checkpoint:
 
     def check_names(self, names: Iterable[str]) -> None:
         """ValueError unless the files have weights of these names; stops after the first few that are missing."""
-        missing = list(islice((name for name in names if name not in self._file_of), 4))
+        missing = list(islice((name for name in names if not self._file_of.keys() & {name, *_mxfp4(name)}), 4))
         if missing:
             source = self._index if os.path.isfile(self._index) else self._folder / WHOLE
             raise ValueError(f"{source} lacks weights that the model of config.json has: {_listed(missing)}")
@@ -70,17 +70,23 @@ class Checkpoint:
     def check(self, weights: Sequence[Weight], unused: Iterable[str]) -> None:
         """ValueError unless the files have exactly the weights `weights` and, if present, `unused`.
 
-        Each of `weights` must have its shape, and a plain float dtype or float8 with scales (see `fp8.py`).
+        Each of `weights` must have its shape, and a plain float dtype, float8 with scales (see `fp8.py`) or, where the
+        weights of experts are packed, MXFP4 (see `mxfp4.py`).
         """
-        known = {name: weight for weight in weights for name in weight.all_names()}
-        scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in known and self.is_fp8(name)}
-        unknown = sorted(self.names - set(known) - set(unused) - scales)
+        expected = {name: weight for weight in weights for name in weight.all_names()}
+        packed = {name for name, weight in expected.items() if weight.swapped and self.is_mxfp4(name)}
+        plain = {name: weight for name, weight in expected.items() if name not in packed}
+        scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in plain and self.is_fp8(name)}
+        known = {*plain, *unused, *scales, *(part for name in packed for part in _mxfp4(name))}
+        unknown = sorted(self.names - known)
         if unknown:
             holders = (name for name, held in self._held.items() if unknown[0] in held)
             source = self._folder / next(holders, INDEX)
             raise ValueError(f"{source} has weights that the model of config.json does not have: {_listed(unknown)}")
-        for name, weight in known.items():
+        for name, weight in plain.items():
             self._check_one(name, weight)
+        for name in packed:
+            self._check_mxfp4(name, expected[name].tensor_shape)
 
     def _check_one(self, name: str, weight: Weight) -> None:
         file, shape = self.file_of(name), weight.tensor_shape
@@ -107,6 +113,19 @@ class Checkpoint:
                 f"{expected[1]}, a scale per tile of {TILE} x {TILE} values"
             )
 
+    def _check_mxfp4(self, name: str, shape: tuple[int, ...]) -> None:
+        experts, columns, rows = shape
+        for suffix, expected in mxfp4.shapes((experts, rows, columns)).items():
+            part = f"{name}{suffix}"
+            if not self.holds(part):
+                raise ValueError(f"{self.file_of(part)} lacks the weight {part!r}, a part of {name!r} in MXFP4")
+            entry = self._entry(part)
+            if (entry.dtype, entry.shape) != (mxfp4.DTYPE, expected) or columns % mxfp4.GROUP:
+                raise self.error(
+                    part, f"is {entry.dtype} {entry.shape}: expected {mxfp4.DTYPE} {expected}, from config.json, for "
+                    f"rows of whole groups of {mxfp4.GROUP} values"
+                )  # fmt: skip
+
     def holds(self, name: str) -> bool:
         """Whether the file that should have a weight has it."""
         return name in self._held.get(self._file_of.get(name, ""), ())
@@ -117,6 +136,10 @@ class Checkpoint:
     def is_fp8(self, name: str) -> bool:
         """Whether a weight is in float8."""
         return self.holds(name) and self._entry(name).dtype == fp8.DTYPE
+
+    def is_mxfp4(self, name: str) -> bool:
+        """Whether a weight is in MXFP4."""
+        return not self.holds(name) and any(map(self.holds, _mxfp4(name)))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight."""
@@ -137,6 +160,11 @@ class Checkpoint:
     def file_of(self, name: str) -> Path:
         """The file of a weight, or the index if that does not name the weight."""
         return self._folder / self._file_of.get(name, INDEX)
+
+
+def _mxfp4(name: str) -> list[str]:
+    """The names of the parts of a weight in MXFP4."""
+    return [f"{name}{suffix}" for suffix in mxfp4.SUFFIXES]
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
-from jaxkv.models.weights import entry_scales, fp8
+from jaxkv.models.weights import entry_scales, fp8, mxfp4
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import copied, parameters, required_names, unused
@@ -40,7 +40,8 @@ def load(
 
     Each weight is read from the file that the index names for it, and each device receives only the part that it keeps.
     Weights in float8 with a scale per tile of 128 x 128 (DeepSeek V3, R1, V3.1, V3.2 as published) stay in float8,
-    except for `kv_b_proj`, of which absorbed attention uses the parts.  Weights of published checkpoints that the model
+    except for `kv_b_proj`, of which absorbed attention uses the parts.  Experts in MXFP4 (GPT-OSS as published) are
+    expanded.  Weights of published checkpoints that the model
     does not use are skipped: layers of multi-token prediction (unless `mtp`), saved rotary frequencies, and a head that
     is tied to the embedding.
 
@@ -130,7 +131,16 @@ class _Plain:
             place = self._weight.place(expert, index)
             if self._weight.below:
                 return table_part(self._checkpoint, name, self._weight.below, place, device)
-            found = expanded_part(self._checkpoint, name, self._dtype, place, device)
+            if self._checkpoint.is_mxfp4(name):
+                found = mxfp4.part(self._checkpoint, name, self._dtype, place, device)
+            elif self._weight.swapped:
+                stack, rows, columns = place
+                found = expanded_part(self._checkpoint, name, self._dtype, (stack, columns, rows), device)
+                found = found.swapaxes(1, 2)
+            else:
+                found = expanded_part(self._checkpoint, name, self._dtype, place, device)
+            if self._weight.packed is not None:
+                found = found[0][:: self._weight.step]
             return found.reshape([of.stop - of.start for of in index])
 
         self._placed.add(expert, read)

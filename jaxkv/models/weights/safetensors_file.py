@@ -14,8 +14,13 @@ import ml_dtypes
 import numpy as np
 
 NUMPY = {
-    **{"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F8_E4M3": ml_dtypes.float8_e4m3fn},
-    **{"I32": np.int32, "I64": np.int64},
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
 }
 """The dtypes that can be read, by their names in safetensors files."""
 BAND_BYTES = 2**23

@@ -36,11 +36,18 @@ class Weight:
     """(first, total) if the checkpoint has one tensor [experts, total, ...] for the whole stack, of which this weight
     is the rows from `first` on; None if it has a tensor per expert.
     """
+    step: int = 1
+    """Of these rows, every `step`-th one is the weight's."""
+    swapped: bool = False
+    """Whether the tensor of the whole stack is [experts, columns, rows], unless it is in MXFP4."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of each tensor of the checkpoint."""
-        return self.shape if self.packed is None else (self.experts, self.packed[1], *self.shape[1:])
+        """The shape of each tensor of the checkpoint; one in MXFP4 has this shape as if it were not `swapped`."""
+        if self.packed is None:
+            return self.shape
+        shape = self.packed[1], *self.shape[1:]
+        return (self.experts, *(shape[::-1] if self.swapped else shape))
 
     @property
     def may_stay_fp8(self) -> bool:
@@ -71,4 +78,5 @@ class Weight:
         if self.packed is None:
             return index
         (rows, *others), (first, _) = index, self.packed
-        return slice(expert, expert + 1), slice(first + rows.start, first + rows.stop), *others
+        rows = slice(first + self.step * rows.start, first + self.step * (rows.stop - 1) + 1)
+        return slice(expert, expert + 1), rows, *others

@@ -1,13 +1,13 @@
 """Which tokens of a request a shard owns, and where they lie in its cache."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import Dims, check_cache, index_below, int32, positive_int
+from jaxkv.dispatch.validate import Dims, check_cache, index_below, int32, positive_int, window_of
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels.addressing.slots import MAX_SLOTS, table_tokens
 from jaxkv_kernels.formats.entries import Entry
@@ -64,6 +64,19 @@ def local_slots(block_tables, positions, *, block_size: int, shard, num_shards: 
     return slots_for(block_tables, jnp.where(mine, before, -1), block_size=block_size)
 
 
+def window_counts(window: int, *, num_shards: int, interleave: int) -> tuple[int, ...]:
+    """How many of `window` consecutive tokens a shard may own, in ascending order: one number or more.
+
+    There is one if `window` is a multiple of `num_shards` * `interleave`, and up to `interleave` + 1 otherwise.
+    """
+    rounds = num_shards * interleave
+
+    def owned(tokens: int) -> int:
+        return tokens // rounds * interleave + min(tokens % rounds, interleave)
+
+    return tuple(sorted({owned(start + window) - owned(start) for start in range(rounds)}))
+
+
 def whole_lengths(block_tables, seq_lens, *, block_size: int, axis, interleave: int) -> jax.Array:
     """Returns `seq_lens` int32 [B], the lengths on all shards together, clamped to what the tables of all shards hold.
 
@@ -79,10 +92,26 @@ def whole_lengths(block_tables, seq_lens, *, block_size: int, axis, interleave: 
     return jnp.clip(seq_lens, 0, room)
 
 
-def requests_of_tokens(cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, interleave: int):
-    """Tables [B * Q, M] and lengths [B * Q] on this shard, for one request per query token (Q = `tokens`).
+class Requests(NamedTuple):
+    """One request per query token, as a shard sees it.  N = B * Q."""
 
-    As on one device, lengths are clamped to the capacity of the tables, here of all shards together.
+    tables: jax.Array
+    """int32 [N, M]."""
+    lengths: jax.Array
+    """int32 [N], the tokens of the shard that the query token may see."""
+    windows: tuple[int, ...] = ()
+    """The windows on a shard that there are, from `window_counts`; none without a window."""
+    window: jax.Array | None = None
+    """int32 [N], which of `windows` each request has."""
+
+
+def requests_of_tokens(
+    cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, interleave: int, window: int | None = None
+) -> Requests:
+    """The requests on this shard, for Q = `tokens` query tokens of each of B requests.
+
+    As on one device, lengths are clamped to the capacity of the tables, here of all shards together.  `window` is that
+    of the whole request.
     """
     check_cache(cache, Entry)
     dims.check_ints("block_tables", block_tables, "B M")
@@ -90,9 +119,16 @@ def requests_of_tokens(cache: KVCache, block_tables, seq_lens, dims: Dims, token
     block_tables, seq_lens, me = int32(block_tables), int32(seq_lens), here(axis)
     block_size = cache.layout.block_size
     lengths = whole_lengths(block_tables, seq_lens, block_size=block_size, axis=axis, interleave=interleave)
-    seen = lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
-    shares = local_lengths(seen.reshape(-1), **me, interleave=interleave)
-    return jnp.repeat(block_tables, tokens, axis=0), shares
+    seen = (lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]).reshape(-1)
+    shares = local_lengths(seen, **me, interleave=interleave)
+    found = Requests(jnp.repeat(block_tables, tokens, axis=0), shares)
+    window = window_of(window, True, table_tokens(block_tables, block_size) * me["num_shards"])
+    if window is None:
+        return found
+    windows = window_counts(window, num_shards=me["num_shards"], interleave=interleave)
+    # As long as the window covers the whole request, so does the largest window of the shard.
+    before = jnp.where(seen <= window, shares - windows[-1], local_lengths(seen - window, **me, interleave=interleave))
+    return found._replace(windows=windows, window=shares - before)
 
 
 def here(axis) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def indexer_logits(
     dims = Dims()
     dims.check("q", q, "B Q Hi D", (str(getattr(q, "dtype", None)),))
     dims.check("weights", weights, "B Q Hi")
-    tables, lengths = requests_of_tokens(cache, block_tables, seq_lens, dims, dims["Q"], axis, interleave)
+    tables, lengths, *_ = requests_of_tokens(cache, block_tables, seq_lens, dims, dims["Q"], axis, interleave)
     q_rows, weight_rows = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, weights))
     logits = indexer.indexer_logits(q_rows, weight_rows, cache, tables, lengths, **options)
     return logits.reshape(*weights.shape[:2], -1)

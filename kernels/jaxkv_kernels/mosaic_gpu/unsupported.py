@@ -11,8 +11,9 @@ from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
-from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import origin_step
+from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
+from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.experts.config import FEATURES, STEP
@@ -22,6 +23,9 @@ from jaxkv_kernels.tile_scaled import TILE, TileScaled
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
 LATENT, ROPE = 512, 64
+"""The sizes of DeepSeek's entries, which are the largest."""
+ROPES = (0, 16, 32, 64)
+"""Rotary parts of dense attention to plain entries."""
 SPARSE_LATENTS = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
 """Latents of sparse attention, by format, if not of 512 values."""
 HEAD_DIMS = (64, 128, 192, 256)
@@ -43,14 +47,7 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    yield from _window(options)
     yield from too_large(options)
-
-
-def _window(options: Mapping[str, Any]) -> Iterator[str]:
-    """A reason against attending to latents with a window."""
-    if options["window"] is not None:
-        yield f"`window` of {options['window']} with latents: supports None"
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -124,8 +121,6 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
     else:
         yield from _attention(entry, pages, arrays["buffer"])
-    if entry.one_head:
-        yield from _window(options)
     yield from _query_dtype(entry, options["dtype"], "queries")
 
 
@@ -183,7 +178,9 @@ def _block_sizes(pages) -> Iterator[str]:
 def _attention(entry, pages, buffer) -> Iterator[str]:
     """Reasons against attending to such entries, which are not quantised."""
     if entry.one_head:
-        yield from _latent_sizes(entry)
+        latent, rope = entry.sizes
+        if latent % TILE_COLUMNS or latent > LATENT or rope not in ROPES:
+            yield f"{_values_of(entry)}: supports multiples of {TILE_COLUMNS} up to {LATENT}, + 0, 16, 32 or 64"
     elif not {*entry.sizes} <= {*HEAD_DIMS}:
         yield f"{_values_of(entry)}: supports 64, 128, 192 and 256 of each"
     yield from _block_sizes(pages)
@@ -202,7 +199,13 @@ def _origins(pages, buffer) -> Iterator[str]:
 
 def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `write_mla` call."""
-    yield from _entries_moved(arrays, options, [arrays[name].dtype for name in ("kv_c", "k_pe")])
+    if arrays["cos_sin"] is None:
+        yield from _entries_moved(arrays, options, [arrays[name].dtype for name in ("kv_c", "k_pe")])
+        return
+    entry = options["entry"]
+    yield from _entries_converted(entry, options["pages"], arrays["buffer"].dtype.itemsize)
+    if not options["interleaved"] and entry.sizes[-1] % (2 * CHUNK):
+        yield f"`cos_sin` for halves of {entry.sizes[-1] // 2} values: supports multiples of {CHUNK}"
 
 
 def write_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -221,6 +224,18 @@ def gather_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
 
 
 gather_kv = gather_indexer_k = gather_mla
+
+
+def gather_entries(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that gathers the bytes of entries."""
+    entry = options["entry"]
+    if entry.split:
+        yield "split pages: supports entries whose parts lie together"
+    elif options["pages"].num_parts > 1:
+        yield from apart(options)
+    else:
+        whole = EntryBytes(entry.nbytes, entry.one_head)
+        yield from _entries_copied(whole, options["pages"], arrays["buffer"].dtype.itemsize)
 
 
 def merge_states(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -250,7 +265,10 @@ read_blocks = write_blocks = copy_blocks
 
 def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `grouped_swiglu` call."""
-    del options
+    if options["alpha"] is not None:
+        yield f"`alpha` of {options['alpha']}: supports None"
+    if arrays["biases"] is not None:
+        yield "`biases`: supports experts without biases"
     x, gate = arrays["x"], arrays["gate"]
     yield from _tokens(x)
     step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")

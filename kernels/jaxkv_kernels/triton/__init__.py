@@ -6,7 +6,7 @@ Triton and jax-triton are imported by the first kernel that is traced, not by th
 from collections.abc import Callable, Iterable
 
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
-from jaxkv_kernels.kernel import Kernel, imported_when_called
+from jaxkv_kernels.kernel import Kernel, imported_when_called, nothing
 from jaxkv_kernels.triton import unsupported
 from jaxkv_kernels.triton.runtime.available import unavailable_reasons
 from jaxkv_kernels.triton.runtime.interpreting import interpreting as interpreting
@@ -32,6 +32,7 @@ KERNELS: dict[str, Kernel] = {
     "gather_mla": _kernel("entries.gathers.gather_mla", _MLA, unsupported.gather_mla),
     "gather_kv": _kernel("entries.gathers.gather_kv", _KV, unsupported.gather_kv),
     "gather_indexer_k": _kernel("entries.gathers.gather_indexer_k", _INDEXER, unsupported.gather_indexer_k),
+    "gather_entries": _kernel("entries.gathers.gather_entries", {}, unsupported.gather_entries),
     "plan_decode": _kernel("attention.plan_decode.plan_decode", {**_MLA, **_ATTENDED_KV}, unsupported.plan_decode),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _ATTENDED_KV, unsupported.decode_kv),
@@ -44,3 +45,9 @@ KERNELS: dict[str, Kernel] = {
     "write_blocks": _kernel("blocks.write_blocks.write_blocks", {}, unsupported.write_blocks),
 }
 """The kernels by operation.  Operations that are not listed have no Triton kernel."""
+
+HOT_ROWS: dict[str, Kernel] = {
+    "fetch_rows": _kernel("hot_rows.fetch_rows.fetch_rows", {}, unsupported.fetch_rows),
+    "store_rows": _kernel("hot_rows.copy_rows.store_rows", {}, nothing),
+}
+"""The kernels of `jaxkv.offload.HotRows`."""

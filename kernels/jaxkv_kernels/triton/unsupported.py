@@ -47,6 +47,13 @@ def gather_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
 gather_kv = gather_indexer_k = gather_mla
 
 
+def gather_entries(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that gathers the bytes of entries."""
+    del arrays
+    if options["entry"].nbytes > TILE_LIMIT:
+        yield f"entries of {options['entry'].nbytes} bytes: supports at most {TILE_LIMIT}, of a tile in Triton"
+
+
 def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against an `indexer_logits` call."""
     del options
@@ -65,7 +72,7 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield f"`k` of {options['k']}: supports at most {MOST_BEST}"
 
 
-LATENT, ROPE, HEAD_DIM = 512, 64, 256
+LATENT, ROPE, HEAD_DIM = 512, 64, 512
 """The largest parts of entries whose tiles fit in shared memory."""
 
 
@@ -123,3 +130,14 @@ def merge_states(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Itera
         yield "outs of no values: a kernel would have nothing to do"
     elif arrays["outs"].shape[-1] > TILE_LIMIT:
         yield f"outs of {arrays['outs'].shape[-1]} values: supports at most {TILE_LIMIT}, as of parts of entries"
+
+
+MOST_ROWS = 2**15
+
+
+def fetch_rows(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `fetch_rows` call."""
+    if options["hot"].rows > MOST_ROWS:
+        yield f"{options['hot'].rows} rows per request: supports at most {MOST_ROWS}, which are a tile of one program"
+    if not arrays["positions"].size:
+        yield "`positions` of no values: a kernel would have nothing to do"

@@ -13,7 +13,8 @@ from jaxkv_kernels.kernel import Kernel, nothing
 from jaxkv_kernels.xla.attention import decode_kv, decode_mla
 from jaxkv_kernels.xla.blocks import copy_blocks, read_blocks, write_blocks
 from jaxkv_kernels.xla.experts import grouped_swiglu
-from jaxkv_kernels.xla.gathers import gather_indexer_k, gather_kv, gather_mla
+from jaxkv_kernels.xla.gathers import gather_entries, gather_indexer_k, gather_kv, gather_mla
+from jaxkv_kernels.xla.hot_rows import fetch_rows, store_rows
 from jaxkv_kernels.xla.indexer import indexer_logits, select_topk
 from jaxkv_kernels.xla.linear import scaled_linear
 from jaxkv_kernels.xla.merge import merge_states
@@ -56,6 +57,7 @@ KERNELS: dict[str, Kernel] = {
     "gather_mla": _kernel(gather_mla, _MLA),
     "gather_kv": _kernel(gather_kv, _KV),
     "gather_indexer_k": _kernel(gather_indexer_k, _INDEXER),
+    "gather_entries": _kernel(gather_entries, {**_MLA, **_KV, **_INDEXER}),
     "plan_decode": _kernel(plan_decode, {**_MLA, **_KV}, _batch_invariant),
     "decode_mla": _kernel(decode_mla, _MLA),
     "decode_kv": _kernel(decode_kv, _KV),
@@ -71,3 +73,9 @@ KERNELS: dict[str, Kernel] = {
     "grouped_swiglu": _kernel(grouped_swiglu, {}),
     "scaled_linear": _kernel(scaled_linear, {}),
 }
+
+HOT_ROWS: dict[str, Kernel] = {
+    "fetch_rows": _kernel(fetch_rows, {}),
+    "store_rows": _kernel(store_rows, {}),
+}
+"""The kernels of `jaxkv.offload.HotRows`."""

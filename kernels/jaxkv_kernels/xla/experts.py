@@ -15,24 +15,26 @@ MOST_RESULTS = 2**27
 """On other devices, the most results of all experts for some tokens that are in memory at once."""
 
 
-@partial(jax.jit, static_argnames="limit")
-def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, *, limit=None):
+@partial(jax.jit, static_argnames=("limit", "alpha"))
+def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None, *, limit=None, alpha=None):
     """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
+    kind = {"limit": limit, "alpha": alpha}
     if shared is not None:
-        return grouped_swiglu(x, experts, weights, gate, up, down, limit=limit) + shared_swiglu(x, *shared, limit=limit)
+        routed = grouped_swiglu(x, experts, weights, gate, up, down, biases=biases, **kind)
+        return routed + shared_swiglu(x, *shared, **kind)
     if not experts.size:
         return jnp.zeros_like(x)
     # XLA does not execute branches in parallel on GPUs: there, products of all experts take less time.
-    cpu, default = (partial(way, limit=limit) for way in (by_tiles, all_experts))
-    return lax.platform_dependent(x, experts, weights, gate, up, down, cpu=cpu, default=default)
+    cpu, default = (partial(way, **kind) for way in (by_tiles, all_experts))
+    return lax.platform_dependent(x, experts, weights, gate, up, down, biases, cpu=cpu, default=default)
 
 
-def shared_swiglu(x, gate, up, down, limit=None):
+def shared_swiglu(x, gate, up, down, limit=None, alpha=None):
     """The result [T, D] of the expert through which all tokens x [T, D] pass."""
-    return _swiglu("td,id->ti", "ti,di->td", x, gate, up, down, limit).astype(x.dtype)
+    return _swiglu("td,id->ti", "ti,di->td", x, gate, up, down, None, limit, alpha).astype(x.dtype)
 
 
-def by_tiles(x, experts, weights, gate, up, down, limit=None):
+def by_tiles(x, experts, weights, gate, up, down, biases=None, limit=None, alpha=None):
     """Tile by tile of tokens that chose the same expert: computes only what was chosen."""
     count = gate.shape[0]
     tile = usual_rows(experts.size, count, min(len(x), MOST_ROWS))
@@ -44,7 +46,9 @@ def by_tiles(x, experts, weights, gate, up, down, limit=None):
     def one(i, results):
         expert, start = groups.experts[i], groups.starts[i]
         tokens = lax.dynamic_slice_in_dim(rows, start, tile)
-        result = _swiglu("td,id->ti", "ti,di->td", tokens, gate[expert], up[expert], down[expert], limit)
+        own = None if biases is None else [bias[expert][None] for bias in biases]
+        matrices = gate[expert], up[expert], down[expert]
+        result = _swiglu("td,id->ti", "ti,di->td", tokens, *matrices, own, limit, alpha)
         return lax.dynamic_update_slice_in_dim(results, result, start, axis=0)
 
     results = lax.fori_loop(0, groups.count, one, jnp.zeros(rows.shape, jnp.float32))
@@ -52,7 +56,7 @@ def by_tiles(x, experts, weights, gate, up, down, limit=None):
     return jnp.where(known[..., None], results[groups.rows] * weights[..., None], 0).sum(axis=1).astype(x.dtype)
 
 
-def all_experts(x, experts, weights, gate, up, down, limit=None):
+def all_experts(x, experts, weights, gate, up, down, biases=None, limit=None, alpha=None):
     """Every token through every expert, for some tokens at a time: reads the weights as few times as possible."""
     count, width = gate.shape[0], x.shape[1]
     chosen = experts[..., None] == jnp.arange(count, dtype=jnp.int32)
@@ -61,7 +65,8 @@ def all_experts(x, experts, weights, gate, up, down, limit=None):
 
     def some(tokens):
         x, share, chosen = tokens
-        results = _swiglu("td,eid->eti", "eti,edi->etd", x, gate, up, down, limit)
+        own = None if biases is None else [bias[:, None] for bias in biases]
+        results = _swiglu("td,eid->eti", "eti,edi->etd", x, gate, up, down, own, limit, alpha)
         # Select instead of multiplying by 0: an expert that is not chosen for a token may overflow to inf.
         return jnp.where(chosen.T[..., None], results * share.T[..., None], 0).sum(axis=0).astype(x.dtype)
 
@@ -74,8 +79,11 @@ def all_experts(x, experts, weights, gate, up, down, limit=None):
     return lax.map(some, tuple(parts)).reshape(-1, width)[: len(x)]
 
 
-def _swiglu(inner: str, outer: str, x, gate, up, down, limit):
-    """The SwiGLU feed-forward by the products `inner` and `outer`, in float32; operands keep their dtype."""
+def _swiglu(inner: str, outer: str, x, gate, up, down, biases, limit, alpha):
+    """The SwiGLU feed-forward by the products `inner` and `outer`, in float32; operands keep their dtype.
+
+    `biases` are added to the results of `gate`, `up` and `down`, and have their ranks; None if there are none.
+    """
 
     def product(equation, a, b):
         if isinstance(b, TileScaled):
@@ -83,7 +91,13 @@ def _swiglu(inner: str, outer: str, x, gate, up, down, limit):
         precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
         return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
-    gates, ups = product(inner, x, gate), product(inner, x, up)
+    gate_bias, up_bias, down_bias = (0.0, 0.0, 0.0) if biases is None else [b.astype(jnp.float32) for b in biases]
+    gates, ups = product(inner, x, gate) + gate_bias, product(inner, x, up) + up_bias
+    return product(outer, gated(gates, ups, limit, alpha).astype(x.dtype), down) + down_bias
+
+
+def gated(gates, ups, limit, alpha) -> jax.Array:
+    """The values before `down`, of the results of `gate` and `up`; `limit` and `alpha` as in `grouped_swiglu`."""
     if limit is not None:
         gates, ups = jnp.minimum(gates, limit), jnp.clip(ups, -limit, limit)
-    return product(outer, (jax.nn.silu(gates) * ups).astype(x.dtype), down)
+    return jax.nn.silu(gates) * ups if alpha is None else gates * jax.nn.sigmoid(alpha * gates) * (ups + 1)

@@ -34,3 +34,12 @@ def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pa
     rows, valid = load_entries(buffer, pages, entry, slots, layer)
     (k,) = entry.decode(rows[:, 0], dtype)
     return jnp.where(valid[:, None], k, 0)
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "total"))
+def gather_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total):
+    """Returns the bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
+    slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
+    rows, valid = load_entries(buffer, pages, entry, slots, layer, dtype=jnp.uint8)
+    found = jnp.where(valid[:, None, None], rows, 0)
+    return found[:, 0] if entry.one_head else found

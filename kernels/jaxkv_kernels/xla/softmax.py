@@ -100,6 +100,7 @@ def with_sinks(out, lse, sinks) -> jax.Array:
 
     `lse` is [..., H] and `sinks` [H].
     """
+    sinks = jnp.broadcast_to(sinks, lse.shape)
     share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0, lse) - sinks)  # rows without keys must not compute inf - inf
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
 

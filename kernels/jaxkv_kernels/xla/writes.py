@@ -5,11 +5,14 @@ from functools import partial
 import jax
 
 from jaxkv_kernels.addressing.entry_rows import store_entries
+from jaxkv_kernels.rotary import rotated
 
 
-@partial(jax.jit, static_argnames=("pages", "entry"))
-def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry):
-    """Stores kv_c [T, R] and k_pe [T, P] at slots [T] of a layer; returns the new buffer."""
+@partial(jax.jit, static_argnames=("pages", "entry", "interleaved"))
+def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, *, pages, entry, interleaved):
+    """Stores kv_c [T, R] and k_pe [T, P], rotated by cos_sin [T, P] (or None); returns the new buffer."""
+    if cos_sin is not None:
+        k_pe = rotated(k_pe, cos_sin, interleaved=interleaved)
     rows = entry.encode((kv_c, k_pe), (kv_scale, kv_scale))[:, None]
     return store_entries(buffer, pages, entry, rows, slot_mapping, layer)
 

@@ -150,6 +150,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    # Heads as Llama's below.  The window is shorter than a block, and two of three layers have it.
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 48,
+            "swiglu_limit": 2.0,  # so low that it clamps
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     # Three query heads per KV head, of a size that GPU kernels support.  The original length puts pairs of the rotary
     # embedding on both sides of the frequencies that are blended.
     "llama": (
@@ -225,6 +248,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 24,
+        },
+    ),
+    # One of the layers has no rotary embedding.
+    "smollm3": (
+        "smollm3",
+        {
+            **TWO_LAYERS,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "no_rope_layers": [1, 0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
         },
     ),
     "youtu": ("youtu", MLA),  # dense, and the head is the embedding

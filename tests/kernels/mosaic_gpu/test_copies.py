@@ -14,6 +14,7 @@ from jaxkv_kernels.mosaic_gpu import interpreting
 from support import suites
 from support.cases import on_layouts, slow
 from support.hopper import large, on_hopper, read_early
+from support.suites.gathers import OF_144_BYTES
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
 
@@ -25,17 +26,17 @@ class Mosaic:
 
 
 @on_hopper
-class TestWrites(Mosaic, suites.Writes, suites.WritesInScans):
+class TestWrites(Mosaic, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
     """The whole suite, on the GPU."""
 
     gaps = ("entries of format", "part of")  # of values that are none, or not multiples of 8
 
 
 @on_hopper
-class TestGathers(Mosaic, suites.Gathers):
+class TestGathers(Mosaic, suites.Gathers, suites.GatherEntries):
     """The whole suite, on the GPU."""
 
-    gaps = ("entries of format", "part of")  # of values that are none, or not multiples of 8
+    gaps = ("entries of format", "part of", "split pages")  # parts of values that are none, or not multiples of 8
 
 
 @on_hopper
@@ -93,6 +94,20 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
 
     test_tokens_outside = suites.Gathers.test_tokens_outside_the_table_or_the_cache_are_zero
     test_tokens_past_the_table = suites.Gathers.test_tokens_past_the_table_are_zero
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedGatherEntries(Mosaic, suites.GatherEntriesChecks):
+    """Bytes of entries."""
+
+    @pytest.mark.parametrize(
+        ("entry", "name"),
+        [(OF_144_BYTES, "packed, uint8"), slow(suites.scenes.KV_ENTRIES[0], "BHLNC")],
+    )
+    def test_returns_the_bytes(self, entry, name):
+        self.check_bytes(entry, name, block_size=16, lengths=(0, 2, 17, 0, 21))
+
+    test_bytes_outside = suites.GatherEntries.test_bytes_outside_the_table_or_the_cache_are_zero
 
 
 @pytest.mark.usefixtures("interpreted")

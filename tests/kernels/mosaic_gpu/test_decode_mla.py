@@ -21,6 +21,10 @@ from support.hopper import kernel_operands, on_hopper, read_early
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
 
 
+SIZES_OF_ENTRIES = [(512, 0), (128, 32), (192, 16), (64, 64)]
+"""Besides 512 + 64: without a rotary part, with narrow ones, and with latents that are not multiples of 128."""
+
+
 class Mosaic:
     """What every suite of these kernels says of itself."""
 
@@ -30,7 +34,7 @@ class Mosaic:
     gaps = (
         "entries of format",  # float32 has no wgmma
         "entries of 77 + 14",  # quantised entries, too, have DeepSeek's sizes
-        "entries of 512 + 0",
+        "entries of 512 + 0",  # supported if they are not quantised
         "query tokens x heads",  # quantised entries with more than 16 rows
         "blocks of",  # TMA tiles are of whole 16-token pages
         "token stride",  # entries that are not side by side, of quantised caches
@@ -39,7 +43,6 @@ class Mosaic:
         "block stride of",
         "`q_latent` of",  # queries of another dtype than the entries
         "`logit_cap` of",  # too large for tanh by way of exp2
-        "`window` of",  # no schedule for latents begins within a request
     )
 
 
@@ -73,6 +76,34 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
     @pytest.mark.parametrize("heads", [16, 64, 128])
     def test_batch_invariant_bits(self, heads, form):
         suites.assert_batch_invariant((9000, 0, 70, 3000, 1025), heads, form)
+
+
+@on_hopper
+@pytest.mark.parametrize(("latent", "rope"), [(256, 64), *SIZES_OF_ENTRIES])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_sizes_of_entries_and_blocks(latent, rope, block_size):
+    suite = TestDecodeMLA()
+    suite.latent, suite.rope = latent, rope
+    lengths = (0, 700, block_size + 1, 129)
+    entry, sizes = suite.entry(), {"block_size": block_size, "num_blocks": 80}
+    for layout in ("BLNHC", "gaps, offset"):
+        scene = suites.scenes.scene(entry, lengths=lengths, **sizes)
+        cache = scene.cache(suites.layout_of(layout, entry, **sizes), 1)
+        for heads, tokens in ((5, 1), (16, 1), (20, 3), (128, 1)):
+            for keywords in ({}, {"window": 300, "logit_cap": 2.0}):
+                suite.check(suites.queries(entry, 4, tokens, heads), cache, scene, 1, **keywords)
+
+
+@on_hopper
+class TestOtherSizes(TestDecodeMLA):
+    """The whole suite with narrow rotary parts."""
+
+    latent, rope = 128, 32
+
+    def entry(self, name=None):
+        """Quantised entries in their own sizes."""
+        plain = (name or self.exact) in ("bf16", "f16", "f32")
+        return super().entry(name) if plain else jaxkv.MLAEntry(name)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -130,6 +161,25 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_small_pages_and_a_cap(self, heads, layout):
         self.case((77,), heads, block_size=16, layout=layout, logit_cap=2.0)
 
+    @pytest.mark.parametrize(
+        ("latent", "rope", "heads"),
+        [
+            (256, 64, 5),
+            (128, 32, 20),
+            *(slow(*sizes, heads) for sizes in SIZES_OF_ENTRIES for heads in (5, 24, 128)),
+        ],
+    )
+    def test_other_sizes_of_entries(self, latent, rope, heads, monkeypatch):
+        monkeypatch.setattr(self, "latent", latent)
+        monkeypatch.setattr(self, "rope", rope)
+        self.case((0, 65, 600), heads)  # the last is split
+
+    @pytest.mark.parametrize(
+        ("form", "heads"), [("bf16", 5), ("bf16", 20), slow("fp8", 5), slow("fp8", 20), slow("fp8_ds_mla", 20)]
+    )
+    def test_a_window_whose_edges_lie_inside_tiles(self, form, heads):
+        self.case((300, 70, 30), heads, 2, form=form, window=100)
+
     @each_value(("heads", "power"), [16, 64], [2.0**60, 2.0**-60])
     def test_pieces_of_a_cut_request_keep_the_range_of_the_entries(self, heads, power):
         entry = self.entry("bf16")
@@ -155,6 +205,16 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     test_blocks_outside_the_cache_are_masked = suites.DecodeMLA.test_blocks_outside_the_cache_are_masked
     test_lengths_outside_the_table = suites.DecodeMLA.test_lengths_outside_the_table_are_clamped_to_it
     test_traced_layer_outside_the_cache_is_empty = suites.DecodeMLA.test_traced_layer_outside_the_cache_is_empty
+
+
+OTHER_SIZES = [(128, 32, 128, None), (512, 0, 16, 100)]
+"""Latent, rotary part, heads, `window`."""
+
+
+@pytest.mark.parametrize("case", OTHER_SIZES)
+def test_other_sizes_lower_for_hopper(case):
+    latent, rope, heads, window = case
+    assert_lowers(jaxkv.MLAEntry("bf16", latent, rope), "BLNHC", 1, heads, 64, None, window)
 
 
 CASES = [("LBNHC", 4, 2, 16, 30.0), ("BLNHC", 1, 128, 64, 30.0), ("LBNHC", 3, 20, 128, None)]
@@ -185,12 +245,15 @@ SIZES = [
     ],
 )
 def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
-    entry = jaxkv.MLAEntry(form)
+    assert_lowers(jaxkv.MLAEntry(form), order, tokens, heads, block_size, cap)
+
+
+def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
+    form = entry.format
     layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=block_size, entry=entry, order=order)
     shape = jax.ShapeDtypeStruct
     arrays = (
-        shape((4, tokens, heads, 512), jnp.bfloat16),
-        shape((4, tokens, heads, 64), jnp.bfloat16),
+        *(shape((4, tokens, heads, size), jnp.bfloat16) for size in entry.sizes),
         shape((layout.size,), layout.dtype),
         shape((4, 9), jnp.int32),
         shape((4,), jnp.int32),
@@ -201,7 +264,7 @@ def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
 
     def decode(*arrays):
         return mosaic_gpu.KERNELS["decode_mla"].run(
-            *arrays, None, pages=layout.pages, entry=entry, logit_cap=cap, window=None
+            *arrays, None, pages=layout.pages, entry=entry, logit_cap=cap, window=window
         )
 
     traced = jax.jit(decode).trace(*arrays)
@@ -219,7 +282,7 @@ def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
 
 REFUSED = {
     "entries of format 'f32'": dict(entry=jaxkv.MLAEntry("f32")),
-    "entries of 256 + 64 values": dict(entry=jaxkv.MLAEntry("bf16", latent=256)),
+    "entries of 96 + 64 values": dict(entry=jaxkv.MLAEntry("bf16", latent=96)),
     "blocks of 61 tokens": dict(block_size=61),
     "block stride of": dict(block_padding=4),
 }

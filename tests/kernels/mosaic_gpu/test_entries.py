@@ -60,13 +60,17 @@ def every_implemented_format(monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted", "every_implemented_format")
-class TestInterpretedWrites(Mosaic, suites.WriteChecks):
+class TestInterpretedWrites(Mosaic, suites.RotatedChecks):
     """Encoded entries, and that nothing else is written."""
 
     @pytest.mark.parametrize(("entry", "name", "heads"), [*CASES, *NARROW])
     def test_entries(self, entry, name, heads):
         layout = suites.layout_of(name, entry, num_heads=heads, block_size=3)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
+
+    def test_keys_rotated_by_angles(self):
+        for name, interleaved in (("packed, bfloat16", False), ("BLNHC", True)):
+            self.check_rotated(LATENTS, name, interleaved)
 
     def test_values_of_another_dtype(self):
         layout = suites.layout_of("BLNHC", jaxkv.MLAEntry("bf16", latent=128, rope=16))

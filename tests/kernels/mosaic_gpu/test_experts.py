@@ -26,7 +26,7 @@ class Mosaic:
     """What every suite of these kernels says of itself."""
 
     implementation = "mosaic_gpu"
-    gaps = ("`x` of float32", "tokens of 20")
+    gaps = ("`x` of float32", "tokens of 20", "`alpha` of")
 
 
 @on_hopper

@@ -7,12 +7,12 @@ from support.triton_runs import Triton, interpreted, on_gpu
 
 
 @on_gpu
-class TestWrites(Triton, suites.Writes, suites.WritesInScans):
+class TestWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
     """The whole suite, on the GPU."""
 
 
 @on_gpu
-class TestGathers(Triton, suites.Gathers):
+class TestGathers(Triton, suites.Gathers, suites.GatherEntries):
     """The whole suite, on the GPU."""
 
 
@@ -31,15 +31,26 @@ class TestMerge(Triton, suites.Merge):
     """The whole suite, on the GPU."""
 
 
+@on_gpu
+class TestHotRows(Triton, suites.HotRows):
+    """The whole suite, on the GPU."""
+
+
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedWrites(Triton, suites.Writes, suites.WritesInScans):
+class TestInterpretedHotRows(Triton, suites.HotRows):
     """The whole suite."""
 
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedGathers(Triton, suites.Gathers):
+class TestInterpretedWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedGathers(Triton, suites.Gathers, suites.GatherEntries):
     """The whole suite."""
 
 

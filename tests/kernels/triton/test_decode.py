@@ -114,13 +114,16 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
         ("bf16", (128, 128), 40, 2, {"logit_cap": 30.0}),
         ("f16", (192, 128), 16, 1, {}),
         ("bf16", (256, 256), 4, 3, {"window": 100}),
+        ("bf16", (512, 512), 8, 1, {}),
+        ("bf16", (512, 512), 8, 4, {}),
+        ("f32", (512, 512), 8, 1, {}),
         ("fp8", (128, 128), 8, 1, {"k_scale": 1.0, "v_scale": 1.0}),
         ("int8", (128, 128), 8, 1, {}),
         ("nvfp4", (128, 128), 8, 1, {"k_scale": 1.0, "v_scale": 1.0}),
     ],
 )
 def test_pairs_compile_at_the_sizes_of_models(form, sizes, sharing, tokens, options, capability):
-    q = array("float16" if form == "f16" else "bfloat16", 64, tokens, 8 * sharing, sizes[0])
+    q = array({"f16": "float16", "f32": "float32"}.get(form, "bfloat16"), 64, tokens, 8 * sharing, sizes[0])
     cache = cache_of(jaxkv.KVEntry(form, *sizes), 8)
     attend, combine = builds(capability, jaxkv.decode_kv, q, cache, *REQUESTS, layer=0, scale=1.0, **options)
     assert max(attend.shared, combine.shared) <= SHARED[capability] * 1024

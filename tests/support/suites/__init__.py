@@ -24,7 +24,11 @@ from support.suites.experts import Experts as Experts
 from support.suites.extra_slots import ExtraSlots as ExtraSlots
 from support.suites.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
 from support.suites.gathers import GatherChecks as GatherChecks
+from support.suites.gathers import GatherEntries as GatherEntries
+from support.suites.gathers import GatherEntriesChecks as GatherEntriesChecks
 from support.suites.gathers import Gathers as Gathers
+from support.suites.hot_rows import HotRows as HotRows
+from support.suites.hot_rows import HotRowsMisuse as HotRowsMisuse
 from support.suites.in_place import BlocksInScans as BlocksInScans
 from support.suites.in_place import LargeCaches as LargeCaches
 from support.suites.in_place import WritesInScans as WritesInScans
@@ -34,6 +38,8 @@ from support.suites.linear import Linear as Linear
 from support.suites.merge import Merge as Merge
 from support.suites.states import StateChecks as StateChecks
 from support.suites.states import States as States
+from support.suites.writes import RotatedChecks as RotatedChecks
+from support.suites.writes import RotatedWrites as RotatedWrites
 from support.suites.writes import WriteChecks as WriteChecks
 from support.suites.writes import Writes as Writes
 from support.suites.writes import new_tokens as new_tokens

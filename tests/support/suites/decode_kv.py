@@ -104,6 +104,27 @@ class DecodeKV(DecodeKVChecks):
         layout = layout_of("LBHNC", entry, num_heads=2)
         self.check(self.query(entry, len(scene.lengths), tokens, 6), scene.cache(layout, 2), scene, 2)
 
+    @pytest.mark.parametrize("form", ["f32", "f16", "bf16", "fp8"])
+    def test_queries_of_e4m3_lose_nothing(self, form):
+        entry = self.entry(form)
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        q = self.query(entry, len(scene.lengths), 2, 6).astype("float8_e4m3fn")
+        converted = q.astype(dtype_of(entry))
+        for a, b in zip(self.decode(q, cache, scene, 1), self.check(converted, cache, scene, 1), strict=True):
+            assert_same_bits(a, b)
+        out = self.decode(q[:, 0], cache, scene, 1, return_lse=False)
+        assert (out.shape, out.dtype) == ((*q[:, 0].shape[:-1], entry.value_dim), converted.dtype)
+
+    @pytest.mark.parametrize("sizes", [(512, 512), (320, 64)])
+    def test_large_heads(self, sizes):
+        entry = jaxkv.KVEntry(self.exact, *sizes)
+        scene = scenes.scene(entry, num_heads=2)
+        q = self.query(entry, len(scene.lengths), 2, 6)
+        # Scores of so many products are as large as those of smaller heads with this scale.
+        scale = SCALE / 4
+        self.check(q, scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), scene, 1, scale, window=70)
+
     def test_without_a_token_axis(self):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)

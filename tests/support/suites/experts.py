@@ -168,6 +168,16 @@ class Experts(ExpertChecks):
         assert np.abs(np.asarray(found, np.float64) - free).max() > 0.1 * np.abs(free).max()
         self.check_shared(args, 64, limit=0.5)
 
+    @pytest.mark.parametrize("tokens", [1, 40])
+    def test_the_activation_of_gpt_oss_and_biases(self, tokens):
+        rng, args = np.random.default_rng(2), arguments(tokens, dtype="float32")
+        _, _, _, gate, up, down = args
+        biases = [jnp.asarray(rng.standard_normal(matrix.shape[:2], np.float32)) for matrix in (gate, up, down)]
+        kind = {"limit": 1.5, "alpha": 1.7}
+        found = self.run(jaxkv.grouped_swiglu, *args, biases=tuple(biases), **kind)
+        expected = oracle.experts(*map(in_float64, args), biases=[*map(in_float64, biases)], **kind)
+        assert_close(found, expected, roundings=64, magnitude=4)
+
     def test_it_can_be_compiled_with_traced_experts(self):
         args = arguments(12)
         found = jax.jit(lambda *a: self.run(jaxkv.grouped_swiglu, *a))(*args)

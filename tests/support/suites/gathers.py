@@ -140,3 +140,57 @@ class Gathers(GatherChecks):
         assert_same_bits(found[0], kv_c)
         assert_same_bits(found[1], k_pe)
         assert oracle.PLAIN["bf16"] == found[0].dtype
+
+
+OF_144_BYTES = jaxkv.MLAEntry("fp8_ds_mla", latent=128, rope=6)
+"""Bulk copies move multiples of 16 bytes."""
+
+
+class GatherEntriesChecks(Suite):
+    """Checks of `gather_entries`."""
+
+    def check_bytes(self, entry, name, *, block_size=64, lengths=None):
+        """Gathers the last two thirds of each request."""
+        heads = 1 if entry.one_head else 2
+        scene = scenes.scene(entry, num_heads=heads, block_size=block_size, lengths=lengths)
+        cache = scene.cache(layout_of(name, entry, num_heads=heads, block_size=block_size), 1)
+        lengths, starts = scene.lengths, [length // 3 for length in scene.lengths]
+        cu_seq_lens = np.cumsum([0, *(length - start for length, start in zip(lengths, starts, strict=True))])
+        total = int(cu_seq_lens[-1]) + 7
+        found = self.run(
+            jaxkv.gather_entries,
+            cache,
+            jnp.asarray(scene.tables),
+            jnp.asarray(cu_seq_lens, jnp.int32),
+            layer=1,
+            total=total,
+            seq_starts=jnp.asarray(starts, jnp.int32),
+        )
+        right = np.zeros((total, heads, entry.nbytes), np.uint8)
+        for request, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            position = np.arange(start, length)
+            block = scene.tables[request, position // scene.block_size]
+            rows = scene.entries[block, :, position % scene.block_size]
+            right[cu_seq_lens[request] : cu_seq_lens[request + 1]] = rows
+        assert_same_bits(found, right.reshape(found.shape))
+
+
+class GatherEntries(GatherEntriesChecks):
+    """The same on every layout."""
+
+    @on_layouts([OF_144_BYTES, scenes.KV_ENTRIES[0], scenes.INDEXER_ENTRY])
+    def test_returns_the_bytes(self, entry, name):
+        self.check_bytes(entry, name)
+
+    @formats([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    def test_bytes_of_every_format(self, entry):
+        self.check_bytes(entry, "BLNHC")
+
+    def test_bytes_outside_the_table_or_the_cache_are_zero(self):
+        entry = OF_144_BYTES
+        tables = jnp.asarray([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
+        cache = scenes.to_cache(layout := layout_of("BLNHC", entry, block_size=16), scenes.garbage(layout, None))
+        cu_seq_lens = jnp.asarray([0, 16, 70], jnp.int32)
+        for layer in (0, jnp.int32(-1), jnp.int32(layout.num_layers)):
+            found = self.run(jaxkv.gather_entries, cache, tables, cu_seq_lens, layer=layer, total=80)
+            assert not np.asarray(found).any()

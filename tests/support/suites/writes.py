@@ -8,7 +8,7 @@ import pytest
 import jaxkv
 from support import oracle, scenes
 from support.cases import on_layouts
-from support.compare import assert_same_bits
+from support.compare import assert_close, assert_same_bits
 from support.suites.base import Suite, dtype_of, formats, layout_of
 
 
@@ -61,6 +61,68 @@ class WriteChecks(Suite):
         good = rng.permutation(layout.num_slots)[:count]
         bad = [-1, -(2**31), layout.num_slots, 2**31 - 1]
         return [int(slot) for slot in rng.permutation([*good, *bad])]
+
+
+class RotatedChecks(WriteChecks):
+    """Checks of `write_mla` with `cos_sin`."""
+
+    def rotated(self, entry, count, interleaved, cos_sin):
+        """New tokens, bfloat16 in value, and the same with rotary parts rotated in float64."""
+        latent, rope = (part[:, 0] for part in new_tokens(jaxkv.MLAEntry("bf16", *entry.sizes), 1, count))
+        wide, half = np.asarray(rope, np.float64), entry.sizes[1] // 2
+        index = np.arange(2 * half).reshape((half, 2) if interleaved else (2, half))
+        first, second = index.T if interleaved else index
+        (a, b), (cos, sin) = (wide[:, first], wide[:, second]), np.split(np.asarray(cos_sin, np.float64), 2, axis=-1)
+        found = np.empty_like(wide)
+        found[:, first], found[:, second] = a * cos - b * sin, b * cos + a * sin
+        dtype = dtype_of(entry)
+        return [latent.astype(dtype), rope.astype(dtype)], [latent.astype(dtype), found]
+
+    def check_rotated(self, entry, name, interleaved):
+        """Multiples of 1/8 instead of cosines and sines: products and sums are exact, and so are bytes."""
+        layout, rng = layout_of(name, entry), np.random.default_rng(0)
+        slots = self.slots(layout, rng)
+        cos_sin = rng.integers(-8, 9, (len(slots), entry.sizes[1])).astype(np.float32) / 8
+        new, expected = self.rotated(entry, len(slots), interleaved, cos_sin)
+        keywords, _ = scales_of(entry, 1)
+        before = scenes.garbage(layout, rng, "random")
+        slots, options = jnp.asarray(slots, jnp.int32), {"layer": 1, **keywords}
+        found = self.run(
+            jaxkv.write_mla, scenes.to_cache(layout, before), *new, slots,
+            cos_sin=jnp.asarray(cos_sin), interleaved=interleaved, **options,
+        )  # fmt: skip
+        expected = [jnp.asarray(part, dtype_of(entry)) for part in expected]
+        right = self.run(jaxkv.write_mla, scenes.to_cache(layout, before), *expected, slots, **options)
+        assert_same_bits(scenes.to_bytes(found), scenes.to_bytes(right))
+        assert (scenes.to_bytes(found) != before).any()
+
+
+class RotatedWrites(RotatedChecks):
+    """The same on every layout."""
+
+    @on_layouts(scenes.MLA_ENTRIES[4:5])
+    def test_interleaved_on_every_layout(self, entry, name):
+        self.check_rotated(entry, name, True)
+
+    @formats(scenes.MLA_ENTRIES)
+    def test_halves_in_every_format(self, entry):
+        self.check_rotated(entry, "BLNHC", False)
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_rotates_by_angles(self, dtype, interleaved):
+        entry, slots = jaxkv.MLAEntry("f32", 64, 64), jnp.arange(40, dtype=jnp.int32)
+        angles = np.random.default_rng(0).uniform(-1e4, 1e4, (40, 32))
+        cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+        (latent, rope), (_, right) = self.rotated(entry, 40, interleaved, cos_sin)
+        layout = jaxkv.CacheLayout(num_layers=1, num_blocks=1, block_size=64, entry=entry)
+        cache = self.run(
+            jaxkv.write_mla, jaxkv.KVCache.zeros(layout), latent.astype(dtype), rope.astype(dtype), slots,
+            layer=0, cos_sin=jnp.asarray(cos_sin), interleaved=interleaved,
+        )  # fmt: skip
+        stored = jnp.asarray(scenes.fetch(layout, scenes.to_bytes(cache), 0)[0, 0, :40].view(np.float32)[:, 64:])
+        assert_close(stored.astype(dtype), right, roundings=2, magnitude=2)
+        assert_same_bits(stored, stored.astype(dtype).astype(jnp.float32))  # rounded to the dtype of the keys
 
 
 class Writes(WriteChecks):

@@ -22,6 +22,8 @@ def read(
     *,
     tied: bool = False,
     dtype: Any = REQUIRED,
+    biases: bool = False,
+    mxfp4: bool = False,
     outer: JsonObject | None = None,
 ) -> ModelConfig:
     """Makes the configuration from the given parts and the keys that all families share.
@@ -33,15 +35,17 @@ def read(
       layers: the number of leading dense layers, and the experts of the others; None if all layers are dense.
       tied: whether the head is tied to the embedding if `tie_word_embeddings` is absent.
       dtype: the dtype if `dtype` is absent; by default, the key is required.
+      biases: the only supported value of `attention_bias`, which is optional.
+      mxfp4: whether experts may be in MXFP4 (see `weights/mxfp4.py`), and no weights in float8.
       outer: the object of `config.json`, if `fields` is one in it.  The architecture and `tie_word_embeddings` are read
         from it.
     """
     outer = outer or fields
     for held in (fields, outer):
         if held.value("quantization_config", None) not in (None, {}):
-            _check_quantisation(held.child("quantization_config"))
+            _check_quantisation(held.child("quantization_config"), mxfp4=mxfp4)
     fields.choice("hidden_act", "silu", default="silu")
-    fields.choice("attention_bias", False, default=False)
+    fields.choice("attention_bias", biases, default=biases)
     fields.choice("mlp_bias", False, default=False)
     (architecture,) = outer.value("architectures")
     vocab_size, num_layers = fields.integer("vocab_size"), fields.integer("num_hidden_layers")
@@ -66,15 +70,18 @@ def read(
     )
 
 
-def _check_quantisation(fields: JsonObject) -> None:
+def _check_quantisation(fields: JsonObject, *, mxfp4: bool) -> None:
     """ValueError unless quantised weights are as in `weights/fp8.py`, or only entries are, as compressed-tensors does.
+
+    With `mxfp4`, weights may be as in `weights/mxfp4.py` instead.
 
     Which weights are quantised is not read here, because their dtypes show it.
     """
     if "config_groups" in fields or "kv_cache_scheme" in fields:
         _check_quantised_entries(fields)
         return
-    fields.choice("quant_method", "fp8")
+    if fields.choice("quant_method", "mxfp4" if mxfp4 else "fp8") == "mxfp4":
+        return
     fields.choice("fmt", "e4m3", default="e4m3")
     fields.choice("weight_block_size", [TILE, TILE])
 

@@ -27,9 +27,13 @@ def weights(config: ModelConfig, attention: GQA, weight) -> dict[str, Any]:
     """The weights of the attention; `weight` as in `decoder.weights`."""
     hidden = config.hidden_size
     q_size, kv_size = (heads * attention.head_dim for heads in (config.num_heads, attention.num_kv_heads))
-    return {
+    tree = {
         "q": weight("self_attn.q_proj.weight", q_size, hidden),
         "k": weight("self_attn.k_proj.weight", kv_size, hidden),
         "v": weight("self_attn.v_proj.weight", kv_size, hidden),
         "o": weight("self_attn.o_proj.weight", hidden, q_size),
     }
+    if attention.biases:
+        sizes = {"q": q_size, "k": kv_size, "v": kv_size, "o": hidden}
+        tree |= {f"{name}_bias": weight(f"self_attn.{name}_proj.bias", size) for name, size in sizes.items()}
+    return tree

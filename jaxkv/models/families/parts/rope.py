@@ -37,7 +37,6 @@ def read(
 
 def read_values(values: JsonObject, scalings: Scalings, theta: float, *, interleaved: bool) -> Rope:
     """Reads the scaling of an object like `rope_parameters`; `scalings` as in `read`."""
-    values.choice("truncate", True, default=True)
     kind = values.choice(values.spelling("rope_type", "type"), "default", *scalings)
     return Rope(theta, interleaved, None if kind == "default" else scalings[kind](values))
 
@@ -61,6 +60,7 @@ def yarn(values: JsonObject) -> Yarn:
         mscale=values.number("mscale", least=0, default=None),
         mscale_all_dim=values.number("mscale_all_dim", least=0, default=None),
         attention_factor=values.number("attention_factor", default=None),
+        truncate=values.flag("truncate", default=True),
     )
 
 

@@ -1,4 +1,4 @@
-"""Dense MLA decode for latents of 512 and rotary parts of 64 values, on sm_90.
+"""Dense MLA decode on sm_90.
 
 Runs the schedule for the rows of a request (query tokens x heads) and the format of entries, and then the kernel that
 combines splits.
@@ -21,7 +21,6 @@ from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_row
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
 from jaxkv_kernels.tuning import configuration
 
 
@@ -29,37 +28,42 @@ def decode_mla(
     q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, window
 ):
     """Maps q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    del window  # rejected unless None
     _, tokens, heads, _ = q_latent.shape
     if by_slots(entry, tokens * heads):
         return decode_by_slots(
             q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, plan,
-            pages=pages, entry=entry, logit_cap=logit_cap,
+            pages=pages, entry=entry, logit_cap=logit_cap, window=window,
         )  # fmt: skip
-    plan = plan_or_default(plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens)
+    plan = plan_or_default(
+        plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens, window=window
+    )
     buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
     config = configuration(default_config(entry, tokens * heads))
     return _decode(
         q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan,
-        pages=pages, entry=entry, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
+        pages=pages, entry=entry, logit_cap=logit_cap, window=window, config=config,
+        interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "interpret"))
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window", "config", "interpret"))
 def _decode(
-    q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, config, interpret
+    q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan,
+    *, pages, entry, logit_cap, window, config, interpret,
 ):  # fmt: skip
-    batch, tokens, heads, _ = q_latent.shape
+    batch, tokens, heads, latent = q_latent.shape
     rows = tokens * heads
     # TMA copies tiles of 8 rows.  It fills tiles past the last row with zeros, and does not store them.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
-    q_latent, q_pe = (jnp.pad(q.reshape(batch, rows, -1), pad) for q in (q_latent, q_pe))
+    q_latent, q_pe = (
+        jnp.pad(q.reshape(batch, rows, q.shape[-1]), pad) if q.shape[-1] else None for q in (q_latent, q_pe)
+    )
     if isinstance(config, FewRowsQuantisedConfig):
         scales = () if kv_scale is None else (jnp.reshape(kv_scale, (1,)),) * 2
         found = attend_few_rows_quantised(
             (q_latent, q_pe), buffer, block_tables, layer, scale, scales, plan,
             tiles=(InterpretedLatents if interpret else LatentTiles)(entry), tokens=tokens, group=heads, pages=pages,
-            logit_cap=logit_cap, window=None, config=config, interpret=interpret,
+            logit_cap=logit_cap, window=window, config=config, interpret=interpret,
         )  # fmt: skip
     else:
         attend: Any = attend_few_rows if isinstance(config, FewRowsConfig) else attend_wide
@@ -67,8 +71,9 @@ def _decode(
             attend = partial(attend_wide, kv_scale=kv_scale)
         found = attend(
             q_latent, q_pe, buffer, block_tables, layer, scale, plan,
-            tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, config=config, interpret=interpret,
+            tokens=tokens, heads=heads, pages=pages, logit_cap=logit_cap, window=window, config=config,
+            interpret=interpret,
         )  # fmt: skip
     out, lse, split_out, split_lse, split_scale = found
     out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=rows, interpret=interpret)
-    return out[:, :rows].reshape(batch, tokens, heads, LATENT), lse[:, :rows].reshape(batch, tokens, heads)
+    return out[:, :rows].reshape(batch, tokens, heads, latent), lse[:, :rows].reshape(batch, tokens, heads)

@@ -56,13 +56,14 @@ def split_scale(magnitude):
     return jnp.where(magnitude < FINITE, jnp.maximum(magnitude, 1 / FINITE), 1.0)
 
 
-def half_columns(half: int, columns: int, index) -> pl.Slice:
-    """256 columns of an array that has 512, or fewer: TMA loads zeros past its end, and stores nothing there.
+def half_columns(half: int, columns: int, index, width: int = HALF) -> pl.Slice:
+    """`width` columns of an array that may have fewer than twice as many.
 
-    Only a slice whose start is not constant may reach beyond the end.  `index` is any int32 scalar.
+    TMA loads zeros past its end, and stores nothing there.  Only a slice whose start is not constant may reach beyond
+    the end.  `index` is any int32 scalar.
     """
-    start = half * HALF
-    return pl.ds(start if start + HALF <= columns else pl.multiple_of(opaque_zero(index) + start, HALF), HALF)
+    start = half * width
+    return pl.ds(start if start + width <= columns else pl.multiple_of(opaque_zero(index) + start, TILE), width)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class HalvesEpilogue:
     def store(
         self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None
     ) -> None:
-        """Starts the stores of consumer `side`, staged in shared memory `stage` [64, 256].
+        """Starts the stores of consumer `side`, staged in shared memory `stage` [64, columns].
 
         A negative `split` means that the results are those of a whole request.
 
@@ -121,12 +122,14 @@ class HalvesEpilogue:
         def store_values(values, to, place):
             stage[...] = values
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, to.at[place, rows, half_columns(side, to.shape[-1], request)])
+            plgpu.copy_smem_to_gmem(
+                stage, to.at[place, rows, half_columns(side, to.shape[-1], request, stage.shape[-1])]
+            )
 
         @pl.when(split < 0)
         def _():
             inverse, lse = finalize(*([] if load_sinks is None else [load_sinks()]))
-            store_values((acc * over_columns(inverse, HALF)).astype(out_ref.dtype), out_ref, request)
+            store_values((acc * over_columns(inverse, acc.shape[1])).astype(out_ref.dtype), out_ref, request)
             if side == 0:
                 self.stats[0] = lse * (1 / LOG2E)
                 plgpu.commit_smem()
@@ -136,7 +139,7 @@ class HalvesEpilogue:
         @pl.when(split >= 0)
         def _():
             magnitude = split_scale(jnp.abs(acc).max(axis=1))
-            values = (acc * over_columns(1 / magnitude, HALF)).astype(SPLIT_DTYPE)
+            values = (acc * over_columns(1 / magnitude, acc.shape[1])).astype(SPLIT_DTYPE)
             store_values(lax.bitcast_convert_type(values, split_out_ref.dtype), split_out_ref, split)
             inverse, lse = finalize()  # after the stores of values, because it waits for the other consumer
             store(split_scale_ref.at[split, side, rows], magnitude * inverse)

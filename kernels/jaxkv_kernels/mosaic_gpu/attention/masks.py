@@ -9,6 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable
+from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile
+from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import zero_rows
 
@@ -34,6 +36,40 @@ def apply_mask(
     if window is not None:
         scores = jnp.where(token > own - window, scores, MASKED)
     return table.mask_unknown(request, first_token, token, scores, MASKED)
+
+
+def seen_tokens(tile: WorkTile, in_cache, step: int, window: int | None):
+    """The length of a work tile's request, and the steps (first, end) that need no mask; `step`: tokens per step.
+
+    The length is 0 if the layer is not in the cache.
+    """
+    keys, unmasked_end = (jnp.where(in_cache, x, 0) for x in (tile.keys, tile.unmasked_end))
+    if window is None:
+        return keys, (None, unmasked_end)
+    # In steps before the first, some row's window begins after the step's first key.
+    unmasked_begin = floordiv(jnp.maximum(tile.keys - window, 0) + (step - 1), step)
+    return jnp.where(in_cache, tile.origin + tile.keys, 0), (unmasked_begin, unmasked_end)
+
+
+def is_masked(unmasked, step):
+    """Whether a step needs a mask; `unmasked` is from `seen_tokens`."""
+    begin, end = unmasked
+    return step >= end if begin is None else (step < begin) | (step >= end)
+
+
+def divided_by_masks(begin, end, unmasked):
+    """Ranges of the steps from `begin` to `end`, with whether they need a mask; `unmasked` is from `seen_tokens`."""
+    unmasked_begin, unmasked_end = unmasked
+    last = jnp.clip(unmasked_end, begin, end)
+    if unmasked_begin is None:
+        return (begin, last, False), (last, end, True)
+    first = jnp.clip(unmasked_begin, begin, last)
+    return (begin, first, True), (first, last, False), (last, end, True)
+
+
+def first_seen(length, tokens: int, window: int | None):
+    """The first token that some query token of a request sees; None without a window."""
+    return None if window is None else length - tokens - window + 1
 
 
 def clear_values(

@@ -80,6 +80,7 @@ def plan_decode(
             entry=entry,
             heads=heads,
             tokens=tokens,
+            window=window,
             batch_invariant=batch_invariant,
         )
         return by_token

@@ -30,11 +30,14 @@ from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "interpret"))
-def encode_entries(buffer, values, slots, layer, scales=(), *, pages, entry, interpret):
+@partial(jax.jit, static_argnames=("pages", "entry", "interleaved", "interpret"))
+def encode_entries(
+    buffer, values, slots, layer, scales=(), cos_sin=None, *, pages, entry, interleaved=False, interpret
+):
     """The buffer with values [T, (H,) n_i] stored at slots [T] of a layer; slots outside the cache are skipped.
 
     For formats whose scales the caller keeps, `scales` has a float32 scalar or [H] per value, or a single one for all.
+    With `cos_sin` [T, n], the last value is rotated first (`jaxkv_kernels.rotary`); entries then have one head.
     """
     if not slots.size:
         return buffer
@@ -46,13 +49,18 @@ def encode_entries(buffer, values, slots, layer, scales=(), *, pages, entry, int
     values = [value.reshape(entries, -1) for value in values]
     scales = [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales]
 
+    angles = () if cos_sin is None else (cos_sin,)
+
     def load(i, inside, *refs):
-        value_refs, (slot_ref, layer_ref, *scale_refs) = refs[: len(values)], refs[len(values) : -1]
+        value_refs, (slot_ref, layer_ref, *others) = refs[: len(values)], refs[len(values) : -1]
+        scale_refs, angle_refs = others[: len(scales)], others[len(scales) :]
         token = floordiv(i, heads)
         head = i - token * heads
         slot, layer = slot_ref[token], layer_ref[0]
         found_scales = [ref[head * step_of(ref)] for ref in scale_refs]
-        raw = [lanes.load_values(field, ref, i) for field, ref in zip(fields, value_refs, strict=True)]
+        *plain, last = zip(fields, value_refs, strict=True)
+        raw = [lanes.load_values(*each, i) for each in plain]
+        raw.append(lanes.load_rotated(*last, *angle_refs, i, interleaved) if angles else lanes.load_values(*last, i))
         keep = inside & (slot >= 0) & (slot < pages.num_slots) & (layer >= 0) & (layer < pages.num_layers)
         slot, layer = jnp.where(keep, slot, 0), jnp.where(keep, layer, 0)
         block = floordiv(slot, pages.block_size)
@@ -66,5 +74,5 @@ def encode_entries(buffer, values, slots, layer, scales=(), *, pages, entry, int
             lanes.store_entry(field, refs[-1], chunks, str(value.dtype), keep, index, scale)
 
     ref = jax.new_ref(lanes.buffer(buffer))
-    team.run("encode_entries", load, store, *values, slots, jnp.reshape(layer, (1,)), *scales, ref)
+    team.run("encode_entries", load, store, *values, slots, jnp.reshape(layer, (1,)), *scales, *angles, ref)
     return view_as(freeze(ref), buffer.dtype)

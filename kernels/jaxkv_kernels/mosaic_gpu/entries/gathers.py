@@ -1,5 +1,6 @@
 """Reads entries of ragged runs of tokens: by bulk copies if values stay as they are, otherwise decoded by lanes."""
 
+from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
 from jaxkv_kernels.mosaic_gpu.bulk.load_entries import load_entries
 from jaxkv_kernels.mosaic_gpu.entries.decode_entries import decode_entries
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
@@ -24,6 +25,14 @@ def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pa
     """Returns k [total, head_dim] of `dtype`; rows without a token are 0."""
     runs = block_tables, cu_seq_lens, seq_starts
     return _gather(buffer, runs, layer, (), pages=pages, entry=entry, total=total, dtype=dtype)[0]
+
+
+def gather_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total):
+    """Returns the bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
+    runs, copied_entry = (block_tables, cu_seq_lens, seq_starts), EntryBytes(entry.nbytes, entry.one_head)
+    return load_entries(
+        buffer, *runs, layer, pages=pages, entry=copied_entry, total=total, interpret=bool(interpreting.value)
+    )[0]
 
 
 def _gather(buffer, runs, layer, scales, *, pages, entry, total, dtype):

@@ -16,6 +16,7 @@ from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, from_e8m0, to_e2m1,
 from jaxkv_kernels.formats.int8 import SMALLEST_SCALE
 from jaxkv_kernels.mosaic_gpu.entries.fields import Field, PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.teams import Teams
+from jaxkv_kernels.rotary import rotated
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class InterpretedLanes:
     def load_values(self, field: Field, ref, i):
         """The values [count] of row i."""
         return ref[i]
+
+    def load_rotated(self, field: Field, ref, angle_ref, i, interleaved):
+        """The values [count] of row i, rotated by row i of `angle_ref`."""
+        return rotated(ref[i], angle_ref[i], interleaved=interleaved)
 
     def store_entry(self, field: Field, cache_ref, raw, dtype, keep, index, scale):
         """Encodes and stores values `raw` [count]."""

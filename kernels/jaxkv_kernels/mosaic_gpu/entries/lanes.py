@@ -59,6 +59,40 @@ class Lanes:
 
         return load(ref, i)
 
+    def load_rotated(self, field: Field, ref, angle_ref, i, interleaved: bool):
+        """`load_values`, rotated by the cosines and sines in the i-th row of float32 `angle_ref` [entries, count].
+
+        The values of a pair are in the same chunk if `interleaved`.  Otherwise, they are in the same places of two
+        chunks, of which the lane loads both.
+        """
+        dtype = str(ref.dtype)
+        alignment, angle_alignment = (_row_alignment(field, name) for name in (dtype, "float32"))
+        half = field.chunks // 2
+        angles = CHUNK // 2 if interleaved else CHUNK
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), return_type=self._words(field, dtype))
+        def load(_, ref, angle_ref, i):
+            row = at(mgpu.utils.memref_ptr(ref), times(scalar(i), field.count * BITS[dtype] // 8))
+            angle_row = at(mgpu.utils.memref_ptr(angle_ref), times(scalar(i), field.count * 4))
+            loaded = []
+            for n, own in enumerate(self._load(field, self._in_row(field, ref, i, dtype), dtype, alignment)):
+                active, chunk = self._active(field, n), arith.addi(self._lane(), c32(n * self.teams.lanes))
+                second = arith.cmpi(arith.CmpIPredicate.uge, chunk, c32(half))
+                pair, other = chunk, None
+                if not interleaved:
+                    pair = arith.select(second, arith.subi(chunk, c32(half)), chunk)
+                    partner = arith.select(second, pair, arith.addi(chunk, c32(half)))
+                    place = at(row, times(partner, BITS[dtype]))
+                    other = load_words(place, 0, BITS[dtype], min(alignment, BITS[dtype]), active)
+                place = at(angle_row, times(pair, 4 * angles))
+                cos, sin = (
+                    load_words(place, 2 * field.count * part, 4 * angles, angle_alignment, active) for part in range(2)
+                )
+                loaded.append((own, other, cos, sin, second))
+            return array([_rotated(*each, dtype) for each in loaded])
+
+        return load(ref, angle_ref, i)
+
     def store_entry(self, field: Field, cache_ref, raw, dtype, keep, index, scale):
         """Encodes chunks of `dtype` and stores them in the cache where `keep` holds."""
         scales = () if scale is None else (scale,)
@@ -311,6 +345,23 @@ class Lanes:
     def _array_type(self, field: Field, per_chunk: int, dtype) -> Any:
         per_lane = self.teams.rounds(field) * per_chunk
         return plgpu.ShapeDtypeStruct((WARPGROUP * per_lane,), dtype, layout=strided(per_lane, min(per_chunk, 4)))
+
+
+def _rotated(own, other, cos, sin, second, dtype: str) -> list[Any]:
+    """A rotated chunk of `dtype`.  `other` has the other value of each pair, or is None if `own` has both.
+
+    `second` is whether `own` has the second values.
+    """
+    values, (cos, sin) = words.widen(own, dtype), (words.widen(each, "float32") for each in (cos, sin))
+    minus = [words.negated(x) for x in sin]
+    if other is None:
+        others = [value for pair in zip(values[1::2], values[::2], strict=True) for value in pair]
+        cos = [x for x in cos for _ in range(2)]
+        sin = [x for pair in zip(minus, sin, strict=True) for x in pair]
+    else:
+        others = words.widen(other, dtype)
+        sin = [arith.select(second, *pair) for pair in zip(sin, minus, strict=True)]
+    return words.narrow(words.sums_of_products(values, cos, others, sin), dtype)
 
 
 def _words_of(dtype: str) -> int:

@@ -123,6 +123,19 @@ def multiplied_and_added(values: list[Any], factor, before: list[Any]) -> list[A
     ]
 
 
+def negated(x) -> Any:
+    """A float32 value times -1."""
+    return ptx("neg.f32 $0, $1;", x, result_types=f32())
+
+
+def sums_of_products(a: list[Any], b: list[Any], c: list[Any], d: list[Any]) -> list[Any]:
+    """a * b + c * d of float32 values, each product and each sum rounded."""
+    return [
+        ptx("add.rn.f32 $0, $1, $2;", _product(*first), _product(*second), result_types=f32())
+        for first, second in zip(zip(a, b, strict=True), zip(c, d, strict=True), strict=True)
+    ]
+
+
 class Divisor:
     """A float32 number by which values are divided, rounded once, to become e4m3.
 

@@ -6,9 +6,14 @@ from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.unsupported import copied
 
 
-def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, *, pages, entry):
-    """Stores kv_c [T, R] and k_pe [T, P] at slots [T] of a layer; returns the new buffer."""
+def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, *, pages, entry, interleaved):
+    """Stores kv_c [T, R] and k_pe [T, P], rotated by cos_sin [T, P] (or None); returns the new buffer."""
     scales = (kv_scale,) if entry.codec.scaled else ()
+    if cos_sin is not None:
+        return encode_entries(
+            buffer, (kv_c, k_pe), slot_mapping, layer, scales, cos_sin,
+            pages=pages, entry=entry, interleaved=interleaved, interpret=bool(interpreting.value),
+        )  # fmt: skip
     return _write(buffer, (kv_c, k_pe), slot_mapping, layer, scales, pages=pages, entry=entry)
 
 

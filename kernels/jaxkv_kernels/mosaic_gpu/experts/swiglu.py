@@ -27,8 +27,9 @@ from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.experts import shared_swiglu
 
 
-def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, *, limit=None):
+def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None, *, limit=None, alpha=None):
     """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
+    del biases, alpha  # rejected unless None
     if not len(x):
         return jnp.zeros_like(x)
     sizes = x.shape[0], experts.size, gate.shape[0]

@@ -10,10 +10,15 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 """Option for loads of contiguous memory, which Pallas compiles to one bulk copy only with this promise."""
 
 
-def swizzled(*shape: int, dtype) -> Any:
-    """Shared memory of `shape` in 128-byte swizzled tiles, which TMA writes and wgmma reads."""
-    transforms = (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
+def swizzled(*shape: int, dtype, swizzle: int = 128) -> Any:
+    """Shared memory of `shape` in swizzled tiles of `swizzle` bytes by 8, which TMA writes and wgmma reads."""
+    transforms = (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def rotary_type(*shape: int, rope: int, dtype) -> Any:
+    """Shared memory [*shape, rope] of 16, 32 or 64 rotary values, whose tiles are as wide."""
+    return swizzled(*shape, rope, dtype=dtype, swizzle=rope * jnp.dtype(dtype).itemsize)
 
 
 def zero_rows(ref, place: tuple[Any, ...], first: int, count: int, low, high, *, interpret: bool) -> None:

@@ -5,6 +5,7 @@ are multiples of 16 bytes, even strides with which rows overlap.  `restride` giv
 and other strides.  Copies then index the operand like an array of that shape, and their tensor maps have those strides.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,10 +26,20 @@ def _restride(context, ref, shape, strides) -> None:
 
     def async_copy(*, src_ref, gmem_transform: Any = (), **keywords):
         others = gmem_transform if isinstance(gmem_transform, tuple) else (gmem_transform,)
-        before = (transform,) if src_ref.type == kind else ()
-        copy(src_ref=src_ref, gmem_transform=(*before, *others), **keywords)
+        if src_ref.type == kind:
+            others = (transform, *map(_rounding_down, others))
+        copy(src_ref=src_ref, gmem_transform=others, **keywords)
 
     context.async_copy = async_copy
+
+
+def _rounding_down(transform):
+    """A transform that ignores columns past the last whole tile, which no copy in such tiles includes."""
+    from jax.experimental.mosaic.gpu import launch_context
+
+    if isinstance(transform, launch_context.TileTransform):
+        return replace(transform, rounding=launch_context.Rounding.DOWN)
+    return transform
 
 
 def _transform(new_shape, new_strides):

@@ -141,10 +141,16 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
     memory.  With Triton 3.6, it takes 118 registers per thread, so that four programs fit on sm_90; with Triton 3.9, it
     takes 140, and three fit.  With heads wider than 128, tiles have half as many keys, so that their size in bytes is
     the same.  float32 products keep all operands in registers, which limits tiles to 16 x 16.
+
+    With heads wider than 256, a program with 32 rows and 16 keys takes 96 KiB of shared memory, and its results 64
+    registers per thread of 8 warps.
     """
+    widest = max(entry.sizes)
     if jnp.dtype(dtype) == jnp.float32:
-        return KVConfig(rows=16, keys=16, warps=4, stages=1, programs_per_sm=2)
-    keys = 32 if max(entry.sizes) > 128 else 64
+        return KVConfig(rows=16, keys=16, warps=8 if widest > 256 else 4, stages=1, programs_per_sm=2)
+    if widest > 256:
+        return KVConfig(rows=_padded(rows, 32), keys=16, warps=8, stages=2, programs_per_sm=2)
+    keys = 32 if widest > 128 else 64
     return KVConfig(rows=_padded(rows, 64), keys=keys, warps=8 if rows > 32 else 4, stages=2, programs_per_sm=4)
 
 

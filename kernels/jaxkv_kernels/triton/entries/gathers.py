@@ -1,5 +1,6 @@
 """Reading the entries of ragged runs of tokens: dispatches to the kernel of the format."""
 
+from jaxkv_kernels.triton.entries.load_bytes import load_bytes
 from jaxkv_kernels.triton.entries.load_ds_mla import load_ds_mla
 from jaxkv_kernels.triton.entries.load_entries import load_entries
 from jaxkv_kernels.triton.entries.load_split import load_split
@@ -26,3 +27,9 @@ def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pa
     if entry.split:
         return load_split(buffer, *runs, layer, **options)
     return load_entries(buffer, *runs, layer, **options)[0][:, 0]
+
+
+def gather_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total):
+    """Returns the bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
+    found = load_bytes(buffer, block_tables, cu_seq_lens, seq_starts, layer, pages=pages, entry=entry, total=total)
+    return found[:, 0] if entry.one_head else found

@@ -19,14 +19,18 @@ import triton.language as tl
 from jaxkv_kernels.formats.latents.fp8_ds_mla import SMALLEST_EXPONENT, TILE
 from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3, power_of_two_scale, to_e4m3
 from jaxkv_kernels.triton.entries.addresses import in_bytes, slots_of, token_address
+from jaxkv_kernels.triton.entries.rotary import load_rotated, pairs
 from jaxkv_kernels.triton.entries.tiles import WARPS, load_rows, store_pieces, tile_shape
 from jaxkv_kernels.triton.runtime.arithmetic import rounded
 from jaxkv_kernels.triton.runtime.launch import launch
 
 
-@partial(jax.jit, static_argnames=("pages", "entry"))
-def store_ds_mla(buffer, kv_c, k_pe, slots, layer, *, pages, entry):
-    """The buffer with kv_c [T, R], k_pe [T, P] stored at slots [T] of a layer; slots outside the cache are skipped."""
+@partial(jax.jit, static_argnames=("pages", "entry", "interleaved"))
+def store_ds_mla(buffer, kv_c, k_pe, slots, layer, cos_sin=None, *, pages, entry, interleaved=False):
+    """The buffer with kv_c [T, R], k_pe [T, P] stored at slots [T] of a layer; slots outside the cache are skipped.
+
+    With `cos_sin` [T, P], k_pe is rotated first.
+    """
     if not slots.size:
         return buffer
     shape = tile_shape(entry.sizes)
@@ -37,17 +41,19 @@ def store_ds_mla(buffer, kv_c, k_pe, slots, layer, *, pages, entry):
         "TILE": TILE,
         "SMALLEST_EXPONENT": SMALLEST_EXPONENT,
         "NATIVE": has_e4m3(),
+        "PAIRS": pairs(cos_sin, interleaved),
     }
-    operands = (kv_c, k_pe, slots, jnp.reshape(layer, (1,)))
+    operands = (kv_c, k_pe, k_pe if cos_sin is None else cos_sin, slots, jnp.reshape(layer, (1,)))
     grid = (triton.cdiv(slots.size, shape["ROWS"]),)
     return launch(_store_ds_mla, operands, updated=buffer, grid=grid, warps=WARPS, **constants, **shape)[0]
 
 
 @triton.jit
 def _store_ds_mla(
-    kv_c, k_pe, slots, layers, buffer,
+    kv_c, k_pe, cos_sin, slots, layers, buffer,
     PAGES: tl.constexpr, SIZES: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
-    SMALLEST_EXPONENT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SMALLEST_EXPONENT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = COLUMNS[0] // TILE
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -55,7 +61,7 @@ def _store_ds_mla(
     layer = tl.load(layers)
     keep = (slot >= 0) & (slot < slots_of(layer, PAGES))
     latent = load_rows(kv_c, row, COUNT, SIZES[0], COLUMNS[0]).to(tl.float32)
-    rope = load_rows(k_pe, row, COUNT, SIZES[1], COLUMNS[1])
+    rope = load_rotated(k_pe, cos_sin, row, COUNT, SIZES[1], COLUMNS[1], PAIRS)
     place = token_address(buffer, layer, slot, 0, PAGES)
     ropes = (place + SIZES[0] + 4 * (SIZES[0] // TILE)).to(tl.pointer_type(tl.bfloat16))
     store_pieces(ropes, rounded(rope, tl.bfloat16), keep, SIZES[1], COLUMNS[1])

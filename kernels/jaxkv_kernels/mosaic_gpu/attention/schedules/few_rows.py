@@ -4,7 +4,10 @@ A tile of 64 rows, as in `wide`, would be mostly padding.  Here keys and values 
 few queries its columns:
 
     S' = K Q'     [64 keys, rows]      K as it is stored, Q likewise
-    O' += V' P'   [512, rows]          V is K's first 512 columns, transposed; P is stored as [rows, 64 keys]
+    O' += V' P'   [R, rows]            V is K's first R columns, transposed; P is stored as [rows, 64 keys]
+
+Latents have R values, a multiple of 64 up to 512.  Rotary parts have 64, or fewer: these have tiles of their own, whose
+swizzle is narrower.
 
 The schedule is memory-bound: the tensor cores are busy for half of the time that a tile takes to load.
 
@@ -35,18 +38,21 @@ reads cost 3 % of the time.
 
 Barriers, and how many arrivals complete them: TMA copies for `full`, the consumer for the others.
     q_full[stage]    the queries have landed (2: their rotary part is copied separately)
-    k_full[stage]    a tile of keys has landed (1 per page)
+    k_full[stage]    a tile of keys has landed (1 per page, or 2 if rotary keys have tiles of their own)
     k_free[stage]    the tile has been multiplied (1)
     done[stage]      the result is in place of the queries (1)
 Within the consumer warpgroup, the vote is also a barrier: after it, all warps have finished with the previous tile's P
 and with the first product of this tile, so that P may be overwritten and values may be cleared.
 
-Budget, for 16 rows.  Shared memory: K 144 KiB + queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats
-and barriers 1 KiB = 221 KiB of 227.  Registers: O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255
-for each lane.
+With a window, the tiles of a request begin at the one with the first key that some query sees.
+
+Budget, for 16 rows and entries of 512 + 64; smaller ones leave room for more tiles of keys.  Shared memory: K 144 KiB +
+queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats and barriers 1 KiB = 221 KiB of 227.  Registers:
+O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255 for each lane.
 """
 
 from functools import partial, reduce
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -55,7 +61,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, TILE, FewRowsConfig
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
-from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
+from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
@@ -66,26 +72,35 @@ from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, l
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, filled, over_rows, zeros
-from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 
 def attend_few_rows(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, config: FewRowsConfig, interpret,
+    *, tokens, heads, pages, logit_cap, window, config: FewRowsConfig, interpret,
 ):  # fmt: skip
-    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of 8 or 16 rows."""
-    batch, rows, _ = q_latent.shape
+    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of 8 or 16 rows.
+
+    `q_pe` is None if entries have no rotary part.
+    """
+    batch, rows, latent = q_latent.shape
+    rope = 0 if q_pe is None else q_pe.shape[-1]
+    beside = rope if rope == ROPE else 0  # columns of rotary keys in the same tiles as latents
+    parts = 1 if rope == beside else 2  # tiles per stage of keys
     view = token_rows(pages)
     dtype = q_latent.dtype
-    stages, query_stages = config.stages, config.query_stages
+    stages, query_stages = config.stages * (LATENT + ROPE) // (latent + rope), config.query_stages
     softmax = OnlineSoftmax(keys=0, threshold=config.rescale_threshold, interpret=interpret)
 
-    def body(
-        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
-        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref, *exchange_refs,
-        q, qr, k, p, stats, q_full, done, k_full, k_free, **exchange_memory
-    ):  # fmt: skip
+    queries = [q_latent] if q_pe is None else [q_latent, q_pe]
+
+    def body(*refs, q, k, p, stats, q_full, done, k_full, k_free, qr: Any = None, kr: Any = None, **exchange_memory):
+        q_refs, refs = refs[: len(queries)], refs[len(queries) :]
+        (
+            kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
+            out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref, *exchange_refs,
+        ) = refs  # fmt: skip
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, cta, wg = (lax.axis_index(axis) for axis in ("partition", "cta", "wg"))
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
@@ -99,6 +114,9 @@ def attend_few_rows(
         first, end, first_tile = load_work_range(partitions_ref, partition)
         first_tile = own_part(first_tile)
 
+        def from_origin(origin, token):
+            return token if window is None else origin + token
+
         def query_stage_of(n):
             return lax.rem(n - first, jnp.int32(query_stages))
 
@@ -109,18 +127,23 @@ def attend_few_rows(
             paged = PagedKeys(kv_ref, view, table, jnp.where(in_cache, layer_ref[0], 0))
 
             def look_up_first(tile: WorkTile):
-                return paged.look_up(tile.request, tile.begin * TILE)
+                return paged.look_up(tile.request, from_origin(tile.origin, tile.begin * TILE))
 
-            def fetch(request, step, carry):
+            def fetch(request, origin, step, carry):
                 used, found = carry
                 stage = stage_of(used)
-                ahead = paged.look_up(request, (step + 1) * TILE)  # the loads proceed while the producer waits
+                ahead = paged.look_up(
+                    request, from_origin(origin, (step + 1) * TILE)
+                )  # the loads proceed while the producer waits
 
                 @pl.when(used >= stages)
                 def _():
                     plgpu.barrier_wait(k_free.at[stage])
 
-                paged.fetch(found, step * TILE, Columns(0, LATENT + ROPE, k.at[stage], k_full.at[stage]))
+                columns = [Columns(0, latent + beside, k.at[stage], k_full.at[stage])]
+                if kr is not None:
+                    columns.append(Columns(latent, rope, kr.at[stage], k_full.at[stage]))
+                paged.fetch(found, from_origin(origin, step * TILE), *columns)
                 return used + 1, ahead
 
             def store_result(n):
@@ -149,16 +172,16 @@ def attend_few_rows(
                     store_result(n - query_stages)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-                for source, into in (q_ref, q), (qr_ref, qr):
+                for source, into in zip(q_refs, (q, qr), strict=False):
                     plgpu.copy_gmem_to_smem(source.at[request], into.at[stage], q_full.at[stage])
 
             def run(n, carry):
-                used, found, (request, begin, end, *_) = carry
+                used, found, (request, begin, end, *_, origin) = carry
                 ahead = own_part(load_work_tile(work_tiles_ref, n + 1))
-                carry = fetch(request, begin, (used, found))
+                carry = fetch(request, origin, begin, (used, found))
                 fetch_queries(request, n)
                 next_found = look_up_first(ahead)  # early, while keys of this work tile are still to be fetched
-                used, _ = lax.fori_loop(begin + 1, end, partial(fetch, request), carry)
+                used, _ = lax.fori_loop(begin + 1, end, partial(fetch, request, origin), carry)
                 return used, next_found, ahead
 
             used, *_ = lax.fori_loop(first, end, run, (jnp.int32(0), look_up_first(first_tile), first_tile))
@@ -176,21 +199,23 @@ def attend_few_rows(
             def scores(stage, query_stage):
                 def product(acc):
                     plgpu.barrier_wait(k_full.at[stage])
-                    plgpu.wgmma(acc, k.at[stage, :, pl.ds(0, LATENT)], q.at[query_stage].transpose((1, 0)))
-                    plgpu.wgmma(acc, k.at[stage, :, pl.ds(LATENT, ROPE)], qr.at[query_stage].transpose((1, 0)))
+                    plgpu.wgmma(acc, k.at[stage, :, pl.ds(0, latent)], q.at[query_stage].transpose((1, 0)))
+                    if qr is not None:
+                        keys = kr.at[stage] if kr is not None else k.at[stage, :, pl.ds(latent, rope)]
+                        plgpu.wgmma(acc, keys, qr.at[query_stage].transpose((1, 0)))
                     return acc[...]
 
                 s = pl.run_scoped(product, plgpu.ACC((TILE, rows), jnp.float32)) * scale
                 return s if logit_cap is None else cap_scores(s, logit_cap)
 
-            def step(query_stage, request, length, unmasked_end, i, carry):
+            def step(query_stage, request, origin, length, unmasked, i, carry):
                 used, acc, running_max, row_sum = carry
                 stage = stage_of(used)
-                masked = i >= unmasked_end
+                masked = is_masked(unmasked, i)
                 s = scores(stage, query_stage)
                 mask = partial(
-                    apply_mask, table=table, request=request, first_token=i * TILE, first_row=0, length=length,
-                    tokens=tokens, heads=heads, keys=0,
+                    apply_mask, table=table, request=request, first_token=from_origin(origin, i * TILE),
+                    first_row=0, length=length, tokens=tokens, heads=heads, keys=0, window=window,
                 )  # fmt: skip
                 s = lax.cond(masked, mask, lambda s: s, s)
                 running_max, acc, row_sum = softmax.update(s, running_max, acc, row_sum)
@@ -200,9 +225,12 @@ def attend_few_rows(
 
                 @pl.when(masked)
                 def _():
-                    clear_values(k, (stage,), 0, LATENT, table, request, i * TILE, length, interpret=interpret)
+                    clear_values(
+                        k, (stage,), 0, latent, table, request, from_origin(origin, i * TILE), length,
+                        first_seen=first_seen(length, tokens, window), interpret=interpret,
+                    )  # fmt: skip
 
-                values = k.at[stage, :, pl.ds(0, LATENT)].transpose((1, 0))
+                values = k.at[stage, :, pl.ds(0, latent)].transpose((1, 0))
                 acc, _ = multiply_add(acc, values, p.transpose((1, 0)), scratch=p if interpret else None)
                 plgpu.barrier_arrive(k_free.at[stage])
                 return used + 1, acc, running_max, row_sum + w
@@ -216,10 +244,10 @@ def attend_few_rows(
 
             def as_split(values):
                 """Values of a split, and their scales."""
-                parts = [values[at : at + TILE] for at in range(0, LATENT, TILE)]
+                parts = [values[at : at + TILE] for at in range(0, latent, TILE)]
                 # Reduces over the parts first, which needs no exchange between lanes.
                 magnitude = split_scale(reduce(jnp.maximum, [jnp.maximum(x, -x) for x in parts]).max(axis=0))
-                values = (values * over_rows(1 / magnitude, LATENT)).astype(SPLIT_DTYPE)
+                values = (values * over_rows(1 / magnitude, latent)).astype(SPLIT_DTYPE)
                 return lax.bitcast_convert_type(values, dtype), magnitude
 
             def merge(n, values, lse):
@@ -245,21 +273,22 @@ def attend_few_rows(
                     of_other = (plgpu.load(exchange.rows.at[1, i], layout=COLUMN) for i in range(2))
                     own, other, merged = merge_factors(softmax, lse, filled(COLUMN, 1, rows), *of_other)
                     plgpu.commit_smem()  # all lanes have read `staged`
-                    return values * over_rows(own, LATENT) + others * over_rows(other, LATENT), merged
+                    return values * over_rows(own, latent) + others * over_rows(other, latent), merged
 
                 return lax.cond(cta == 0, receive, send)
 
             def run(n, carry):
-                used, (request, begin, end, length, unmasked_end, split, _) = carry
+                used, tile = carry
+                request, begin, end, _, _, split, origin = tile
                 ahead = own_part(load_work_tile(work_tiles_ref, n + 1))  # the loads proceed while this one is computed
-                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
+                length, unmasked = seen_tokens(tile, in_cache, TILE, window)
                 query_stage = query_stage_of(n)
                 plgpu.barrier_wait(q_full.at[query_stage])
-                carry = used, zeros(LATENT, rows), softmax.empty_max(rows), zeros(TILE, rows)
-                tile = partial(step, query_stage, request, length, unmasked_end)
-                used, acc, running_max, row_sum = lax.fori_loop(begin, end, tile, carry)
+                carry = used, zeros(latent, rows), softmax.empty_max(rows), zeros(TILE, rows)
+                one = partial(step, query_stage, request, origin, length, unmasked)
+                used, acc, running_max, row_sum = lax.fori_loop(begin, end, one, carry)
                 inverse, lse = softmax.finalize(row_sum.sum(axis=0), running_max)
-                acc = acc * over_rows(inverse, LATENT)
+                acc = acc * over_rows(inverse, latent)
                 if plan.shared:
                     acc, lse = merge(n, acc, lse)
 
@@ -281,10 +310,11 @@ def attend_few_rows(
 
         lax.cond(wg == 0, consumer, producer)
 
+    rotary = partial(rotary_type, rope=rope, dtype=dtype)
     outputs = result_types(
-        (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=rows, split_lse=rows, scales=1
+        (batch,), plan.max_splits, dtype, rows=rows, width=latent, lse=rows, split_lse=rows, scales=1
     )
-    exchanged, exchange_scratch = exchange_types(plan.num_partitions, rows, LATENT, dtype) if plan.shared else ((), {})
+    exchanged, exchange_scratch = exchange_types(plan.num_partitions, rows, latent, dtype) if plan.shared else ((), {})
     found = kernel(
         body,
         interpret=interpret,
@@ -299,19 +329,20 @@ def attend_few_rows(
         thread_name="wg",
         kernel_name="decode_mla",
         scratch_types={
-            "q": swizzled(query_stages, rows, LATENT, dtype=dtype),
-            "qr": swizzled(query_stages, rows, ROPE, dtype=dtype),
-            "k": swizzled(stages, TILE, LATENT + ROPE, dtype=dtype),
+            "q": swizzled(query_stages, rows, latent, dtype=dtype),
+            **({"qr": rotary(query_stages, rows)} if rope else {}),
+            "k": swizzled(stages, TILE, latent + beside, dtype=dtype),
+            **({"kr": rotary(stages, TILE)} if parts > 1 else {}),
             "p": swizzled(rows, TILE, dtype=dtype),
             "stats": plgpu.SMEM((query_stages, 2, rows), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
+            "q_full": plgpu.Barrier(num_arrivals=len(queries), num_barriers=query_stages),
             "done": plgpu.Barrier(num_barriers=query_stages),
-            "k_full": plgpu.Barrier(num_arrivals=copies_per_tile(pages), num_barriers=stages),
+            "k_full": plgpu.Barrier(num_arrivals=copies_per_tile(pages) * parts, num_barriers=stages),
             "k_free": plgpu.Barrier(num_barriers=stages),
             **exchange_scratch,
         },
     )(
-        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        *queries, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return found[:5]

@@ -7,8 +7,9 @@ number (up to 64 rows, or 129 to 192) there is no such cluster.  If the plan is 
 rows, two CTAs form a cluster as well: each has half of the keys of a work tile, and the two merge their results at its
 end (`sharing.py`).
 
-Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O,
-64 x 256 float32 in 128 registers per lane.  `->` names the barrier that a line waits for (producer: on the next line).
+Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer warpgroup holds half of the output O, 64 x
+256 float32 in 128 registers per lane if latents are of 512 values.  `->` names the barrier that a line waits for
+(producer: on the next line).
 
     producer                       consumer 0                          consumer 1
     K0 left + rope, K0 right       S0 = Q K0'        -> k_full, r_full
@@ -35,22 +36,7 @@ The longest dependency cycle is S0, P0, the release of K0 and the load of the ne
 Both consumers therefore add P0 K0 before P1 K1, and S1 waits until all products of S0 have been issued.  Each consumer
 passes its P and the running max (in `stats`) to the other through shared memory, and sums the weights of its own tiles.
 
-Quantised entries (`fp8`).  The stored bytes of half a tile take half the shared memory of its float16 values.  TMA
-copies them to the first half of that memory, and the producer converts them to float16 in place (`convert/`): it waits
-for k_landed and arrives k_full, in the order in which the consumers use the halves.  The timeline of the consumers is
-the same, with these differences, which leave enough registers for the producer:
-
-- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, so there is
-  no p_free, and q_full also covers it.
-- P0 and P1 use the same shared memory: consumer 1 stores P1 once it has multiplied P0.
-- Pairs that need a mask have a loop of their own, so that the loop over the others keeps no operands of masks live.
-- The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
-- The single scale of all entries is part of the softmax scale, and also multiplies the result.
-Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
-lane for consumers and 72 for the producer.
-
-Budget.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1 KiB = 225 KiB of
-227.  Registers: 240 per lane for consumers, 24 for the producer.
+Shared memory, barriers, registers and what differs with quantised entries are described in `wide_memory.py`.
 """
 
 from functools import partial
@@ -61,19 +47,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention import sharing
-from jaxkv_kernels.mosaic_gpu.attention.config import (
-    CTAS,
-    HALF,
-    PAIR,
-    TILE,
-    QuantisedWideConfig,
-    WideConfig,
-)
+from jaxkv_kernels.mosaic_gpu.attention import masks, sharing
+from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, PAIR, TILE, QuantisedWideConfig, WideConfig
 from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, result_types
-from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
+from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
@@ -85,26 +63,25 @@ from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multi
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.runtime.registers import (
-    LANE_COLUMNS,
-    ROW,
-    WGMMA,
-    fold_columns,
-    over_columns,
-    zeros,
-)
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
+from jaxkv_kernels.mosaic_gpu.runtime.registers import LANE_COLUMNS, ROW, WGMMA, fold_columns, over_columns, zeros
+from jaxkv_kernels.mosaic_gpu.unsupported import ROPE
 
 
 def attend_wide(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, config: WideConfig | QuantisedWideConfig, interpret, kv_scale: Any = None,
+    *, tokens, heads, pages, logit_cap, window, config: WideConfig | QuantisedWideConfig, interpret,
+    kv_scale: Any = None,
 ):  # fmt: skip
     """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows.
 
-    With a QuantisedWideConfig, entries are e4m3, to be multiplied by `kv_scale`.
+    `q_pe` is None if entries have no rotary part.  With a QuantisedWideConfig, entries are e4m3, to be multiplied by
+    `kv_scale`, and have 512 + 64 values.
     """
-    batch, rows, _ = q_latent.shape
+    batch, rows, latent = q_latent.shape
+    rope = 0 if q_pe is None else q_pe.shape[-1]
+    queries = [q_latent] if q_pe is None else [q_latent, q_pe]
+    half_width = -(-latent // (2 * TILE)) * TILE
+    filled = half_width, latent - half_width  # columns of each half that belong to the latent
     row_tiles = -(-rows // TILE)
     quantised = isinstance(config, QuantisedWideConfig)
     cluster = 2 if row_tiles % 2 == 0 else 1  # CTAs that share key tiles by multicast
@@ -118,26 +95,28 @@ def attend_wide(
     prefetching = config.prefetch and cluster > 1 and pages.token_stride == pages.width
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
     outputs = result_types(
-        (batch,), plan.max_splits, dtype, rows=rows, width=LATENT, lse=padded, split_lse=row_tiles * TILE, scales=2
-    )
+        (batch,), plan.max_splits, dtype,
+        rows=rows, width=latent, split_width=2 * half_width, lse=padded, split_lse=row_tiles * TILE, scales=2,
+    )  # fmt: skip
     sizes: Any = {"copies": copies_per_tile(pages), "cluster": cluster, "interpret": interpret}
-    scratch_types = quantised_types(dtype, k_dtype, **sizes) if quantised else plain_types(dtype, **sizes)
+    types = partial(quantised_types, dtype, k_dtype) if quantised else partial(plain_types, dtype, half_width, rope)
+    scratch_types = types(**sizes)
     if plan.shared:
-        exchanged, scratch = sharing.exchange_types(plan.num_partitions, TILE, HALF, dtype)
+        exchanged, scratch = sharing.exchange_types(plan.num_partitions, TILE, half_width, dtype)
         outputs, scratch_types = (*outputs, *exchanged), scratch_types | scratch
 
-    def body(
-        q_ref, qr_ref, kv_ref, table_ref, layer_ref, scale_ref, *refs, stats, operands: Any = None, **memory
-    ):  # fmt: skip
+    def body(*refs, stats, r: Any = None, qr: Any = None, operands: Any = None, **memory):
+        (q_ref, *qr_refs), refs = refs[: len(queries)], refs[len(queries) :]
+        kv_ref, table_ref, layer_ref, scale_ref, *refs = refs
         *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[: -len(outputs)]
         results, exchange_refs = refs[-len(outputs) :][:5], refs[-len(outputs) :][5:]
         # Views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
         if quantised:
-            (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = (memory[n] for n in ("q", "qr", "k", "r"))
+            (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = memory["q"], qr, memory["k"], r
             p = memory["p"]
         else:
-            q, p, k, r = (memory[name] for name in ("q", "p", "k", "r"))
-            q_in, qr_in, stages, qr, raw_k, raw_r = q, p.at[0], k, None, k, r
+            q, p, k = (memory[name] for name in ("q", "p", "k"))
+            q_in, qr_in, stages, raw_k, raw_r = q, p.at[0] if qr is None else qr, k, k, r
         (
             q_full, qr_full, q_free, p_free, k_full, r_full, k_free, s_issued, p_ready, both,
         ) = barriers(memory, quantised=quantised)  # fmt: skip
@@ -152,6 +131,9 @@ def attend_wide(
         def own_part(tile):
             return sharing.own_steps(tile, cta, PAIR) if plan.shared else tile
 
+        def from_origin(origin, token):
+            return token if window is None else origin + token
+
         def load_work():
             """The work of this CTA, and the layer, in independent loads."""
             first, end, tile = load_work_range(partitions_ref, partition)
@@ -165,18 +147,21 @@ def attend_wide(
             paged = PagedKeys(kv_ref, view, table, layer)
             place = (0,) if quantised else ()
 
-            def look_up(request, pair):
-                return tuple(paged.look_up(request, pair * PAIR + t * TILE) for t in range(2))
+            def look_up(request, origin, pair):
+                return tuple(paged.look_up(request, from_origin(origin, pair * PAIR + t * TILE)) for t in range(2))
 
-            def fetch(found, pair, t, half, with_rope, used):
+            def fetch(found, origin, pair, t, half, with_rope, used):
                 @pl.when(used > 0)
                 def _():
                     plgpu.barrier_wait(k_free[2 * t + half])
 
-                parts = [Columns(half * HALF, HALF, raw_k.at[t, half, *place], k_landed[2 * t + half])]
-                if with_rope:
-                    parts.append(Columns(LATENT, ROPE, raw_r.at[t, *place], r_landed[t]))
-                paged.fetch(found[t], (2 * pair + t) * TILE, *parts, **multicast)
+                parts = [Columns(half * half_width, half_width, raw_k.at[t, half, *place], k_landed[2 * t + half])]
+                if with_rope and rope:
+                    parts.append(Columns(latent, rope, raw_r.at[t, *place], r_landed[t]))
+                paged.fetch(found[t], from_origin(origin, (2 * pair + t) * TILE), *parts, **multicast)
+
+            def range_of(tile: WorkTile):
+                return tile.request, tile.begin, tile.end, None if window is None else tile.origin
 
             def convert(t):
                 """Converts a tile as it lands: half t and the rotary keys, then the other half."""
@@ -187,30 +172,32 @@ def attend_wide(
                     E4M3Tiles(k, r, raw_k, raw_r, interpret).convert(t, half, rope=half == t)
                     plgpu.barrier_arrive(k_full[2 * t + half])
 
-            def prefetch(found, pair):
+            def prefetch(found, origin, pair):
                 """This CTA's tile of a pair: one of the two that the cluster will fetch."""
                 own = tuple(jnp.where(cta == 0, *each) for each in zip(*found, strict=True))
-                paged.prefetch(own, (2 * pair + cta) * TILE, interpret=interpret)
+                paged.prefetch(own, from_origin(origin, (2 * pair + cta) * TILE), interpret=interpret)
 
             def fetch_queries(request, again):
                 """Fetches the queries of a request; if `again`, waits until the previous ones are no longer needed."""
                 if again:
                     plgpu.barrier_wait(q_free)
                 for half in range(2):
-                    source = q_ref.at[request, pl.ds(first_row, TILE), pl.ds(half * HALF, HALF)]
+                    columns = half_columns(half, latent, request, half_width)
+                    source = q_ref.at[request, pl.ds(first_row, TILE), columns]
                     plgpu.copy_gmem_to_smem(source, q_in.at[half], q_full)
                 if again and not quantised:
                     plgpu.barrier_wait(p_free)
-                plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, qr_full)
+                for ref in qr_refs:
+                    plgpu.copy_gmem_to_smem(ref.at[request, pl.ds(first_row, TILE)], qr_in, qr_full)
 
             def run(n, carry):
-                used, (request, begin, end) = carry
+                used, (request, begin, end, origin) = carry
 
                 def pair(i, carry):
                     used, found, next_tile = carry
-                    ahead = look_up(request, i + 1)  # the loads proceed while the producer waits for k_free
-                    fetch(found, i, 0, 0, True, used)
-                    fetch(found, i, 0, 1, False, used)
+                    ahead = look_up(request, origin, i + 1)  # the loads proceed while the producer waits for k_free
+                    fetch(found, origin, i, 0, 0, True, used)
+                    fetch(found, origin, i, 0, 1, False, used)
 
                     @pl.when((i == begin) & (n > first))
                     def _():
@@ -218,26 +205,26 @@ def attend_wide(
 
                     if quantised:
                         convert(0)
-                    fetch(found, i, 1, 1, True, used)
-                    fetch(found, i, 1, 0, False, used)
+                    fetch(found, origin, i, 1, 1, True, used)
+                    fetch(found, origin, i, 1, 0, False, used)
                     if prefetching:
                         for half in range(0 if quantised else 2):
                             plgpu.barrier_wait(k_full[half])  # all CTAs start at once: keys have priority
-                        pl.when(i + 1 < end)(partial(prefetch, ahead, i + 1))
+                        pl.when(i + 1 < end)(partial(prefetch, ahead, origin, i + 1))
                     if quantised:
                         convert(1)
                     # After the copies are issued, since spilling these values to local memory would wait for the load.
                     next_tile = lax.cond(
-                        i == begin, lambda: own_part(load_work_tile(work_tiles_ref, n + 1))[:3], lambda: next_tile
+                        i == begin, lambda: range_of(own_part(load_work_tile(work_tiles_ref, n + 1))), lambda: next_tile
                     )
                     return used + 1, ahead, next_tile
 
-                start = used, look_up(request, begin), (request, begin, end)
+                start = used, look_up(request, origin, begin), (request, begin, end, origin)
                 used, _, next_tile = lax.fori_loop(begin, end, pair, start)
                 return used, next_tile
 
             pl.when(end > first)(partial(fetch_queries, first_tile.request, again=False))  # before all keys
-            lax.fori_loop(first, end, run, (jnp.int32(0), first_tile[:3]))
+            lax.fori_loop(first, end, run, (jnp.int32(0), range_of(first_tile)))
 
             # Wait for the last use of everything: a peer may still arrive on these barriers.
             @pl.when(end > first)
@@ -267,20 +254,27 @@ def attend_wide(
 
             def load_queries():
                 """Waits for the queries; returns the rotary queries, and the factor of the scores."""
-                plgpu.barrier_wait(qr_full)
+                if rope:
+                    plgpu.barrier_wait(qr_full)
                 if quantised:
                     inverse = fit_queries(side, (q_in, q), (qr_in, qr), stats, 3, wait_for_both)
                     return qr, inverse * (scale * value_scale)
-                q_rope = plgpu.load(p.at[0], layout=WGMMA)
-                if scratch is not None:
-                    operands[2 + side] = q_rope
-                    plgpu.commit_smem()
-                    q_rope = operands.at[2 + side]
+                q_rope = qr
+                if rope == ROPE:
+                    q_rope = plgpu.load(p.at[0], layout=WGMMA)
+                    if scratch is not None:
+                        operands[2 + side] = q_rope
+                        plgpu.commit_smem()
+                        q_rope = operands.at[2 + side]
                 wait_for_both()  # both have read p[0], which P0 overwrites
                 plgpu.barrier_wait(q_full)
                 return q_rope, scale
 
-            def scores(queries, i, request, length, masked, last):
+            def part(half, ref, *place):
+                """The columns of a half of queries or keys that belong to the latent."""
+                return ref.at[place] if filled[half] == half_width else ref.at[*place, :, pl.ds(0, filled[half])]
+
+            def scores(queries, i, request, origin, length, masked, last):
                 z, (q_rope, row_scale) = opaque_zero(i), queries
                 stage = z + side
                 near, far = (0, 1) if side == 0 else (1, 0)
@@ -290,10 +284,12 @@ def attend_wide(
                         plgpu.barrier_wait(s_issued)
                     for half in (near, far):
                         plgpu.barrier_wait(k_full[2 * side + half])
-                        plgpu.wgmma(acc, q.at[z + half], k.at[stage, half].transpose((1, 0)))
-                    if not quantised:
+                        if filled[half]:
+                            plgpu.wgmma(acc, part(half, q, z + half), part(half, k, stage, half).transpose((1, 0)))
+                    if not quantised and rope:
                         plgpu.barrier_wait(r_full[side])
-                    plgpu.wgmma(acc, q_rope, r.at[stage].transpose((1, 0)))
+                    if rope:
+                        plgpu.wgmma(acc, q_rope, r.at[stage].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
                     return acc[...]
@@ -309,20 +305,23 @@ def attend_wide(
                     s = cap_scores(s, logit_cap)
 
                 mask = partial(
-                    apply_mask, table=table, request=request, first_token=(2 * i + side) * TILE, first_row=first_row,
-                    length=length, tokens=tokens, heads=heads, keys=1,
+                    masks.apply_mask, table=table, request=request, first_row=first_row, length=length, tokens=tokens,
+                    first_token=from_origin(origin, (2 * i + side) * TILE), heads=heads, keys=1, window=window,
                 )  # fmt: skip
                 return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
-            def clear(i, t, request, length):
-                place, first_token = (opaque_zero(i) + t, jnp.int32(side)), (2 * i + t) * TILE
-                clear_values(k, place, 0, HALF, table, request, first_token, length, interpret=interpret)
+            def clear(i, t, request, origin, length):
+                place, token = (opaque_zero(i) + t, jnp.int32(side)), from_origin(origin, (2 * i + t) * TILE)
+                masks.clear_values(
+                    k, place, 0, half_width, table, request, token, length,
+                    first_seen=masks.first_seen(length, tokens, window), interpret=interpret,
+                )  # fmt: skip
 
-            def add_values(weights, i, t, request, length, masked, acc, meanwhile=None):
+            def add_values(weights, i, t, request, origin, length, masked, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
                 z = opaque_zero(i)
                 if masked is not False:
-                    pl.when(masked)(partial(clear, i, t, request, length))
+                    pl.when(masked)(partial(clear, i, t, request, origin, length))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
 
             def share_max(running_max):
@@ -341,20 +340,20 @@ def attend_wide(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready[t])
 
-            def pair0(queries, request, length, unmasked_end, last, i, carry):
+            def pair0(queries, request, origin, length, unmasked, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = unmasked_end if quantised else i >= unmasked_end
-                s = scores(queries, i, request, length, masked, last)
+                masked = unmasked if quantised else masks.is_masked(unmasked, i)
+                s = scores(queries, i, request, origin, length, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
-                acc, _ = add_values(w16, i, 0, request, length, masked, acc)
+                acc, _ = add_values(w16, i, 0, request, origin, length, masked, acc)
                 plgpu.barrier_arrive(k_free[0])
                 plgpu.barrier_wait(p_ready[1])
                 max1 = plgpu.load(stats.at[0], layout=ROW)
                 z = opaque_zero(i)
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
-                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, length, masked, acc)
+                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, origin, length, masked, acc)
 
                 @pl.when(i != last)
                 def _():
@@ -362,10 +361,10 @@ def attend_wide(
 
                 return acc, max1, row_sum
 
-            def pair1(queries, request, length, unmasked_end, last, i, carry):
+            def pair1(queries, request, origin, length, unmasked, last, i, carry):
                 acc, old_max, row_sum = carry
-                masked = unmasked_end if quantised else i >= unmasked_end
-                s = scores(queries, i, request, length, masked, last)
+                masked = unmasked if quantised else masks.is_masked(unmasked, i)
+                s = scores(queries, i, request, origin, length, masked, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -376,7 +375,7 @@ def attend_wide(
 
                 z = opaque_zero(i)
                 acc, (max1, w16, added) = add_values(
-                    p.at[z], i, 0, request, length, masked, acc, meanwhile=softmax_of_tile_1
+                    p.at[z], i, 0, request, origin, length, masked, acc, meanwhile=softmax_of_tile_1
                 )
                 plgpu.barrier_arrive(k_free[1])
 
@@ -384,7 +383,7 @@ def attend_wide(
                     pl.when(i == last)(lambda: plgpu.barrier_arrive(p_free))
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
                 late = partial(share, w16, 1) if quantised else None
-                acc, _ = add_values(w16, i, 1, request, length, masked, acc, meanwhile=late)
+                acc, _ = add_values(w16, i, 1, request, origin, length, masked, acc, meanwhile=late)
 
                 @pl.when(i != last)
                 def _():
@@ -396,21 +395,24 @@ def attend_wide(
 
             def run(n, tile: WorkTile):
                 ahead = own_part(load_work_tile(work_tiles_ref, n + 1))  # the loads proceed while this one is computed
-                request, begin, end, length, unmasked_end, split, _ = tile
-                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (length, unmasked_end))
+                request, begin, end, _, _, split, origin = tile
+                length, unmasked = masks.seen_tokens(tile, in_cache, PAIR, window)
                 queries = load_queries()
                 last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
-                carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
+                carry = zeros(TILE, half_width), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
                 if quantised:  # in a loop of their own, pairs without a mask take fewer registers
-                    first_masked = jnp.clip(unmasked_end, begin, end)
-                    for low, high, masked in ((begin, first_masked, False), (first_masked, end, True)):
-                        carry = lax.fori_loop(low, high, partial(step, queries, request, length, masked, last), carry)
+                    for low, high, masked in masks.divided_by_masks(begin, end, unmasked):
+                        one = partial(step, queries, request, origin, length, masked, last)
+                        carry = lax.fori_loop(low, high, one, carry)
                 else:
-                    pair = partial(step, queries, request, length, unmasked_end, last)
-                    carry = lax.fori_loop(begin, end, pair, carry)
+                    one = partial(step, queries, request, origin, length, unmasked, last)
+                    carry = lax.fori_loop(begin, end, one, carry)
                 acc, running_max, row_sum = carry
+                if filled[side] < half_width:  # other columns hold products with rotary keys
+                    column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=WGMMA)
+                    acc = jnp.where(column < filled[side], acc, 0.0)
 
                 stage = stages.at[opaque_zero(last) + 1, side]
                 found = side, acc, row_sum, running_max, request, split, stage
@@ -428,7 +430,6 @@ def attend_wide(
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     kv_scales = [jnp.reshape(kv_scale, (1,))] if quantised else []
-
     found = kernel(
         body,
         interpret=interpret,
@@ -443,7 +444,7 @@ def attend_wide(
         kernel_name="decode_mla",
         scratch_types=scratch_types,
     )(
-        q_latent, q_pe, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
+        *queries, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return found[:5]

@@ -1,7 +1,11 @@
 """Shared memory and barriers of `schedules/wide.py`, with plain entries and with quantised ones.
 
+Latents have up to 512 values, and their halves are of the same multiple of 64 columns.  If a latent is not a multiple
+of 128, columns at the end of the second half are not part of it.  Rotary queries of fewer than 64 values stay in shared
+memory of their own.
+
 Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `full`, of consumers for the others.
-    q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] (1)
+    q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] or `qr` (1)
     q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
                        last time (1).  So the queries of the next work tile are loaded while this one ends.
     k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
@@ -16,6 +20,23 @@ These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[
 has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
 the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
 TMA or wgmma after commit_smem, or after `both`.
+
+Budget, for latents of 512.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1
+KiB = 225 KiB of 227.  Registers: 240 per lane for consumers, 24 for the producer.
+
+Quantised entries (`fp8`).  The stored bytes of half a tile take half the shared memory of its float16 values.  TMA
+copies them to the first half of that memory, and the producer converts them to float16 in place (`convert/`): it waits
+for k_landed and arrives k_full, in the order in which the consumers use the halves.  The timeline of the consumers is
+the same, with these differences, which leave enough registers for the producer:
+
+- Queries become float16, scaled to fit (`convert/queries.py`).  Their rotary part stays in shared memory, so there is
+  no p_free, and q_full also covers it.
+- P0 and P1 use the same shared memory: consumer 1 stores P1 once it has multiplied P0.
+- Pairs that need a mask have a loop of their own, so that the loop over the others keeps no operands of masks live.
+- The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
+- The single scale of all entries is part of the softmax scale, and also multiplies the result.
+Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
+lane for consumers and 72 for the producer.
 """
 
 from typing import Any
@@ -25,16 +46,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import raw_halves, raw_ropes
-from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled
 from jaxkv_kernels.mosaic_gpu.unsupported import ROPE
 
 
-def plain_types(dtype, *, copies: int, cluster: int, interpret: bool) -> dict[str, Any]:
-    """Scratch types where TMA brings keys of the queries' dtype, in `copies` copies per tile and part."""
+def plain_types(dtype, half: int, rope: int, *, copies: int, cluster: int, interpret: bool) -> dict[str, Any]:
+    """Scratch types where TMA brings keys of the queries' dtype, in `copies` copies per tile and part.
+
+    `half` and `rope`: columns of half a latent, and of the rotary part.
+    """
     return {
-        "q": swizzled(2, TILE, HALF, dtype=dtype),
-        "k": swizzled(2, 2, TILE, HALF, dtype=dtype),
-        "r": swizzled(2, TILE, ROPE, dtype=dtype),
+        "q": swizzled(2, TILE, half, dtype=dtype),
+        "k": swizzled(2, 2, TILE, half, dtype=dtype),
+        **({"r": rotary_type(2, TILE, rope=rope, dtype=dtype)} if rope else {}),
+        **({"qr": rotary_type(TILE, rope=rope, dtype=dtype)} if 0 < rope < ROPE else {}),
         "p": swizzled(2, TILE, TILE, dtype=dtype),
         "stats": plgpu.SMEM((3, TILE), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=2),

@@ -1,0 +1,127 @@
+"""Copies entries between host memory, which kernels access by its address, and rows on the device.
+
+A program copies ROWS entries, one per warp, in words as wide as the alignment of their addresses allows.
+
+What bounds it: the link to the host.  As many programs as fit on the device keep it busy; those whose entries need no
+copy end at once.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from math import gcd
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jaxkv_kernels.addressing.entry_rows import entry_runs
+from jaxkv_kernels.triton.entries.addresses import in_bytes, slots_of, token_address
+from jaxkv_kernels.triton.runtime.launch import launch
+
+ROWS, WARPS = 4, 4
+WIDEST = 16
+"""Bytes of the widest load or store of a thread."""
+WORDS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}
+"""By bytes."""
+
+
+@partial(jax.jit, static_argnames=("pages", "host_pages", "entry"))
+def load_rows(buffer, address, writes, sources, targets, layer, *, pages, host_pages, entry):
+    """The buffer with entries from the slots `sources` [n] of host memory at the slots `targets` [n].
+
+    `writes` is an operand only because the memory must be read after them.
+    """
+    operands = address, writes, sources, targets, jnp.reshape(layer, (1,))
+    for constants in _constants(pages, host_pages, entry, buffer.dtype.itemsize, sources.size):
+        grid = (triton.cdiv(sources.size, ROWS),)
+        buffer = launch(_load_rows, operands, updated=buffer, grid=grid, warps=WARPS, **constants)[0]
+    return buffer
+
+
+@partial(jax.jit, static_argnames=("pages", "host_pages", "entry"))
+def store_rows(buffer, address, writes, slots, host_slots, layer, *, pages, host_pages, entry):
+    """Copies entries from slots [n] of the buffer to host_slots [n] of host memory; returns `writes` plus 1.
+
+    XLA does not know that the memory changes.  Later kernels that read it are ordered by `writes`.
+    """
+    operands = address, slots, host_slots, jnp.reshape(layer, (1,)), buffer
+    for constants in _constants(pages, host_pages, entry, buffer.dtype.itemsize, slots.size):
+        grid = (triton.cdiv(slots.size, ROWS),)
+        writes = launch(_store_rows, operands, updated=writes, grid=grid, warps=WARPS, **constants)[0]
+    return writes
+
+
+def _constants(pages, host_pages, entry, itemsize, count) -> Iterator[dict[str, Any]]:
+    """Constants of the kernels, for each run of bytes that an entry consists of."""
+    for runs in zip(*(entry_runs(each, entry, itemsize) for each in (pages, host_pages)), strict=True):
+        here, host = (in_bytes(run, itemsize) for run in runs)
+        steps = ((x.width, x.offset, x.layer_stride, x.block_stride, x.token_stride) for x in (here, host))
+        alignment = gcd(WIDEST, *sum(steps, ()))
+        word = min(alignment, 4)
+        yield {
+            "PAGES": here,
+            "HOST_PAGES": host,
+            "COUNT": count,
+            "ALIGNMENT": alignment,
+            "WORD": WORDS[word],
+            "WIDTH": here.width // word,
+            "COLUMNS": triton.next_power_of_2(here.width // word),
+            "TILE": ROWS,
+        }
+
+
+@triton.jit
+def _load_rows(
+    address, writes, sources, targets, layers, buffer,
+    PAGES: tl.constexpr, HOST_PAGES: tl.constexpr, COUNT: tl.constexpr, ALIGNMENT: tl.constexpr, WORD: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    layer = tl.load(layers)
+    source = tl.load(sources + n, mask=n < COUNT, other=-1)
+    keep = (source >= 0) & (source < slots_of(layer, HOST_PAGES))
+    if tl.max(keep.to(tl.int32), 0) > 0:
+        target = tl.load(targets + n, mask=n < COUNT, other=0)
+        start = _words(token_address(_host(address), layer, source, 0, HOST_PAGES), ALIGNMENT, WORD)
+        end = _words(token_address(buffer, layer, target, 0, PAGES), ALIGNMENT, WORD)
+        _copy(start, end, keep, WIDTH, COLUMNS)
+
+
+@triton.jit
+def _store_rows(
+    address, slots, host_slots, layers, buffer, writes,
+    PAGES: tl.constexpr, HOST_PAGES: tl.constexpr, COUNT: tl.constexpr, ALIGNMENT: tl.constexpr, WORD: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    layer = tl.load(layers)
+    slot = tl.load(slots + n, mask=n < COUNT, other=-1)
+    host_slot = tl.load(host_slots + n, mask=n < COUNT, other=-1)
+    keep = (slot >= 0) & (slot < slots_of(layer, PAGES)) & (host_slot >= 0) & (host_slot < slots_of(layer, HOST_PAGES))
+    start = _words(token_address(buffer, layer, slot, 0, PAGES), ALIGNMENT, WORD)
+    end = _words(token_address(_host(address), layer, host_slot, 0, HOST_PAGES), ALIGNMENT, WORD)
+    _copy(start, end, keep, WIDTH, COLUMNS)
+    if tl.program_id(0) == 0:
+        tl.store(writes, tl.load(writes) + 1)
+
+
+@triton.jit
+def _host(address):
+    """An address, given as two int32, as int64."""
+    return (tl.load(address + 1).to(tl.int64) << 32) | (tl.load(address).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _words(place, ALIGNMENT: tl.constexpr, WORD: tl.constexpr):
+    """Addresses [n] as pointers to words."""
+    return tl.multiple_of(place.to(tl.pointer_type(WORD)), ALIGNMENT)
+
+
+@triton.jit
+def _copy(start, end, keep, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copies WIDTH words from the pointers `start` [n] to `end` [n], where `keep` [n] holds."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = keep[:, None] & (column < WIDTH)
+    tl.store(end[:, None] + column, tl.load(start[:, None] + column, mask=mask), mask=mask)
