@@ -122,7 +122,7 @@ class Bench:
         from jaxkv.models import fingerprint
 
         self._model, self._prefix, self._chunk, self._order = model, prefix, chunk, order
-        self._num_blocks = _num_blocks(prefix)
+        self._num_blocks = _num_blocks(prefix) * len(model.tables)
         self._layout = model.layout(self._num_blocks, BLOCK_SIZE, order)
         self._disk = DiskPool(folder, self._layout, model=fingerprint(model))
         self._host = self._pool()

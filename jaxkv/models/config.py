@@ -134,12 +134,6 @@ class GQA:
     num_kv_heads: int
     head_dim: int
     """Size of a head of queries, keys and values."""
-    rotary: int | None = None
-    """How many of the first values of a query or key are rotated; None if all are."""
-    normed: bool = False
-    """Whether each head of queries and keys is normalised before it is rotated."""
-    gated: bool = False
-    """Whether the output of a head is multiplied by the sigmoid of a gate, which is computed beside its queries."""
     biases: bool = False
     """Whether queries, keys, values and the output have biases (GPT-OSS)."""
     window: int | None = None
@@ -148,6 +142,12 @@ class GQA:
     """The layers with a window, in order."""
     unrotated: tuple[int, ...] = ()
     """The layers without rotary embedding, in order (SmolLM3)."""
+    rotary: int | None = None
+    """How many of the first values of a query or key are rotated; None if all are."""
+    normed: bool = False
+    """Whether each head of queries and keys is normalised before it is rotated."""
+    gated: bool = False
+    """Whether the output of a head is multiplied by the sigmoid of a gate, which is computed beside its queries."""
 
     @property
     def rotary_dim(self) -> int:

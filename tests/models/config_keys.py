@@ -137,5 +137,4 @@ NULLABLE_IN = {
 NEEDED_PATHS = {"rope_parameters.compress.partial_rotary_factor", "rope_parameters.main.partial_rotary_factor"}
 """Keys inside an object that are needed, although a key of the same name elsewhere is not."""
 OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}
-OTHER_NAMES |= {"layer_types": "full_attention_interval"}
 """What an error may name instead of an absent key: another spelling."""

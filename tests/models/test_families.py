@@ -394,10 +394,10 @@ class TestQwen3Next:
     @pytest.mark.parametrize(
         ("values", "words"),
         [
-            ({"layer_types": ["full_attention"] * 3}, ["`layer_types`", "layers of both kinds"]),
+            ({"layer_types": ["full_attention"] * 3}, ["`layer_types`", "both kinds"]),
             ({"layer_types": ["linear_attention", "full_attention"]}, ["`layer_types`", "each of 3 layers"]),
             ({"layer_types": ["linear_attention", "full_attention", "mamba"]}, ["`layer_types`", "'full_attention'"]),
-            ({"layer_types": None}, ["`full_attention_interval` is None", "layers of both kinds among the 3"]),
+            ({"layer_types": None}, ["`full_attention_interval` is None", "both kinds among the 3"]),
             ({"decoder_sparse_step": 2}, ["`decoder_sparse_step` is 2"]),
             ({"mlp_only_layers": [0]}, ["`mlp_only_layers` is [0]"]),
             ({"use_sliding_window": True}, ["`use_sliding_window` is True"]),

@@ -53,9 +53,9 @@ families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [
     ("deepseek_v2_lite", "LBNHC"),
     ("llama", "BHLNC"),
+    ("qwen3_next", "BHLNC"),
     ("gpt_oss", "LBHNC"),
     ("smollm3", "LHBNC"),
-    ("qwen3_next", "BHLNC"),
 ]
 """All families run in chunks, on block-major caches."""
 LAYOUTS = [

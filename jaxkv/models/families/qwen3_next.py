@@ -99,7 +99,7 @@ def _recurrent_layers(fields: JsonObject, num_layers: int) -> tuple[int, ...]:
     if not isinstance(types, list) or len(types) != num_layers or not all(kind in kinds for kind in types):
         raise fields.error(key, f"'{kinds[0]}' or '{kinds[1]}' for each of {num_layers} layers")
     if len({*types}) < len(kinds):
-        raise fields.error(key, f"layers of both kinds among the {num_layers}, '{kinds[0]}' and '{kinds[1]}'")
+        raise fields.error(key, f"`layer_types` of both kinds among the {num_layers}, '{kinds[0]}' and '{kinds[1]}'")
     return tuple(layer for layer, kind in enumerate(types) if kind == kinds[0])
 
 
