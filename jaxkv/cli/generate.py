@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seeds = "seed of the first prompt (0); each further prompt has the next seed"
     parser.add_argument("--seed", type=seed, default=0, help=seeds)
     parser.add_argument("--ignore-eos", action="store_true", help="continue after the checkpoint's end-of-text tokens")
-    parser.add_argument("--blocks", type=positive, default=256, help="blocks of 64 tokens in the cache (256)")
+    blocks = "blocks of 64 tokens, or 128 for DeepSeek-V4, in the cache (256)"
+    parser.add_argument("--blocks", type=positive, default=256, help=blocks)
     drafts = "draft so many tokens per step with the checkpoint's layer of multi-token prediction, and verify them"
     parser.add_argument("--num-speculative-tokens", type=positive, metavar="K", help=drafts)
     add_entry_format(parser)
@@ -77,8 +78,9 @@ def run(args: argparse.Namespace) -> int:
     if calibrating is not None:
         model = models.calibrate(model, calibrating)
         notice(f"scales of entries found with {len(calibrating)} prompts of {args.calibrate}")
-    require_memory(f"--blocks {args.blocks}", nbytes(jax.eval_shape(lambda: model.cache(args.blocks))))
-    sizes = {"num_blocks": args.blocks, "max_requests": min(len(prompts), MOST_ROWS)}
+    size = model.usual_block_size
+    require_memory(f"--blocks {args.blocks}", nbytes(jax.eval_shape(lambda: model.cache(args.blocks, size))))
+    sizes = {"num_blocks": args.blocks, "block_size": size, "max_requests": min(len(prompts), MOST_ROWS)}
     if args.num_speculative_tokens is None:
         # No more chunks per step than the prompts have: all of them are computed, even if they are empty.
         chunks = sum(math.ceil(len(prompt) / CHUNK) for prompt in prompts)
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from None
     notice(f"{model.config.architecture}, {model.config.num_layers} layers, on {jax.devices()[0].device_kind}")
-    notice(f"cache: {model.layout(args.blocks)}")
+    notice(f"cache: {model.layout(args.blocks, size)}")
     notice("compiling")
     engine.warm_up()
     start = time.perf_counter()

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.models.config import MLA
+from jaxkv.models.config import MLA, CompressedAttention
 from jaxkv.models.layers import rope
 from jaxkv.models.model import Model
 from jaxkv.ops.plan import DecodePlan
 from jaxkv.ops.prefill.mla import prefers_expansion
+from jaxkv.ops.slots import slots_for
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +25,7 @@ class Part:
 
     seq_lens: jax.Array
     tables: dict[str, jax.Array]
-    """The block tables, by name."""
+    """The block tables, int32 [B, M], by name."""
 
     plan: DecodePlan | tuple[DecodePlan, ...] | None
     """The plan of `decode_mla` or `decode_kv`, the same for all layers; None if a layer calls neither."""
@@ -44,7 +45,8 @@ class Part:
         q_len = slot_mapping.shape[1]
         expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
         plan = window_plan = None
-        if model.config.indexer is None and not expanded:
+        decodes = model.config.indexer is None and not isinstance(model.config.attention, CompressedAttention)
+        if decodes and not expanded:
             planned = partial(
                 model.parallel.plan_decode,
                 cache,
@@ -79,10 +81,15 @@ class Batch:
     sin: jax.Array
     slots: jax.Array
     """int32 [B * Q], the slots of the new tokens in this device's cache."""
+    positions: jax.Array
+    """int32, the shape of the tokens: their positions; negative for padding."""
     parts: tuple[Part, ...]
 
     query_scales: jax.Array | None = None
     """float32, the shape of the tokens: the factors of the queries of MLA; None if the model has none."""
+
+    ids: jax.Array | None = None
+    """int32, the shape of the tokens: their ids; None if they are not known."""
 
     selected: jax.Array | None = None
     """int32 [B, Q, K] or [1, T, K], the slots that the last layer with an indexer has selected, for layers that share
@@ -99,11 +106,21 @@ class Batch:
             positions.append(seq_lens[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None])
         scale = config.attention.query_scale if isinstance(config.attention, MLA) else None
         return cls(
-            *rope.angles(config, joined(positions)),
+            *rope.angles(config.rope, config.attention.rotary_dim, joined(positions)),
             model.parallel.slots(slots, cache.layout),
+            jnp.where(joined([slot_mapping for *_, slot_mapping in batches]) < 0, -1, joined(positions)),
             tuple(Part.of(model, cache, *batch) for batch in batches),
             None if scale is None else rope.query_scales(scale, joined(positions)),
         )
+
+    def slots_of(self, table: str, block_size: int) -> jax.Array:
+        """The slots of the new tokens, int32 [B * Q], in a table of blocks with `block_size` tokens."""
+        positions = self.divided(self.positions)
+        slots = [
+            slots_for(part.tables[table], mine, block_size=block_size)
+            for part, mine in zip(self.parts, positions, strict=True)
+        ]
+        return joined(slots).reshape(-1)
 
     def divided(self, x) -> list[jax.Array]:
         """The arrays [B, Q, ...] of the parts, of an array that layers process."""

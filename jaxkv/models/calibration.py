@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.models.config import MLA
+from jaxkv.models.config import GQA
 from jaxkv.models.decoder import final_norm, forward, output
 from jaxkv.models.model import Model
 from jaxkv.models.speculative import mtp_forward
@@ -112,10 +112,10 @@ def _largest(model: Model, prompts: list[list[int]]) -> dict[str, np.ndarray]:
         # Entries of earlier, longer prompts remain in the cache.  They count anyway.
         for name, each in magnitudes(cache).items():
             # [n, layers, heads] of n caches, which hold different tokens or heads, or one that all devices have.
-            each = np.asarray(each)
-            if isinstance(model.config.attention, MLA):
+            each, attention = np.asarray(each), model.config.attention
+            if not isinstance(attention, GQA):
                 each = each.max(axis=(0, 2))
-            elif model.num_kv_heads < model.config.attention.num_kv_heads:
+            elif model.num_kv_heads < attention.num_kv_heads:
                 each = np.moveaxis(each, 0, 1).reshape(each.shape[1], -1)
             else:
                 each = each.max(axis=0)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.models.json_object import JsonObject
-from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
+from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.format import FORMATS
 from jaxkv_kernels.formats.states import StateEntry
 
 
@@ -60,7 +61,8 @@ class Experts:
     groups: int
     groups_per_token: int
     scoring: str
-    """`softmax` (V2), or `sigmoid` (V3), with a bias that affects which experts are chosen but not their weights."""
+    """`softmax` (V2), or `sigmoid` (V3) or `sqrtsoftplus` (V4), both with a bias that affects which experts are chosen
+    but not their weights."""
     normalize: bool
     """Whether the weights of a token's experts are normalised to a sum of 1 before they are multiplied by `scale`."""
     scale: float
@@ -73,6 +75,8 @@ class Experts:
     """The largest magnitude of an expert's inner values, as in `grouped_swiglu` (DeepSeek-V4)."""
     alpha: float | None = None
     """The factor in the activation of GPT-OSS, as in `grouped_swiglu`; None for SwiGLU."""
+    hash_layers: int = 0
+    """Leading layers in which the id of a token determines its experts, by a table (DeepSeek-V4)."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,66 @@ class GQA:
 
 
 @dataclass(frozen=True)
+class CompressedAttention:
+    """The attention of DeepSeek-V4: to a window of the last tokens and, in most layers, to compressed entries.
+
+    Keys and values are the same: one head of `head_dim` values, of which the last `rotary_dim` are rotated.
+    """
+
+    q_lora_rank: int
+    head_dim: int
+    rotary_dim: int
+    window: int
+    """The tokens, including itself, that a query attends to without compression."""
+    kinds: tuple[str, ...]
+    """The kind of each layer: `window`, `csa` (the window and the compressed entries that an indexer selects) or `hca`
+    (the window and all compressed entries).
+    """
+    csa_rate: int
+    """The tokens per compressed entry."""
+    hca_rate: int
+    indexer: Indexer
+    """It scores compressed keys of its own."""
+    compressed_rope: Rope
+    """The rotary embedding of layers with compressed entries."""
+    output_groups: int
+    """Groups of heads, each with a first output matrix of its own."""
+    output_rank: int
+    """Values that these matrices return."""
+
+    def entry(self, entry_format: str) -> MLAEntry:
+        """The entry that the cache stores per token or compressed; ValueError if `entry_format` does not support it.
+
+        Formats made for DeepSeek-V4 store the rotary part apart.  In others, whose rotary parts are not values, the
+        whole entry is a latent.
+        """
+        known = FORMATS.get(entry_format)
+        if known is not None and known.scaled:
+            raise ValueError(
+                f"`entry_format` is {entry_format!r}, which needs scales: expected a format without them, because "
+                "scales of compressed entries are not supported"
+            )
+        rotary = self.rotary_dim if known is not None and known.rope_in_values else 0
+        return MLAEntry(entry_format, self.head_dim - rotary, rotary)
+
+    def key_entry(self, entry_format: str) -> IndexerEntry:
+        """The entry of the indexer's compressed keys beside entries of that format."""
+        return IndexerEntry.beside(entry_format, self.indexer.head_dim)
+
+
+@dataclass(frozen=True)
+class HyperConnections:
+    """Manifold-constrained hyper-connections (arXiv 2512.24880): several residual streams, which every part of a layer
+    mixes by a doubly stochastic matrix.
+    """
+
+    streams: int
+    iterations: int
+    """Of the Sinkhorn-Knopp algorithm, which normalises rows and columns of that matrix."""
+    eps: float
+
+
+@dataclass(frozen=True)
 class DeltaNet:
     """Layers with the gated delta rule (arXiv 2412.06464) instead of attention; value head i reads key head
     i // (num_value_heads / num_key_heads).
@@ -207,7 +271,7 @@ class ModelConfig:
     dtype: str
     """The dtype that config.json states for the weights."""
     rope: Rope
-    attention: MLA | GQA
+    attention: MLA | GQA | CompressedAttention
     experts: Experts | None
     num_nextn_predict_layers: int = 0
     """Layers of multi-token prediction in the checkpoint, which draft tokens (see `speculative.py`)."""
@@ -215,6 +279,8 @@ class ModelConfig:
     """Each has a layer of the cache.  With 2 (LongCat-Flash), each is followed by a dense feed-forward, beside which a
     layer has experts.
     """
+    hyper: HyperConnections | None = None
+    """None if there is one residual stream."""
     recurrent: DeltaNet | None = None
     """The layers that have states instead of attention; None if all layers have attention."""
     centred_norms: bool = False
@@ -237,7 +303,7 @@ class ModelConfig:
 
     @property
     def indexer(self) -> Indexer | None:
-        """The indexer of the attention; None if it has none."""
+        """The indexer of latent attention, whose keys lie beside the latents; None if there is none."""
         return self.attention.indexer if isinstance(self.attention, MLA) else None
 
     @classmethod

@@ -28,7 +28,7 @@ class NewTokens(NamedTuple):
     block_tables: Any
     """int32 [B, M]; a dict of such arrays by the name of the table, if the model has several (`Model.tables`)."""
     slot_mapping: Any
-    """int32 [B, Q]; negative for padding."""
+    """int32 [B, Q], slots of the table ""; negative for padding."""
 
 
 def step(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, jax.Array]:
@@ -146,7 +146,7 @@ def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.A
     batches = [NewTokens(*group) for group in batched(arrays, len(NewTokens._fields))]
     batch = Batch.of(model, cache, [new[1:] for new in batches])
     cache, x, batch = _run(model, cache, batches, batch, model.params["layers"])
-    return cache, tuple(batch.divided(x))
+    return cache, tuple(batch.divided(FAMILIES[model.config.architecture].leave(model, x)))
 
 
 def _last_tokens(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.Array, ...]]:
@@ -174,8 +174,10 @@ def _run(model: Model, cache: KVCache, batches, batch: Batch, layers) -> tuple[K
     """The embedding and `layers`, the first ones of the model."""
     # Jitted, with the layer as an argument, so that JAX traces and lowers each kind of layer once.  `lax.scan` would
     # need the weights of all layers in one array, and XLA would copy a layer's weights out of it before using them.
-    block = jax.jit(partial(FAMILIES[model.config.architecture].block, model))
-    x = model.params["embed"][joined([new.tokens for new in batches])]
+    family = FAMILIES[model.config.architecture]
+    block = jax.jit(partial(family.block, model))
+    batch = replace(batch, ids=joined([new.tokens for new in batches]))
+    x = family.enter(model, model.params["embed"][batch.ids])
     for layer, weights in enumerate(layers):
         # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.
         weights, cache = lax.optimization_barrier((weights, cache))

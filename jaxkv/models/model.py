@@ -1,5 +1,6 @@
 """A model: its configuration, its weights and the layout of its cache."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,8 @@ from jax import lax
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import ORDERS, CacheLayout
 from jaxkv.layout.packed import Group, PackedLayout
-from jaxkv.models.config import GQA, DeltaNet, Indexer, ModelConfig
+from jaxkv.models import compressed_cache
+from jaxkv.models.config import GQA, CompressedAttention, DeltaNet, Indexer, ModelConfig
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
@@ -71,8 +73,16 @@ class Model:
         return {name: lax.dynamic_index_in_dim(of, layer, keepdims=False) for name, of in scales.items()}
 
     def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
-        """The layout of one device's cache.  With an indexer, it is a PackedLayout with the indexer's keys."""
+        """The layout of one device's cache.
+
+        It is a PackedLayout if there are several groups: with the indexer's keys, or with those of compressed
+        attention, whose other tables have block sizes of their own (`compressed_cache.py`).
+        """
         block_size = self.parallel.device_block_size(block_size)
+        if isinstance(self.config.attention, CompressedAttention):
+            groups = compressed_cache.groups(self.config.attention, self.entry_format)
+            sizes = compressed_cache.block_sizes(groups, block_size)
+            return PackedLayout(num_blocks=num_blocks, block_size=sizes, groups=groups, order=order)
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
         if self.config.recurrent is not None:
@@ -107,8 +117,21 @@ class Model:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The names of the block tables of a request: "" for the entries that tokens attend to, "state" for states."""
+        """The names of the block tables of a request: "" for the entries that all later tokens attend to.
+
+        Others are for states ("state"), and for the groups of compressed attention that have windows.
+        """
+        if isinstance(self.config.attention, CompressedAttention):
+            groups = compressed_cache.groups(self.config.attention, self.entry_format)
+            return tuple(dict.fromkeys(group.table for group in groups.values()))
         return ("",) if self.config.recurrent is None else ("", STATE)
+
+    @property
+    def usual_block_size(self) -> int:
+        """64 tokens, or with compressed attention the smallest multiple of that which its rates divide."""
+        attention = self.config.attention
+        rates = (attention.csa_rate, attention.hca_rate) if isinstance(attention, CompressedAttention) else ()
+        return math.lcm(64, *rates)
 
     def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> KVCache:
         """A cache of zeros for `prefill` and `decode`, on the model's devices.
@@ -116,21 +139,32 @@ class Model:
         `num_blocks` and `block_size` are those of block tables and slots.  On several devices, `parallel` decides which
         part of them each device holds.
 
-        For a model with an indexer (V3.2, GLM-5) or states (Qwen3-Next), the result is a view of the group "latent" or
-        "kv".  `copy_blocks`, `read_blocks` and `write_blocks` still move whole blocks, including the indexer's keys.
+        For a model with an indexer (V3.2, GLM-5), states (Qwen3-Next) or compressed attention (V4), the result is a
+        view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move whole blocks,
+        with all groups.
         """
         layout = self.layout(num_blocks, block_size, order)
         return self.parallel.zeros(next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout)
 
+    def groups_of(self, cache: KVCache) -> PackedLayout:
+        """The groups of a cache of compressed attention, given as the view of its first group."""
+        attention: Any = self.config.attention
+        first, *_ = compressed_cache.groups(attention, self.entry_format).values()
+        layout: Any = self.layout(cache.layout.num_blocks, cache.layout.block_size * first.rate)
+        return layout
+
     def check_cache(self, cache: KVCache) -> None:
         """ValueError unless `cache` fits this model.
 
-        Its entries must be the model's.  Any strides are accepted, except for models with an indexer or states, whose
+        Its entries must be the model's.  Any strides are accepted, except for models with several groups, whose
         cache must have its packed layout.
         """
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
         layout, config = cache.layout, self.config
+        if isinstance(config.attention, CompressedAttention):
+            self._check_groups(cache)
+            return
         if layout.num_layers != self.num_cache_layers:
             raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {self.num_cache_layers}")
         if layout.entry != self.entry:
@@ -149,3 +183,12 @@ class Model:
                     "`cache` has no room for states where the model expects them: make it with "
                     f"`model.cache`\nit has\n{layout}\nexpected\n{self.layout_with_states(*sizes)['kv']}"
                 )
+
+    def _check_groups(self, cache: KVCache) -> None:
+        """`check_cache` for compressed attention."""
+        expected = next(iter(self.groups_of(cache).values()))
+        if cache.layout != expected:
+            raise ValueError(
+                "`cache` does not have the model's groups where the model expects them: make it with `model.cache`\n"
+                f"it has\n{cache.layout}\nexpected\n{expected}"
+            )

@@ -1,6 +1,6 @@
 """The keys of the recorded configurations: which may be absent, null, or anything at all, by family."""
 
-Q_LATENT = {"deepseek_v32", "glm5", "longcat_flash"}
+Q_LATENT = {"deepseek_v32", "deepseek_v4", "glm5", "longcat_flash"}
 """Families that have no configuration without a latent of the queries."""
 
 IGNORED = {
@@ -26,6 +26,7 @@ IGNORED_OBJECTS = {"vision_config"}
 """Objects of the recorded configurations on which no model depends."""
 IGNORED_BESIDE = {
     "deepseek_v32": {"first_k_dense_replace"},  # has mlp_layer_types, too
+    "deepseek_v4": {"router_aux_loss_coef", "router_jitter_noise"},
     "glm5": {"first_k_dense_replace"},
     "smollm3": {"no_rope_layer_interval"},  # has no_rope_layers, too
     "kimi_k25": {
@@ -43,6 +44,7 @@ IGNORED_BESIDE = {
     "deepseek_v2_lite": {"n_group", "topk_group"},  # greedy
 }
 NOT_IGNORED = {
+    "deepseek_v4": {"head_dim", "layer_types", "num_key_value_heads"},
     "gpt_oss": {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"},
     "kimi_k25": {"text_config.model_type"},
     "llama": {"head_dim", "num_key_value_heads"},
@@ -74,6 +76,12 @@ ABSENT = {
 }
 """What a key that may be absent stands for; all others are needed."""
 ABSENT_IN = {
+    "deepseek_v4": {
+        "attention_factor": None,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        "partial_rotary_factor": 0.2,
+        "qk_rope_head_dim": 16,
+    },
     "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},
     "deepseek_v2_lite": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},
     "gpt_oss": {
@@ -110,6 +118,7 @@ ABSENT_IN = {
     "youtu": {"tie_word_embeddings": True},
 }
 NEEDED_IN = {
+    "deepseek_v4": {"mlp_layer_types", "scoring_func"},
     "deepseek_v2": {"topk_method"},
     "deepseek_v2_lite": {"topk_method"},
     "kimi_k25": {"tie_word_embeddings"},
@@ -119,10 +128,13 @@ NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_typ
 NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}
 """Keys whose null stands for their absence."""
 NULLABLE_IN = {
+    "deepseek_v4": set(ABSENT_IN["deepseek_v4"]),
     "gpt_oss": NOT_IGNORED["gpt_oss"] - {"sliding_window"},
     "llama": NOT_IGNORED["llama"],
     "qwen3_next": {"layer_types", "mlp_only_layers"},
     "smollm3": {*NOT_IGNORED["smollm3"], "no_rope_layers"},
 }
+NEEDED_PATHS = {"rope_parameters.compress.partial_rotary_factor", "rope_parameters.main.partial_rotary_factor"}
+"""Keys inside an object that are needed, although a key of the same name elsewhere is not."""
 OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}
 """What an error may name instead of an absent key: another spelling."""

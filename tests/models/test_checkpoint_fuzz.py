@@ -116,7 +116,9 @@ class Configuration:
             self.check_refused(f"`{'.'.join(path)}`", config_keys.OTHER_NAMES.get(key, key))
 
     def is_needed(self, path):
-        """Whether the other spelling of a key is absent, too."""
+        """Whether the key has no default here, or the other spelling of it is absent, too."""
+        if ".".join(path) in config_keys.NEEDED_PATHS:
+            return True
         other = config_keys.OTHER_NAMES.get(path[-1])
         return other is not None and other not in self.values and other not in self.absent
 
@@ -161,7 +163,9 @@ def test_values_of_other_types(configuration):
             if configuration.ignores(path):
                 assert configuration.read() == configuration.config
             elif (path[-1], other) == ("beta_slow", 0.5):
-                assert configuration.read().rope.scaling.beta_slow == 0.5  # an integer in the file, and yet any number
+                found = configuration.read()  # an integer in the file, and yet any number
+                ropes = found.rope, getattr(found.attention, "compressed_rope", found.rope)
+                assert 0.5 in [rope.scaling.beta_slow for rope in ropes if rope.scaling]
             else:
                 configuration.check_refused(f"`{'.'.join(path)}")
 

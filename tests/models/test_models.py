@@ -23,6 +23,7 @@ FAMILIES = [
     "deepseek_v32",
     "deepseek_v3_sharded",
     "deepseek_v3_yarn",
+    "deepseek_v4",
     "glm4_moe_lite",
     "glm5",
     "gpt_oss",
@@ -42,7 +43,7 @@ BLOCK_SIZE = 64
 STEPS = 64
 TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 
-PACKED = {"deepseek_v32", "glm5", "qwen3_next"}
+PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "qwen3_next"}
 """Families with several groups in one buffer, which therefore need a block to be one run of memory."""
 
 HEADS = {"gpt_oss", "llama", "qwen3_next", "smollm3"}
@@ -96,30 +97,29 @@ def decode(model, cache, tokens, seq_lens, block_tables, slots):
     return cache, logits[:, None]
 
 
-@jax.jit
-def slots_of(tables, positions):
-    return jaxkv.slots_for(tables, positions, block_size=BLOCK_SIZE)
-
-
 class Requests:
     """The recorded prompts as requests with blocks of their own, shuffled among NaN, and what the model answers."""
 
-    def __init__(self, family, order="BLNHC"):
+    def __init__(self, family, order="BLNHC", block_size=BLOCK_SIZE):
         self.model, self.truth = load(family)
         prompts, lengths = self.truth["prompts"], self.truth["prompt_lens"]
         self.prompts = [prompt[:length].tolist() for prompt, length in zip(prompts, lengths, strict=True)]
         self.tokens = [[] for _ in prompts]
         self.logits = [[] for _ in prompts]
         self.cached = np.zeros(len(prompts), np.int32)
-        needed = -(-(lengths + STEPS) // BLOCK_SIZE)
-        names = self.model.tables
-        blocks = np.random.default_rng(0).permutation(len(names) * needed.sum() + 2)
-        tables = np.full((len(names), len(prompts), needed.max() + 1), np.iinfo(np.int32).max, np.int32)
-        ends = np.tile(needed, len(names)).cumsum()
-        for row, count, end in zip(tables.reshape(len(ends), -1), np.tile(needed, len(names)), ends, strict=True):
-            row[:count] = blocks[end - count : end]
-        self.tables = dict(zip(names, tables, strict=True)) if len(names) > 1 else tables[0]
-        empty = self.model.cache(len(blocks), BLOCK_SIZE, order)
+        self.block_size, layout = block_size, self.model.layout(1, block_size, order)
+        sizes = {"": block_size}
+        if isinstance(layout, jaxkv.PackedLayout):
+            sizes = {name: table.block_size for name, table in layout.tables.items()}
+        needed = {name: -(-(lengths + STEPS) // size) for name, size in sizes.items()}
+        blocks = np.random.default_rng(0).permutation(sum(counts.sum() for counts in needed.values()) + 2)
+        free, self.tables = iter(blocks), {}
+        for name, counts in needed.items():
+            table = np.full((len(prompts), counts.max() + 1), np.iinfo(np.int32).max, np.int32)
+            for row, count in zip(table, counts, strict=True):
+                row[:count] = list(itertools.islice(free, count))
+            self.tables[name] = table
+        empty = self.model.cache(len(blocks), block_size, order)
         self.cache = jaxkv.KVCache(
             jnp.full(empty.buffer.nbytes, 0xFF, jnp.uint8).view(empty.buffer.dtype), empty.layout
         )
@@ -132,8 +132,9 @@ class Requests:
         seq_lens = np.where(count, self.cached, 0)
         column = np.arange(width)
         positions = np.where(column >= width - count[:, None], seq_lens[:, None] - width + column, -1)
-        slots = slots_of(self.tables[""] if isinstance(self.tables, dict) else self.tables, positions)
-        self.cache, logits = program(self.model, self.cache, tokens, seq_lens, self.tables, slots)
+        tables = self.tables if len(self.tables) > 1 else self.tables[""]
+        slots = jaxkv.slots_for(self.tables[""], positions, block_size=self.block_size)
+        self.cache, logits = program(self.model, self.cache, tokens, seq_lens, tables, slots)
         for i, row in enumerate(np.asarray(logits)):
             self.logits[i] += list(row[width - count[i] :])
             if count[i] and self.cached[i] >= len(self.prompts[i]):
@@ -204,7 +205,7 @@ def test_strict_programs_may_run_every_model(family):
 def test_the_sparse_path_decides_tokens():
     requests = Requests("deepseek_v32")
     config = requests.model.config
-    everything = dataclasses.replace(config.indexer, topk=requests.tables.shape[1] * BLOCK_SIZE)
+    everything = dataclasses.replace(config.indexer, topk=requests.tables[""].shape[1] * BLOCK_SIZE)
     attention = dataclasses.replace(config.attention, indexer=everything)
     requests.model = dataclasses.replace(requests.model, config=dataclasses.replace(config, attention=attention))
     requests.run(chunk=200)

@@ -345,3 +345,29 @@ def experts(x, experts, weights, gate, up, down, rounded=lambda values: values, 
             inner = inner / (1 + np.exp(-inner * (alpha or 1))) * linear
             out[t] += weights[t, k] * (down[e] @ rounded(inner) + down_bias[e])
     return out
+
+
+def compressed(kv, gates, bias, norm, frequencies, *, rate, eps):
+    """The compressed entries [T // rate, D] of DeepSeek-V4, given rows and gates [T, D] or [T, 2 D] of all tokens.
+
+    bias is [rate, D] or [rate, 2 D].  Entry w is the softmax-weighted sum of the rows of tokens w * rate to (w + 1) *
+    rate - 1; if rows are 2 D wide, of the last D values of these and the first D of the window before.  Then its mean
+    square is made 1, it is multiplied by norm [D], and the last pairs of values turn by w * rate * frequencies.
+    """
+    size, entries = len(norm), []
+    for w in range(len(kv) // rate):
+        windows = [(w, slice(-size, None))]
+        if kv.shape[1] > size and w:
+            windows.append((w - 1, slice(size)))
+        rows = [
+            (kv[v * rate + r, own], gates[v * rate + r, own] + bias[r, own]) for v, own in windows for r in range(rate)
+        ]
+        values, logits = (np.stack(part).astype(np.float64) for part in zip(*rows, strict=True))
+        p = np.exp(logits - logits.max(axis=0))
+        total = (p * values).sum(axis=0) / p.sum(axis=0)
+        entry = norm * total / np.sqrt((total**2).mean() + eps)
+        rotary = entry[size - 2 * len(frequencies) :].reshape(-1, 2)
+        turned = (rotary[:, 0] + 1j * rotary[:, 1]) * np.exp(1j * w * rate * frequencies)
+        rotary[:] = np.stack([turned.real, turned.imag], axis=1)
+        entries.append(entry)
+    return np.stack(entries)

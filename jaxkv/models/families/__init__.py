@@ -3,6 +3,7 @@
 from jaxkv.models.families import (
     axk1,
     deepseek,
+    deepseek_v4,
     glm5,
     gpt_oss,
     kimi_k25,
@@ -21,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": deepseek.V2,
     "DeepseekV3ForCausalLM": deepseek.V3,  # also used by checkpoints of Moonlight and Kimi-K2
     "DeepseekV32ForCausalLM": deepseek.V32,
+    "DeepseekV4ForCausalLM": deepseek_v4.DEEPSEEK_V4,
     "Glm4MoeLiteForCausalLM": deepseek.V3,
     "GlmMoeDsaForCausalLM": glm5.GLM5,
     "GptOssForCausalLM": gpt_oss.GPT_OSS,

@@ -25,10 +25,18 @@ class Family:
     block: Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
     """`block(model, weights, x, cache, batch, layer)` computes a layer.
 
-    It returns the cache, the slots selected for later layers (`Batch.selected`), and x [B, Q, hidden].
+    It returns the cache, the slots selected for later layers (`Batch.selected`), and x: [B, Q, hidden], or what `enter`
+    returns.
     """
     arrange: Callable[..., Layer] = lambda config, attention, layer: layer
     """`arrange(config, config.attention, layer)` converts the arrays of `weights` to those that `block` uses."""
+    outside: Callable[[ModelConfig], Layer] | None = None
+    """The weights outside the layers, if their names are not those of `weights/parameters.py`, or if there are others.
+    """
+    enter: Callable[..., jax.Array] = lambda model, x: x
+    """`enter(model, x)` converts embeddings [B, Q, hidden] to the x of the first layer."""
+    leave: Callable[..., jax.Array] = lambda model, x: x
+    """`leave(model, x)` converts the x of the last layer to [B, Q, hidden]."""
     prefix: str = ""
     """What the names of all weights begin with in checkpoints; `weights` returns names without it."""
     unused: str = ""

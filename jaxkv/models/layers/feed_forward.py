@@ -8,29 +8,31 @@ from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.products import grouped_swiglu
 from jaxkv_kernels.tile_scaled import TileScaled
+from jaxkv_kernels.xla.experts import gated
 
 
-def feed_forward(experts: Experts | None, weights, x, parallel: Parallel) -> jax.Array:
-    """The feed-forward of a layer: dense or a mixture, depending on its weights.
+def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=None) -> jax.Array:
+    """The feed-forward of a layer: dense or a mixture, depending on its weights; `ids` are those of `mixture`.
 
     If devices divide the weights, the result is this device's term of a sum over devices.
     """
     if experts is None or "dense" in weights:
         return dense(weights["dense"], x)
-    return mixture(experts, weights["mixture"], x, parallel)
+    return mixture(experts, weights["mixture"], x, parallel, ids)
 
 
-def dense(weights, x) -> jax.Array:
-    """The SwiGLU feed-forward; x and the result are [..., hidden]."""
-    return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
+def dense(weights, x, limit: float | None = None, alpha: float | None = None) -> jax.Array:
+    """The SwiGLU feed-forward; x and the result are [..., hidden], `limit` and `alpha` as in `grouped_swiglu`."""
+    return linear(gated(linear(x, weights["gate"]), linear(x, weights["up"]), limit, alpha), weights["down"])
 
 
-def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
+def mixture(config: Experts, weights, x, parallel: Parallel, ids=None) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden].
 
     With a weight "shared_gate" [1, hidden], the shared expert is multiplied by the sigmoid of x's product with it.
+    `ids` are those of the tokens, for layers that choose experts by them; of the shape of x without its last axis.
     """
-    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]))
+    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]), None if ids is None else ids.reshape(-1))
     if not config.shared_intermediate_size:
         return routed(config, weights["experts"], x, chosen, shares, parallel)
     shared = tuple(weights["shared"][part] for part in ("gate", "up", "down"))
@@ -40,7 +42,7 @@ def mixture(config: Experts, weights, x, parallel: Parallel) -> jax.Array:
     out = routed(config, weights["experts"], x, chosen, shares, parallel, shared=shared if fused else None)
     if fused:
         return out
-    whole = dense(weights["shared"], x)
+    whole = dense(weights["shared"], x, config.limit, config.alpha)
     return out + (jax.nn.sigmoid(linear(x, weights["shared_gate"])) * whole if "shared_gate" in weights else whole)
 
 

@@ -34,11 +34,19 @@ def rms_norm(x, weight, eps: float) -> jax.Array:
 
     The product is rounded to the dtype of x; a float32 `weight` is not rounded before.
     """
+    return (with_rank(weight, x.ndim) * _normalised(x, eps).astype(weight.dtype)).astype(x.dtype)
+
+
+def normalised(x, eps: float) -> jax.Array:
+    """x [..., n] divided by its root mean square, which is computed in float32."""
+    return _normalised(x, eps).astype(x.dtype)
+
+
+def _normalised(x, eps: float):
     wide, size = x.astype(jnp.float32), x.shape[-1]
     # The mean of x**2 + eps.  If it were divided and `eps` were added after the sum, XLA would need another kernel for
     # the norm of a single token on GPUs.
-    wide = wide * lax.rsqrt((wide * wide * (1 / size) + eps / size).sum(axis=-1, keepdims=True))
-    return (with_rank(weight, x.ndim) * wide.astype(weight.dtype)).astype(x.dtype)
+    return wide * lax.rsqrt((wide * wide * (1 / size) + eps / size).sum(axis=-1, keepdims=True))
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models.config import Llama3, ModelConfig, QueryScale, Rope, Yarn
+from jaxkv.models.config import Llama3, QueryScale, Rope, Yarn
 from jaxkv.models.layers.linear import with_rank
 
 
-def angles(config: ModelConfig, positions) -> tuple[jax.Array, jax.Array]:
+def angles(rope: Rope, rotary_dim: int, positions) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) of `positions` [...]: float32 [..., rotary_dim / 2], multiplied by YaRN's attention factor."""
-    per_token = with_rank(frequencies(config.rope, config.attention.rotary_dim), positions.ndim + 1)
+    per_token = with_rank(frequencies(rope, rotary_dim), positions.ndim + 1)
     phase = positions[..., None].astype(jnp.float32) * per_token
-    factor = _attention_factor(config.rope.scaling)
+    factor = _attention_factor(rope.scaling)
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 
 
@@ -34,6 +34,18 @@ def rotate(x, cos, sin, *, interleaved: bool) -> jax.Array:
     half = x.shape[-1] // 2
     a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def rotate_last(x, cos, sin) -> jax.Array:
+    """Rotates the last pairs (x[2i], x[2i + 1]) of x [..., n] by the angles of `cos` and `sin` [..., p], p <= n / 2.
+
+    The values keep their order, so that `rotate_last(y, cos, -sin)` rotates back.
+    """
+    plain, rotary = jnp.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
+    pairs = rotary.astype(jnp.float32).reshape(*rotary.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([plain, pairs.reshape(rotary.shape).astype(x.dtype)], axis=-1)
 
 
 def rotate_first(x, cos, sin, *, interleaved: bool) -> jax.Array:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.dispatch.validate import float_dtype
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import CompressedAttention, ModelConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
@@ -38,6 +38,8 @@ class Build:
         self._entry_format = entry_format or unquantised(self._dtype)
         # An unsupported entry format raises here, before gigabytes are read, not only when a cache is made.
         config.attention.entry(self._entry_format)
+        if isinstance(config.attention, CompressedAttention):
+            config.attention.key_entry(self._entry_format)
         if config.indexer is not None:
             IndexerEntry.beside(self._entry_format, config.indexer.head_dim)
         self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
@@ -47,15 +49,19 @@ class Build:
                 f"`parallel` is {parallel!r}: expected a OneDevice, TensorParallel, ExpertParallel, "
                 "ContextParallel, DataParallel or DataExpertParallel"
             )
-        if config.recurrent is not None and self.parallel.divides_layers:
+        divides = self.parallel.divides_layers
+        if divides and (config.recurrent is not None or isinstance(config.attention, CompressedAttention)):
+            what = "recurrent layers" if config.recurrent is not None else "compressed attention"
             raise ValueError(
-                f"`parallel` is a {type(self.parallel).__name__}, and the model has recurrent layers, whose states are "
-                "not divided: expected a OneDevice, DataParallel or DataExpertParallel"
+                f"`parallel` is a {type(self.parallel).__name__}, and the model has {what}, whose states are not "
+                "divided: expected a OneDevice, DataParallel or DataExpertParallel"
             )
         self.parallel.check(config)
 
     def dtype_of(self, weight: Weight):
         """The dtype in which a weight is kept."""
+        if weight.below:
+            return "int32"
         return "float32" if weight.exact or weight.centred else self._dtype
 
     @property

@@ -16,6 +16,7 @@ from jaxkv_kernels.tile_scaled import TILE
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("BF16", "F16", "F32")
+INTEGERS = ("I32", "I64")
 
 
 class Checkpoint:
@@ -74,28 +75,30 @@ class Checkpoint:
         """
         expected = {name: weight for weight in weights for name in weight.all_names()}
         packed = {name for name, weight in expected.items() if weight.swapped and self.is_mxfp4(name)}
-        shapes = {name: weight.tensor_shape for name, weight in expected.items() if name not in packed}
-        scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in shapes and self.is_fp8(name)}
-        known = {*shapes, *unused, *scales, *(part for name in packed for part in _mxfp4(name))}
+        plain = {name: weight for name, weight in expected.items() if name not in packed}
+        scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in plain and self.is_fp8(name)}
+        known = {*plain, *unused, *scales, *(part for name in packed for part in _mxfp4(name))}
         unknown = sorted(self.names - known)
         if unknown:
             holders = (name for name, held in self._held.items() if unknown[0] in held)
             source = self._folder / next(holders, INDEX)
             raise ValueError(f"{source} has weights that the model of config.json does not have: {_listed(unknown)}")
-        for name, shape in shapes.items():
-            self._check_one(name, shape)
+        for name, weight in plain.items():
+            self._check_one(name, weight)
         for name in packed:
             self._check_mxfp4(name, expected[name].tensor_shape)
 
-    def _check_one(self, name: str, shape: tuple[int, ...]) -> None:
-        file = self.file_of(name)
+    def _check_one(self, name: str, weight: Weight) -> None:
+        file, shape = self.file_of(name), weight.tensor_shape
         if not self.holds(name):
             raise ValueError(f"{file} lacks the weight {name!r}, which {INDEX} expects there")
         entry = self._entry(name)
         if entry.shape != shape:
             raise ValueError(f"{file}: weight {name!r} has shape {entry.shape}: expected {shape}, from config.json")
-        if entry.dtype in DTYPES:
+        if entry.dtype in (INTEGERS if weight.below else DTYPES):
             return
+        if weight.below:
+            raise ValueError(f"{file}: weight {name!r} has dtype {entry.dtype}: expected {' or '.join(INTEGERS)}")
         if entry.dtype != fp8.DTYPE or len(shape) != 2:
             expected = "BF16, F16 or F32, or F8_E4M3 for a matrix"
             raise ValueError(f"{file}: weight {name!r} has dtype {entry.dtype}: expected {expected}")

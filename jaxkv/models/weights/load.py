@@ -14,7 +14,7 @@ from jaxkv.models.weights import entry_scales, fp8, mxfp4
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import copied, parameters, required_names, unused
-from jaxkv.models.weights.placed import Placed, expanded_part, part
+from jaxkv.models.weights.placed import Placed, expanded_part, part, table_part
 from jaxkv.models.weights.safetensors_file import Index
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
@@ -129,6 +129,8 @@ class _Plain:
 
         def read(index: Index, device) -> jax.Array:
             place = self._weight.place(expert, index)
+            if self._weight.below:
+                return table_part(self._checkpoint, name, self._weight.below, place, device)
             if self._checkpoint.is_mxfp4(name):
                 found = mxfp4.part(self._checkpoint, name, self._dtype, place, device)
             elif self._weight.swapped:

@@ -41,7 +41,10 @@ def required_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
                 yield from weight.all_names()
 
 
-def _outside_layers(config: ModelConfig) -> dict[str, Weight]:
+def _outside_layers(config: ModelConfig) -> Layer:
+    outside = FAMILIES[config.architecture].outside
+    if outside is not None:
+        return _named(config, outside(config))
     hidden, vocab = config.hidden_size, config.vocab_size
     tree = {
         "embed": Weight(EMBED, (vocab, hidden), expanded=True),

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Sharding
 
@@ -83,6 +84,15 @@ def part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> jax.
     if count := int(_count_nan(array)):
         raise ValueError(f"{checkpoint.file_of(name)}: weight {name!r} holds {count} NaN of {array.size} values")
     return array.astype(dtype)
+
+
+def table_part(checkpoint: Checkpoint, name: str, below: int, index: Index, device) -> jax.Array:
+    """Part of a table of integers on a device, as int32; ValueError unless all are from 0 to `below` - 1."""
+    array = checkpoint.read(name, index)
+    outside = array[(array < 0) | (array >= below)]
+    if outside.size:
+        raise checkpoint.error(name, f"holds {outside[0]}: expected integers from 0 to {below - 1}")
+    return jax.device_put(array.astype(np.int32), device)
 
 
 def expanded_part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> jax.Array:

@@ -22,7 +22,7 @@ def random_model(
     parallel: Parallel | None = None,
     mtp: bool = False,
 ) -> Model:
-    """A model with random weights: normal with variance 1 / (number of inputs), norms 1.
+    """A model with random weights: normal with variance 1 / (number of inputs), norms 1, tables uniform.
 
     Under `jax.eval_shape`, the result describes the model without using memory.
 
@@ -45,7 +45,10 @@ def random_model(
     arrays = []
     for key, (path, weight) in zip(keys, leaves, strict=True):
         shape, kind = weight.stacked_shape, build.dtype_of(weight)
-        array = jnp.ones(shape, kind) if len(weight.shape) == 1 else _normal(key, shape, weight.shape[-1], kind)
+        if weight.below:
+            array = jax.random.randint(key, shape, 0, weight.below, kind)
+        else:
+            array = jnp.ones(shape, kind) if len(weight.shape) == 1 else _normal(key, shape, weight.shape[-1], kind)
         arrays.append(jax.device_put(array, build.parallel.sharding(path, array.ndim)))
     return build.model(jax.tree.unflatten(structure, arrays))
 

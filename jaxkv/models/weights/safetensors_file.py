@@ -19,6 +19,8 @@ NUMPY = {
     "F32": np.float32,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
 }
 """The dtypes that can be read, by their names in safetensors files."""
 BAND_BYTES = 2**23

@@ -26,6 +26,8 @@ class Weight:
     expanded: bool = False
     """Whether the weight is expanded to the model's dtype if it is in float8, because it is not only multiplied."""
 
+    below: int = 0
+    """For a table of integers from 0 to `below` - 1, which is kept in int32; 0 for floats."""
     centred: bool = False
     """Whether the checkpoint stores the weight minus 1, as for some norms.  The sum is kept in float32, because bf16
     has few digits for what is added to 1."""
@@ -50,7 +52,7 @@ class Weight:
     @property
     def may_stay_fp8(self) -> bool:
         """Whether the model can use the weight in float8 with a scale per tile."""
-        return len(self.tensor_shape) == 2 and not self.exact and not self.expanded
+        return len(self.tensor_shape) == 2 and not (self.exact or self.expanded or self.below)
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:

@@ -93,7 +93,11 @@ def _swiglu(inner: str, outer: str, x, gate, up, down, biases, limit, alpha):
 
     gate_bias, up_bias, down_bias = (0.0, 0.0, 0.0) if biases is None else [b.astype(jnp.float32) for b in biases]
     gates, ups = product(inner, x, gate) + gate_bias, product(inner, x, up) + up_bias
+    return product(outer, gated(gates, ups, limit, alpha).astype(x.dtype), down) + down_bias
+
+
+def gated(gates, ups, limit, alpha) -> jax.Array:
+    """The values before `down`, of the results of `gate` and `up`; `limit` and `alpha` as in `grouped_swiglu`."""
     if limit is not None:
         gates, ups = jnp.minimum(gates, limit), jnp.clip(ups, -limit, limit)
-    values = jax.nn.silu(gates) * ups if alpha is None else gates * jax.nn.sigmoid(alpha * gates) * (ups + 1)
-    return product(outer, values.astype(x.dtype), down) + down_bias
+    return jax.nn.silu(gates) * ups if alpha is None else gates * jax.nn.sigmoid(alpha * gates) * (ups + 1)

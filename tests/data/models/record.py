@@ -35,11 +35,11 @@ import re
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from configurations import BIAS, CENTRED, FAMILIES, PUBLISHED, SHARDS, TINY, TODAYS_KEYS
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -49,256 +49,6 @@ STEPS = 64
 LOGIT_MARGIN = 1e-3  # between the two best logits, relative to the largest magnitude of the step
 CHOICE_MARGIN = 2e-5  # the same at the edge of every top-k inside the model; float32 rounding moves these by 1e-6
 MASKED = -1e30  # masks are -inf or the most negative float32
-
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "pad_token_id": None,  # the default special tokens lie outside so small a vocabulary
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-MLA = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 128,  # one tile of the fp8_ds_mla format
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
-MOE = {
-    **MLA,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}
-GROUPS = {"n_group": 4, "topk_group": 2}
-NO_GROUPS = {"n_group": 1, "topk_group": 1}
-# V3 scores a group by its two best experts: with four in a group, not by all.
-V3 = {**MOE, "n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0}
-V3_2 = {name: value for name, value in V3.items() if name != "num_mtp_layers"}
-GLM = {name: value for name, value in MOE.items() if name != "first_k_dense_replace"}  # its default is one, too
-KIMI = {**V3, **NO_GROUPS, "num_hidden_layers": 2, "n_routed_experts": 8, "rms_norm_eps": 1e-5}
-TWO_LAYERS = {"num_hidden_layers": 2}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 16.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 32,
-}
-
-# family: (model type, what its configuration has that TINY has not)
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "axk1": ("axk1", {**V3_2, **TWO_LAYERS}),
-    "deepseek_v2": (
-        "deepseek_v2",
-        {**MOE, **GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
-    ),
-    "deepseek_v2_lite": (
-        "deepseek_v2",
-        {
-            **MOE,
-            **NO_GROUPS,
-            **TWO_LAYERS,
-            "q_lora_rank": None,
-            "n_shared_experts": 2,
-            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
-        },
-    ),
-    "deepseek_v3": ("deepseek_v3", V3),
-    # Unequal, so that cos and sin get a factor of their own.
-    "deepseek_v3_yarn": ("deepseek_v3", {**V3, **TWO_LAYERS, "rope_parameters": {**YARN, "mscale_all_dim": 0.8}}),
-    "deepseek_v3_sharded": ("deepseek_v3", {**V3, **TWO_LAYERS, "rope_interleave": False}),
-    "deepseek_v32": ("deepseek_v32", {**V3_2, "index_topk": 64, "index_n_heads": 8, "index_head_dim": 32}),
-    "glm4_moe_lite": (
-        "glm4_moe_lite",
-        {**GLM, **NO_GROUPS, "v_head_dim": 24, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
-    ),
-    # The indexer's keys of layer 2 are the second ones of the cache: layer 1 has none.
-    "glm5": (
-        "glm_moe_dsa",
-        {
-            **GLM,
-            **NO_GROUPS,
-            "mlp_layer_types": ["dense", "dense", "sparse"],
-            "indexer_types": ["full", "shared", "full"],
-            "v_head_dim": 24,
-            "index_topk": 64,
-            "index_n_heads": 8,
-            "index_head_dim": 32,
-        },
-    ),
-    "kimi": (
-        "deepseek_v3",
-        {
-            **KIMI,
-            "routed_scaling_factor": 2.827,
-            "rope_parameters": {**YARN, "rope_theta": 50000.0, "beta_fast": 1},
-        },
-    ),
-    # The text model inside a model for images, whose own weights are as small as they can be.
-    "kimi_k25": (
-        "kimi_k25",
-        {
-            "text_config": {
-                **TINY,
-                **KIMI,
-                "model_type": "deepseek_v3",
-                "routed_scaling_factor": 2.827,
-                "rope_parameters": {**YARN, "rope_theta": 50000.0},
-            },
-            "vision_config": {
-                "patch_size": 2,
-                "pos_emb_height": 2,
-                "pos_emb_width": 2,
-                "pos_emb_time": 1,
-                "num_attention_heads": 2,
-                "num_hidden_layers": 1,
-                "hidden_size": 16,
-                "intermediate_size": 8,
-            },
-            "projection_hidden_size": 16,
-            "tie_word_embeddings": False,
-        },
-    ),
-    # Heads as Llama's below.  The window is shorter than a block, and two of three layers have it.
-    "gpt_oss": (
-        "gpt_oss",
-        {
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "intermediate_size": 32,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "sliding_window": 48,
-            "swiglu_limit": 2.0,  # so low that it clamps
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 150000.0,
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
-    # Three query heads per KV head, of a size that GPU kernels support.  The original length puts pairs of the rotary
-    # embedding on both sides of the frequencies that are blended.
-    "llama": (
-        "llama",
-        {
-            **TWO_LAYERS,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
-    # Four attentions, because a layer has two.  Tokens pass through 8 experts and 4 without weights.
-    "longcat_flash": (
-        "longcat_flash",
-        {
-            **MLA,
-            "num_layers": 2,
-            "head_dim": MLA["qk_rope_head_dim"],
-            "ffn_hidden_size": 64,
-            "expert_ffn_hidden_size": 16,
-            "moe_topk": 3,
-            "n_routed_experts": 8,
-            "zero_expert_num": 4,
-        },
-    ),
-    # The original length is so short that most queries are scaled.
-    "mistral4": (
-        "mistral4",
-        {
-            **MOE,
-            **TWO_LAYERS,
-            "kv_lora_rank": 256,
-            "qk_rope_head_dim": 16,
-            "first_k_dense_replace": 0,
-            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
-        },
-    ),
-    "moonlight": (
-        "deepseek_v3",
-        {
-            **V3,
-            **NO_GROUPS,
-            **TWO_LAYERS,
-            "n_routed_experts": 8,
-            "q_lora_rank": None,
-            "n_shared_experts": 2,
-            "routed_scaling_factor": 2.446,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-        },
-    ),
-    # Two layers with states around one with attention.  Value heads of another size than key heads show which is which.
-    "qwen3_next": (
-        "qwen3_next",
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 12,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 24,
-        },
-    ),
-    # One of the layers has no rotary embedding.
-    "smollm3": (
-        "smollm3",
-        {
-            **TWO_LAYERS,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "no_rope_layers": [1, 0],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
-        },
-    ),
-    "youtu": ("youtu", MLA),  # dense, and the head is the embedding
-}
-
-BIAS = {"longcat_flash": 0.02}
-"""The size of biases, where it is not 0.25: smaller than the scores of a softmax, so that these also choose experts."""
-CENTRED = {"qwen3_next"}
-"""Families whose norms multiply by 1 + weight, but for those of states."""
-SHARDS = {"deepseek_v3_sharded": "290KB"}
-
-# Families whose config.json gets the keys of the published checkpoints, and what these say besides.
-PUBLISHED = {
-    "deepseek_v2_lite": {"scoring_func": "softmax", "moe_layer_freq": 1},
-    "kimi_k25": {"architectures": ["KimiK25ForConditionalGeneration"]},
-    "kimi": {"model_type": "kimi_k2", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    "moonlight": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-}
-TODAYS_KEYS = ("head_dim", "mlp_bias", "output_router_logits", "qk_head_dim", "rope_interleave")  # not in those
 
 
 class Margins(TorchDispatchMode):
@@ -331,12 +81,16 @@ def build(family: str) -> torch.nn.Module:
     outer = {} if "text_config" in changes else TINY
     if "num_layers" in changes:  # LongCat's own name, which sets `num_hidden_layers`, too
         outer = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "intermediate_size")}
+    if family == "deepseek_v4":  # has no dense layers, and `intermediate_size` would be that of the experts
+        outer = {name: value for name, value in TINY.items() if name != "intermediate_size"}
     config = AutoConfig.for_model(model_type, **{**outer, **changes})
     known = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
     model = known.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name.endswith("bias"):  # the routing's correction bias is a buffer
             weight.normal_(0, BIAS.get(family, 0.25))
+        elif name.endswith("tid2eid"):  # the experts of each token id, which differ
+            weight.copy_(torch.stack([torch.randperm(changes["n_routed_experts"])[: weight.shape[1]] for _ in weight]))
         elif name.endswith("A_log"):
             weight.uniform_(-6, 0)  # some heads remember the whole prompt, others few tokens
         elif family in CENTRED and name.endswith("norm.weight") and "linear_attn" not in name:
@@ -407,6 +161,8 @@ def save(model: torch.nn.Module, family: str, folder: Path) -> None:
             saved, published = "language_model.model.blocks.", "language_model.model.layers."
             weights = {re.sub(f"^{re.escape(saved)}", published, name): held for name, held in load_file(file).items()}
             save_file(weights, file, metadata={"format": "pt"})
+        if family == "deepseek_v4":
+            save_file({published_v4(name): held for name, held in load_file(file).items()}, file, {"format": "pt"})
     if family in PUBLISHED:
         path = folder / "config.json"
         config = {**json.loads(path.read_text()), **PUBLISHED[family]}
@@ -422,6 +178,12 @@ def save(model: torch.nn.Module, family: str, folder: Path) -> None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def published_v4(name: str) -> str:
+    """The name that published checkpoints of DeepSeek-V4 have for a weight; save_pretrained restores most of them."""
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
 def require_same(model: torch.nn.Module, folder: Path, truth: dict[str, np.ndarray]) -> None:
     """Raise unless the written checkpoint is the model that was recorded."""
     written = json.loads((folder / "config.json").read_text())
@@ -434,9 +196,9 @@ def require_same(model: torch.nn.Module, folder: Path, truth: dict[str, np.ndarr
 
 def require_sparse(model: torch.nn.Module, truth: dict[str, np.ndarray]) -> None:
     """Raise unless attention to all tokens, not to the indexer's choice, continues the longest prompt otherwise."""
-    for layer in model.model.layers:
-        if layer.self_attn.indexer is not None:  # some layers share that of an earlier one
-            layer.self_attn.indexer.index_topk = TINY["max_position_embeddings"]
+    for module in model.modules():
+        if hasattr(module, "index_topk"):
+            module.index_topk = TINY["max_position_embeddings"]
     prompt = torch.from_numpy(truth["prompts"][-1:]).long()
     logits = model(torch.cat((prompt, torch.from_numpy(truth["tokens"][-1:, :-1]).long()), 1)).logits[0, -STEPS:]
     same = logits.argmax(-1).numpy() == truth["tokens"][-1]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxkv.dispatch.validate import FLOATS
-from jaxkv.models.config import GQA, MLA, Experts, ModelConfig, Rope
+from jaxkv.models.config import GQA, MLA, CompressedAttention, Experts, ModelConfig, Rope
 from jaxkv.models.families.parts import experts as mixture
 from jaxkv.models.families.parts.feed_forward import feed_forward
 from jaxkv.models.json_object import REQUIRED, JsonObject
@@ -16,7 +16,7 @@ MTP = "num_nextn_predict_layers"
 
 def read(
     fields: JsonObject,
-    attention: MLA | GQA,
+    attention: MLA | GQA | CompressedAttention,
     rope: Rope,
     layers: tuple[int, Experts | None] | None = None,
     *,

@@ -32,6 +32,11 @@ def read(
         if held.number("rope_theta", above=1, default=theta) != theta:
             raise held.error("rope_theta", f"{theta}, as in `{spelling}`")
     values.choice("partial_rotary_factor", *factors, default=partial)
+    return read_values(values, scalings, theta, interleaved=interleaved)
+
+
+def read_values(values: JsonObject, scalings: Scalings, theta: float, *, interleaved: bool) -> Rope:
+    """Reads the scaling of an object like `rope_parameters`; `scalings` as in `read`."""
     kind = values.choice(values.spelling("rope_type", "type"), "default", *scalings)
     return Rope(theta, interleaved, None if kind == "default" else scalings[kind](values))
 
