@@ -21,8 +21,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on prompts of any length); `merge_states`.
 - **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
-- **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few; `TileScaled`, a weight in
-  float8, and `scaled_linear`, tokens times such a weight.
+- **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
+  `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
@@ -47,6 +47,7 @@ from jaxkv.ops.prefill.kv import prefill_kv
 from jaxkv.ops.prefill.mla import prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
+from jaxkv.ops.routing import select_experts
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
 from jaxkv.ops.states import read_state, write_state
@@ -96,6 +97,7 @@ __all__ = [
     "read_blocks",
     "read_state",
     "scaled_linear",
+    "select_experts",
     "select_slots",
     "select_topk",
     "slots_for",

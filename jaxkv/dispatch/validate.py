@@ -128,6 +128,14 @@ def softmax_scale(scale):
     return _floats("scale", scale)
 
 
+def static_scale(scale) -> float:
+    """`scale` as a Python float; ValueError unless it is a number that is finite in float32."""
+    number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
+    if not number or not np.isfinite(in_float32(scale)):
+        raise ValueError(f"`scale` is {scale!r}: expected a number, finite in float32 (it is static)")
+    return float(scale)
+
+
 def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
     """The scale of entries as float32, scalar or [H]; None for a format without a scale.
 

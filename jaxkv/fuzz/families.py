@@ -11,7 +11,7 @@ from jaxkv.dispatch import backends
 from jaxkv.fuzz.case import PER_HEAD, Case, Index, Shapes
 from jaxkv.fuzz.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
 from jaxkv.fuzz.layouts import pick
-from jaxkv.fuzz.products import Experts, Linear
+from jaxkv.fuzz.products import Experts, Linear, Routing
 from jaxkv.ops import OPERATIONS as DECLARED
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Format
@@ -417,6 +417,7 @@ FAMILIES: dict[str, type[Case]] = {
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,
+    "select_experts": Routing,
     "grouped_swiglu": Experts,
     "scaled_linear": Linear,
 }

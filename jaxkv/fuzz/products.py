@@ -1,9 +1,10 @@
-"""How random calls of products are drawn, which have no cache: `grouped_swiglu` and `scaled_linear`."""
+"""How random calls without a cache are drawn: `select_experts`, `grouped_swiglu` and `scaled_linear`."""
 
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
@@ -69,6 +70,49 @@ class Experts(Case):
         """The result for matrices with which sums are about 1."""
         tokens, *matrices = values
         return super().run(cache, [tokens, *map(_unit, matrices)], draw, layer, implementation)
+
+
+class Routing(Case):
+    """The experts of random logits."""
+
+    result = "sums"
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The number of experts, those chosen per token, how they are scored, and groups."""
+        experts, groups = pick(rng, (8, 1), (64, 1), (160, 8), (256, 8))
+        options = {
+            "experts": experts,
+            "per_token": pick(rng, 1, 2, 6, 8),
+            "scoring": pick(rng, "softmax", "sigmoid"),
+            "groups": groups,
+            "groups_per_token": min(groups, pick(rng, 1, 4)),
+            "normalize": pick(rng, False, True),
+            "biased": pick(rng, False, True),
+        }
+        return {"count": pick(rng, 1, 2, 33, 200), "options": options}
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of logits and biases."""
+        experts = dict(self.options)["experts"]
+        return [((self.count, experts), jnp.float32), ((experts,), jnp.float32)]
+
+    def index(self, rng, live) -> Index:
+        """No integers."""
+        return (), {}
+
+    def arguments(self, cache, values, draw, layer):
+        """Logits, the bias, and the options."""
+        options = dict(self.options)
+        del options["experts"]
+        bias = values[1] if options.pop("biased") else None
+        return (values[0], options.pop("per_token")), {**options, "bias": bias}
+
+    def run(self, cache, values, draw, layer, implementation):
+        """The weight of each expert, 0 if it is not chosen."""
+        ids, weights = super().run(cache, values, draw, layer, implementation)
+        return jnp.zeros(values[0].shape).at[jnp.arange(self.count)[:, None], ids].add(weights)
 
 
 class Linear(Case):

@@ -50,7 +50,7 @@ def step(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, ja
     Raises:
       ValueError: a shape or dtype is wrong, or the cache is not of the model's layout.
     """
-    cache, parts = _forward(model, cache, batches)
+    cache, parts = _forward(_last_tokens, model, cache, batches)
     return cache, head(model, jnp.concatenate([x[:, -1] for x in parts]))
 
 
@@ -101,12 +101,12 @@ def decode(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_ma
 
 def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
     """`prefill` without the head: the cache, and x [B, Q, hidden] after the last layer; padding has no meaning."""
-    cache, (x,) = _forward(model, cache, [NewTokens(tokens, seq_lens, block_tables, slot_mapping)])
+    cache, (x,) = _forward(_layers, model, cache, [NewTokens(tokens, seq_lens, block_tables, slot_mapping)])
     return cache, x
 
 
-def _forward(model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> tuple[KVCache, tuple[jax.Array, ...]]:
-    """All layers: the cache, and x [B, Q, hidden] of each batch."""
+def _forward(layers, model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> Any:
+    """Checks the batches, and runs `layers`, which is `_layers` or `_last_tokens`, on each device."""
     model.check_cache(cache)
     tables = [_tables(model, batch.block_tables) for batch in batches]
     for name in model.tables:
@@ -124,7 +124,7 @@ def _forward(model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> tupl
             dims.check_ints(f"block_tables[{name!r}]" if name else "block_tables", table, f"B M{name}")
         dims.check_ints("slot_mapping", batch.slot_mapping, "B Q")
         arrays += [batch.tokens, int32(batch.seq_lens), jax.tree.map(int32, held), int32(batch.slot_mapping)]
-    return model.parallel.run(_layers, model, cache, *arrays)
+    return model.parallel.run(layers, model, cache, *arrays)
 
 
 def _tables(model: Model, tables) -> dict[str, Any]:
@@ -139,20 +139,51 @@ def _tables(model: Model, tables) -> dict[str, Any]:
 
 
 def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.Array, ...]]:
-    """`_forward` on one device, for its part of the model, the cache and the batches, given as one list of arrays."""
+    """All layers on one device, for its part of the model, the cache and the batches, given as one list of arrays.
+
+    Returns the cache, and x [B, Q, hidden] of each batch.
+    """
+    batches = [NewTokens(*group) for group in batched(arrays, len(NewTokens._fields))]
+    batch = Batch.of(model, cache, [new[1:] for new in batches])
+    cache, x, batch = _run(model, cache, batches, batch, model.params["layers"])
+    return cache, tuple(batch.divided(FAMILIES[model.config.architecture].leave(model, x)))
+
+
+def _last_tokens(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.Array, ...]]:
+    """The same, but x [B, 1 or Q, hidden] has the last token of each row, and perhaps those before it.
+
+    Nothing else of the last layer is needed, except what it stores.
+    """
+    store = FAMILIES[model.config.architecture].store
+    batches = [NewTokens(*group) for group in batched(arrays, len(NewTokens._fields))]
+    if store is None or model.config.indexer is not None or all(new.tokens.shape[1] == 1 for new in batches):
+        return _layers(model, cache, *arrays)
+    batch = Batch.of(model, cache, [new[1:] for new in batches])
+    *first, weights = model.params["layers"]
+    cache, x, batch = _run(model, cache, batches, batch, first)
+    layer = jnp.int32(len(first))
+    weights, cache = lax.optimization_barrier((weights, cache))
+    cache = store(model, weights, x, cache, batch, layer)
+    x = joined([part[:, -1:] for part in batch.divided(x)])
+    batch = Batch.of(model, cache, [(*new[1:3], new.slot_mapping[:, -1:]) for new in batches])
+    cache, _, x = FAMILIES[model.config.architecture].block(model, weights, x, cache, batch, layer)
+    return cache, tuple(batch.divided(x))
+
+
+def _run(model: Model, cache: KVCache, batches, batch: Batch, layers) -> tuple[KVCache, jax.Array, Batch]:
+    """The embedding and `layers`, the first ones of the model."""
     # Jitted, with the layer as an argument, so that JAX traces and lowers each kind of layer once.  `lax.scan` would
     # need the weights of all layers in one array, and XLA would copy a layer's weights out of it before using them.
     family = FAMILIES[model.config.architecture]
     block = jax.jit(partial(family.block, model))
-    batches = [NewTokens(*group) for group in batched(arrays, len(NewTokens._fields))]
-    batch = replace(Batch.of(model, cache, [new[1:] for new in batches]), ids=joined([new.tokens for new in batches]))
+    batch = replace(batch, ids=joined([new.tokens for new in batches]))
     x = family.enter(model, model.params["embed"][batch.ids])
-    for layer, weights in enumerate(model.params["layers"]):
+    for layer, weights in enumerate(layers):
         # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.
         weights, cache = lax.optimization_barrier((weights, cache))
         cache, selected, x = block(weights, x, cache, batch, jnp.int32(layer))
         batch = replace(batch, selected=selected)
-    return cache, tuple(batch.divided(family.leave(model, x)))
+    return cache, x, batch
 
 
 def head(model: Model, x) -> jax.Array:

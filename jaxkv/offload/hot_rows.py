@@ -198,7 +198,7 @@ class HotRows:
     def forget(self, which) -> "HotRows":
         """Empties the rows of the requests that bool [B] selects, such as those that begin now.  ValueError if not."""
         self._dims().check("which", which, "B", ("bool",))
-        return replace(self, maps=jnp.where(which[:, None], self.hot.empty(), self.maps))
+        return replace(self, maps=self.hot.forget(self.maps, which))
 
     def _dims(self) -> Dims:
         return Dims(B=(self.maps.shape[1], "the requests of these rows"))
@@ -222,7 +222,6 @@ class HotRows:
             "host_slots": slots_for(block_tables, positions, block_size=self.host.block_size).reshape(requests, -1),
             "layer": layer_index(layer, self.cache),
         }
-        choices = {"hot": self.hot, "copied": copied, "distinct": len(shape) < 2 or shape[0] == 1}
-        call = Call("fetch_rows", arrays, {**self._options(), **choices})
+        call = Call("fetch_rows", arrays, {**self._options(), "hot": self.hot, "copied": copied})
         buffer, maps, slots = run(call, implementation)
         return replace(self, cache=KVCache(buffer, self.cache.layout), maps=maps), slots.reshape(positions.shape)

@@ -1,6 +1,18 @@
 """The public operations: each checks its arguments, chooses an implementation and runs its kernel."""
 
-from jaxkv.ops import attention, blocks, gathers, indexer, merge, plan, products, sparse, states, writes
+from jaxkv.ops import (
+    attention,
+    blocks,
+    gathers,
+    indexer,
+    merge,
+    plan,
+    products,
+    routing,
+    sparse,
+    states,
+    writes,
+)
 from jaxkv.ops.operation import Operation
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -13,6 +25,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *merge.OPERATIONS,
     *states.OPERATIONS,
     *blocks.OPERATIONS,
+    *routing.OPERATIONS,
     *products.OPERATIONS,
 )
 """Every operation that dispatches to kernels.  Code that covers all operations iterates over this tuple."""

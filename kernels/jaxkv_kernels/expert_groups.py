@@ -64,33 +64,6 @@ def expert_groups(experts: jax.Array, num_experts: int, *, tile: int, align: int
     )  # fmt: skip
 
 
-def chosen_experts(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The experts that any token has chosen, for kernels in which each of them multiplies all tokens.
-
-    Args:
-      experts: int32 [T, K], ids of experts.
-      num_experts: E.  Ids outside [0, E) are not chosen.
-
-    Returns:
-      - the chosen experts, int32 [min(E, T * K)], of which the first `count` are valid: in order of their ids, or for a
-        single token in order of its choices.
-      - the group of rows of each choice, int32 [T, K]: the id of the expert, or for a single token the number of the
-        choice; one past the last group if the expert does not exist.
-      - count, int32 [].
-    """
-    known = (experts >= 0) & (experts < num_experts)
-    if len(experts) == 1:
-        choices = experts.size
-        places = jnp.where(known, jnp.arange(choices, dtype=jnp.int32), choices)
-        return jnp.where(known, experts, 0)[0], places, jnp.asarray(choices, jnp.int32)
-    number = jnp.arange(num_experts, dtype=jnp.int32)
-    chosen = (experts.reshape(-1, 1) == number).any(axis=0)
-    places = _sums_before(chosen)
-    listed = places == jnp.arange(min(num_experts, experts.size), dtype=jnp.int32)[:, None]
-    ids = jnp.where(chosen & listed, number, 0).sum(axis=1, dtype=jnp.int32)
-    return ids, jnp.where(known, experts, num_experts), chosen.sum(dtype=jnp.int32)
-
-
 # These sums are computed from comparisons of all pairs, in which a GPU takes fewer and faster kernels than to sort.
 
 

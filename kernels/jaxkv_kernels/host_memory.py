@@ -6,34 +6,29 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
-from jaxkv_kernels.pinned_pages import pinned_pages
-
 PINNED = "pinned_host"
 
 
 class HostMemory:
     """Zeroed host memory: pinned if the device has pinned memory, so that its kernels can access it.
 
-    XLA turns every operation that reads an array in pinned memory into work of the host.  Kernels therefore receive an
-    address, and XLA does not know what they access: whoever creates the memory must keep it alive, and must order
-    accesses by other data.
+    XLA may copy an operand in pinned memory to the device, or move operations on it to the host.  Kernels therefore
+    receive an address, and XLA does not know what they access: whoever creates the memory must keep it alive, and must
+    order accesses by other data.
     """
 
     def __init__(self, nbytes: int, device: jax.Device):
-        import os
-
-        if device.platform == "gpu" and os.environ.get("HUGE"):
-            self.bytes = pinned_pages(nbytes, device)
-            self.address = self.bytes.ctypes.data
-        elif device.platform == "gpu":
+        zeros = np.zeros(nbytes, np.uint8)
+        if device.platform == "gpu":
             sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
-            zeros = np.zeros(nbytes, np.uint8)
-            self._array = jax.block_until_ready(jax.device_put(zeros, sharding))
-            self.address = self._array.unsafe_buffer_pointer()
-            self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
+            pinned = jax.block_until_ready(jax.device_put(zeros, sharding))
+            self.address = pinned.unsafe_buffer_pointer()
+            memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
+            setattr(memory, "owner", pinned)  # noqa: B010 (lives as long as any view of the bytes)
+            self.bytes = np.ctypeslib.as_array(memory)
         else:
-            self.bytes = np.zeros(nbytes, np.uint8)
-            self.address = self.bytes.ctypes.data
+            self.bytes = zeros
+            self.address = zeros.ctypes.data
         _LIVING[self.address] = self
 
     @property

@@ -140,6 +140,7 @@ def models() -> str:
     found, sparse = read("models_and_offload.json"), read("sparse_step.json")
     ttft, offload = found["ttft"], found["offload"]
     v32, layer, limits = sparse["step"], sparse["seconds_per_layer"], sparse["limits"]
+    serve = found["serve"]["tokens_per_s"]
     ms, large, whole = ttft["ms"], offload["large"], offload["rows"]
 
     def rates(order: str) -> str:
@@ -155,6 +156,12 @@ def models() -> str:
         (
             f"{offload['what']}",
             f"{rates('BLNHC')}; {rates('LBNHC')}; in brackets: as a fraction of the rate of one large array",
+        ),
+        (
+            f"{found['serve']['what']}",
+            f"prefill alone {serve['prefill']:,} tokens/s, decode alone {serve['decode']:,}; these allow "
+            f"{serve['allowed']:,} output tokens/s, and {serve['saturation']:,} were generated at saturation "
+            f"({serve['saturation'] / serve['allowed']:.0%})",
         ),
         (
             "DeepSeek-V3.2's attention in all layers of one packed cache, in a scan, in place: "

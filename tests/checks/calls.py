@@ -140,5 +140,5 @@ OPERATIONS = (
     write_blocks,
     grouped_swiglu,
 )
-LAYERS = {write_mla: 3, write_state: 3, read_state: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3}
-LAYERS = {write_mla: 3, decode_mla: 3, decode_mla_sparse: 3, gather_mla: 3, gather_entries: 3}
+THREE_LAYERS = write_mla, write_state, read_state, decode_mla, decode_mla_sparse, gather_mla, gather_entries
+LAYERS = dict.fromkeys(THREE_LAYERS, 3)

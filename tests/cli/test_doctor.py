@@ -60,7 +60,7 @@ def test_a_reason_that_applies_to_all_calls_is_printed_once(monkeypatch):
     monkeypatch.setattr(jaxkv, "implementations", lambda: {"triton": "NVIDIA GPUs"})
     headline, *rejected = doctor._implementations()
     assert headline.startswith("triton (NVIDIA GPUs): not usable, supports none of ")
-    kernels = "  has no kernel for grouped_swiglu, scaled_linear"
+    kernels = "  has no kernel for write_state, read_state, select_experts, grouped_swiglu, scaled_linear"
     expected = ["  rejects all: needs a GPU", "  rejects all: needs triton", kernels]
     assert rejected == expected
 

@@ -188,6 +188,10 @@ def merge_states(a, **changes):
     return call(jaxkv.merge_states, dict(outs=a.outs, lses=a.lses), changes)
 
 
+def select_experts(a, **changes):
+    return call(jaxkv.select_experts, dict(logits=a.logits, per_token=4), changes)
+
+
 def grouped_swiglu(a, **changes):
     given = dict(x=a.x, experts=a.experts, weights=a.shares, gate=a.gate, up=a.gate, down=a.down)
     return call(jaxkv.grouped_swiglu, given, changes)
@@ -237,6 +241,7 @@ OF_NO_CACHE = {
     "select_topk": select_topk,
     "positions_to_slots": positions_to_slots,
     "merge_states": merge_states,
+    "select_experts": select_experts,
     "grouped_swiglu": grouped_swiglu,
     "scaled_linear": scaled_linear,
 }

@@ -24,6 +24,7 @@ from errors.calls import (
     prefill_mla,
     read_blocks,
     scaled_linear,
+    select_experts,
     select_topk,
     write_blocks,
     write_indexer_k,
@@ -312,6 +313,12 @@ DTYPES = [
         lambda a: select_topk(a, logits=a.logits.astype("bfloat16")),
         ["`logits`", "bfloat16[2, 20]", "float32"],
     ),
+    (
+        "bf16 logits of experts",
+        lambda a: select_experts(a, logits=a.logits.astype("bfloat16")),
+        ["`logits`", "bfloat16", "float32"],
+    ),
+    ("bias of other experts", lambda a: select_experts(a, bias=a.logits[0, :3]), ["`bias`", "(3,)", "`logits`"]),
     (
         "shared experts of another width",
         lambda a: grouped_swiglu(a, shared=(a.gate[0], a.gate[0], a.gate[0])),

@@ -10,6 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv.ops.prefill.mla import _check_rows
+from jaxkv_kernels import cudnn
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
 from support.compare import assert_close, assert_same_bits
@@ -24,11 +25,11 @@ FEW_BYTES = HEADS * (NOPE + 16 + VALUE) * 4 * 37
 
 
 @cache
-def arguments(entry, rows, dtype):
+def arguments(entry, rows, dtype, heads=HEADS, nope=NOPE, value=VALUE):
     """q_nope, q_pe, w_uk and w_uv."""
     rng = np.random.default_rng(5)
     latent, rope = entry.sizes
-    shapes = (rows, HEADS, NOPE), (rows, HEADS, rope), (HEADS, NOPE, latent), (HEADS, VALUE, latent)
+    shapes = (rows, heads, nope), (rows, heads, rope), (heads, nope, latent), (heads, value, latent)
     deviations = 1, 1, latent**-0.5, latent**-0.5
     return [
         jnp.asarray(deviation * rng.standard_normal(shape), dtype)
@@ -51,12 +52,13 @@ def prefill(scene, cache, given, q_lens, layer=1, **options):
 def truth(scene, given, q_lens):
     """out and lse in float64."""
     q_nope, q_pe, w_uk, w_uv = (np.asarray(x.astype(jnp.float32), np.float64) for x in given)
-    out, lse = np.zeros((len(q_nope), HEADS, w_uv.shape[1])), np.full((len(q_nope), HEADS), -np.inf)
+    heads = len(w_uk)
+    out, lse = np.zeros((len(q_nope), heads, w_uv.shape[1])), np.full((len(q_nope), heads), -np.inf)
     first = 0
     for request, (length, count) in enumerate(zip(scene.lengths, q_lens, strict=True)):
         rows, first = slice(first, first + count), first + count
         latents, rope = scene.parts(request)
-        latents, rope = latents[:, 0], np.broadcast_to(rope, (length, HEADS, rope.shape[-1]))
+        latents, rope = latents[:, 0], np.broadcast_to(rope, (length, heads, rope.shape[-1]))
         k = np.concatenate([np.einsum("sr,hnr->shn", latents, w_uk), rope], axis=-1)
         q = np.concatenate([q_nope[rows], q_pe[rows]], axis=-1)
         ends = length - count + 1 + np.arange(count)
@@ -156,6 +158,20 @@ def test_requests_and_padding_have_no_influence_on_others():
     for found, expected in zip(prefill(bad, bad.cache(layout, 1), given, Q_LENS), right, strict=True):
         assert np.isnan(found[rows[30:]]).all()
         assert_same_bits(jnp.delete(found, rows[30:], axis=0), jnp.delete(expected, rows[30:], axis=0))
+
+
+@pytest.mark.gpu(missing=tuple(cudnn.unsupported_reasons(jnp.bfloat16, 192, 128)))
+class TestCuDNN:
+    """What Hopper runs: cuDNN, and the kernel of `decode_mla` for requests that are decoding."""
+
+    @each_value(("num_decodes", "expanded_bytes"), [0, 4], [2**20, 2**28])
+    @pytest.mark.parametrize("format", ["bf16", "fp8"])
+    def test_calls(self, format, num_decodes, expanded_bytes):
+        entry = jaxkv.MLAEntry(format)
+        scene = scenes.scene(entry, lengths=LENGTHS)
+        given = arguments(entry, sum(Q_LENS) + 5, "bfloat16", heads=16, nope=128, value=128)
+        options = {"num_decodes": num_decodes, "expanded_bytes": expanded_bytes}
+        check(scene, scene.cache(scenes.layouts(entry)["BLNHC"], 1), given, Q_LENS, **options)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels.expert_groups import chosen_experts, expert_groups
+from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.logit_cap import capped
 from jaxkv_kernels.xla import experts
 from support import suites
@@ -64,6 +64,10 @@ class TestExperts(suites.Experts):
     implementation = "xla"
 
 
+class TestRouting(suites.Routing):
+    implementation = "xla"
+
+
 class TestLinear(suites.Linear):
     implementation = "xla"
 
@@ -100,21 +104,6 @@ def test_choices_are_grouped_by_expert(tokens, count, tile, align):
         assert not found & set(rows[inside])
         found |= set(rows[inside])
     assert len(found) == known.sum()
-
-
-@pytest.mark.parametrize(("tokens", "count"), [(1, 9), (3, 9), (40, 5), (7, 300)])
-def test_the_chosen_experts_are_listed(tokens, count):
-    ids = np.random.default_rng(0).integers(-1, count + 1, (tokens, 4)).astype(np.int32)
-    known = (ids >= 0) & (ids < count)
-    listed, places, found = (np.asarray(x) for x in chosen_experts(jnp.asarray(ids), count))
-    assert len(listed) == min(count, ids.size)
-    if tokens == 1:  # in the order of its choices
-        assert found == ids.size
-        assert (listed[known[0]] == ids[known]).all()
-        assert (places == np.where(known, np.arange(ids.size), ids.size)).all()
-    else:
-        assert listed[:found].tolist() == sorted(set(ids[known].tolist()))
-        assert (places == np.where(known, ids, count)).all()
 
 
 @pytest.mark.parametrize("cap", [2.0**-126, 1e-9, 0.3, 50.0, 1e7, 2.0**126])

@@ -12,8 +12,9 @@ from jaxkv.models.config import MLA, Experts, Indexer, ModelConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.parts import decoder, experts, mla, rope
 from jaxkv.models.json_object import JsonObject
-from jaxkv.models.layers.block import pre_norm
+from jaxkv.models.layers.block import pre_norm, pre_norm_store
 from jaxkv.models.layers.mla import attention as mla_attention
+from jaxkv.models.layers.mla import store as mla_store
 
 
 def _read_v2(fields: JsonObject) -> ModelConfig:
@@ -66,6 +67,12 @@ def _attention_weights(config: ModelConfig, attention: MLA, weight) -> dict[str,
     return tree
 
 
-V3 = Family(_read_v3, partial(decoder.weights, _attention_weights), pre_norm(mla_attention), mla.arrange)
+V3 = Family(
+    _read_v3,
+    partial(decoder.weights, _attention_weights),
+    pre_norm(mla_attention),
+    mla.arrange,
+    store=pre_norm_store(mla_store),
+)
 V2 = replace(V3, read=_read_v2)
 V32 = replace(V3, read=_read_v32)

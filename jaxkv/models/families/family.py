@@ -41,3 +41,9 @@ class Family:
     """What the names of all weights begin with in checkpoints; `weights` returns names without it."""
     unused: str = ""
     """A regular expression of the names of weights that published checkpoints contain but the model does not use."""
+    store: Callable[..., KVCache] | None = None
+    """`store(model, weights, x, cache, batch, layer)` stores what later tokens attend to in a layer; returns the cache.
+
+    With it, the last layer of a prefill computes only what it stores of all tokens, and the rest of the last one of
+    each row.  None if `block` has to process all of them.
+    """

@@ -35,3 +35,13 @@ def pre_norm(attention: Part) -> Part:
         return cache, selected, x + out
 
     return block
+
+
+def pre_norm_store(store: Callable[..., KVCache]) -> Callable[..., KVCache]:
+    """`Family.store` of such layers; it calls `store` with the arguments of `attention`, which it only stores."""
+
+    def run(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> KVCache:
+        normed = rms_norm(x, weights["attention_norm"], model.config.rms_norm_eps)
+        return store(model, model.config.attention, weights["attention"], normed, cache, batch, layer)
+
+    return run

@@ -43,8 +43,10 @@ def normalised(x, eps: float) -> jax.Array:
 
 
 def _normalised(x, eps: float):
-    wide = x.astype(jnp.float32)
-    return wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
+    wide, size = x.astype(jnp.float32), x.shape[-1]
+    # The mean of x**2 + eps.  If it were divided and `eps` were added after the sum, XLA would need another kernel for
+    # the norm of a single token on GPUs.
+    return wide * lax.rsqrt((wide * wide * (1 / size) + eps / size).sum(axis=-1, keepdims=True))
 
 
 def layer_norm(x, weight, bias, eps: float) -> jax.Array:

@@ -48,17 +48,11 @@ def attention(
     if batch.query_scales is not None:
         q = q * batch.query_scales.astype(q.dtype)[:, :, None, None]
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-    kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
-    kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
     interleaved = model.config.rope.interleaved
     q_pe = rope.rotate(q_pe, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=interleaved)
-    k_pe = rope.rotate(k_pe, batch.cos, batch.sin, interleaved=interleaved)
+    cache = store(model, config, weights, x, cache, batch, layer)
 
-    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation, **model.entry_scales(layer)}
-    tokens = len(batch.slots)
-    cache = write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
-
-    options["scale"] = _softmax_scale(config, model.config.rope)
+    options = _options(model, layer) | {"scale": _softmax_scale(config, model.config.rope)}
     selected = None
     if config.indexer is None:
         attend = partial(_attend, model, weights, cache, options=options)
@@ -72,6 +66,20 @@ def attention(
         attend = partial(_attend_sparse, model, weights, cache, options=options)
         out = batch.attend(attend, q_nope, q_pe, slots)
     return cache, selected, linear(out.reshape(*x.shape[:2], -1), weights["o"])
+
+
+def store(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> KVCache:
+    """Stores the entries of x; the arguments are those of `attention`.  Keys of an indexer are not stored."""
+    kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
+    kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
+    k_pe = rope.rotate(k_pe, batch.cos, batch.sin, interleaved=model.config.rope.interleaved)
+    tokens, options = len(batch.slots), _options(model, layer)
+    return write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
+
+
+def _options(model: Model, layer) -> dict[str, Any]:
+    """What all operations on the cache get."""
+    return {"layer": layer, "implementation": model.implementation, **model.entry_scales(layer)}
 
 
 def _attend(model: Model, weights, cache: KVCache, part: Part, q_nope, q_pe, *, options) -> jax.Array:

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import check_cache, entry_scale, int32, layer_index, mla_dims, positive_int
+from jaxkv.dispatch.validate import check_cache, entry_scale, int32, layer_index, mla_dims, positive_int, static_scale
 from jaxkv.ops.attention import check_entries, decode_mla
 from jaxkv.ops.gathers import gather_mla
 from jaxkv.ops.plan import DecodePlan
@@ -21,7 +21,6 @@ from jaxkv.ops.prefill.parts import (
     merged,
     only_xla,
     running_sum,
-    static_scale,
     with_chunks,
 )
 from jaxkv_kernels import cudnn

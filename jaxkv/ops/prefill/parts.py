@@ -7,11 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import in_float32
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.addressing.slots import lengths_in_table, table_tokens
 from jaxkv_kernels.xla import expanded
@@ -150,14 +148,6 @@ def with_chunks(found, with_chunk, count, most: int | None) -> tuple[jax.Array, 
 
     # Without cached tokens, the results are not converted to float32 and back.
     return lax.cond(count > 0, run, lambda *found: found, *found)
-
-
-def static_scale(scale) -> float:
-    """`scale` as a Python float; ValueError unless it is a number that is finite in float32."""
-    number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
-    if not number or not np.isfinite(in_float32(scale)):
-        raise ValueError(f"`scale` is {scale!r}: expected a number, finite in float32 (it is static)")
-    return float(scale)
 
 
 def only_xla(implementation) -> bool:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 class HotMap:
     """The three parts of the map of a request with tokens at `positions` positions and `rows` rows on the device.
 
-    - `place` [positions]: the row of each token, or -1.
-    - `held` [rows]: the position of the token in each row, or -1.
+    - `place` [positions]: the row in which a token was stored last, from 0 to rows - 1.
+    - `held` [rows]: the position whose token a row holds, or -1.  The token at position p is in row r = place[p] if
+      held[r] is p; otherwise it is in no row.
     - `order` [rows]: the rows, the least recently used first.
     """
 
@@ -25,10 +26,16 @@ class HotMap:
 
     def empty(self) -> jax.Array:
         """The map [width] of rows that hold no tokens."""
-        nowhere = jnp.full(self.positions + self.rows, -1, jnp.int32)
-        return jnp.concatenate([nowhere, jnp.arange(self.rows, dtype=jnp.int32)])
+        place = jnp.zeros(self.positions, jnp.int32)
+        order = jnp.arange(self.rows, dtype=jnp.int32)
+        return jnp.concatenate([place, jnp.full(self.rows, -1, jnp.int32), order])
 
     def split(self, maps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`place`, `held` and `order` of maps [..., width]."""
         edges = self.positions, self.positions + self.rows
         return maps[..., : edges[0]], maps[..., edges[0] : edges[1]], maps[..., edges[1] :]
+
+    def forget(self, maps: jax.Array, which: jax.Array) -> jax.Array:
+        """The maps [L, B, width], where the rows of the requests that bool [B] selects hold no tokens."""
+        place, held, order = self.split(maps)
+        return jnp.concatenate([place, jnp.where(which[:, None], -1, held), order], axis=-1)

@@ -22,6 +22,8 @@ from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
+MOST_EXPERTS, LANES = 1024, 32
+"""Experts whose scores fit in the registers of a warp; lanes of a warp."""
 LATENT, ROPE = 512, 64
 """The sizes of DeepSeek's entries, which are the largest."""
 ROPES = (0, 16, 32, 64)
@@ -261,6 +263,17 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 
 read_blocks = write_blocks = copy_blocks
+
+
+def select_experts(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a `select_experts` call."""
+    experts, groups = arrays["logits"].shape[1], options["groups"]
+    if experts > MOST_EXPERTS:
+        yield f"{experts} experts: supports up to {MOST_EXPERTS}"
+    if options["per_token"] > LANES:
+        yield f"{options['per_token']} experts per token: supports up to {LANES}"
+    if groups > options["groups_per_token"] and experts // groups % LANES:
+        yield f"groups of {experts // groups} experts: supports multiples of {LANES}"
 
 
 def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

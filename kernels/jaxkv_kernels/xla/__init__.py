@@ -19,6 +19,7 @@ from jaxkv_kernels.xla.indexer import indexer_logits, select_topk
 from jaxkv_kernels.xla.linear import scaled_linear
 from jaxkv_kernels.xla.merge import merge_states
 from jaxkv_kernels.xla.plan import plan_decode
+from jaxkv_kernels.xla.routing import select_experts
 from jaxkv_kernels.xla.sparse import decode_mla_sparse
 from jaxkv_kernels.xla.states import read_state, write_state
 from jaxkv_kernels.xla.writes import write_indexer_k, write_kv, write_mla
@@ -70,6 +71,7 @@ KERNELS: dict[str, Kernel] = {
     "copy_blocks": _kernel(copy_blocks, {}),
     "read_blocks": _kernel(read_blocks, {}),
     "write_blocks": _kernel(write_blocks, {}),
+    "select_experts": _kernel(select_experts, {}),
     "grouped_swiglu": _kernel(grouped_swiglu, {}),
     "scaled_linear": _kernel(scaled_linear, {}),
 }

@@ -12,16 +12,13 @@ from jaxkv_kernels.addressing.entry_rows import entry_runs, load_entries, store_
 from jaxkv_kernels.host_memory import memory_at
 
 
-@partial(jax.jit, static_argnames=("pages", "host_pages", "entry", "hot", "distinct", "copied"))
-def fetch_rows(
-    buffer, maps, address, writes, positions, host_slots, layer, *, pages, host_pages, entry, hot, distinct, copied
-):
+@partial(jax.jit, static_argnames=("pages", "host_pages", "entry", "hot", "copied"))
+def fetch_rows(buffer, maps, address, writes, positions, host_slots, layer, *, pages, host_pages, entry, hot, copied):
     """Gives a row to each token, and copies tokens that had none from host memory (if `copied`) to their rows.
 
     Returns the buffer, the maps [L, B, hot.width] and the slots [B, N] of the rows; -1 for positions [B, N] outside the
-    map, and where host_slots [B, N] has no slot.  `distinct` says that no request has a position twice.
+    map, and where host_slots [B, N] has no slot.
     """
-    del distinct  # it would save little here
     known = (layer >= 0) & (layer < pages.num_layers)
     at = jnp.where(known, layer, 0)
     live = known & (host_slots >= 0) & (host_slots < host_pages.num_slots)
@@ -48,7 +45,7 @@ def _assign(of_request, position, live, *, hot):
     place, held, order = hot.split(of_request)
     number = jnp.arange(len(position), dtype=jnp.int32)
     row = place[position]
-    hit = live & (row >= 0)
+    hit = live & (held[row] == position)
     asked = jnp.where(live & ~hit, position, hot.positions)
     firsts = jnp.full(hot.positions, len(position), jnp.int32).at[asked].min(number, mode="drop")
     new = live & ~hit & (firsts[position] == number)
@@ -57,8 +54,6 @@ def _assign(of_request, position, live, *, hot):
     evicted = ~used & (rank < new.sum())
     rows = jnp.zeros(len(position), jnp.int32).at[jnp.where(evicted, rank, len(position))].set(order, mode="drop")
     target = jnp.where(new, rows[jnp.cumsum(new) - 1], hot.rows)
-    left = jnp.where(evicted & (held[order] >= 0), held[order], hot.positions)
-    place = place.at[left].set(-1, mode="drop")
     held = held.at[target].set(position, mode="drop")
     place = place.at[jnp.where(new, position, hot.positions)].set(target, mode="drop")
     order = order[jnp.argsort(used | evicted, stable=True)]

@@ -141,8 +141,12 @@ def calls(layout):
     run = {name: kernel.run for name, kernel in mosaic_gpu.KERNELS.items()}
     new = [shape(700, *(() if entry.one_head else (heads,)), n, dtype=dtype) for n in entry.sizes]
     ids, options = shape(9), dict(pages=pages, entry=entry)
+    rotation = dict(cos_sin=None, interleaved=False) if kind == "mla" else {}
     return {
-        f"write_{kind}": (lambda b, *a: run[f"write_{kind}"](b, *a, *scales, **options), [*new, shape(700), shape()]),
+        f"write_{kind}": (
+            lambda b, *a: run[f"write_{kind}"](b, *a, *scales, **options, **rotation),
+            [*new, shape(700), shape()],
+        ),
         f"gather_{kind}": (
             lambda b, *a: run[f"gather_{kind}"](b, *a, *scales, **options, total=700, dtype=dtype),
             [shape(8, 16), shape(9), shape(8), shape()],

@@ -13,13 +13,16 @@ from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.linear import parts_of
+from jaxkv_kernels.mosaic_gpu.experts.listing import list_chosen
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
 from support import suites
+from support.available import assume_available
 from support.cases import slow
 from support.hopper import kernel_operands, on_hopper, read_early
 from support.suites.experts import arguments, scaled
 from support.suites.linear import operands
+from support.suites.routing import V2, V3
 
 
 class Mosaic:
@@ -40,6 +43,50 @@ class TestExperts(Mosaic, suites.Experts):
     @pytest.mark.parametrize("tokens", [1, 100, 2000])
     def test_weights_in_float8_of_a_published_size(self, tokens):
         self.check(scaled(arguments(tokens, count=16, chosen=6, width=2048, inner=1408)))
+
+
+@on_hopper
+class TestRouting(Mosaic, suites.Routing):
+    """The whole suite, on the GPU."""
+
+
+class Listing(Mosaic):
+    """Which experts are listed."""
+
+    @pytest.mark.parametrize(
+        ("tokens", "chosen", "count", "more"), [(1, 6, 64, 2), (32, 6, 64, 0), (5, 2, 3, 1), (64, 12, 990, 34)]
+    )
+    def test_those_that_are_chosen(self, tokens, chosen, count, more):
+        ids = np.random.default_rng(0).integers(-2, count + 3, (tokens, chosen)).astype(np.int32)
+        options = {"count": count, "more": more, "size": 3, "interpret": self.interpret}
+        found, starts, sizes, (listed,) = map(np.asarray, list_chosen(jnp.asarray(ids), **options))
+        right = sorted({*ids[(ids >= 0) & (ids < count)].tolist(), *range(count, count + more)})
+        assert len(found) == min(count, ids.size) + more
+        assert found[:listed].tolist() == right
+        assert (starts[:listed] == 3 * np.asarray(right)).all()
+        assert (sizes[:listed] == 3).all()
+
+
+@on_hopper
+class TestListing(Listing):
+    """On the GPU."""
+
+    interpret = False
+
+
+class TestInterpretedListing(Listing):
+    """The shapes; what lanes do is not interpreted."""
+
+    interpret = True
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedRouting(Mosaic, suites.RoutingChecks):
+    """Which token a warp has; what its lanes do is not interpreted."""
+
+    @pytest.mark.parametrize("tokens", [1, 6])
+    def test_experts_of_v3(self, tokens):
+        self.drawn(tokens, 256, bias=True, **V3)
 
 
 @on_hopper
@@ -161,6 +208,20 @@ def test_published_sizes_with_a_shared_expert_lower(tokens):
     check_lowering(shapes(tokens, 6, 64, width, 1408), shared=tuple(shared), joined=tokens != 256)
 
 
+@pytest.mark.parametrize(("experts", "options"), [(64, V2), (256, V3)], ids=["v2", "v3"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_choices_of_experts_lower(experts, options, biased):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(5, experts), (experts,)][: 1 + biased]]
+
+    def call(logits, bias=None):
+        return jaxkv.select_experts(logits, bias=bias, implementation="mosaic_gpu", **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        assume_available(patch, mosaic_gpu)
+        text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(kernel_operands(text)) == 1
+
+
 @pytest.mark.parametrize(
     ("sizes", "parts"), [((7168, 16384), 2), ((576, 7168), 14), slow((24576, 1536), 2), slow((2048, 7168), 8)]
 )
@@ -178,10 +239,11 @@ def check_lowering(arguments, shared=None, joined=False):
     run = mosaic_gpu.KERNELS["grouped_swiglu"].run
     traced = jax.jit(run).trace(*arguments, shared)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    gate_up, down = kernel_operands(text)
+    *listed, gate_up, down = kernel_operands(text)
     # The second kernel reads tiles and weights early, which are older than the first one; its first operand is not.
-    first, second = read_early(traced.jaxpr)
-    assert not first
+    *before, second = read_early(traced.jaxpr)
+    assert len(before) == 1 + len(listed)
+    assert not any(before)
     assert [len(shape) for shape in second] == [1, 1, *[3] * (1 + joined)]
     assert {*down[1:]} <= {*gate_up}
     assert "stablehlo.sort" not in text
@@ -198,6 +260,20 @@ def check_lowering(arguments, shared=None, joined=False):
 def test_explain_reports_unsupported_calls(sizes, dtype, reason):
     with interpreting(True):
         found = jaxkv.explain(jaxkv.grouped_swiglu, *shapes(5, *sizes, jnp.dtype(dtype)))
+    assert found.reasons["mosaic_gpu"] == (reason,)
+
+
+@pytest.mark.parametrize(
+    ("experts", "options", "reason"),
+    [
+        (2048, V2, "2048 experts: supports up to 1024"),
+        (64, {"per_token": 33}, "33 experts per token: supports up to 32"),
+        (160, V3, "groups of 20 experts: supports multiples of 32"),
+    ],
+)
+def test_explain_reports_unsupported_choices(experts, options, reason):
+    with interpreting(True):
+        found = jaxkv.explain(jaxkv.select_experts, jax.ShapeDtypeStruct((5, experts), jnp.float32), **options)
     assert found.reasons["mosaic_gpu"] == (reason,)
 
 

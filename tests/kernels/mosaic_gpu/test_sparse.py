@@ -355,24 +355,6 @@ def test_lowers_for_hopper(form, case):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
 
 
-@pytest.mark.parametrize(("requests", "kernels"), [(64, 1), (100, 2)])
-def test_splits_are_combined_if_there_are_any(requests, kernels):
-    """64 requests with 128 heads are whole, of 100 on 66 pairs of multiprocessors some are split."""
-    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=512, block_size=64, entry=jaxkv.MLAEntry.typical("fp8_v4"))
-    shape = jax.ShapeDtypeStruct
-    q = [shape((requests, 1, 128, n), jnp.bfloat16) for n in (448, 64)]
-    given = (*q, shape((layout.size,), jnp.uint8), shape((requests, 1, 640), jnp.int32))
-
-    def decode(q_latent, q_pe, buffer, slots):
-        run = mosaic_gpu.KERNELS["decode_mla_sparse"].run
-        others = dict(counts=None, sinks=None, layer=jnp.int32(1), scale=jnp.float32(1), kv_scale=None, extra=None)
-        options = dict(pages=layout.pages, entry=layout.entry, logit_cap=None)
-        return run(q_latent, q_pe, buffer, slots, **others, **options)
-
-    text = jax.jit(decode).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    assert len(kernel_operands(text)) == kernels
-
-
 SIZES = dict(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("fp8_ds_mla"))
 UNSUPPORTED = {
     "entries of format 'f32'": dict(entry=jaxkv.MLAEntry("f32")),

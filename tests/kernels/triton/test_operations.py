@@ -86,7 +86,10 @@ def writes(layout):
     ids, new = shape(9), [shape(700, n, dtype="bfloat16") for n in layout.entry.sizes]
     rows = shape(9, layout.pages.block_elements, dtype=layout.dtype)
     return {
-        "write_mla": (lambda b, *a: run["write_mla"](b, *a, None, **options), [*new, shape(700), shape()]),
+        "write_mla": (
+            lambda b, *a: run["write_mla"](b, *a, None, None, **options, interleaved=False),
+            [*new, shape(700), shape()],
+        ),
         "copy_blocks": (lambda b, *a: run["copy_blocks"](b, *a, pages=layout.pages), [ids, ids]),
         "write_blocks": (lambda b, *a: run["write_blocks"](b, *a, pages=layout.pages), [ids, rows]),
     }

@@ -36,6 +36,8 @@ from support.suites.indexer import Indexer as Indexer
 from support.suites.indexer import IndexerChecks as IndexerChecks
 from support.suites.linear import Linear as Linear
 from support.suites.merge import Merge as Merge
+from support.suites.routing import Routing as Routing
+from support.suites.routing import RoutingChecks as RoutingChecks
 from support.suites.states import StateChecks as StateChecks
 from support.suites.states import States as States
 from support.suites.writes import RotatedChecks as RotatedChecks

@@ -41,16 +41,14 @@ def decode_mla_sparse(
         plan_slots, size=size, heads=heads, costs=costs,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    may_split = True
     if lengths is None:
         with jax.ensure_compile_time_eval():
             plan = plan_of(jnp.full(batch * tokens, size, jnp.int32))
-            may_split = bool((plan.split_requests[:, 0] >= 0).any())
     else:
         plan = plan_of(lengths.reshape(-1), by_kernel=not interpreting.value)
     return decode_slots(
         q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
-        pages=pages, entry=entry, logit_cap=logit_cap, may_split=may_split,
+        pages=pages, entry=entry, logit_cap=logit_cap,
     )  # fmt: skip
 
 
@@ -75,27 +73,23 @@ def config_of(entry, *, queries: int, size: int, heads: int) -> SparseConfig:
 
 def decode_slots(
     q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, counts=None,
-    extra: ExtraSlots | None = None, *, pages, entry, logit_cap, may_split: bool = True,
+    extra: ExtraSlots | None = None, *, pages, entry, logit_cap,
 ):  # fmt: skip
-    """`decode_mla_sparse` with a plan, in which each query token is a request.
-
-    Without `may_split`, the plan is known to split none, so that there is nothing to combine.
-    """
+    """`decode_mla_sparse` with a plan, in which each query token is a request."""
     batch, tokens, size = slots.shape
     if extra is not None:
         size, _ = _both(slots, counts, extra)
     config = config_of(entry, queries=batch * tokens, size=size, heads=q_latent.shape[2])
     return _decode(
         q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
-        pages=pages, entry=entry, logit_cap=logit_cap, config=config, may_split=may_split,
-        interpret=bool(interpreting.value),
+        pages=pages, entry=entry, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "may_split", "interpret"))
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "interpret"))
 def _decode(
     q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
-    *, pages, entry, logit_cap, config, may_split, interpret,
+    *, pages, entry, logit_cap, config, interpret,
 ):  # fmt: skip
     batch, tokens, heads, _ = q_latent.shape
     requests = batch * tokens
@@ -120,7 +114,5 @@ def _decode(
         counts=None if counts is None else counts.reshape(-1), rows=rows, logit_cap=logit_cap, config=config,
         interpret=interpret,
     )  # fmt: skip
-    if may_split:
-        splits = split_out, split_lse, split_scale
-        out, lse = combine(out, lse, *splits, plan, rows=heads, interpret=interpret, sinks=sinks)
+    out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks)
     return out[:, :heads].reshape(batch, tokens, heads, -1), lse[:, :heads].reshape(batch, tokens, heads)

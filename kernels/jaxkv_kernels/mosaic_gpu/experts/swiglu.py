@@ -4,7 +4,7 @@ Two products by experts (`products.py`) do the work: gate and up, of which the k
 XLA prepares their rows, and adds up the experts' results:
 
 - If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them
-  (`chosen_experts`), which takes few kernels.  Reading the weights takes longer than the products.
+  (`listing.py`), which takes one kernel.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
   (`expert_groups.py`).
 
@@ -17,9 +17,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.expert_groups import chosen_experts, expert_groups
+from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, MOST_ROWS, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
+from jaxkv_kernels.mosaic_gpu.experts.listing import MOST_EXPERTS, list_chosen
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
@@ -60,12 +61,12 @@ def _swiglu(x, experts, weights, gate, up, down, shared, *, limit, config, inter
     count, more, more_first, more_second = gate.shape[0], 0, (), ()
     if shared is not None:
         more = len(shared[0]) // gate.shape[1]
-        experts, weights = _with_shared(experts, weights, count, more)
         more_first = tuple(matrix.reshape(more, -1, x.shape[1]) for matrix in shared[:2])
         more_second = (shared[2].reshape(x.shape[1], more, -1),)
     scaled = isinstance(gate, TileScaled)
-    prepare = _of_all if len(x) <= config.rows and not scaled else _of_groups
-    rows, places, tiles, num_rows = prepare(x, experts, count + more, config)
+    together = len(x) <= config.rows and not scaled and count + more <= MOST_EXPERTS
+    prepare = partial(_of_all, interpret=interpret) if together else _of_groups
+    rows, places, tiles, num_rows = prepare(x, experts, count, more, config)
     first, second, scales = (gate, up), (down,), ((), ())
     rounds = scaled and gate.e4m3_products
     if scaled:
@@ -79,36 +80,30 @@ def _swiglu(x, experts, weights, gate, up, down, shared, *, limit, config, inter
         inner = rounded_to_e4m3(inner)  # each 128 values have another order, but are the same
     results = products(inner, second, scales[1], tiles, early=not rounds, shared=more_second, **options)
     total = jnp.zeros(x.shape, jnp.float32)
-    for rows, shares in zip(places.T, weights.T, strict=True):
+    ones = jnp.ones(len(x), jnp.float32)
+    for rows, shares in zip(places, [*weights.T, *[ones] * more], strict=True):
         chosen = results.at[rows].get(mode="clip").astype(jnp.float32)
         # Select instead of multiplying by 0: rows that no tile has written may hold anything.
         total += jnp.where((rows < num_rows)[:, None], chosen * shares[:, None], 0)
     return (from_positions(total) if scaled else total).astype(x.dtype)
 
 
-def _with_shared(experts, weights, count: int, more: int) -> tuple[jax.Array, jax.Array]:
-    """The choices and weights of tokens that have also chosen the `more` experts after the first `count`."""
-    rows = len(experts)
-    added = jnp.broadcast_to(jnp.arange(count, count + more, dtype=jnp.int32), (rows, more))
-    experts = jnp.where((experts >= 0) & (experts < count), experts, -1)
-    weights = jnp.concatenate([weights, jnp.ones((rows, more), jnp.float32)], axis=1)
-    return jnp.concatenate([experts, added], axis=1), weights
-
-
-def _of_groups(x, experts, num_experts: int, config):
-    """The rows of the products, one per choice; the row of each choice, the tiles, and the number of rows."""
-    groups = expert_groups(experts, num_experts, tile=config.rows, align=ALIGN)
+def _of_groups(x, experts, count: int, more: int, config):
+    """The rows of the products, one per choice; the rows [T] of all tokens' first choice, of the second ...; the tiles,
+    and the number of rows.  All tokens have also chosen the `more` experts after the first `count`."""
+    added = jnp.broadcast_to(jnp.arange(count, count + more, dtype=jnp.int32), (len(x), more))
+    experts = jnp.concatenate([jnp.where((experts >= 0) & (experts < count), experts, -1), added], axis=1)
+    groups = expert_groups(experts, count + more, tile=config.rows, align=ALIGN)
     tiles = groups.experts, groups.starts // ALIGN, groups.sizes // ALIGN, groups.count.reshape(1)
-    return x[groups.tokens], groups.rows, tiles, len(groups.tokens)
+    return x[groups.tokens], groups.rows.T, tiles, len(groups.tokens)
 
 
-def _of_all(x, experts, num_experts: int, config):
+def _of_all(x, experts, count: int, more: int, config, *, interpret: bool):
     """The same if a tile has all tokens: the tokens, which all tiles share, and a row per token and expert."""
-    chosen, places, count = chosen_experts(experts, num_experts)
-    size = -(-len(x) // ALIGN) * ALIGN
-    num_rows = (chosen.size if len(x) == 1 else num_experts) * size
-    starts = jnp.arange(chosen.size, dtype=jnp.int32) if len(x) == 1 else chosen
-    sizes = jnp.full_like(chosen, size // ALIGN)
-    places = places * size + jnp.arange(len(x), dtype=jnp.int32)[:, None]
+    size = -(-len(x) // ALIGN)
+    tiles = list_chosen(experts, count=count, more=more, size=size, interpret=interpret)
+    num_rows = (count + more) * size * ALIGN
+    known, token = (experts >= 0) & (experts < count), jnp.arange(len(x), dtype=jnp.int32)
+    places = [*jnp.where(known, experts, count + more).T, *range(count, count + more)]
     rows = jnp.pad(x, ((0, config.rows - len(x)), (0, 0)))
-    return rows, places, (chosen, starts * (size // ALIGN), sizes, count.reshape(1)), num_rows
+    return rows, [place * (size * ALIGN) + token for place in places], tiles, num_rows

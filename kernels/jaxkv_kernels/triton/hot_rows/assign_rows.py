@@ -2,16 +2,16 @@
 
 A program maps the tokens of one request.  The map (`addressing/hot_map.py`) is updated in place:
 
-    look up the row of each token: hits and misses;  mark the rows of hits
-    unless positions are distinct: of equal misses, find the first
+    look up the row of each token, and which token that row holds: hits and misses
+    mark the rows of hits;  of equal misses, find the first
     barrier
-    in the order of use, the first rows without a mark are evicted, one per miss
+    in the order of use, the rows without a mark are evicted, one per miss;  used rows move to the end of the order
     barrier
-    each miss takes the evicted row of its rank;  marks are removed;  used rows move to the end of the order
+    each miss takes the row of its rank;  marks are removed
+    barrier
+    each token reads its row
 
-If positions are said to be distinct, but are not, a token is copied to several rows, and one of them is used.
-
-What bounds it: the latency of dependent loads, stores and scans, because a request has one program.
+What bounds it: the latency of a dozen dependent loads, stores and scans, because a request has one program.
 """
 
 import jax
@@ -24,7 +24,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 WARPS = 16
 
 
-def assign_rows(maps, positions, host_slots, layer, *, hot, num_layers, num_slots, distinct):
+def assign_rows(maps, positions, host_slots, layer, *, hot, num_layers, num_slots):
     """Updates maps [L, B, hot.width] for positions [B, N], and returns what must be copied.
 
     Returns the maps, the slots [B, N] of the rows, and `sources` and `targets` [B, N]: the slots in host memory and on
@@ -45,75 +45,65 @@ def assign_rows(maps, positions, host_slots, layer, *, hot, num_layers, num_slot
         COUNT=count,
         LAYERS=num_layers,
         SLOTS=num_slots,
-        DISTINCT=distinct,
-        TOKENS=_tile(count),
-        COLUMNS=_tile(hot.rows),
+        TOKENS=triton.next_power_of_2(count),
+        COLUMNS=triton.next_power_of_2(hot.rows),
     )
     return maps, slots, sources, targets
-
-
-def _tile(count: int) -> int:
-    """Elements of a tile: at least one per thread, because Triton may repeat loads of smaller ones after stores."""
-    return max(triton.next_power_of_2(count), 32 * WARPS)
 
 
 @triton.jit
 def _assign_rows(
     positions, host_slots, layers, maps, slots, sources, targets, evicted,
     REQUESTS: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, LAYERS: tl.constexpr,
-    SLOTS: tl.constexpr, DISTINCT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     layer = tl.load(layers)
     known = (layer >= 0) & (layer < LAYERS)
-    of_layer = tl.where(known, layer, 0)
-    # Without this unknown 0, threads would load vectors, and converting them for the stores would take 40 barriers.
-    zero = tl.minimum(request, 0)
-    place = maps + (of_layer.to(tl.int64) * REQUESTS + request) * (POSITIONS + 2 * ROWS)
+    of_layer = tl.where(known, layer, 0).to(tl.int64)
+    place = maps + (of_layer * REQUESTS + request) * (POSITIONS + 2 * ROWS)
     held = place + POSITIONS
     order = held + ROWS
-    n = tl.arange(0, TOKENS) ^ zero
+    n = tl.arange(0, TOKENS)
     here = request.to(tl.int64) * COUNT + n
     position = tl.load(positions + here, mask=n < COUNT, other=-1)
     host_slot = tl.load(host_slots + here, mask=n < COUNT, other=-1)
     end = tl.where(known, POSITIONS, 0)
     live = (position >= 0) & (position < end) & (host_slot >= 0) & (host_slot < SLOTS)
-    row = tl.load(place + position, mask=live, other=-1)
-    hit, miss = live & (row >= 0), live & (row < 0)
-    tl.store(held + row, -2 - position, mask=hit)  # the mark
-    j = tl.arange(0, COLUMNS) ^ zero
+    row = tl.load(place + position, mask=live, other=0)
+    hit = live & (tl.load(held + row, mask=live, other=-1) == position)
+    miss = live & (hit == 0)
+    j = tl.arange(0, COLUMNS)
     old = tl.load(order + j, mask=j < ROWS, other=0)
-    new = miss
-    if not DISTINCT:
-        tl.debug_barrier()
-        tl.atomic_max(place + position, TOKENS - n, mask=miss, sem="relaxed")  # largest for the first of equal misses
-        tl.debug_barrier()
-        new = miss & (tl.load(place + position, mask=miss, other=0) == TOKENS - n)
+    tl.debug_barrier()
+    tl.store(held + row, -2 - position, mask=hit)  # the mark
+    # Among equal misses the first has the largest of these numbers, which are no rows.
+    tl.atomic_max(place + position, ROWS + TOKENS - n, mask=miss, sem="relaxed")
+    tl.debug_barrier()
+    new = miss & (tl.load(place + position, mask=miss, other=0) == ROWS + TOKENS - n)
     rank = tl.cumsum(new.to(tl.int32), 0) - 1
     count = tl.sum(new.to(tl.int32), 0)
-    tl.debug_barrier()
     holds = tl.load(held + old, mask=j < ROWS, other=0)
     marked = (j < ROWS) & (holds < -1)
-    free = (j < ROWS) & (holds >= -1)
+    free = (j < ROWS) & (marked == 0)
     free_rank = tl.cumsum(free.to(tl.int32), 0) - 1
     leaves = free & (free_rank < count)
-    tl.store(evicted + request.to(tl.int64) * COUNT + free_rank, old, mask=leaves)
-    tl.debug_barrier()
-    taken = tl.load(evicted + request.to(tl.int64) * COUNT + rank, mask=new, other=0)
-    tl.store(targets + request.to(tl.int64) * COUNT + rank, request * ROWS + taken, mask=new)
-    tl.store(sources + request.to(tl.int64) * COUNT + rank, host_slot, mask=new)
-    tl.store(sources + here, -1, mask=(n < COUNT) & (n >= count))
-    tl.store(targets + here, -1, mask=(n < COUNT) & (n >= count))
-    tl.store(place + holds, -1, mask=leaves & (holds >= 0))
-    tl.store(place + position, taken, mask=new)
-    tl.store(held + old, -2 - holds, mask=marked)
-    tl.store(held + taken, position, mask=new)
+    kept = free & (leaves == 0)
     # In the new order, rows that are kept come first.
     before = tl.maximum(free_rank + 1 - count, 0)  # kept rows before a used one
-    kept = ROWS - count - tl.sum(marked.to(tl.int32), 0)
-    moved = tl.where(free & (free_rank >= count), free_rank - count, kept + j - before)
+    last = ROWS - count - tl.sum(marked.to(tl.int32), 0)
+    moved = tl.where(kept, free_rank - count, last + j - before)
+    tl.store(evicted + request.to(tl.int64) * COUNT + free_rank, old, mask=leaves)
+    tl.debug_barrier()
     tl.store(order + moved, old, mask=j < ROWS)
-    if not DISTINCT:
-        tl.debug_barrier()
-        taken = tl.load(place + position, mask=miss, other=0)
-    tl.store(slots + here, tl.where(live, request * ROWS + tl.where(hit, row, taken), -1), mask=n < COUNT)
+    tl.store(held + old, -2 - holds, mask=marked)
+    taken = tl.load(evicted + request.to(tl.int64) * COUNT + rank, mask=new, other=0)
+    tl.store(held + taken, position, mask=new)
+    tl.store(place + position, taken, mask=new)
+    tl.store(sources + request.to(tl.int64) * COUNT + rank, host_slot, mask=new)
+    tl.store(targets + request.to(tl.int64) * COUNT + rank, request * ROWS + taken, mask=new)
+    tl.store(sources + here, -1, mask=(n < COUNT) & (n >= count))
+    tl.store(targets + here, -1, mask=(n < COUNT) & (n >= count))
+    tl.debug_barrier()
+    found = tl.load(place + position, mask=live, other=0)
+    tl.store(slots + here, tl.where(live, request * ROWS + found, -1), mask=n < COUNT)

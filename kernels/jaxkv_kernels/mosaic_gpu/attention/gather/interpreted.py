@@ -112,10 +112,6 @@ class InterpretedRows(GatheredRows):
         return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
 
 
-NBYTES = {"e4m3": 128, "half": 64, "rope": 128}
-"""Bytes of each row in a unit of `JoinedRows`."""
-
-
 class InterpretedJoined(JoinedRows):
     """The operations of `JoinedRows` on arrays whose axis 0 is the rows of a tile.
 
@@ -163,19 +159,7 @@ class InterpretedJoined(JoinedRows):
 
     def load(self, zero_ref, own, unit):
         """A unit of the rows, bytes [64, n]."""
-        return own[0][:, unit.offset : unit.offset + NBYTES[unit.kind]]
-
-    def copy(self, zero_ref, own, unit, staged_ref, number):
-        """Copies a unit."""
-        raw = self.load(zero_ref, own, unit)
-        staged_ref[number] = jnp.pad(raw, ((0, 0), (0, staged_ref.shape[2] - raw.shape[1])))
-
-    def take(self, unit, staged_ref, number):
-        """The unit that was copied."""
-        return staged_ref[number][:, : NBYTES[unit.kind]]
-
-    def finish(self):
-        """Does nothing: copies are complete."""
+        return own[0][:, unit.offset : unit.offset + {"e4m3": 128, "half": 64, "rope": 128}[unit.kind]]
 
     def store(self, unit, stage, k_ref, raw, scales):
         """Stores a unit as bf16."""

@@ -16,11 +16,9 @@ from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
 from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import COLUMN_TILE, STORE, Lane, shuffle
 from jaxkv_kernels.mosaic_gpu.attention.gather.narrow import load_eight, permute
 from jaxkv_kernels.mosaic_gpu.runtime.elements import words
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import LOAD_SHARED, at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, c64, i32, i64, ptx
 
 COLUMN_TILES = HALF // 64
-STEP = 16 * lanes.THREADS
-"""Bytes of one chunk of each lane."""
 LARGEST_SCALE = 127 + 7
 """The largest e8m0 scale, as a byte, for which the product with 2**120 is a bf16 number."""
 CONVERT = (
@@ -108,50 +106,15 @@ def is_known(zero, own) -> Any:
     return arith.ori(*differs)
 
 
-def _places(zero, own, unit) -> tuple[list[Any], Any]:
-    """The addresses of the rows that the lane loads in part, from the lanes which own them, and its chunk of each."""
-    lane = Lane()
+def load_unit(zero, own, unit) -> list[Any]:
+    """The lane's chunks of a unit, from the addresses that the lanes which own its rows have."""
+    lane, pointer = Lane(), mgpu.utils.memref_ptr(zero).type
     chunk = {"e4m3": lane.e4m3_chunk, "half": lane.rope_chunk, "rope": lane.chunk}[unit.kind]
-    return _rows(zero, own, lane.rope_owners if unit.kind == "half" else lane.owners), chunk
-
-
-def _rows(zero, own, owners) -> list[Any]:
-    """The addresses that other lanes have."""
-    pointer = mgpu.utils.memref_ptr(zero).type
-    return [
+    owners = lane.rope_owners if unit.kind == "half" else lane.owners
+    addresses = [
         ptx("mov.b64 $0, {$1, $2};", *(shuffle(word, owner) for word in own), result_types=pointer) for owner in owners
     ]
-
-
-def load_unit(zero, own, unit) -> list[Any]:
-    """Starts to load the lane's chunks of a unit to registers."""
-    return lanes.load_chunks(*_places(zero, own, unit), unit.offset)
-
-
-def copy_unit(zero, own, unit, stage, number: int) -> None:
-    """Starts to copy the lane's chunks of a unit to shared memory, as one group of copies."""
-    into = _staged(stage, number)
-    for n, address in enumerate(lanes.of_chunk(*_places(zero, own, unit))):
-        place = f"[$0 + {n * STEP}], [$1 + {unit.offset}]"
-        ptx(f"cp.async.cg.shared.global.L2::256B {place}, 16;", into, address)
-    ptx("cp.async.commit_group;")
-
-
-def load_staged(stage, number: int, count: int, later: int) -> list[Any]:
-    """Chunks that `copy_unit` copied, once all groups of copies but the `later` newest ones have landed."""
-    ptx(f"cp.async.wait_group {later};")
-    start = _staged(stage, number)
-    return [
-        ptx(LOAD_SHARED.format(offset=n * STEP), start, result_types=[i32()] * 4, has_side_effects=True)
-        for n in range(count)
-    ]
-
-
-def _staged(stage, number: int) -> Any:
-    """Where the lane's chunks of a staged unit begin; no other lane reads or writes them."""
-    thread = arith.remui(mgpu.utils.thread_idx(), c32(lanes.THREADS))
-    offset = arith.addi(arith.shli(thread, c32(4)), c32(number * lanes.ROWS_PER_LANE * STEP))
-    return at(mgpu.utils.memref_ptr(stage), offset)
+    return lanes.load_chunks(addresses, chunk, unit.offset)
 
 
 def store_unit(ref, raw, scales, unit, stage: int) -> None:
@@ -216,4 +179,9 @@ def _float32(scale) -> Any:
 
 def prefetch(zero, own, nbytes: int) -> None:
     """Brings the rows of a tile to the L2 cache."""
-    lanes.prefetch(_rows(zero, own, Lane().owners), nbytes)
+    pointer = mgpu.utils.memref_ptr(zero).type
+    rows = [
+        ptx("mov.b64 $0, {$1, $2};", *(shuffle(word, owner) for word in own), result_types=pointer)
+        for owner in Lane().owners
+    ]
+    lanes.prefetch(rows, nbytes)

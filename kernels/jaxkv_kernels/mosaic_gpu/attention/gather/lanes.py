@@ -208,7 +208,7 @@ def copy_rows(cache, kv, slot, layer, limit, parts) -> None:
     for row in spread(slot, lane.owners):
         known = valid(row, limit)
         start = address(cache, kv, arith.select(known, row, c32(0)), layer)
-        found += [(*of_chunk([start], lane.chunk), arith.select(known, c32(16), c32(0)))]
+        found += [(*_chunks([start], lane.chunk), arith.select(known, c32(16), c32(0)))]
     for offset, lines, ref, first, column_tiles in parts:
         place = at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, column_tiles))
         for n, (start, size) in enumerate(found):
@@ -235,7 +235,7 @@ def load_rope(addresses, offset: int) -> list[Any]:
 def load_chunks(addresses, chunk, offset: int) -> list[Any]:
     """16 bytes of each row: chunk number `chunk` of those that begin at `offset`."""
     load = LOAD.format(offset=offset)
-    addresses = of_chunk(addresses, chunk)
+    addresses = _chunks(addresses, chunk)
     found = [ptx(load, address, result_types=[i32()] * 4, has_side_effects=True) for address in addresses]
     ptx("bar.warp.sync 0xffffffff;", convergent=True)
     return found
@@ -252,7 +252,7 @@ def copy_rope(addresses, offset: int, ref, stage: int) -> None:
     """Starts to copy rotary keys to shared memory as they are."""
     lane = Lane()
     start = at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, 1))
-    for n, address in enumerate(of_chunk(addresses, lane.chunk)):
+    for n, address in enumerate(_chunks(addresses, lane.chunk)):
         into = stage * ROPE_TILE + n * 2 * COLUMN_TILE
         ptx(f"cp.async.cg.shared.global.L2::128B [$0 + {into}], [$1 + {offset}], 16;", start, address)
 
@@ -262,7 +262,7 @@ def wait_for_copies() -> None:
     ptx("cp.async.wait_all;")
 
 
-def of_chunk(addresses, chunk) -> list[Any]:
+def _chunks(addresses, chunk) -> list[Any]:
     """The addresses of the lane's chunk of each row."""
     return [at(address, _wide(arith.shli(chunk, c32(4)))) for address in addresses]
 

@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
-from jaxkv_kernels.mosaic_gpu.attention.gather.joined import STAGED
 
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
@@ -98,11 +97,6 @@ class GatherTiles:
             plgpu.barrier_wait(q_free)
             for half in range(4):
                 plgpu.barrier_wait(self.k_free[half])
-
-        self._finish()
-
-    def _finish(self) -> None:
-        """Waits for loads that have been started past the last tile."""
 
     def _place(self, pages, layer) -> tuple[Any, Any]:
         """A layer of a cache, and the end of its slots: 0 if there is no such layer."""
@@ -236,30 +230,18 @@ class ExtraRefs:
 class JoinedTiles(GatherTiles):
     """For entries that are keys and values as a whole (`joined.py`), of one cache or of two.
 
-    The state: the units in registers, and the scales, of the next tile, which are being loaded; its addresses; the
-    slots of the one after.
+    The state: units that are being loaded; the scales and the addresses of the next tile; the slots of the one after.
     """
 
-    staged: Any = None
-    """Shared memory for the units of the next tile that are not in registers."""
     extra: ExtraRefs | None = None
     count_ref: Any = None
     """The numbers of slots to attend to in the first of two lists; None if that is all of them."""
 
-    def _finish(self):
-        self.rows.finish()
-
     def _start(self, layer, limit, slots):
         here, ahead = slots
         own, scales = self._locate(layer, limit, here)
-        held = [self._load(own, place, unit) for place, unit in enumerate(self._units(0))]
-        return tuple(held[STAGED:]), scales, own, ahead
-
-    def _load(self, own, place: int, unit) -> Any:
-        """Starts to load the unit at a place of a tile; returns its registers if it is loaded to registers."""
-        if place < STAGED:
-            return self.rows.copy(self.zero_ref, own, unit, self.staged, place)
-        return self.rows.load(self.zero_ref, own, unit)
+        ring = tuple(self.rows.load(self.zero_ref, own, unit) for unit in self._units(0)[: self.config.units_ahead])
+        return ring, scales, own, ahead
 
     def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
         state = self._fetch_tile(layer, limit, 0, used, state, beyond[0])
@@ -284,22 +266,23 @@ class JoinedTiles(GatherTiles):
         return self.rows.locate(refs, self.zero_ref, places, tile, slots)
 
     def _fetch_tile(self, layer, limit, tile, used, state, beyond):
-        """Stores a tile, and loads the units of the next one: each when that of this tile at its place is stored."""
-        held, scales, own, following = state
-        units, coming, near = self._units(tile), self._units(1 - tile), len(self.rows.half(tile))
+        """Stores a tile, whose first units are in the ring; loads those of the next one."""
+        ring, scales, own, following = state
+        units, ring, near = self._units(tile), list(ring), len(self.rows.half(tile))
+        coming = units + self._units(1 - tile)
         self._wait_free(tile, tile, used)
         self.rows.mark(self.stats, self.zero_ref, FACTOR + tile, (FLAG, 4 * tile), own)
         after = self._find(*beyond)
         ahead, scales_ahead = self._locate(layer, limit, following)
         if self.config.prefetch:
             self.rows.prefetch_rows(self.zero_ref, ahead)
-        loaded = []
-        for place, unit in enumerate(units):
-            if place == near:
+        for n, unit in enumerate(units):
+            if n == near:
                 self._stored(2 * tile + tile)
                 self._wait_free(tile, 1 - tile, used)
-            raw = self.rows.take(unit, self.staged, place) if place < STAGED else held[place - STAGED]
-            self.rows.store(unit, tile, self.k, raw, scales)
-            loaded.append(self._load(ahead, place, coming[place]))
+            next_unit = n + len(ring)
+            self.rows.store(unit, tile, self.k, ring.pop(0), scales)
+            addresses = own if next_unit < len(units) else ahead
+            ring.append(self.rows.load(self.zero_ref, addresses, coming[next_unit]))
         self._stored(2 * tile + 1 - tile)
-        return tuple(loaded[STAGED:]), scales_ahead, ahead, after
+        return tuple(ring), scales_ahead, ahead, after

@@ -59,9 +59,8 @@ These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has
 P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.
 
-Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227.  For
-`fp8_v4` entries, Q is 64 KiB, and units that are being loaded, 24 KiB, take the place of rotary keys.  Registers: 224
-per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
+Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227; 202 KiB for
+`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
 from functools import partial
@@ -77,8 +76,8 @@ from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.attention.gather.full import CopiedFull, StoredFull
-from jaxkv_kernels.mosaic_gpu.attention.gather.joined import STAGED, JoinedRows
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import LINE, GatheredRows, async_fence
+from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
+from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
 from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import (
     FACTOR,
     FLAG,
@@ -190,8 +189,7 @@ def attend_slots(
             gather_tiles: Any = ConvertedTiles if rows.quantised else CopiedTiles
             if is_joined:
                 extra_kv = ExtraRefs(extra_refs[0], extra_refs[1], extra_refs[2][0]) if extra_refs else None
-                counts_of = count_refs[0] if count_refs else None
-                gather_tiles = partial(JoinedTiles, staged=scratch["staged"], extra=extra_kv, count_ref=counts_of)
+                gather_tiles = partial(JoinedTiles, extra=extra_kv, count_ref=count_refs[0] if count_refs else None)
             gather = gather_tiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
             load_tile = partial(load_work_tile, work_tiles_ref)
             gather.run(layer_ref[0], first, end, first_tile, load_tile, q_free, fetch_queries)
@@ -379,12 +377,10 @@ def attend_slots(
         # The interpreter reports any two accesses to a union through different views as a race.
         return views if interpret else plgpu.RefUnion(*views)
 
-    others: dict[str, Any] = {}
+    rotary = {}
     if isinstance(rows, GatheredRows):
-        others["qr"] = viewed(TILE, ROPE, own_dtype=rows.rope_dtype)
-        others["r"] = swizzled(2, TILE, ROPE, dtype=rows.rope_dtype)
-    else:
-        others["staged"] = plgpu.SMEM((STAGED, TILE, LINE), jnp.uint8)
+        rotary["qr"] = viewed(TILE, ROPE, own_dtype=rows.rope_dtype)
+        rotary["r"] = swizzled(2, TILE, ROPE, dtype=rows.rope_dtype)
     return kernel(
         body,
         interpret=interpret,
@@ -401,7 +397,7 @@ def attend_slots(
         scratch_types={
             "q": viewed(width // COLUMNS, TILE, COLUMNS) if is_joined else viewed(2, TILE, HALF),
             "k": viewed(2, 2, TILE, HALF),
-            **others,
+            **rotary,
             "p": swizzled(TILE, TILE, dtype=k_dtype),
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if is_joined else 3),

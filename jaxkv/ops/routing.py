@@ -1,0 +1,87 @@
+"""Which experts a token passes through."""
+
+import jax
+
+from jaxkv.dispatch.backends import Call, run
+from jaxkv.dispatch.validate import Dims, positive_int, static_scale
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.samples import TOKENS, array
+
+SCORINGS = "softmax", "sigmoid"
+
+
+def select_experts(
+    logits: jax.Array,
+    per_token: int,
+    *,
+    bias: jax.Array | None = None,
+    scoring: str = "softmax",
+    groups: int = 1,
+    groups_per_token: int = 1,
+    normalize: bool = False,
+    scale: float = 1.0,
+    implementation=None,
+) -> tuple[jax.Array, jax.Array]:
+    """The experts with the highest scores for each token, and their weights, for `grouped_swiglu`.
+
+    Scores are the softmax of a token's logits (DeepSeek-V2, arXiv 2405.04434, section 2.1) or their sigmoids
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).  A bias per expert is added to them for the choice, but not for the
+    weights.  With groups, only experts of the best groups may be chosen; the score of a group is that of its best
+    expert with softmax, and the sum of its two best with sigmoids.  Of equal scores, those of lower ids come first.
+
+    A token with a NaN among its logits, or in `bias`, has ids within range and weights without meaning.
+
+    Args:
+      logits: float32 [T, E].
+      per_token: static number of experts of a token, K.
+      bias: float32 [E].
+      scoring: "softmax" or "sigmoid".
+      groups: static number of groups of equal size, each of consecutive experts.
+      groups_per_token: static number of groups that a token's experts may be in.
+      normalize: whether the weights of a token are divided by their sum, before they are multiplied by `scale`.
+      scale: static number.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
+    Returns:
+      ids int32 [T, K], from the highest score to the lowest, and weights float32 [T, K].
+
+    Raises:
+      ValueError: a shape, dtype or static argument is wrong.
+    """
+    options = (bias, scoring, groups, groups_per_token, normalize, scale)
+    return run(_bind(logits, per_token, *options), implementation)
+
+
+def _bind(logits, per_token, bias=None, scoring="softmax", groups=1, groups_per_token=1, normalize=False, scale=1.0):
+    dims = Dims()
+    dims.check("logits", logits, "T E", ("float32",))
+    if bias is not None:
+        dims.check("bias", bias, "E", ("float32",))
+    count = dims["E"]
+    if scoring not in SCORINGS:
+        raise ValueError(f"`scoring` is {scoring!r}: expected {' or '.join(map(repr, SCORINGS))}")
+    groups = positive_int("groups", groups, below=None)
+    if count % groups:
+        raise ValueError(f"`groups` is {groups}: expected a divisor of the {count} experts of `logits`")
+    groups_per_token = positive_int("groups_per_token", groups_per_token, below=None)
+    if groups_per_token > groups:
+        raise ValueError(f"`groups_per_token` is {groups_per_token}: expected at most the {groups} `groups`")
+    if groups > 1 and scoring == "sigmoid" and count == groups:
+        raise ValueError(
+            f"`groups` is {groups}: expected groups of 2 or more of {count} experts, to add their two best"
+        )
+    per_token, most = positive_int("per_token", per_token, below=None), count // groups * groups_per_token
+    if per_token > most:
+        raise ValueError(f"`per_token` is {per_token}: expected at most {most}, the experts of the groups of a token")
+    options = {
+        "per_token": per_token,
+        "scoring": scoring,
+        "groups": groups,
+        "groups_per_token": groups_per_token,
+        "normalize": bool(normalize),
+        "scale": static_scale(scale),
+    }
+    return Call("select_experts", {"logits": logits, "bias": bias}, options)
+
+
+OPERATIONS = (Operation(select_experts, _bind, lambda: ((array("float32", TOKENS, 64), 6), {})),)
