@@ -26,7 +26,7 @@ IGNORED_OBJECTS = {"vision_config"}
 """Objects of the recorded configurations on which no model depends."""
 IGNORED_BESIDE = {
     "deepseek_v32": {"first_k_dense_replace"},  # has mlp_layer_types, too
-    "deepseek_v4": {"router_aux_loss_coef", "router_jitter_noise"},
+    "deepseek_v4": {"router_jitter_noise"},
     "glm5": {"first_k_dense_replace"},
     "smollm3": {"no_rope_layer_interval"},  # has no_rope_layers, too
     "kimi_k25": {
@@ -40,11 +40,10 @@ IGNORED_BESIDE = {
         "vision_end_token_id",
         "vision_start_token_id",
     },
-    "qwen3_next": {"router_aux_loss_coef"},
     "deepseek_v2_lite": {"n_group", "topk_group"},  # greedy
 }
 NOT_IGNORED = {
-    "deepseek_v4": {"head_dim", "layer_types", "num_key_value_heads"},
+    "deepseek_v4": {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"},
     "gpt_oss": {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"},
     "kimi_k25": {"text_config.model_type"},
     "llama": {"head_dim", "num_key_value_heads"},

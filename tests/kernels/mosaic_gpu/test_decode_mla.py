@@ -69,11 +69,10 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
         """With 34 to 66 requests, two CTAs share the keys of each."""
         lengths = tuple(np.random.default_rng(count).integers(0, 700, count).tolist())
         lengths = (0, 1, 64, 128, 129, 9000, *lengths[6:])
-        scene = suites.scenes.scene(self.entry(), lengths=lengths)
-        cache, q = (
-            scene.cache(suites.layout_of("BLNHC", self.entry()), 1),
-            suites.queries(self.entry(), count, tokens, heads),
-        )
+        num_blocks = sum(-(-length // 64) for length in lengths) + 3
+        scene = suites.scenes.scene(self.entry(), lengths=lengths, num_blocks=num_blocks)
+        layout = suites.layout_of("BLNHC", self.entry(), num_blocks=num_blocks)
+        cache, q = scene.cache(layout, 1), suites.queries(self.entry(), count, tokens, heads)
 
         found = self.check(q, cache, scene, 1)
         assert_same_bits(self.check(q, cache, scene, 1)[0], found[0])
