@@ -56,6 +56,7 @@ def _cpu() -> Iterator[Workload]:
     yield cross(operation="select_topk", requests=2, tokens=4096, chosen=1024)
     yield cross(operation="merge_states", requests=2, heads=16, tokens=4)
     yield workload(suite="cpu", operation="grouped_swiglu", requests=16, tokens=8, chosen=2, layers=1)
+    yield workload(suite="cpu", operation="select_experts", requests=16, tokens=64, chosen=8, layers=1)
     yield workload(suite="cpu", operation="scaled_linear", requests=16, tokens=256, chosen=512, layers=1)
 
 
@@ -150,6 +151,7 @@ def _models() -> Iterator[Workload]:
         yield experts(requests=tokens, tokens=256, chosen=8, format="fp8")
     for tokens in (1, 32, 128):
         yield workload(suite="models", operation="scaled_linear", requests=tokens, tokens=16384, chosen=7168, layers=1)
+        yield workload(suite="models", operation="select_experts", requests=tokens, tokens=256, chosen=8, layers=1)
     yield workload(suite="models", operation="merge_states", requests=128, heads=128, tokens=8, layers=1)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.bench.routing import Routing
 from jaxkv.bench.workload import Shapes, Workload
 
 
@@ -431,6 +432,7 @@ FAMILIES: dict[str, type[Workload]] = {
     "indexer_logits": Logits,
     "select_topk": TopK,
     "merge_states": Merge,
+    "select_experts": Routing,
     "write_state": WriteState,
     "read_state": ReadState,
     "copy_blocks": CopyBlocks,

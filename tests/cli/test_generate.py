@@ -63,6 +63,7 @@ def test_the_recorded_tokens_are_printed(capsys):
     assert " new tokens/s" in printed.err
 
 
+@pytest.mark.slow  # tests/models/test_speculative.py covers drafts; here it is their printing
 def test_drafts_leave_the_tokens_as_they_are_and_acceptance_is_printed(tmp_path, capsys):
     folder, _ = with_mtp(tmp_path)
     prompt, tokens = recorded(1, 16)

@@ -164,7 +164,7 @@ def test_the_engine_serves_calibrated_models(tmp_path):
     ("family", "kind"),
     [
         ("llama", "TensorParallel"),
-        ("youtu", "DataParallel"),
+        slow("youtu", "DataParallel"),  # each device does what one does
         slow("llama", "ContextParallel"),
         slow("deepseek_v32", "ExpertParallel"),
     ],

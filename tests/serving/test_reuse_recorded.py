@@ -60,7 +60,7 @@ def disk_pool(family, folder, order="BLNHC"):
         ("deepseek_v32", "BLNHC"),  # latents and the indexer's keys are stored: of 200 tokens each query sees 64
         ("llama", "BLNHC"),
         ("gpt_oss", "BHLNC"),
-        ("smollm3", "BLNHC"),
+        slow("smollm3", "BLNHC"),  # keys and values, as those of llama
         # The same code with other sizes.
         *(slow("gpt_oss", order) for order in ("BLNHC", "LBNHC")),
         *(slow("mistral4", order) for order in ("BLNHC", "LBNHC")),
