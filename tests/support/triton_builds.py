@@ -22,6 +22,7 @@ POINTERS = {
     "float16": "*fp16",
     "float32": "*fp32",
     "int32": "*i32",
+    "uint32": "*u32",
     "uint8": "*u8",
     "float8_e4m3fn": "*fp8e4nv",
 }
