@@ -61,14 +61,14 @@ class BlockTables:
         return Prefix.of(request, running, self.tables, self.pool, self.tiers)
 
     def count(self, request: Request, prefix: Prefix, end: int) -> int:
-        """How many blocks a request holds when it joins with this prefix, and its first step ends at token `end`."""
+        """The number of blocks that a request holds if it joins with this prefix, and its first step ends at `end`."""
         return sum(
             len({*table.needed(prefix.tokens), *self._written(request, table, prefix.tokens, end)})
             for table in self.tables
         )
 
     def takes(self, request: Request, prefix: Prefix, end: int) -> int:
-        """How many free blocks it takes for that."""
+        """The number of free blocks that `join` and `own` take for that."""
         kept = sum(not self.pool.is_free(block) for block in prefix.on_device)
         return self.count(request, prefix, end) - kept + prefix.copied
 
@@ -113,15 +113,14 @@ class BlockTables:
 
         Then blocks that no later token needs are released.
         """
-        contents = {}
-        for table in self.tables:
-            for index in table.filled(start, end):
-                self.extend_keys(request)
-                held = request.held[table.name]
-                contents[held.keys[index]] = held.blocks[index]
-        for key, block in contents.items():
-            self.pool.name(block, key)
-        self.tiers.store(cache, contents)
+        filled = [(table.name, index) for table in self.tables for index in table.filled(start, end)]
+        if filled:
+            self.extend_keys(request)
+            held = request.held
+            contents = {held[name].keys[index]: held[name].blocks[index] for name, index in filled}
+            for key, block in contents.items():
+                self.pool.name(block, key)
+            self.tiers.store(cache, contents)
         for table in self.tables:
             if table.window is not None:
                 self._expire(request, table, table.needed(end).start)
