@@ -1,4 +1,4 @@
-"""Rotary position embedding of new keys, as writes apply it."""
+"""Rotary position embedding (RoPE) that keeps the order of values, as writes and DeepSeek V4 apply it."""
 
 import jax
 import jax.numpy as jnp

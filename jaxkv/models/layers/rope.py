@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv.models.config import Llama3, QueryScale, Rope, Yarn
 from jaxkv.models.layers.linear import with_rank
+from jaxkv_kernels.rotary import rotated
 
 
 def angles(rope: Rope, rotary_dim: int, positions) -> tuple[jax.Array, jax.Array]:
@@ -42,10 +43,8 @@ def rotate_last(x, cos, sin) -> jax.Array:
     The values keep their order, so that `rotate_last(y, cos, -sin)` rotates back.
     """
     plain, rotary = jnp.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
-    pairs = rotary.astype(jnp.float32).reshape(*rotary.shape[:-1], -1, 2)
-    a, b = pairs[..., 0], pairs[..., 1]
-    pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return jnp.concatenate([plain, pairs.reshape(rotary.shape).astype(x.dtype)], axis=-1)
+    rotary = rotated(rotary, jnp.concatenate([cos, sin], axis=-1), interleaved=True)
+    return jnp.concatenate([plain, rotary], axis=-1)
 
 
 def rotate_first(x, cos, sin, *, interleaved: bool) -> jax.Array:
