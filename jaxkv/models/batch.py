@@ -104,13 +104,14 @@ class Batch:
         for seq_lens, _, slot_mapping in batches:
             q_len = slot_mapping.shape[1]
             positions.append(seq_lens[:, None] - q_len + jnp.arange(q_len, dtype=jnp.int32)[None])
+        positions = joined(positions)
         scale = config.attention.query_scale if isinstance(config.attention, MLA) else None
         return cls(
-            *rope.angles(config.rope, config.attention.rotary_dim, joined(positions)),
+            *rope.angles(config.rope, config.attention.rotary_dim, positions),
             model.parallel.slots(slots, cache.layout),
-            jnp.where(joined([slot_mapping for *_, slot_mapping in batches]) < 0, -1, joined(positions)),
+            jnp.where(joined([slot_mapping for *_, slot_mapping in batches]) < 0, -1, positions),
             tuple(Part.of(model, cache, *batch) for batch in batches),
-            None if scale is None else rope.query_scales(scale, joined(positions)),
+            None if scale is None else rope.query_scales(scale, positions),
         )
 
     def slots_of(self, table: str, block_size: int) -> jax.Array:

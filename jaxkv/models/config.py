@@ -1,7 +1,7 @@
 """The configuration of a model, from the `config.json` of a Hugging Face checkpoint."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ class Experts:
     count: int
     """The experts that have weights."""
     per_token: int
-    groups: int
-    groups_per_token: int
+    groups: int = field(default=1, kw_only=True)
+    groups_per_token: int = field(default=1, kw_only=True)
     scoring: str
     """`softmax` (V2), or `sigmoid` (V3) or `sqrtsoftplus` (V4), both with a bias that affects which experts are chosen
     but not their weights."""

@@ -95,6 +95,13 @@ class JsonObject:
             raise self.error(key, " or ".join(map(repr, expected)))
         return value
 
+    def per_layer(self, key: str, *expected: Any, count: int) -> list[Any]:
+        """The list of the key, which must have one of `expected` for each of `count` layers."""
+        values = self.value(key)
+        if not isinstance(values, list) or len(values) != count or any(value not in expected for value in values):
+            raise self.error(key, f"{' or '.join(map(repr, expected))} for each of {count} layers")
+        return values
+
     def spelling(self, *keys: str) -> str:
         """The name under which the object has a value: the first of `keys` that it contains, or `keys[0]` if none.
 

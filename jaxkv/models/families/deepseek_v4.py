@@ -98,9 +98,7 @@ def _kinds(fields: JsonObject) -> tuple[tuple[str, ...], dict[str, int]]:
         if not known or not all(type(ratio) is int and ratio in RATIOS for ratio in ratios):
             raise fields.error("compress_ratios", f"0, 4 or 128 for each of {count} layers")
         return tuple(RATIOS[ratio] for ratio in ratios[:count]), rates
-    types = fields.value("layer_types")
-    if not isinstance(types, list) or len(types) != count or not all(isinstance(t, str) and t in KINDS for t in types):
-        raise fields.error("layer_types", f"one of {', '.join(KINDS)} for each of {count} layers")
+    types = fields.per_layer("layer_types", *KINDS, count=count)
     if "compress_rates" in fields:
         held = fields.child("compress_rates")
         rates = {kind: held.integer(name, least=2) for name, kind in KINDS.items() if kind in rates}
@@ -146,8 +144,6 @@ def _read_experts(fields: JsonObject) -> Experts:
     return Experts(
         count=count,
         per_token=per_token,
-        groups=1,
-        groups_per_token=1,
         scoring=fields.choice("scoring_func", "sqrtsoftplus"),
         normalize=True,
         scale=fields.number("routed_scaling_factor"),

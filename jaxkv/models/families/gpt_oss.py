@@ -34,10 +34,7 @@ def _kinds(fields: JsonObject, num_layers: int) -> list[str]:
     """The kind of each layer; by default every other one has a window, beginning with the first."""
     if "layer_types" not in fields:
         return [FULL if layer % 2 else WINDOWED for layer in range(num_layers)]
-    kinds = fields.value("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (WINDOWED, FULL) for kind in kinds):
-        raise fields.error("layer_types", f"{WINDOWED!r} or {FULL!r} for each of {num_layers} layers")
-    return kinds
+    return fields.per_layer("layer_types", WINDOWED, FULL, count=num_layers)
 
 
 def _read_experts(fields: JsonObject) -> Experts:
@@ -52,8 +49,6 @@ def _read_experts(fields: JsonObject) -> Experts:
         scoring="softmax",
         normalize=True,
         scale=1.0,
-        groups=1,
-        groups_per_token=1,
         limit=fields.number("swiglu_limit", default=LIMIT),
         alpha=fields.number("swiglu_alpha", default=ALPHA),
     )

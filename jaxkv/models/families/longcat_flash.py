@@ -51,8 +51,6 @@ def _read_experts(fields: JsonObject) -> Experts:
     return Experts(
         count=count,
         per_token=per_token,
-        groups=1,
-        groups_per_token=1,
         scoring="softmax",
         normalize=False,
         scale=fields.number("routed_scaling_factor"),

@@ -63,8 +63,6 @@ def _read_experts(fields: JsonObject) -> Experts:
     return Experts(
         count=count,
         per_token=per_token,
-        groups=1,
-        groups_per_token=1,
         scoring="softmax",
         normalize=fields.flag("norm_topk_prob"),
         scale=1.0,
@@ -91,13 +89,11 @@ def _recurrent_layers(fields: JsonObject, num_layers: int) -> tuple[int, ...]:
     """Those of `layer_types` that are "linear_attention"; by default all but every `full_attention_interval`th."""
     kinds = "linear_attention", "full_attention"
     if "layer_types" in fields:
-        key, types = "layer_types", fields.value("layer_types")
+        key, types = "layer_types", fields.per_layer("layer_types", *kinds, count=num_layers)
     else:
         key = "full_attention_interval"
         every = fields.integer(key) if key in fields else INTERVAL
         types = [kinds[(layer + 1) % every == 0] for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or not all(kind in kinds for kind in types):
-        raise fields.error(key, f"'{kinds[0]}' or '{kinds[1]}' for each of {num_layers} layers")
     if len({*types}) < len(kinds):
         raise fields.error(key, f"`layer_types` of both kinds among the {num_layers}, '{kinds[0]}' and '{kinds[1]}'")
     return tuple(layer for layer, kind in enumerate(types) if kind == kinds[0])
