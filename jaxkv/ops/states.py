@@ -6,11 +6,11 @@ from typing import Any
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, check_cache, int32, layer_index
+from jaxkv.dispatch.validate import Dims, check_cache
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array
+from jaxkv.ops.writes import bind_slots
 from jaxkv_kernels.formats.states import StateEntry
 
 
@@ -47,7 +47,7 @@ def _bind_write(cache, states, slots, layer) -> Call:
     for name in shapes:
         dims.check(f"states[{name!r}]", states[name], " ".join(["T", *axes[name]]))
     arrays = {"states": {name: states[name] for name in shapes}}
-    return _bind("write_state", cache, dims, arrays, slots, layer)
+    return bind_slots("write_state", cache, dims, arrays, "slots", slots, layer)
 
 
 def read_state(cache: KVCache, slots, *, layer, implementation=None) -> dict[str, jax.Array]:
@@ -71,21 +71,7 @@ def read_state(cache: KVCache, slots, *, layer, implementation=None) -> dict[str
 
 def _bind_read(cache, slots, layer) -> Call:
     check_cache(cache, StateEntry)
-    return _bind("read_state", cache, Dims(), {}, slots, layer)
-
-
-def _bind(operation, cache, dims, arrays, slots, layer) -> Call:
-    """Checks the arguments that both operations have in common, and returns the call."""
-    dims.check_ints("slots", slots, "T")
-    slots, layer = int32(slots), layer_index(layer, cache)
-    pages = cache.layout.pages
-    if checks.checking():
-        checks.check_layer(layer, pages)
-        checks.check_slots("slots", slots, pages)
-        if arrays:
-            checks.check_written_once("slots", slots, "slot")
-    arrays = {"buffer": cache.buffer, **arrays, "slots": slots, "layer": layer}
-    return Call(operation, arrays, {"pages": pages, "entry": cache.layout.entry})
+    return bind_slots("read_state", cache, Dims(), {}, "slots", slots, layer, written=False)
 
 
 _SLOTS = array("int32", BATCH)

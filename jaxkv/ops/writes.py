@@ -60,7 +60,8 @@ def _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, interle
     elif interleaved:
         raise ValueError("`interleaved` is set: expected `cos_sin` too, because keys are not rotated without it")
     arrays = {"kv_c": kv_c, "k_pe": k_pe, "kv_scale": entry_scale("kv_scale", kv_scale, cache), "cos_sin": cos_sin}
-    return _bind("write_mla", cache, dims, arrays, slot_mapping, layer, interleaved=bool(interleaved))
+    options = {"interleaved": bool(interleaved)}
+    return bind_slots("write_mla", cache, dims, arrays, "slot_mapping", slot_mapping, layer, **options)
 
 
 def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale=None, implementation=None) -> KVCache:
@@ -102,7 +103,7 @@ def _bind_kv(cache, k, v, slot_mapping, layer, k_scale, v_scale) -> Call:
         "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
         "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
     }
-    return _bind("write_kv", cache, dims, arrays, slot_mapping, layer)
+    return bind_slots("write_kv", cache, dims, arrays, "slot_mapping", slot_mapping, layer)
 
 
 def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=None) -> KVCache:
@@ -131,22 +132,24 @@ def _bind_indexer_k(cache, k, slot_mapping, layer) -> Call:
     check_cache(cache, IndexerEntry)
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
     dims.check("k", k, "T D")
-    return _bind("write_indexer_k", cache, dims, {"k": k}, slot_mapping, layer)
+    return bind_slots("write_indexer_k", cache, dims, {"k": k}, "slot_mapping", slot_mapping, layer)
 
 
-def _bind(operation, cache, dims, arrays, slot_mapping, layer, **options) -> Call:
-    """Checks the arguments that the three operations have in common, and returns the call.
+def bind_slots(operation, cache, dims, arrays, name, slots, layer, *, written: bool = True, **options) -> Call:
+    """Checks the slots and the layer of an operation on the entries of T slots, and returns the call.
 
-    `arrays` are the new values and their scales, and `options` those of a single operation.
+    `arrays` are new values and their scales, `name` is that of the argument `slots`, and `options` are those of a
+    single operation.  Slots that are `written` may occur only once.
     """
-    dims.check_ints("slot_mapping", slot_mapping, "T")
-    slot_mapping, layer = int32(slot_mapping), layer_index(layer, cache)
+    dims.check_ints(name, slots, "T")
+    slots, layer = int32(slots), layer_index(layer, cache)
     pages = cache.layout.pages
     if checks.checking():
         checks.check_layer(layer, pages)
-        checks.check_slots("slot_mapping", slot_mapping, pages)
-        checks.check_written_once("slot_mapping", slot_mapping, "slot")
-    arrays = {"buffer": cache.buffer, **arrays, "slot_mapping": slot_mapping, "layer": layer}
+        checks.check_slots(name, slots, pages)
+        if written:
+            checks.check_written_once(name, slots, "slot")
+    arrays = {"buffer": cache.buffer, **arrays, name: slots, "layer": layer}
     return Call(operation, arrays, {"pages": pages, "entry": cache.layout.entry, **options})
 
 
