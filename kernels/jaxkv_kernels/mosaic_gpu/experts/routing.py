@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
-from jaxkv_kernels.xla import routing
+from jaxkv_kernels.xla.experts import routing
 
 WARPS = 4
 """Warps, and tokens, of a CTA."""

@@ -25,7 +25,7 @@ from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
-from jaxkv_kernels.xla.experts import shared_swiglu
+from jaxkv_kernels.xla.experts.swiglu import shared_swiglu
 
 
 def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None, *, limit=None, alpha=None):
