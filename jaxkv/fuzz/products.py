@@ -84,7 +84,7 @@ class Routing(Case):
         options = {
             "experts": experts,
             "per_token": pick(rng, 1, 2, 6, 8),
-            "scoring": pick(rng, "softmax", "sigmoid"),
+            "scoring": pick(rng, "softmax", "sigmoid", "sqrtsoftplus"),
             "groups": groups,
             "groups_per_token": min(groups, pick(rng, 1, 4)),
             "normalize": pick(rng, False, True),

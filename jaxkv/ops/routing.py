@@ -7,7 +7,7 @@ from jaxkv.dispatch.validate import Dims, positive_int, static_scale
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array
 
-SCORINGS = "softmax", "sigmoid"
+SCORINGS = "softmax", "sigmoid", "sqrtsoftplus"
 
 
 def select_experts(
@@ -24,10 +24,11 @@ def select_experts(
 ) -> tuple[jax.Array, jax.Array]:
     """The experts with the highest scores for each token, and their weights, for `grouped_swiglu`.
 
-    Scores are the softmax of a token's logits (DeepSeek-V2, arXiv 2405.04434, section 2.1) or their sigmoids
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).  A bias per expert is added to them for the choice, but not for the
-    weights.  With groups, only experts of the best groups may be chosen; the score of a group is that of its best
-    expert with softmax, and the sum of its two best with sigmoids.  Of equal scores, those of lower ids come first.
+    Scores are the softmax of a token's logits (DeepSeek-V2, arXiv 2405.04434, section 2.1), their sigmoids
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), or the square roots of their softplus (DeepSeek-V4).  A bias per
+    expert is added to them for the choice, but not for the weights.  With groups, only experts of the best groups may
+    be chosen; the score of a group is that of its best expert with softmax, and otherwise the sum of its two best.  Of
+    equal scores, those of lower ids come first.
 
     A token with a NaN among its logits, or in `bias`, has ids within range and weights without meaning.
 
@@ -35,7 +36,7 @@ def select_experts(
       logits: float32 [T, E].
       per_token: static number of experts of a token, K.
       bias: float32 [E].
-      scoring: "softmax" or "sigmoid".
+      scoring: "softmax", "sigmoid" or "sqrtsoftplus" (supported by `xla`).
       groups: static number of groups of equal size, each of consecutive experts.
       groups_per_token: static number of groups that a token's experts may be in.
       normalize: whether the weights of a token are divided by their sum, before they are multiplied by `scale`.
@@ -66,7 +67,7 @@ def _bind(logits, per_token, bias=None, scoring="softmax", groups=1, groups_per_
     groups_per_token = positive_int("groups_per_token", groups_per_token, below=None)
     if groups_per_token > groups:
         raise ValueError(f"`groups_per_token` is {groups_per_token}: expected at most the {groups} `groups`")
-    if groups > 1 and scoring == "sigmoid" and count == groups:
+    if groups > 1 and scoring != "softmax" and count == groups:
         raise ValueError(
             f"`groups` is {groups}: expected groups of 2 or more of {count} experts, to add their two best"
         )

@@ -43,6 +43,8 @@ PLAIN = ("bf16", "f16", "f32")
 """Formats of entries that can be copied as they are."""
 WORD = 4
 """Bytes: addresses of entries that lanes convert are multiples of it."""
+SCORINGS = "softmax", "sigmoid"
+"""How `select_experts` may score experts."""
 MOST_VALUES = 2048
 """Values of an entry that a team of lanes keeps in registers."""
 
@@ -285,6 +287,8 @@ read_blocks = write_blocks = copy_blocks
 def select_experts(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `select_experts` call."""
     experts, groups = arrays["logits"].shape[1], options["groups"]
+    if options["scoring"] not in SCORINGS:
+        yield f"`scoring` {options['scoring']!r}: supports {' and '.join(map(repr, SCORINGS))}"
     if experts > MOST_EXPERTS:
         yield f"{experts} experts: supports up to {MOST_EXPERTS}"
     if options["per_token"] > LANES:

@@ -29,7 +29,7 @@ class Mosaic:
     """What every suite of these kernels says of itself."""
 
     implementation = "mosaic_gpu"
-    gaps = ("`x` of float32", "tokens of 20", "`alpha` of")
+    gaps = ("`x` of float32", "tokens of 20", "`alpha` of", "`scoring` 'sqrtsoftplus'")
 
 
 @on_hopper
