@@ -46,9 +46,10 @@ def _assign(of_request, position, live, *, hot):
     number = jnp.arange(len(position), dtype=jnp.int32)
     row = place[position]
     hit = live & (held[row] == position)
-    asked = jnp.where(live & ~hit, position, hot.positions)
-    firsts = jnp.full(hot.positions, len(position), jnp.int32).at[asked].min(number, mode="drop")
-    new = live & ~hit & (firsts[position] == number)
+    miss = live & ~hit
+    missing = jnp.where(miss, position, hot.positions)
+    firsts = jnp.full(hot.positions, len(position), jnp.int32).at[missing].min(number, mode="drop")
+    new = miss & (firsts[position] == number)
     used = jnp.zeros(hot.rows, bool).at[jnp.where(hit, row, hot.rows)].set(True, mode="drop")[order]
     rank = jnp.cumsum(~used) - 1
     evicted = ~used & (rank < new.sum())

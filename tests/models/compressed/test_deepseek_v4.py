@@ -149,6 +149,7 @@ class TestCompressor:
             bias, norm = (np.asarray(weights[name], np.float64) for name in ("position_bias", "norm"))
             right = oracle.compressed(kv, gates, bias, norm, turns, rate=rate, eps=EPS)
             slots = [tables[compressed_cache.MAIN][request, w // size] * size + w % size for w in range(len(right))]
+            # The entries are about 1, and the float32 sums over the hidden size are computed before a softmax.
             np.testing.assert_allclose(np.stack([found.pop(slot) for slot in slots]), right, rtol=0, atol=3e-5)
         assert not found
 
@@ -371,6 +372,7 @@ def test_devices_with_requests_of_their_own(kind):
     _, logits = jax.jit(models.prefill)(
         divided, divided.cache(1000, 16), prompts, jnp.asarray([200, 200], jnp.int32), tables, slots
     )
+    # As in tests/models/test_models.py: float32 rounding through all layers, relative to the largest logit.
     np.testing.assert_allclose(logits[0], right, rtol=0, atol=1e-4 * np.abs(right).max())
     np.testing.assert_allclose(logits[1], one_prompt(model(), prompts[1:])[0], rtol=0, atol=1e-4 * np.abs(right).max())
 
