@@ -28,12 +28,6 @@ LATENT, ROPE = 512, 64
 """The sizes of DeepSeek's entries, which are the largest."""
 ROPES = (0, 16, 32, 64)
 """Rotary parts of dense attention to plain entries."""
-NOT_RUN_ON_GPUS = True
-"""Whether dense attention to latents of other sizes than 512 + 64, or in a window, is rejected.
-
-The kernels lower, and pass their tests in the interpreter.  Set it to False, and then remove it, when
-`test_decode_mla.py` has passed on a GPU, where it tests them.
-"""
 SPARSE_LATENTS = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
 """Latents of sparse attention, by format, if not of 512 values."""
 HEAD_DIMS = (64, 128, 192, 256)
@@ -57,14 +51,7 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    yield from _window(options)
     yield from too_large(options)
-
-
-def _window(options: Mapping[str, Any]) -> Iterator[str]:
-    """A reason against attending to latents with a window."""
-    if NOT_RUN_ON_GPUS and options["window"] is not None:
-        yield f"`window` of {options['window']} with latents, which has not run on a GPU"
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -138,8 +125,6 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
     else:
         yield from _attention(entry, pages, arrays["buffer"])
-    if entry.one_head:
-        yield from _window(options)
     yield from _query_dtype(entry, options["dtype"], "queries")
 
 
@@ -196,9 +181,7 @@ def _block_sizes(pages) -> Iterator[str]:
 
 def _attention(entry, pages, buffer) -> Iterator[str]:
     """Reasons against attending to such entries, which are not quantised."""
-    if entry.one_head and NOT_RUN_ON_GPUS:
-        yield from _latent_sizes(entry)
-    elif entry.one_head:
+    if entry.one_head:
         latent, rope = entry.sizes
         if latent % TILE_COLUMNS or latent > LATENT or rope not in ROPES:
             yield f"{_values_of(entry)}: supports multiples of {TILE_COLUMNS} up to {LATENT}, + 0, 16, 32 or 64"
@@ -282,6 +265,20 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 
 read_blocks = write_blocks = copy_blocks
+
+
+def write_state(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that moves states: `write_state`, `read_state`."""
+    pages, entry = options["pages"], options["entry"]
+    yield from _unaligned({f"array {part.name!r}": part.nbytes for part in entry.parts() if part.name != "padding"}, 1)
+    yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
+    try:
+        row_view(pages)
+    except ValueError as error:
+        yield str(error)
+
+
+read_state = write_state
 
 
 def select_experts(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

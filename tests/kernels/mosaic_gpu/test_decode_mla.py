@@ -10,7 +10,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu import interpreting, unsupported
+from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from support import suites
@@ -23,12 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 
 SIZES_OF_ENTRIES = [(512, 0), (128, 32), (192, 16), (64, 64)]
 """Besides 512 + 64: without a rotary part, with narrow ones, and with latents that are not multiples of 128."""
-
-
-@pytest.fixture(autouse=True)
-def all_that_is_implemented(monkeypatch):
-    """Also what has not run on a GPU yet, so that it is tested where there is one."""
-    monkeypatch.setattr(unsupported, "NOT_RUN_ON_GPUS", False)
 
 
 class Mosaic:
