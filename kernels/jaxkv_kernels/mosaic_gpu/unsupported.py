@@ -10,7 +10,7 @@ from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
-from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
+from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
@@ -74,13 +74,16 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
         if {entry.format, extra.entry.format} != {"fp8_v4"}:
             yield f"`extra` of format {extra.entry.format!r}, with {entry.format!r}: supports 'fp8_v4' in both caches"
         yield from _unaligned(_steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
-    yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
+    yield from _gathered(entry, pages, arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    # The regions of split pages store multiples of 16 bytes per token, but their scales.
-    yield from _unaligned(
-        _steps(pages, ("layer",) if entry.split else ("layer", "token")), arrays["buffer"].dtype.itemsize
-    )
     yield from too_large(options)
+
+
+def _gathered(entry, pages, buffer) -> Iterator[str]:
+    """Reasons against attending to such latents by slot."""
+    yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
+    # The regions of split pages store multiples of 16 bytes per token, but their scales.
+    yield from _unaligned(_steps(pages, ("layer",) if entry.split else ("layer", "token")), buffer.dtype.itemsize)
 
 
 def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -130,6 +133,9 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
+    if by_slots(entry, rows):
+        yield from _gathered(entry, pages, buffer)
+        return
     yield from _latent_sizes(entry)
     yield from _block_sizes(pages)
     if rows > FEW_ROWS:

@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
+from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from support import suites
 from support.cases import each_value, slow
@@ -44,6 +45,11 @@ class Mosaic:
         "`q_latent` of",  # queries of another dtype than the entries
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
+
+    def entry(self, name=None):
+        """Entries that are not quantised in the suite's sizes, others in those of models."""
+        plain = (name or self.exact) in ("bf16", "f16", "f32")
+        return super().entry(name) if plain else jaxkv.MLAEntry.typical(name)
 
 
 @on_hopper
@@ -99,11 +105,6 @@ class TestOtherSizes(TestDecodeMLA):
 
     latent, rope = 128, 32
 
-    def entry(self, name=None):
-        """Quantised entries in their own sizes."""
-        plain = (name or self.exact) in ("bf16", "f16", "f32")
-        return super().entry(name) if plain else jaxkv.MLAEntry(name)
-
 
 @pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
@@ -145,8 +146,11 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_quantised_entries_round_the_edges(self):
         self.case((0, 1, 65, 130), 20, form="fp8")
 
-    def test_entries_with_scales_of_their_own_are_read_by_slot(self):
-        self.case((3, 65), 17, 2, form="fp8_ds_mla")
+    @pytest.mark.parametrize(
+        ("form", "heads"), [("fp8_ds_mla", 17), ("fp8_v4", 3), slow("nvfp4_ds_mla", 3), slow("mxfp4_ds_mla", 17)]
+    )
+    def test_entries_with_scales_of_their_own_are_read_by_slot(self, form, heads):
+        self.case((3, 65), heads, 2, form=form)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("heads", "tokens"), [(20, 4), (128, 1)])
@@ -223,6 +227,7 @@ QUANTISED = [
     ("fp8", "LBNHC", 3, 20, 128, 30.0),
     slow("fp8", "BLNHC", 1, 128, 16, None),
     slow("fp8_ds_mla", "BLNHC", 1, 128, 64, None),
+    *(slow(form, "BLNHC", 1, 16, 64, None) for form in GATHERED),
 ]
 SIZES = [
     (4, 2, 16, 30.0),
@@ -244,7 +249,7 @@ SIZES = [
     ],
 )
 def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
-    assert_lowers(jaxkv.MLAEntry(form), order, tokens, heads, block_size, cap)
+    assert_lowers(jaxkv.MLAEntry.typical(form), order, tokens, heads, block_size, cap)
 
 
 def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
@@ -271,8 +276,7 @@ def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
     *_, attention, combining = kernel_operands(text)
     # Planning reads the lengths early, and combining reads the split requests: request, first split, number of splits.
     # Calls by slot are planned by one kernel, which reads nothing early: XLA computes its counts.
-    by_slots = form == "fp8_ds_mla" and tokens * heads > 16
-    planning = [[]] if by_slots else [[], [(4,)]]
+    planning = [[]] if by_slots(entry, tokens * heads) else [[], [(4,)]]
     assert read_early(traced.jaxpr) == [*planning, [], 3 * [(4, 3)]]
     assert combining[3] == attention[-1]  # the plan's, so combine may read them early
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):

@@ -21,6 +21,8 @@ FEW_ROWS = 16
 At 16 rows it is memory-bound.  32 rows would fit, with half of the query stages, but took 6 % longer than the wide
 schedule.
 """
+GATHERED = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
+"""Formats of latents that only the schedule of sparse attention decodes."""
 CTAS = 2
 """CTAs of a cluster that share the keys of each work tile, if requests are few."""
 MERGING = 4
@@ -29,6 +31,11 @@ SPLIT_COST_UNIT = 256
 """The cost of walking one step, in the unit of `SplitCosts.combining` and `SplitCosts.split`."""
 PREFETCHED_TILES = 32
 """Key tiles per CTA from which sparse attention to `fp8_ds_mla` entries prefetches: with 64 it takes 1 % less time."""
+
+
+def by_slots(entry, rows: int) -> bool:
+    """Whether dense calls with `rows` rows per request run as sparse attention to all slots of the request."""
+    return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > FEW_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)

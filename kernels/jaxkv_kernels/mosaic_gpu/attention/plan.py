@@ -32,6 +32,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     QuantisedWideConfig,
     SplitCosts,
     WideConfig,
+    by_slots,
     wide_config,
 )
 from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel as kernels
@@ -111,11 +112,6 @@ def shares_keys(requests: int, partitions: int) -> bool:
     65,536 tokens with 16 heads.  With 64 requests of 4,096 tokens, sharing takes 0.0777 ms instead of 0.0792.
     """
     return CTAS * requests <= partitions < 2 * CTAS * requests
-
-
-def by_slots(entry, rows: int) -> bool:
-    """Whether calls with `rows` rows per request run as sparse attention to all slots of the request."""
-    return entry.format == "fp8_ds_mla" and rows > FEW_ROWS
 
 
 def default_config(entry, rows: int) -> Any:
