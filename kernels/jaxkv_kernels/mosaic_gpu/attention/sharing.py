@@ -47,7 +47,9 @@ def exchange_types(partitions: int, rows: int, columns: int, dtype) -> tuple[tup
     shape = partitions, PLACES, CTAS
     types = jax.ShapeDtypeStruct((*shape, rows, columns), dtype), jax.ShapeDtypeStruct((*shape, 2, rows), jnp.float32)
     return types, {
-        "rows": plgpu.SMEM((2, 2, rows), jnp.float32),
+        # Two arrays, because copies to shared memory must begin at multiples of 128 bytes.
+        "sent_rows": plgpu.SMEM((2, rows), jnp.float32),
+        "received_rows": plgpu.SMEM((2, rows), jnp.float32),
         "sent": plgpu.ClusterBarrier(collective_axes=("cta",)),
         "arrived": plgpu.Barrier(num_arrivals=2),
     }
@@ -60,8 +62,10 @@ class Exchange:
     refs: tuple[Any, ...]
     """The places of this cluster in device memory: values [PLACES, CTAS, rows, columns], and [PLACES, CTAS, 2, rows]
     log-sum-exps (base 2) and scales."""
-    rows: Any
-    """Shared memory [2, 2, rows] for log-sum-exps and scales, sent and received."""
+    sent_rows: Any
+    """Shared memory [2, rows] for the log-sum-exps and scales to be sent."""
+    received_rows: Any
+    """The same for those that are received."""
     sent: Any
     """Cluster barrier: both CTAs have sent (1 per CTA)."""
     arrived: Any
@@ -71,20 +75,23 @@ class Exchange:
     @classmethod
     def of(cls, refs, partition, memory: dict[str, Any], cta) -> "Exchange":
         """From the results and the scratch memory of a kernel; see `exchange_types`."""
-        return cls(tuple(ref.at[partition] for ref in refs), memory["rows"], memory["sent"], memory["arrived"], cta)
+        places = tuple(ref.at[partition] for ref in refs)
+        return cls(
+            places, cta=cta, **{name: memory[name] for name in ("sent_rows", "received_rows", "sent", "arrived")}
+        )
 
     def send(self, values, place) -> None:
-        """Sends `values`, in shared memory, and `rows[0]`; returns when they are in device memory."""
+        """Sends `values`, in shared memory, and `sent_rows`; returns when they are in device memory."""
         plgpu.commit_smem()
-        for source, to in zip((values, self.rows.at[0]), self.refs, strict=True):
+        for source, to in zip((values, self.sent_rows), self.refs, strict=True):
             plgpu.copy_smem_to_gmem(source, to.at[place, self.cta])
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(self.sent)
 
     def receive(self, values, place) -> None:
-        """Receives what the other CTA has sent, to `values` and `rows[1]`."""
+        """Receives what the other CTA has sent, to `values` and `received_rows`."""
         plgpu.barrier_wait(self.sent)
-        for source, into in zip(self.refs, (values, self.rows.at[1]), strict=True):
+        for source, into in zip(self.refs, (values, self.received_rows), strict=True):
             plgpu.copy_gmem_to_smem(source.at[place, 1 - self.cta], into, self.arrived)
         plgpu.barrier_wait(self.arrived)
 
@@ -117,13 +124,13 @@ class SharedEpilogue(HalvesEpilogue):
             values = (acc * over_columns(1 / magnitude, acc.shape[1])).astype(SPLIT_DTYPE)
             stage[...] = lax.bitcast_convert_type(values, stage.dtype)
             for n, x in enumerate((lse, magnitude * inverse)):
-                exchange.rows[0, n] = x
+                exchange.sent_rows[n] = x
             exchange.send(stage, place)
 
         def receive():
             exchange.receive(stage, place)
             values = lax.bitcast_convert_type(plgpu.load(stage, layout=WGMMA), SPLIT_DTYPE).astype(jnp.float32)
-            others = (plgpu.load(exchange.rows.at[1, n], layout=ROW) for n in range(2))
+            others = (plgpu.load(exchange.received_rows.at[n], layout=ROW) for n in range(2))
             own, other, merged = merge_factors(self.softmax, lse, inverse, *others)
             values = acc * over_columns(own, acc.shape[1]) + values * over_columns(other, acc.shape[1])
             plgpu.commit_smem()  # all lanes have read `stage`
