@@ -1,11 +1,13 @@
 """Random calls of `xla`, with which the fuzzer compares all others, against the float64 oracle."""
 
 import itertools
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv.fuzz import check, families, layouts
 from support import oracle, scenes
 from support.cases import slow
@@ -209,3 +211,52 @@ def seen_by_sparse(case, draw, parts, queries):
             count = more["extra_counts"][place] if "counts" in case.extras else None
             found.append(read(options["extra"].entry, second, more["extra_slots"][place][:count].astype(np.int64)))
         yield place, [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
+
+
+@drawn_for("decode_kv", "decode_mla")
+def test_prefill(operation, seed):
+    """`prefill_kv` and `prefill_mla` of the calls of dense attention, in blocks that the cache has."""
+    for case, draw, rng in cases(operation, seed):
+        tables, lengths = draw.index
+        tables = np.where((tables >= 0) & (tables < case.layout.num_blocks), tables, 0)
+        draw = draw._replace(index=(tables, lengths), live=np.ones_like(draw.live), layer=np.int32(0))
+        cache, parts = filled(case, draw, rng)
+        extras = tuple(name for name in case.extras if name != "cu_q_lens")
+        keywords = {
+            name: array for name, array in draw.keywords.items() if name == "sinks" and operation == "decode_kv"
+        }
+        case, draw = replace(case, extras=extras), draw._replace(keywords=keywords)
+        options = {"layer": 0, "scale": dict(case.options)["scale"], "return_lse": True, "implementation": "xla"}
+        requests, least = (cache, tables, lengths), int(rng.integers(1, 2**16))
+        queries = [jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape, _ in case.value_shapes]
+        if operation == "decode_kv":
+            window = dict(case.options)["window"]
+            more = {"window": window, "gathered_bytes": least, **keywords}
+            out, lse = jaxkv.prefill_kv(*queries, *requests, **options, **more, **draw.scales)
+            seen_queries, w_uv = np.asarray(queries[0], np.float64), None
+        else:
+            nope, value, latent = 24, 16, case.layout.entry.sizes[0]
+            shapes = (*queries[0].shape[:3], nope), (case.heads, nope, latent), (case.heads, value, latent)
+            q_nope, w_uk, w_uv = (rng.standard_normal(shape).astype(np.float32) / shape[-1] ** 0.5 for shape in shapes)
+            arrays = map(jnp.asarray, (q_nope, queries[1], w_uk, w_uv))
+            out, lse = jaxkv.prefill_mla(*arrays, *requests, expanded_bytes=least, **options, **draw.scales)
+            absorbed = np.einsum("bqhn,hnr->bqhr", q_nope.astype(np.float64), w_uk)
+            seen_queries, window = np.concatenate([absorbed, np.asarray(queries[1])], axis=-1), None
+        case = replace(case, options=tuple({**dict(case.options), "causal": True, "window": window}.items()))
+        right_out, right_lse = np.zeros(out.shape), np.full(lse.shape, -np.inf)
+        for place, (keys, values) in seen_by_dense(case, draw, parts, queries):
+            if w_uv is not None:  # only the latents are values
+                values = np.einsum("skr,hvr->shv", parts_of_latents(values, w_uv), w_uv.astype(np.float64))
+                keys = np.broadcast_to(keys, (len(keys), case.heads, keys.shape[-1]))
+            (right_out[place],), (right_lse[place],) = oracle.attention(
+                seen_queries[place][None], keys, values, options["scale"], sinks=keywords.get("sinks")
+            )
+        assert_close(out, right_out, roundings=64, magnitude=1, what=f"out, {case}")
+        assert_close(
+            np.asarray(lse, np.float64) + 4, right_lse + 4, dtype="float32", roundings=64, magnitude=4, what=str(case)
+        )
+
+
+def parts_of_latents(values, w_uv):
+    """The latents of values, which in some formats include rotary parts."""
+    return values[..., : w_uv.shape[-1]]
