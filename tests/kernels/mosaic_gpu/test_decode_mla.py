@@ -304,26 +304,6 @@ def test_explain_reports_why_a_layout_is_unsupported(reason):
         assert any(given.startswith(reason) for given in found.reasons["mosaic_gpu"]), found
 
 
-@pytest.mark.parametrize(
-    ("sizes", "window", "reason"),
-    [
-        ((256, 64), None, "entries of 256 + 64 values: supports 512 + 64"),
-        ((512, 0), None, "entries of 512 + 0 values: supports 512 + 64"),
-        ((512, 64), 70, "`window` of 70 with latents, which has not run on a GPU"),
-    ],
-)
-def test_what_has_not_run_on_a_gpu_is_rejected(sizes, window, reason, monkeypatch):
-    monkeypatch.undo()
-    layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16", *sizes))
-    q = [jax.ShapeDtypeStruct((1, 16, n), jnp.bfloat16) for n in sizes]
-    index = jax.ShapeDtypeStruct((1, 4), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
-    with interpreting(True):
-        found = jaxkv.explain(jaxkv.decode_mla, *q, cache, *index, layer=0, scale=1.0, window=window)
-        plan = jaxkv.explain(jaxkv.plan_decode, cache, *index, num_heads=16, window=window)
-    assert found.reasons["mosaic_gpu"] == plan.reasons["mosaic_gpu"] == (reason,)
-
-
 def test_without_a_hopper_gpu_the_reason_is_the_device():
     for kernel in mosaic_gpu.KERNELS.values():
         reasons = kernel.unavailable_reasons()
