@@ -46,6 +46,7 @@ NOT_IGNORED = {
     "deepseek_v4": {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"},
     "gpt_oss": {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"},
     "kimi_k25": {"text_config.model_type"},
+    "kimi_linear": {"layer_types"},
     "llama": {"head_dim", "num_key_value_heads"},
     "longcat_flash": {"head_dim"},
     "qwen3_next": {"head_dim", "layer_types", "num_key_value_heads"},

@@ -1,6 +1,6 @@
 """The values of published configurations."""
 
-from models.recurrent.published import QWEN3_NEXT
+from models.recurrent.published import KIMI_LINEAR, QWEN3_NEXT
 
 YARN = {
     "beta_fast": 32,
@@ -233,6 +233,7 @@ PUBLISHED = {
         "tie_word_embeddings": False,
         "vision_config": {},
     },
+    "Kimi-Linear": KIMI_LINEAR,
     "GLM-4.7-Flash": {
         "architectures": ["Glm4MoeLiteForCausalLM"],
         "attention_bias": False,

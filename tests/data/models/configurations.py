@@ -150,6 +150,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    # A layer with latents between two with states, whose heads are fewer.  No layer has rotary embedding.
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **{name: size for name, size in MLA.items() if name != "q_lora_rank"},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+        },
+    ),
     # Heads as Llama's below.  The window is shorter than a block, and two of three layers have it.
     "gpt_oss": (
         "gpt_oss",
