@@ -81,8 +81,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v4",
         {
             "num_key_value_heads": 1,
-            "head_dim": 80,  # 64 values, one tile of the fp8_v4 format, and 16 that are rotated
-            "partial_rotary_factor": 0.2,
+            "head_dim": 96,  # 64 values and 32 that are rotated: one tile of formats of V4, and of V4.1
+            "partial_rotary_factor": 1 / 3,
             "q_lora_rank": 24,
             "o_groups": 2,
             "o_lora_rank": 12,
