@@ -114,8 +114,8 @@ class BlockTables:
     def fill(self, cache: KVCache, request: Request, start: int, end: int) -> None:
         """Registers the keys of the blocks that became full with the tokens [start, end), and stores them in tiers.
 
-        A prefix ends where a block ends of a table that keeps all blocks.  Of the other tables, tiers therefore get only
-        the blocks that are needed there.  Then blocks that no later token needs are released.
+        A prefix ends where a block ends of a table that keeps all blocks.  Of the other tables, tiers therefore get
+        only the blocks that are needed there.  Then blocks that no later token needs are released.
         """
         filled = [(table, index) for table in self.tables for index in table.filled(start, end)]
         if filled:

@@ -254,8 +254,12 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("values", "words"),
         [
-            ({"quantization_config": {"quant_method": "fp8"}}, ["`quantization_config`", "not supported"]),
-            ({"expert_dtype": "fp4"}, ["`expert_dtype` is 'fp4'", "not supported"]),
+            (
+                {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}},
+                ["`quantization_config.weight_block_size` is [32, 32]"],
+            ),
+            ({"quantization_config": {"quant_method": "mxfp4"}}, ["`quantization_config.quant_method` is 'mxfp4'"]),
+            ({"expert_dtype": "int4"}, ["`expert_dtype` is 'int4'"]),
             ({"num_key_value_heads": 4}, ["`num_key_value_heads` is 4", "expected 1"]),
             ({"scoring_func": "sigmoid"}, ["`scoring_func` is 'sigmoid'", "'sqrtsoftplus'"]),
             ({"n_shared_experts": 2}, ["`n_shared_experts` is 2", "expected 1"]),
