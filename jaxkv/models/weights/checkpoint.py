@@ -122,8 +122,8 @@ class Checkpoint:
         entry, (packed, scales) = self._entry(name), mxfp4.expert_shapes(shape)
         if entry.shape != packed or shape[1] % mxfp4.GROUP:
             raise self.error(
-                name, f"is {entry.dtype} {entry.shape}: expected {packed}, two values per byte of {shape} from "
-                f"config.json, for rows of whole groups of {mxfp4.GROUP} values"
+                name, f"is {entry.dtype} {entry.shape}: expected BF16, F16 or F32 {shape}, from config.json, or "
+                f"{mxfp4.EXPERT_DTYPE} {packed} with two values per byte, in rows of whole groups of {mxfp4.GROUP}"
             )  # fmt: skip
         self._check_scales(name, (mxfp4.SCALE_DTYPE,), scales, f"a scale per {mxfp4.GROUP} values of a row")
 
