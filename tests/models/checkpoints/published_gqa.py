@@ -82,6 +82,57 @@ LLAMA_ROPE = {
     "rope_type": "llama3",
 }
 MXFP4 = {"modules_to_not_convert": ["lm_head", "model.embed_tokens"], "quant_method": "mxfp4"}
+
+# The values of `KimiLinearConfig` in transformers 5.23.0, which are those of moonshotai/Kimi-Linear-48B-A3B-Instruct,
+# under the keys that this class and that of the checkpoint's own code read.
+KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "bos_token_id": 163584,
+    "dtype": "bfloat16",
+    "eos_token_id": 163586,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "model_type": "kimi_linear",
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "pad_token_id": 163839,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_cache": True,
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
 PUBLISHED_GQA = {
     "GPT-OSS": {
         "architectures": ["GptOssForCausalLM"],
@@ -142,6 +193,7 @@ PUBLISHED_GQA = {
         "rope_scaling": {**LLAMA_ROPE, "factor": 32.0},
         "tie_word_embeddings": True,
     },
+    "Kimi-Linear-48B-A3B": KIMI_LINEAR,
     "Qwen3-Next": QWEN3_NEXT,
     # The values by default of `SmolLM3Config` in transformers 5.23.0.
     "SmolLM3": {
