@@ -193,7 +193,6 @@ PUBLISHED = {
         "tie_word_embeddings": False,
         "vision_config": {},
     },
-    "Kimi-Linear": KIMI_LINEAR,
     "GLM-4.7-Flash": {
         "architectures": ["Glm4MoeLiteForCausalLM"],
         "attention_bias": False,

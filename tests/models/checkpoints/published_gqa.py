@@ -1,4 +1,4 @@
-"""The values of published configurations of models with keys and values."""
+"""The values of published configurations of models with keys and values, or with states."""
 
 QWEN3_NEXT = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -193,7 +193,7 @@ PUBLISHED_GQA = {
         "rope_scaling": {**LLAMA_ROPE, "factor": 32.0},
         "tie_word_embeddings": True,
     },
-    "Kimi-Linear-48B-A3B": KIMI_LINEAR,
+    "Kimi-Linear": KIMI_LINEAR,
     "Qwen3-Next": QWEN3_NEXT,
     # The values by default of `SmolLM3Config` in transformers 5.23.0.
     "SmolLM3": {
