@@ -3,6 +3,7 @@
 With a weight `NAME` [out, in] of dtype F8_E4M3 comes another, `NAME_scale_inv`, float32 [ceil(out / 128),
 ceil(in / 128)].  A value is the stored number times the scale of its tile; despite the name, the scale is not inverted.
 Source: `weight_dequant` in `inference/kernel.py` of https://huggingface.co/deepseek-ai/DeepSeek-V3.
+Checkpoints of V4 have `PREFIX.scale` beside `PREFIX.weight`, with powers of two of dtype F8_E8M0.
 """
 
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from jaxkv_kernels.tile_scaled import TILE, num_tiles
 
 DTYPE = "F8_E4M3"
 """The dtype's name in safetensors files."""
+SCALE_DTYPES = "F32", "F8_E8M0"
 SUFFIX = "_scale_inv"
 USES = ("dequantise", "e4m3", "expand")
 """What `load` does with weights in float8."""
@@ -22,6 +24,11 @@ def check_use(use: str) -> None:
     """ValueError unless the argument `fp8_weights` is one of `USES`."""
     if use not in USES:
         raise ValueError(f"`fp8_weights` is {use!r}: expected {' or '.join(map(repr, USES))}")
+
+
+def scale_names(name: str) -> tuple[str, str]:
+    """The names that the scales of a weight may have."""
+    return f"{name}{SUFFIX}", f"{name.removesuffix('.weight')}.scale"
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

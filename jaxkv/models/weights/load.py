@@ -37,11 +37,11 @@ def load(
     """Loads a model from a checkpoint on disk; downloads nothing.
 
     Each weight is read from the file that the index names for it, and each device receives only the part that it keeps.
-    Weights in float8 with a scale per tile of 128 x 128 (DeepSeek V3, R1, V3.1, V3.2 as published) stay in float8,
-    except for `kv_b_proj`, of which absorbed attention uses the parts.  Experts in MXFP4 (GPT-OSS as published) are
-    expanded.  Weights of published checkpoints that the model
-    does not use are skipped: layers of multi-token prediction (unless `mtp`), saved rotary frequencies, and a head that
-    is tied to the embedding.
+    Weights in float8 with a scale per tile of 128 x 128 (DeepSeek V3, R1, V3.1, V3.2, V4 as published) stay in float8,
+    except for those that are not only multiplied, such as `kv_b_proj`, of which absorbed attention uses the parts.
+    Experts in MXFP4 (GPT-OSS and V4 as published) are expanded.  Weights of published checkpoints that the model does
+    not use are skipped: layers of multi-token prediction (unless `mtp`), saved rotary frequencies, and a head that is
+    tied to the embedding.
 
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -163,7 +163,7 @@ class _Scaled:
     def add(self, expert: int, name: str) -> None:
         """Reads the weight `name` and its scales."""
         self._values.add(expert, partial(part, self._checkpoint, name, jnp.float8_e4m3fn))
-        self._scales.add(expert, partial(part, self._checkpoint, f"{name}{fp8.SUFFIX}", jnp.float32))
+        self._scales.add(expert, partial(part, self._checkpoint, self._checkpoint.scales_of(name), jnp.float32))
 
     def result(self) -> TileScaled:
         """The weight."""
