@@ -1,4 +1,4 @@
-"""Whole steps of a model: caches with random entries, and consecutive steps that do not wait for the host."""
+"""Whole steps of a model: caches with random contents, and consecutive steps that do not wait for the host."""
 
 import time
 from functools import partial
@@ -11,27 +11,42 @@ from jax import lax
 
 import jaxkv
 from jaxkv.models import Model, prefill
+from jaxkv.serving.table import TableKind, tables_of
 
-BLOCK_SIZE = 64
 LEAST_SECONDS = 1.0
 """Consecutive steps are timed for at least this long."""
+RANDOM, SET = 0x87, 0x38
+"""The bits of a byte that are random, and those that are set, so that it is a finite number, or part of one, in every
+format: floats have magnitudes below 2.
+"""
 
 
-def blocks_for(tokens: int) -> int:
-    """Blocks of a request of so many tokens."""
-    return -(-tokens // BLOCK_SIZE)
+def blocks_for(model: Model, tokens: int, new_tokens: int = 1) -> int:
+    """Blocks of a request of so many tokens, the new ones included."""
+    return sum(len(_held(table, tokens, new_tokens)) for table in _tables(model))
+
+
+def _tables(model: Model) -> tuple[TableKind, ...]:
+    size = model.usual_block_size
+    return tables_of(model.layout(1, size), size)
+
+
+def _held(table: TableKind, tokens: int, new_tokens: int) -> list[int]:
+    """The numbers of the blocks of a table that a step reads or writes."""
+    start = tokens - new_tokens
+    return sorted({*table.needed(start), *table.written(start, tokens)})
 
 
 def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
-    """A cache with random entries in every slot of every layer; ValueError if the model has several block tables."""
+    """A cache with random entries in every slot of every layer.
+
+    If the model has several block tables, whose blocks differ, all bytes are random, but numbers are finite.
+    """
     if len(model.tables) > 1:
-        raise ValueError(
-            f"`model` is a {model.config.architecture}, with block tables {', '.join(map(repr, model.tables))}: steps "
-            "of models with one table are supported"
-        )
+        return jax.jit(partial(_with_random_bytes, model, num_blocks))()
 
     def fill():
-        cache = model.cache(num_blocks, BLOCK_SIZE)
+        cache = model.cache(num_blocks, model.usual_block_size)
         slots = jnp.arange(cache.layout.num_slots, dtype=jnp.int32)
 
         def layer(i, cache):
@@ -52,12 +67,19 @@ def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
     return jax.jit(fill)()
 
 
+def _with_random_bytes(model: Model, num_blocks: int) -> jaxkv.KVCache:
+    cache = model.cache(num_blocks, model.usual_block_size)
+    random = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8) & RANDOM | SET
+    return jaxkv.KVCache(jnp.resize(random.view(cache.buffer.dtype), cache.buffer.shape), cache.layout)
+
+
 class Steps:
     """Consecutive steps of requests with the same number of cached tokens; each call makes the next step.
 
     Args:
       model: the model.
-      cache: with a block for each of `blocks_for(tokens) * requests`; steps donate it and replace it in `self.cache`.
+      cache: from `filled`, with `requests` times the blocks of `blocks_for`; steps donate it and replace it in
+        `self.cache`.
       requests: rows of the batch.
       tokens: cached tokens of each request, the new ones included.
       new_tokens: new tokens of each request; 1 for a decode step.
@@ -68,11 +90,18 @@ class Steps:
         self.new_tokens = requests * new_tokens
         """New tokens per step, of all requests."""
         # Shuffled blocks, as after hours of service.
-        tables = np.random.default_rng(0).permutation(requests * blocks_for(tokens)).astype(np.int32)
-        tables = jnp.asarray(tables.reshape(requests, -1))
+        count = requests * blocks_for(model, tokens, new_tokens)
+        blocks, tables = np.random.default_rng(0).permutation(count).astype(np.int32), {}
+        for table in _tables(model):
+            held = _held(table, tokens, new_tokens)
+            own, blocks = np.split(blocks, [requests * len(held)])
+            tables[table.name] = np.full((requests, table.up_to(tokens)), -1, np.int32)
+            tables[table.name][:, held] = own.reshape(requests, -1)
+        first, *others = (jnp.asarray(table) for table in tables.values())
         positions = jnp.broadcast_to(jnp.arange(tokens - new_tokens, tokens), (requests, new_tokens))
-        slots = jaxkv.slots_for(tables, positions, block_size=BLOCK_SIZE)
-        self._index = jnp.full(requests, tokens, jnp.int32), tables, slots
+        slots = jaxkv.slots_for(first, positions, block_size=model.usual_block_size)
+        held = dict(zip(tables, (first, *others), strict=True)) if others else first
+        self._index = jnp.full(requests, tokens, jnp.int32), held, slots
         self._tokens = jnp.zeros((requests, new_tokens), jnp.int32)
         self._run: Any = jax.jit(_step, donate_argnums=(1, 2))
 

@@ -1,6 +1,7 @@
 """Models with random weights, from a config.json and options, for commands that time them."""
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,22 +24,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
 
 
+def described_model(args: argparse.Namespace) -> "Model":
+    """The model with descriptions of its weights; ValueError if the configuration is invalid."""
+    return jax.eval_shape(_maker(args))
+
+
 def random_model(args: argparse.Namespace, num_blocks: int, block_size: int, order: str = "BLNHC") -> "Model":
     """The model with random weights, after a check that it fits beside a cache of `num_blocks` blocks.
 
     ValueError if the configuration is invalid, or if model and cache together exceed the device's memory.  It is raised
     before any weights are drawn.
     """
-    from jaxkv import models
-
-    config = models.ModelConfig.read(args.config)
-    options = {"entry_format": args.entry_format, "implementation": args.implementation}
-    make = partial(models.random_model, config, **options)
-    model = jax.eval_shape(make)
+    model = described_model(args)
     cache = jax.eval_shape(lambda: model.cache(num_blocks, block_size, order))
     needed = nbytes((model.params, cache))
     require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
-    return make()  # weight by weight: XLA would compile a program that makes them all for minutes
+    return _maker(args)()  # weight by weight: XLA would compile a program that makes them all for minutes
+
+
+def _maker(args: argparse.Namespace) -> Callable[[], "Model"]:
+    from jaxkv import models
+
+    options = {"entry_format": args.entry_format, "implementation": args.implementation}
+    return partial(models.random_model, models.ModelConfig.read(args.config), **options)
 
 
 def described(model: "Model") -> dict[str, Any]:

@@ -164,7 +164,7 @@ class TestInterpreted(Mosaic, suites.ExpertChecks):
         [
             (9, ExpertsConfig(rows=8, consumers=2, stages=2)),  # 64 of 192 features are beyond those of a tile
             slow(40, ExpertsConfig(rows=24, consumers=1, stages=2)),
-            (3, None),
+            slow(3, None),
         ],
     )
     def test_the_activation_of_gpt_oss_and_biases(self, tokens, config):
