@@ -1,6 +1,7 @@
 """Models with random weights, from a config.json and options, for commands that time them."""
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
 
 
+def described_model(args: argparse.Namespace, parallel: "Parallel | None" = None) -> "Model":
+    """The model with descriptions of its weights.
+
+    ValueError if the configuration is invalid, or cannot be divided as `parallel` requires.
+    """
+    return jax.eval_shape(_maker(args, parallel))
+
+
 def random_model(
     args: argparse.Namespace,
     num_blocks: int,
@@ -36,24 +45,26 @@ def random_model(
 ) -> "Model":
     """The model with random weights, after a check that it fits beside a cache of `num_blocks` blocks.
 
-    ValueError if the configuration is invalid or cannot be divided as `parallel` requires, or if a device's parts of
-    model and cache together exceed its memory.  It is raised before any weights are drawn.
+    ValueError as in `described_model`, or if a device's parts of model and cache together exceed its memory.  It is
+    raised before any weights are drawn.
     """
+    model = described_model(args, parallel)
+    layout = model.layout(num_blocks, block_size, order)  # of one device's cache
+    needed = nbytes(_on_one_device(model)) + layout.size * layout.dtype.itemsize
+    require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
+    return _maker(args, parallel)()  # weight by weight: XLA would compile a program that makes them all for minutes
+
+
+def _maker(args: argparse.Namespace, parallel: "Parallel | None") -> Callable[[], "Model"]:
     from jaxkv import models
 
-    config = models.ModelConfig.read(args.config)
     options = {
         "entry_format": args.entry_format,
         "implementation": args.implementation,
         "parallel": parallel,
         "fp8_weights": args.fp8_weights,
     }
-    make = partial(models.random_model, config, **options)
-    model = jax.eval_shape(make)
-    layout = model.layout(num_blocks, block_size, order)  # of one device's cache
-    needed = nbytes(_on_one_device(model)) + layout.size * layout.dtype.itemsize
-    require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
-    return make()  # weight by weight: XLA would compile a program that makes them all for minutes
+    return partial(models.random_model, models.ModelConfig.read(args.config), **options)
 
 
 def _on_one_device(model: "Model") -> Any:

@@ -53,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
     if args.new_tokens > args.tokens:
         raise ValueError(f"--new-tokens is {args.new_tokens}: expected at most the {args.tokens} --tokens")
     parallel, devices = _parallel(args)
-    num_blocks = model_steps.blocks_per_cache(parallel, args.requests, args.tokens)
-    model = random_models.random_model(args, num_blocks, model_steps.BLOCK_SIZE, parallel=parallel)
+    described = random_models.described_model(args, parallel)
+    num_blocks = model_steps.blocks_per_cache(described, args.requests, args.tokens, args.new_tokens)
+    model = random_models.random_model(args, num_blocks, described.usual_block_size, parallel=parallel)
     config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
     if args.new_tokens > 1:
         batch += f", {args.new_tokens:,} of them new"

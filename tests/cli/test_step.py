@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,13 +36,32 @@ def test_sizes_and_the_time_of_a_step_are_printed(family, form, capsys):
 @pytest.mark.parametrize("family", ["deepseek_v2_lite", "llama"])
 def test_the_step_attends_to_full_caches(family):
     model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / family))
-    cache = model_steps.filled(model, 9)
+    cache = model_steps.filled(model, 3 * model_steps.blocks_for(model, 130))
     steps = model_steps.Steps(model, cache, requests=3, tokens=130)
     lengths, tables, slots = steps._index
     assert lengths.tolist() == [130] * 3
     assert sorted(tables.reshape(-1).tolist()) == list(range(9))
     assert slots.tolist() == [[64 * block + 1] for block in tables[:, -1].tolist()]
     assert (cache.buffer != 0).mean() > 0.99
+
+
+@pytest.mark.slow  # compiles two programs per model; nothing else in a step depends on the tables
+@pytest.mark.parametrize("family", ["kimi_linear", "deepseek_v4", "qwen3_next"])
+def test_models_with_several_tables(family, capsys):
+    """A step reads and writes blocks of its own in each table, and the numbers in them are finite."""
+    model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / family))
+    count = model_steps.blocks_for(model, 130)
+    cache = model_steps.filled(model, 3 * count)
+    steps = model_steps.Steps(model, cache, requests=3, tokens=130)
+    _, tables, _ = steps._index
+    assert set(tables) == set(model.tables)
+    assert sorted(i for table in tables.values() for i in table.reshape(-1).tolist() if i >= 0) == list(
+        range(3 * count)
+    )
+    _, logits = jax.jit(jaxkv.models.prefill)(model, steps.cache, steps._tokens, *steps._index)
+    assert jnp.isfinite(logits).all()
+    assert main(["step", str(MODELS / family), "--requests", "2", "--tokens", "130"]) == 0
+    assert "a step of 2 requests x 130 tokens: " in capsys.readouterr().out
 
 
 def test_a_step_of_a_prefill(capsys):
