@@ -49,8 +49,8 @@ def random_model(
     raised before any weights are drawn.
     """
     model = described_model(args, parallel)
-    layout = model.layout(num_blocks, block_size, order)  # of one device's cache
-    needed = nbytes(_on_one_device(model)) + layout.size * layout.dtype.itemsize
+    layout = jax.eval_shape(lambda: model.cache(num_blocks, block_size, order)).layout  # of one device's cache
+    needed = nbytes(_on_one_device(model)) + layout.nbytes
     require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
     return _maker(args, parallel)()  # weight by weight: XLA would compile a program that makes them all for minutes
 
