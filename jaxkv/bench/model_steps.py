@@ -76,7 +76,7 @@ def _with_random_entries(model: Model, cache: jaxkv.KVCache) -> jaxkv.KVCache:
         return cache
     packed = model.packed_layout(model.config.indexer, layout.num_blocks, layout.block_size)
     keys = cache.view(packed["indexer"])
-    return _written(keys, jaxkv.write_indexer_k, [(keys.layout.entry.head_dim,)]).view(layout)
+    return _written(keys, jaxkv.write_indexer_k, [(model.config.indexer.head_dim,)]).view(layout)
 
 
 def _written(cache: jaxkv.KVCache, operation: Any, shapes: Sequence[tuple[int, ...]]) -> jaxkv.KVCache:
