@@ -44,10 +44,10 @@ def draw_entry(rng: np.random.Generator, kinds: Sequence[type[Entry]]) -> Entry:
     return pick(rng, *(entry for sizes in SIZES[kind] if (entry := _entry(kind, form, sizes))))
 
 
-def draw_entry_beside(rng: np.random.Generator, first: Entry) -> Entry:
+def draw_entry_beside(rng: np.random.Generator, first: jaxkv.MLAEntry) -> jaxkv.MLAEntry:
     """An entry that sparse attention can read beside `first`: of the same sizes, with values of the same size."""
-    others = (entry for form in jaxkv.MLAEntry.formats if (entry := _entry(jaxkv.MLAEntry, form, first.sizes)))
-    return pick(rng, first, *(entry for entry in others if entry.value_dim == first.value_dim))
+    others = (_entry(jaxkv.MLAEntry, form, first.sizes) for form in jaxkv.MLAEntry.formats)
+    return pick(rng, first, *(x for x in others if isinstance(x, jaxkv.MLAEntry) and x.value_dim == first.value_dim))
 
 
 def _entry(kind: type[Entry], form: str, sizes: tuple[int, ...]) -> Entry | None:
