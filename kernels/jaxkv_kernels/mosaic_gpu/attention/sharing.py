@@ -26,6 +26,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, WGMMA, filled, over_
 
 PLACES = 2
 """Places in device memory for the results of successive work tiles."""
+LEAST_ROWS = 16
+"""The least width of log-sum-exps and scales: two times 16 float32 are 128 bytes, and copies to shared memory must begin
+at multiples of that."""
 
 
 def own_steps(tile: WorkTile, cta, step: int) -> WorkTile:
@@ -44,12 +47,10 @@ def own_steps(tile: WorkTile, cta, step: int) -> WorkTile:
 
 def exchange_types(partitions: int, rows: int, columns: int, dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Results of a kernel that are the places in device memory, and scratch types.  Both hold splits of each CTA."""
-    shape = partitions, PLACES, CTAS
-    types = jax.ShapeDtypeStruct((*shape, rows, columns), dtype), jax.ShapeDtypeStruct((*shape, 2, rows), jnp.float32)
+    shape, width = (partitions, PLACES, CTAS), max(rows, LEAST_ROWS)
+    types = jax.ShapeDtypeStruct((*shape, rows, columns), dtype), jax.ShapeDtypeStruct((*shape, 2, width), jnp.float32)
     return types, {
-        # Two arrays, because copies to shared memory must begin at multiples of 128 bytes.
-        "sent_rows": plgpu.SMEM((2, rows), jnp.float32),
-        "received_rows": plgpu.SMEM((2, rows), jnp.float32),
+        "rows": plgpu.SMEM((2, 2, width), jnp.float32),
         "sent": plgpu.ClusterBarrier(collective_axes=("cta",)),
         "arrived": plgpu.Barrier(num_arrivals=2),
     }
@@ -60,12 +61,10 @@ class Exchange:
     """Sends the results of a work tile to the other CTA, or receives them."""
 
     refs: tuple[Any, ...]
-    """The places of this cluster in device memory: values [PLACES, CTAS, rows, columns], and [PLACES, CTAS, 2, rows]
+    """The places of this cluster in device memory: values [PLACES, CTAS, rows, columns], and [PLACES, CTAS, 2, >= rows]
     log-sum-exps (base 2) and scales."""
-    sent_rows: Any
-    """Shared memory [2, rows] for the log-sum-exps and scales to be sent."""
-    received_rows: Any
-    """The same for those that are received."""
+    rows: Any
+    """Shared memory [2, 2, >= rows] for log-sum-exps and scales, sent and received."""
     sent: Any
     """Cluster barrier: both CTAs have sent (1 per CTA)."""
     arrived: Any
@@ -75,23 +74,20 @@ class Exchange:
     @classmethod
     def of(cls, refs, partition, memory: dict[str, Any], cta) -> "Exchange":
         """From the results and the scratch memory of a kernel; see `exchange_types`."""
-        places = tuple(ref.at[partition] for ref in refs)
-        return cls(
-            places, cta=cta, **{name: memory[name] for name in ("sent_rows", "received_rows", "sent", "arrived")}
-        )
+        return cls(tuple(ref.at[partition] for ref in refs), memory["rows"], memory["sent"], memory["arrived"], cta)
 
     def send(self, values, place) -> None:
-        """Sends `values`, in shared memory, and `sent_rows`; returns when they are in device memory."""
+        """Sends `values`, in shared memory, and `rows[0]`; returns when they are in device memory."""
         plgpu.commit_smem()
-        for source, to in zip((values, self.sent_rows), self.refs, strict=True):
+        for source, to in zip((values, self.rows.at[0]), self.refs, strict=True):
             plgpu.copy_smem_to_gmem(source, to.at[place, self.cta])
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(self.sent)
 
     def receive(self, values, place) -> None:
-        """Receives what the other CTA has sent, to `values` and `received_rows`."""
+        """Receives what the other CTA has sent, to `values` and `rows[1]`."""
         plgpu.barrier_wait(self.sent)
-        for source, into in zip(self.refs, (values, self.received_rows), strict=True):
+        for source, into in zip(self.refs, (values, self.rows.at[1]), strict=True):
             plgpu.copy_gmem_to_smem(source.at[place, 1 - self.cta], into, self.arrived)
         plgpu.barrier_wait(self.arrived)
 
@@ -124,13 +120,13 @@ class SharedEpilogue(HalvesEpilogue):
             values = (acc * over_columns(1 / magnitude, acc.shape[1])).astype(SPLIT_DTYPE)
             stage[...] = lax.bitcast_convert_type(values, stage.dtype)
             for n, x in enumerate((lse, magnitude * inverse)):
-                exchange.sent_rows[n] = x
+                exchange.rows[0, n] = x
             exchange.send(stage, place)
 
         def receive():
             exchange.receive(stage, place)
             values = lax.bitcast_convert_type(plgpu.load(stage, layout=WGMMA), SPLIT_DTYPE).astype(jnp.float32)
-            others = (plgpu.load(exchange.received_rows.at[n], layout=ROW) for n in range(2))
+            others = (plgpu.load(exchange.rows.at[1, n], layout=ROW) for n in range(2))
             own, other, merged = merge_factors(self.softmax, lse, inverse, *others)
             values = acc * over_columns(own, acc.shape[1]) + values * over_columns(other, acc.shape[1])
             plgpu.commit_smem()  # all lanes have read `stage`
