@@ -27,8 +27,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, WGMMA, filled, over_
 PLACES = 2
 """Places in device memory for the results of successive work tiles."""
 LEAST_ROWS = 16
-"""The least width of log-sum-exps and scales: two times 16 float32 are 128 bytes, and copies to shared memory must begin
-at multiples of that."""
+"""The least width of log-sum-exps and scales: two times 16 float32 are 128 bytes, and copies to shared memory must
+begin at multiples of that."""
 
 
 def own_steps(tile: WorkTile, cta, step: int) -> WorkTile:
