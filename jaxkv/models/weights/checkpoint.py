@@ -151,6 +151,10 @@ class Checkpoint:
         """Whether a weight is in float8."""
         return self.holds(name) and self._entry(name).dtype == fp8.DTYPE
 
+    def are_fp8_or_fp4(self, names: Iterable[str]) -> bool:
+        """Whether weights are all in float8, or each that of one expert in MXFP4."""
+        return all(self.is_fp8(name) or self.is_fp4(name) for name in names)
+
     def is_fp4(self, name: str) -> bool:
         """Whether the weight of one expert is in MXFP4."""
         return self.holds(name) and self._entry(name).dtype == mxfp4.EXPERT_DTYPE

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv_kernels.tile_scaled import TileScaled
 from models.compressed.quantised_checkpoint import FILE, save, write
 from models.compressed.test_deepseek_v4 import tables_of
 from models.test_families import rejects
@@ -28,13 +29,23 @@ def logits(model):
     return np.asarray(jax.jit(models.prefill)(model, model.cache(1000, 16), prompt, lengths, tables, slots)[1])
 
 
-def test_the_model_is_that_of_the_values(folders):
-    small, whole = (models.load(folder, dtype="float32") for folder in folders[:2])
-    layer = small.params["layers"][1]
+def test_weights_in_float8_stay_so(folders):
+    small, whole = (models.load(folder, dtype="float32").params for folder in folders[:2])
+    layer = small["layers"][1]
     assert layer["attention"]["q"].values.dtype == jnp.float8_e4m3fn
     assert layer["mixture"]["shared"]["down"].values.dtype == jnp.float8_e4m3fn
-    assert layer["mixture"]["experts"]["down"].dtype == jnp.float32
-    found, right = logits(small), logits(whole)
+    assert layer["mixture"]["experts"]["down"].values.dtype == jnp.float8_e4m3fn
+
+    def expanded(weight):
+        return weight.dequantised("float32") if isinstance(weight, TileScaled) else weight
+
+    small = jax.tree.map(expanded, small, is_leaf=lambda weight: isinstance(weight, TileScaled))
+    assert jax.tree.all(jax.tree.map(np.array_equal, small, whole))
+
+
+@pytest.mark.slow  # compiles two programs; the weights are compared above
+def test_the_model_is_that_of_the_values(folders):
+    found, right = (logits(models.load(folder, dtype="float32")) for folder in folders[:2])
     assert np.abs(found - right).max() < 1e-5 * np.abs(right).max()
 
 
@@ -45,6 +56,25 @@ def test_expanded_weights_have_the_bits_of_an_independent_decoder(folders, dtype
     for (path, found), expected in both:
         assert found.dtype == expected.dtype, path
         np.testing.assert_array_equal(found, expected, err_msg=jax.tree_util.keystr(path))
+
+
+def test_experts_whose_exponents_differ_too_much_can_be_expanded(folders, tmp_path):
+    small, _, weights = folders
+    (tmp_path / "config.json").write_bytes((small / "config.json").read_bytes())
+    for least, works in ((2.0**-17, True), (2.0**-18, False)):  # the largest scales are 2**-5, but for the first
+        scales = weights[f"{EXPERT}.scale"].copy()
+        scales[0, 0], scales[1, 0] = 2.0**-3, least
+        packed = weights[f"{EXPERT}.weight"].copy()
+        packed[:2] = 0x71  # 0.5, and 6
+        write(tmp_path / FILE, {**weights, f"{EXPERT}.scale": scales, f"{EXPERT}.weight": packed})
+        expanded = models.load(tmp_path, dtype="float32", fp8_weights="expand")
+        right = expanded.params["layers"][1]["mixture"]["experts"]["down"][2]
+        assert right[:2, :2].tolist() == [[2.0**-4, 6 * 2.0**-3], [least / 2, 6 * least]]
+        if works:
+            found = models.load(tmp_path, dtype="float32").params["layers"][1]["mixture"]["experts"]["down"]
+            np.testing.assert_array_equal(found.dequantised("float32")[2], right)
+        else:
+            rejects(tmp_path, EXPERT, "float8", "expand")
 
 
 def test_damaged_weights(folders, tmp_path):
