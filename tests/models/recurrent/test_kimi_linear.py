@@ -6,7 +6,7 @@ import pytest
 import safetensors.numpy
 
 from jaxkv import MLAEntry, StateEntry, models
-from models.recurrent.published import KIMI_LINEAR
+from models.checkpoints.published_gqa import KIMI_LINEAR
 from models.test_families import FILE, RECORDED, changed, rejects
 
 

@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv.models.weights import fp8
 from jaxkv.models.weights.safetensors_file import SafetensorsFile
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
-from models.fp8_checkpoint import FILE, RECORDED, expanded, logits, recorded, tiled
+from models.checkpoints.fp8 import FILE, RECORDED, expanded, logits, recorded, tiled
 
 WEIGHT = "model.layers.0.mlp.gate_proj.weight"
 
