@@ -1,6 +1,7 @@
 """Whole steps of a model: caches with random contents, and consecutive steps that do not wait for the host."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,17 @@ def blocks_for(model: Model, tokens: int, new_tokens: int = 1) -> int:
     return sum(len(_held(table, tokens, new_tokens)) for table in _tables(model))
 
 
+def blocks_per_cache(model: Model, requests: int, tokens: int, new_tokens: int = 1) -> int:
+    """Blocks of each cache; ValueError if devices divide the requests and cannot do so evenly."""
+    each, rest = divmod(requests, model.parallel.divisions_of_rows)
+    if rest:
+        raise ValueError(
+            f"there are {requests} requests: expected a multiple of the {model.parallel.divisions_of_rows} devices, "
+            "which divide them"
+        )
+    return each * blocks_for(model, tokens, new_tokens)
+
+
 def _tables(model: Model) -> tuple[TableKind, ...]:
     size = model.usual_block_size
     return tables_of(model.layout(1, size), size)
@@ -47,24 +59,37 @@ def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
 
     def fill():
         cache = model.cache(num_blocks, model.usual_block_size)
-        slots = jnp.arange(cache.layout.num_slots, dtype=jnp.int32)
-
-        def layer(i, cache):
-            keys = jax.random.split(jax.random.key(i))
-            entry, tokens = cache.layout.entry, (slots.size,)
-            operation, scales = jaxkv.write_mla, ("kv_scale",)
-            if isinstance(entry, jaxkv.KVEntry):
-                tokens += (cache.layout.num_heads,)
-                operation, scales = jaxkv.write_kv, ("k_scale", "v_scale")
-            sizes = zip(keys, entry.sizes, strict=True)
-            values = [jax.random.normal(key, (*tokens, n), jnp.bfloat16) for key, n in sizes]
-            options = dict.fromkeys(scales, 1.0) if entry.codec.scaled else {}
-            write: Any = partial(operation, implementation="xla", **options)
-            return write(cache, *values, slots, layer=i)
-
-        return lax.fori_loop(0, cache.layout.num_layers, layer, cache)
+        return model.parallel.per_device(partial(_with_random_entries, model))(cache)
 
     return jax.jit(fill)()
+
+
+def _with_random_entries(model: Model, cache: jaxkv.KVCache) -> jaxkv.KVCache:
+    """One device's cache with random entries, and random keys if the model has an indexer."""
+    layout, entry = cache.layout, cache.layout.entry
+    heads, operation, scales = (), jaxkv.write_mla, ("kv_scale",)
+    if isinstance(entry, jaxkv.KVEntry):
+        heads, operation, scales = (layout.num_heads,), jaxkv.write_kv, ("k_scale", "v_scale")
+    options = dict.fromkeys(scales, 1.0) if entry.codec.scaled else {}
+    cache = _written(cache, partial(operation, **options), [(*heads, n) for n in entry.sizes])
+    if model.config.indexer is None:
+        return cache
+    packed = model.packed_layout(model.config.indexer, layout.num_blocks, layout.block_size)
+    keys = cache.view(packed["indexer"])
+    return _written(keys, jaxkv.write_indexer_k, [(model.config.indexer.head_dim,)]).view(layout)
+
+
+def _written(cache: jaxkv.KVCache, operation: Any, shapes: Sequence[tuple[int, ...]]) -> jaxkv.KVCache:
+    """The cache with normal values of those shapes in every slot of every layer."""
+    slots = jnp.arange(cache.layout.num_slots, dtype=jnp.int32)
+
+    def layer(i, cache):
+        keys = jax.random.split(jax.random.key(i), len(shapes))
+        drawn = zip(keys, shapes, strict=True)
+        values = [jax.random.normal(key, (slots.size, *shape), jnp.bfloat16) for key, shape in drawn]
+        return operation(cache, *values, slots, layer=i, implementation="xla")
+
+    return lax.fori_loop(0, cache.layout.num_layers, layer, cache)
 
 
 def _with_random_bytes(model: Model, num_blocks: int) -> jaxkv.KVCache:
@@ -78,8 +103,7 @@ class Steps:
 
     Args:
       model: the model.
-      cache: from `filled`, with `requests` times the blocks of `blocks_for`; steps donate it and replace it in
-        `self.cache`.
+      cache: from `filled`, with the blocks of `blocks_per_cache`; steps donate it and replace it in `self.cache`.
       requests: rows of the batch.
       tokens: cached tokens of each request, the new ones included.
       new_tokens: new tokens of each request; 1 for a decode step.
@@ -90,11 +114,12 @@ class Steps:
         self.new_tokens = requests * new_tokens
         """New tokens per step, of all requests."""
         # Shuffled blocks, as after hours of service.
-        count = requests * blocks_for(model, tokens, new_tokens)
-        blocks, tables = np.random.default_rng(0).permutation(count).astype(np.int32), {}
+        count, caches = blocks_per_cache(model, requests, tokens, new_tokens), model.parallel.divisions_of_rows
+        rng, tables = np.random.default_rng(0), {}
+        blocks = np.stack([rng.permutation(count) for _ in range(caches)]).astype(np.int32)
         for table in _tables(model):
             held = _held(table, tokens, new_tokens)
-            own, blocks = np.split(blocks, [requests * len(held)])
+            own, blocks = np.split(blocks, [requests // caches * len(held)], axis=1)
             tables[table.name] = np.full((requests, table.up_to(tokens)), -1, np.int32)
             tables[table.name][:, held] = own.reshape(requests, -1)
         first, *others = (jnp.asarray(table) for table in tables.values())

@@ -17,10 +17,8 @@ from jaxkv.models.weights.parameters import copied, parameters, required_names, 
 from jaxkv.models.weights.placed import Placed, expanded_part, part, table_part
 from jaxkv.models.weights.safetensors_file import Index
 from jaxkv.models.weights.weight import Weight
-from jaxkv_kernels.tile_scaled import TILE, TileScaled
+from jaxkv_kernels.tile_scaled import TileScaled
 
-FP8_WEIGHTS = ("dequantise", "e4m3", "expand")
-"""What `load` does with weights in float8."""
 ROWS = 4096
 """Rows of two weights that are compared at a time."""
 
@@ -79,8 +77,7 @@ def load(
     """
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel, mtp)
-    if fp8_weights not in FP8_WEIGHTS:
-        raise ValueError(f"`fp8_weights` is {fp8_weights!r}: expected {' or '.join(map(repr, FP8_WEIGHTS))}")
+    fp8.check_use(fp8_weights)
     with Checkpoint(path) as checkpoint:
         checkpoint.check_names(required_names(config, mtp=mtp))
         leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp, names=checkpoint.names))
@@ -159,14 +156,7 @@ class _Scaled:
         shape, stacked = weight.stacked_shape, bool(weight.experts)
         sharding = build.parallel.sharding(path, len(shape))
         self._values = Placed(shape, jnp.float8_e4m3fn, sharding, stacked=stacked)
-        for index in self._values.indices.values():
-            for cut, size in zip(index[-2:], weight.shape, strict=True):
-                if cut.start % TILE or (cut.stop % TILE and cut.stop != size):
-                    raise ValueError(
-                        f"`parallel` divides the weight {weight.name!r} {weight.shape}, which is in float8, into parts "
-                        f"of {cut.stop - cut.start} rows or columns, which cuts its tiles of {TILE} x {TILE}: expected "
-                        'parts of whole tiles (use fewer devices), or `fp8_weights` "expand"'
-                    )
+        fp8.check_parts(weight, self._values.indices.values())
         shape = (*shape[:-2], *fp8.scale_shape(weight.shape))
         self._scales = Placed(shape, jnp.float32, sharding, stacked=stacked)
 

@@ -20,6 +20,19 @@ Read = Callable[[Index, Any], jax.Array]
 """`read(index, device)` returns part of a weight on a device."""
 
 
+def indices(shape: tuple[int, ...], sharding: Sharding | jax.Device | None) -> dict[Any, Index]:
+    """Which part of an array of that shape each device of this process has."""
+    parts = (
+        sharding.addressable_devices_indices_map(shape)
+        if isinstance(sharding, Sharding)
+        else {sharding: (slice(None),) * len(shape)}
+    )
+    return {
+        device: tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), shape, strict=True))
+        for device, index in parts.items()
+    }
+
+
 class Placed:
     """An array on its devices: a weight, or a stack of one per expert.
 
@@ -32,15 +45,7 @@ class Placed:
 
     def __init__(self, shape: tuple[int, ...], dtype, sharding: Sharding | jax.Device | None, *, stacked: bool):
         self._shape, self._dtype, self._sharding, self._stacked = shape, dtype, sharding, stacked
-        parts = (
-            sharding.addressable_devices_indices_map(shape)
-            if isinstance(sharding, Sharding)
-            else {sharding: (slice(None),) * len(shape)}
-        )
-        self.indices: dict[Any, Index] = {
-            device: tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), shape, strict=True))
-            for device, index in parts.items()
-        }
+        self.indices = indices(shape, sharding)
         """The part of each device of this process."""
         self._shards: dict[Any, jax.Array] = {}
 
