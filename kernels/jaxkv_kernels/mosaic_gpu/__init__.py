@@ -32,7 +32,7 @@ _MOVED_INDEXER: Listed = {IndexerEntry: ("bf16", "f16", "f32", "indexer_fp8")}
 _MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla")}
 _SPARSE: Listed = {MLAEntry: (*_MLA[MLAEntry], *_NARROW_MLA)}
 _LOGITS: Listed = {IndexerEntry: ("bf16", "f16", "indexer_fp8")}
-_KV: Listed = {KVEntry: ("bf16", "f16", "fp8")}
+_KV: Listed = {KVEntry: ("bf16", "f16", "fp8", "int8", "nvfp4")}
 
 KERNELS: dict[str, Kernel] = {
     "write_mla": _kernel("entries.writes.write_mla", _MOVED_MLA, unsupported.write_mla, BULK_COPIES),

@@ -192,7 +192,7 @@ class FewRowsQuantisedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVQuantisedConfig(FewRowsQuantisedConfig):
-    """`decode_kv` with entries of format `fp8`."""
+    """`decode_kv` with quantised entries."""
 
     stages: int = 8
     """The most tiles of keys and values in shared memory, 16 KiB each for heads of 128; larger ones leave room for

@@ -97,7 +97,7 @@ def attend_few_rows_quantised(
     dtype, width = queries[0].dtype, GROUP * tiles.value_groups
     stages, query_stages = tiles.stages(config.stages), config.query_stages
     scaled = tiles.scaled
-    parts_at_once = 1 if scaled else tiles.value_groups  # parts of a result in `other`: as many as fit
+    parts_at_once = 1 if tiles.weight_groups > 1 else tiles.value_groups  # parts of a result in `other`: as many as fit
     lift = 2.0 ** (14 - config.rescale_threshold)
 
     def body(*refs, **scratch):
@@ -189,7 +189,7 @@ def attend_few_rows_quantised(
             )  # fmt: skip
             # One scale for all heads, or one for each.
             key_scale, value_scale = [ref[head if ref.shape[0] > 1 else 0] for ref in scale_refs] or (1.0, 1.0)
-            scale = scale_ref[0] * LOG2E * key_scale
+            scale = scale_ref[0] * LOG2E * (key_scale * tiles.unit)
 
             query_columns = [
                 lambda stage, ref=ref, n=n: ref.at[stage, :, pl.ds(KEY_GROUP * n, KEY_GROUP)]
@@ -212,7 +212,7 @@ def attend_few_rows_quantised(
                     plgpu.wgmma_wait(0)
 
             def scores(stage, z, query_stage, row_scale):
-                """Scores of a tile, to base 2, and the scales of its keys, if they have any."""
+                """Scores of a tile, to base 2, and the scales of its values, if tokens have any."""
 
                 def product(*accs):
                     loaded = [tiles.load_keys(raw, stage, n) for n in batches[0]]
@@ -221,19 +221,17 @@ def attend_few_rows_quantised(
                         loaded = [tiles.load_keys(raw, stage, n) for n in following]
                         wait_for_products()  # of the previous batch, which ran during the conversion
                         for operand, n in zip(operands, batch, strict=True):
-                            acc = accs[n * KEY_GROUP // GROUP if scaled else 0]
-                            multiply(acc, operand, query_columns[n](query_stage + z).transpose((1, 0)))
+                            multiply(accs[tiles.score_group(n)], operand, query_columns[n](query_stage + z).transpose((1, 0)))
                     return [acc[...] for acc in accs]
 
                 size = config.keys_at_once
                 batches = [range(at, min(at + size, tiles.key_groups)) for at in range(0, tiles.key_groups, size)]
 
-                count = tiles.value_groups + 1 if scaled else 1
-                key_scales = tiles.load_scales(raw, stage)
-                *parts, s = pl.run_scoped(product, *[plgpu.ACC((TILE, N), jnp.float32)] * count)
-                for part, key_scale in zip(parts, key_scales, strict=True):
-                    s = s + part * over_columns(key_scale, N)
-                return s * over_rows(row_scale, TILE), key_scales
+                scales, weight_scales = tiles.load_scales(raw, stage)
+                sums = pl.run_scoped(product, *[plgpu.ACC((TILE, N), jnp.float32)] * tiles.score_groups)
+                scaled_sums = [x * over_columns(scale, N) for x, scale in zip(sums, scales, strict=False)]
+                *others, last = *scaled_sums, *sums[len(scales) :]
+                return reduce(jnp.add, others, last) * over_rows(row_scale, TILE), weight_scales
 
             def add_values(acc, stage, z):
                 """acc + V' P', with P in shared memory."""
@@ -250,7 +248,7 @@ def attend_few_rows_quantised(
                         operands = [tiles.convert_values(loaded, n) for n in range(tiles.value_groups)]
                         wait_for_products()
                         for n, (ref, operand) in enumerate(zip(refs, operands, strict=True)):
-                            multiply(ref, operand, p.at[z + side, n if scaled else 0, pl.ds(N * step, N)])
+                            multiply(ref, operand, p.at[z + side, n if tiles.weight_groups > 1 else 0, pl.ds(N * step, N)])
                         loaded = ahead
                     return [ref[...] for ref in refs]
 
@@ -279,7 +277,7 @@ def attend_few_rows_quantised(
                 def _():
                     clear_unseen(stage, request, first_token, length)
 
-                s, key_scales = scores(stage, z, query_stage, row_scale)
+                s, weight_scales = scores(stage, z, query_stage, row_scale)
                 if logit_cap is not None:
                     s = cap_scores(s, logit_cap)
                 mask = partial(
@@ -287,7 +285,7 @@ def attend_few_rows_quantised(
                     tokens=tokens, heads=group, keys=0, window=window,
                 )  # fmt: skip
                 s = lax.cond(masked, mask, lambda s: s, s)
-                factor, logarithm = inverse_of_largest(key_scales) if scaled else (None, None)
+                factor, logarithm = inverse_of_largest(weight_scales) if scaled else (None, None)
                 if logarithm is not None:
                     s = s + over_columns(logarithm, N)
                 running_max, *acc, row_sum = softmax.update(s, running_max, *acc, row_sum)
@@ -295,16 +293,16 @@ def attend_few_rows_quantised(
                 if factor is None:
                     p.at[z + side, 0][...] = (w * lift).astype(p.dtype)
                 else:
-                    for n, key_scale in enumerate(key_scales):
-                        p.at[z + side, n][...] = (w * over_columns(key_scale * factor * lift, N)).astype(p.dtype)
+                    for n, weight_scale in enumerate(weight_scales):
+                        p.at[z + side, n][...] = (w * over_columns(weight_scale * factor * lift, N)).astype(p.dtype)
                     w = w * over_columns(factor, N)
                 plgpu.commit_smem()
                 acc = add_values(acc, stage, z)
                 return acc, running_max, row_sum + w
 
-            def inverse_of_largest(key_scales):
-                """For each key: the inverse and the logarithm of its largest scale, rounded down to a power of two."""
-                bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in key_scales]), jnp.int32)
+            def inverse_of_largest(weight_scales):
+                """For each token: the inverse and the logarithm of its largest scale, rounded down to a power of two."""
+                bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in weight_scales]), jnp.int32)
                 largest = jnp.clip(bits & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
                 inverse = lax.bitcast_convert_type(INVERSE - largest, jnp.float32)
                 return inverse, ((largest >> 23) - 127).astype(jnp.float32)
@@ -335,7 +333,7 @@ def attend_few_rows_quantised(
                 plgpu.barrier_wait(given)
                 theirs = [plgpu.load(stats.at[i], layout=COLUMN) for i in range(2)]
                 own, others, inverse, lse = softmax.merge(running_max, row_sum, *theirs)
-                inverse = inverse * ((1 / lift) * value_scale)
+                inverse = inverse * (tiles.unit / lift * value_scale)
                 own, others = own * inverse, others * inverse
                 merged = []
                 for i, parts in enumerate(rounds):
@@ -421,7 +419,7 @@ def attend_few_rows_quantised(
                 for groups, d in zip(tiles.query_groups, tiles.query_dtypes, strict=True)
             ),
             "raw": tiles.raw_types(stages),
-            "p": narrow(2, tiles.value_groups if scaled else 1, TILE, N, dtype=jnp.float16, swizzle=32),
+            "p": narrow(2, tiles.weight_groups, TILE, N, dtype=jnp.float16, swizzle=32),
             "other": narrow(parts_at_once, GROUP, N, dtype=jnp.float32, swizzle=64),
             "stats": plgpu.SMEM((STATS, N), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=query_stages),
