@@ -166,7 +166,10 @@ class FewRowsQuantisedConfig:
     }
 
     stages: int = 4
-    """Tiles of entries in shared memory, 36 or 41 KiB each.  Even, so that a consumer always uses the same stages."""
+    """Tiles of entries in shared memory, 36 or 41 KiB each.  A multiple of the number of consumers, so that a consumer
+    always uses the same stages."""
+    consumers: int = 2
+    """Consumer warpgroups, which take turns at tiles."""
     query_stages: int = 2
     """Work tiles whose queries are in shared memory, 18 KiB each."""
     keys_at_once: int = 2
@@ -181,9 +184,10 @@ class FewRowsQuantisedConfig:
     """In steps of one tile, which has half the bytes of a bf16 tile."""
 
     def __post_init__(self):
-        most = 8 if isinstance(self, KVQuantisedConfig) else 4
-        ok = self.stages % 2 == 0 and 2 <= self.stages <= most
-        require(ok, self, "stages", f"an even number, at most the {most} that shared memory holds")
+        require(self.consumers in (2, 3), self, "consumers", "2 or 3, which have registers for their results")
+        most = 18 if isinstance(self, KVQuantisedConfig) else 4
+        ok = self.stages % self.consumers == 0 and self.consumers <= self.stages <= most
+        require(ok, self, "stages", f"a multiple of the {self.consumers} consumers, at most {most}")
         require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
         require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
         _check_registers(self, 72, 88, 104)
@@ -279,7 +283,7 @@ def sparse_config(format: str, tiles: int) -> SparseConfig:
 
 
 def _check_registers(config, *supported: int) -> None:
-    # Half of what remains of THREE_WARPGROUPS must be a multiple of 8 as well.
+    # Half of what remains of the registers of three warpgroups must be a multiple of 8 as well.
     *others, most = supported
     ok = config.producer_registers in supported
     require(ok, config, "producer_registers", f"{', '.join(map(str, others))} or {most}")

@@ -70,9 +70,7 @@ def convert_keys(raw, layout) -> Any:
     return fragmented(registers, layout)
 
 
-def load_of_tokens(
-    ref, stage, nbytes: int, values_at: int, scales_at: int, step: int, groups: int
-) -> list[list[Any]]:
+def load_of_tokens(ref, stage, nbytes: int, values_at: int, scales_at: int, step: int, groups: int) -> list[list[Any]]:
     """Loads values: per 128 columns, four values of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}, then scales."""
     lane = Lane()
     token = arith.muli(arith.addi(arith.shli(lane.quad, c32(1)), c32(16 * step)), c32(nbytes))

@@ -43,9 +43,9 @@ class HeadTiles(Tiles):
         """The groups of 128 columns of a head's values."""
         return self.entry.value_dim // GROUP
 
-    def stages(self, most):
-        """How many tiles fit in shared memory: an even number, up to `most`."""
-        return min(most, ROOM // (2 * TILE * sum(self.entry.sizes)) * 2)
+    def stages(self, most, consumers):
+        """How many tiles fit in shared memory."""
+        return min(most, ROOM // (consumers * TILE * sum(self.entry.sizes)) * consumers)
 
     def raw_types(self, stages: int):
         """The types of the shared memory for keys and values."""

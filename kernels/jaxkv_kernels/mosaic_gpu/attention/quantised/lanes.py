@@ -167,10 +167,10 @@ def clear_entry(ref, stage, nbytes: int, row) -> None:
     _clear(in_stage(ref, stage, nbytes, first), lane.thread, nbytes // 16)
 
 
-def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
+def over_warps(x, ref, scratch: int, side, kind: str, layout) -> Any:
     """The maximum or sum over the rows of a float32 [64, 16] tile, in all lanes.
 
-    Four rows of `ref`, from row `scratch` on, are scratch memory.
+    Four rows of `ref`, from row `scratch` + 4 * `side` on, are scratch memory.
     """
     f32, lane = ir.F32Type.get(), Lane()
 
@@ -178,7 +178,7 @@ def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
         return ptx(f"{kind}.f32 $0, $1, $2;", a, b, result_types=f32)
 
     mgpu.utils.warpgroup_barrier()  # scratch memory may still be read
-    base = at(mgpu.utils.memref_ptr(ref), arith.shli(lane.quad, c32(3)))
+    base = at(mgpu.utils.memref_ptr(ref), arith.addi(arith.shli(lane.quad, c32(3)), arith.shli(side, c32(8))))
     own = at(base, arith.shli(lane.warp, c32(6)))
     first = arith.cmpi(arith.CmpIPredicate.eq, lane.row, c32(0))
     for tile in range(2):

@@ -63,9 +63,9 @@ class RowTiles(Tiles):
     def _words(self) -> int:
         return self.entry.nbytes // self.dtype.itemsize
 
-    def stages(self, most):
-        """How many tiles fit in shared memory: an even number, up to `most`."""
-        return min(most, ROOM // (2 * TILE * self.entry.nbytes) * 2)
+    def stages(self, most, consumers):
+        """How many tiles fit in shared memory."""
+        return min(most, ROOM // (consumers * TILE * self.entry.nbytes) * consumers)
 
     def raw_types(self, stages: int):
         """The type of the shared memory for entries."""

@@ -38,9 +38,9 @@ GROUP = 128
 """Columns of an operand of values, and latents that share a scale."""
 STEPS = TILE // N
 """Products of 16 keys in a tile."""
-INVERSES, SCRATCH, STATS = 2, 4, 12
-"""Rows of `stats`, float32 [12, 16]: two that the schedule uses; the inverse factors of two stages of queries; scratch
-memory of `over_warps`, four rows for each consumer.  The last is the number of rows."""
+INVERSES, SCRATCH, STATS = 4, 6, 18
+"""Rows of `stats`, float32 [18, 16]: four that the schedule uses; the inverse factors of two stages of queries; scratch
+memory of `over_warps`, four rows for each of up to three consumers.  The last is the number of rows."""
 PER_LANE = plgpu.Layout.WG_STRIDED((lanes.LANES,), 1)
 PLAIN = plgpu.RefType()
 Array = plgpu.ShapeDtypeStruct
@@ -138,8 +138,9 @@ class Tiles:
         """Whether odd quads load the second token of a pair first."""
         return False
 
-    def stages(self, most: int) -> int:
-        """How many tiles fit in shared memory, up to `most`."""
+    def stages(self, most: int, consumers: int) -> int:
+        """How many tiles fit in shared memory, up to `most`: a multiple of `consumers`."""
+        del consumers
         return most
 
     def raw_types(self, stages: int) -> tuple[Any, ...]:
@@ -204,17 +205,17 @@ class Tiles:
 
         return convert(loaded)
 
-    def over_warps(self, kind: str, x, stats, side: int) -> Any:
+    def over_warps(self, kind: str, x, stats, side) -> Any:
         """The `max` or sum (`add`) of a [64, 16] tile over its rows; rows of `stats` are scratch memory.
 
         Pallas's own reductions share scratch memory among warpgroups.
         """
 
-        @plgpu.inline_mgpu(arg_types=(WGMMA, PLAIN), return_type=Array((N,), jnp.float32, layout=COLUMN))
-        def reduce(_, x, stats):
-            return lanes.over_warps(x, stats, SCRATCH + 4 * side, kind, COLUMN)
+        @plgpu.inline_mgpu(arg_types=(WGMMA, PLAIN, SCALAR), return_type=Array((N,), jnp.float32, layout=COLUMN))
+        def reduce(_, x, stats, side):
+            return lanes.over_warps(x, stats, SCRATCH, side.registers.item(), kind, COLUMN)
 
-        return reduce(x, stats)
+        return reduce(x, stats, jnp.int32(side))
 
     def store_rows(self, ref, place, parts) -> None:
         """Stores [128, 16] tiles of 16 bits, in the order of values, to `ref` [n, rows, width] in device memory."""

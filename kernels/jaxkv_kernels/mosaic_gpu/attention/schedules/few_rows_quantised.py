@@ -95,7 +95,8 @@ def attend_few_rows_quantised(
     """
     batch, rows, _ = queries[0].shape
     dtype, width = queries[0].dtype, GROUP * tiles.value_groups
-    stages, query_stages = tiles.stages(config.stages), config.query_stages
+    consumers, query_stages = config.consumers, config.query_stages
+    stages = tiles.stages(config.stages, consumers)
     scaled = tiles.scaled
     parts_at_once = 1 if tiles.weight_groups > 1 else tiles.value_groups  # parts of a result in `other`: as many as fit
     lift = 2.0 ** (14 - config.rescale_threshold)
@@ -182,7 +183,7 @@ def attend_few_rows_quantised(
                 plgpu.barrier_wait(q_free.at[query_stage_of(n)])
 
         def consumer(side):
-            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
+            plgpu.set_max_registers(consumer_registers(config.producer_registers, consumers), action="increase")
             softmax = OnlineSoftmax(
                 keys=0, threshold=config.rescale_threshold, interpret=interpret,
                 max_over_keys=lambda s: tiles.over_warps("max", s, stats, side),
@@ -221,7 +222,9 @@ def attend_few_rows_quantised(
                         loaded = [tiles.load_keys(raw, stage, n) for n in following]
                         wait_for_products()  # of the previous batch, which ran during the conversion
                         for operand, n in zip(operands, batch, strict=True):
-                            multiply(accs[tiles.score_group(n)], operand, query_columns[n](query_stage + z).transpose((1, 0)))
+                            multiply(
+                                accs[tiles.score_group(n)], operand, query_columns[n](query_stage + z).transpose((1, 0))
+                            )
                     return [acc[...] for acc in accs]
 
                 size = config.keys_at_once
@@ -248,7 +251,9 @@ def attend_few_rows_quantised(
                         operands = [tiles.convert_values(loaded, n) for n in range(tiles.value_groups)]
                         wait_for_products()
                         for n, (ref, operand) in enumerate(zip(refs, operands, strict=True)):
-                            multiply(ref, operand, p.at[z + side, n if tiles.weight_groups > 1 else 0, pl.ds(N * step, N)])
+                            multiply(
+                                ref, operand, p.at[z + side, n if tiles.weight_groups > 1 else 0, pl.ds(N * step, N)]
+                            )
                         loaded = ahead
                     return [ref[...] for ref in refs]
 
@@ -307,46 +312,53 @@ def attend_few_rows_quantised(
                 inverse = lax.bitcast_convert_type(INVERSE - largest, jnp.float32)
                 return inverse, ((largest >> 23) - 127).astype(jnp.float32)
 
-            def every_other(begin, end, used, step, carry):
-                """Runs `step` for the tiles of this side."""
-                mine = begin + lax.rem(used + side, jnp.int32(2))
-                count = lax.div(jnp.maximum(end - mine, 0) + 1, jnp.int32(2))
-                return lax.fori_loop(0, count, lambda n, carry: step(mine + 2 * n, carry), carry)
+            def of_this_consumer(begin, end, used, step, carry):
+                """Runs `step` for the tiles of this consumer: those with used + i - begin = side, modulo consumers."""
+                mine = begin + lax.rem((consumers - 1) * used + side, jnp.int32(consumers))
+                count = lax.div(jnp.maximum(end - mine, 0) + (consumers - 1), jnp.int32(consumers))
+                return lax.fori_loop(0, count, lambda n, carry: step(mine + consumers * n, carry), carry)
 
             rounds = [range(at, at + parts_at_once) for at in range(0, tiles.value_groups, parts_at_once)]
 
             def give(n, acc, running_max, row_sum):
+                giver = side - 1
                 for i, parts in enumerate(rounds):
 
                     @pl.when((n > first) | (i > 0))
                     def _():
-                        plgpu.barrier_wait(taken)
+                        plgpu.barrier_wait(taken.at[giver])
 
                     if i == 0:
-                        stats[0], stats[1] = running_max, row_sum
+                        stats[2 * giver], stats[2 * giver + 1] = running_max, row_sum
                     for place, part in enumerate(parts):
-                        other.at[place][...] = acc[part]
-                    plgpu.barrier_arrive(given)
+                        other.at[giver, place][...] = acc[part]
+                    plgpu.barrier_arrive(given.at[giver])
 
             def take(n, acc, running_max, row_sum):
-                """The result of both consumers, normalized, and its log-sum-exps."""
-                plgpu.barrier_wait(given)
-                theirs = [plgpu.load(stats.at[i], layout=COLUMN) for i in range(2)]
-                own, others, inverse, lse = softmax.merge(running_max, row_sum, *theirs)
+                """The result of all consumers, normalized, and its log-sum-exps."""
+                givers = range(consumers - 1)
+                states = [(running_max, row_sum)]
+                for giver in givers:
+                    plgpu.barrier_wait(given.at[giver])
+                    states.append([plgpu.load(stats.at[2 * giver + i], layout=COLUMN) for i in range(2)])
+                factors, inverse, lse = softmax.merge(*states)
                 inverse = inverse * (tiles.unit / lift * value_scale)
-                own, others = own * inverse, others * inverse
+                own, *others = [over_rows(factor * inverse, GROUP) for factor in factors]
                 merged = []
                 for i, parts in enumerate(rounds):
-                    if i > 0:
-                        plgpu.barrier_wait(given)
-                    for place, part in enumerate(parts):
-                        theirs = plgpu.load(other.at[place], layout=WGMMA)
-                        merged.append(acc[part] * over_rows(own, GROUP) + theirs * over_rows(others, GROUP))
+                    sums = [acc[part] * own for part in parts]
+                    for giver, factor in zip(givers, others, strict=True):
+                        if i > 0:
+                            plgpu.barrier_wait(given.at[giver])
+                        for place in range(len(parts)):
+                            theirs = plgpu.load(other.at[giver, place], layout=WGMMA)
+                            sums[place] = sums[place] + theirs * factor
 
-                    @pl.when((n < work_end - 1) | (i < len(rounds) - 1))
-                    def _():
-                        plgpu.barrier_arrive(taken)
+                        @pl.when((n < work_end - 1) | (i < len(rounds) - 1))
+                        def _():
+                            plgpu.barrier_arrive(taken.at[giver])
 
+                    merged += sums
                 return merged, lse
 
             def store_result(request, split, acc, lse):
@@ -377,19 +389,19 @@ def attend_few_rows_quantised(
                 carry = [zeros(GROUP, N)] * tiles.value_groups, softmax.empty_max(N), zeros(TILE, N)
                 unmasked = unmasked_begin, unmasked_end
                 one = partial(step, request, origin, length, unmasked, query_stage, row_scale, begin, used)
-                acc, running_max, row_sum = every_other(begin, end, used, one, carry)
+                acc, running_max, row_sum = of_this_consumer(begin, end, used, one, carry)
                 plgpu.barrier_arrive(q_free.at[query_stage])
                 row_sum = tiles.over_warps("add", row_sum, stats, side)
-                if side == 1:
-                    give(n, acc, running_max, row_sum)
-                else:
-                    store_result(request, split, *take(n, acc, running_max, row_sum))
+                lax.cond(
+                    side == 0,
+                    lambda: store_result(request, split, *take(n, acc, running_max, row_sum)),
+                    lambda: give(n, acc, running_max, row_sum),
+                )
                 return used + end - begin, ahead
 
             lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
 
-        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
-        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
+        lax.cond(wg == consumers, producer, partial(consumer, wg))
 
     def narrow(*shape, dtype, swizzle):
         """Shared memory in swizzled tiles of 8 by 16."""
@@ -398,8 +410,8 @@ def attend_few_rows_quantised(
     # The interpreter needs register operands of wgmma in shared memory.
     operands = {}
     if interpret:
-        operands = {f"operand_keys_{d}": swizzled(2, TILE, KEY_GROUP, dtype=d) for d in ("float16", "bfloat16")}
-        operands["operand_values_float16"] = narrow(2, GROUP, N, dtype=jnp.float16, swizzle=32)
+        operands = {f"operand_keys_{d}": swizzled(consumers, TILE, KEY_GROUP, dtype=d) for d in ("float16", "bfloat16")}
+        operands["operand_values_float16"] = narrow(consumers, GROUP, N, dtype=jnp.float16, swizzle=32)
     return kernel(
         body,
         interpret=interpret,
@@ -410,7 +422,7 @@ def attend_few_rows_quantised(
         ),
         grid=(plan.num_partitions, pages.num_heads),
         grid_names=("partition", "head"),
-        num_threads=3,
+        num_threads=consumers + 1,
         thread_name="wg",
         kernel_name="decode_quantised",
         scratch_types={
@@ -419,15 +431,15 @@ def attend_few_rows_quantised(
                 for groups, d in zip(tiles.query_groups, tiles.query_dtypes, strict=True)
             ),
             "raw": tiles.raw_types(stages),
-            "p": narrow(2, tiles.weight_groups, TILE, N, dtype=jnp.float16, swizzle=32),
-            "other": narrow(parts_at_once, GROUP, N, dtype=jnp.float32, swizzle=64),
+            "p": narrow(consumers, tiles.weight_groups, TILE, N, dtype=jnp.float16, swizzle=32),
+            "other": narrow(consumers - 1, parts_at_once, GROUP, N, dtype=jnp.float32, swizzle=64),
             "stats": plgpu.SMEM((STATS, N), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=query_stages),
-            "q_free": plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
+            "q_free": plgpu.Barrier(num_arrivals=consumers, num_barriers=query_stages),
             "k_full": plgpu.Barrier(num_arrivals=tiles.copies(pages), num_barriers=stages),
             "k_free": plgpu.Barrier(num_barriers=stages),
-            "given": plgpu.Barrier(),
-            "taken": plgpu.Barrier(),
+            "given": plgpu.Barrier(num_barriers=consumers - 1),
+            "taken": plgpu.Barrier(num_barriers=consumers - 1),
             **operands,
         },
     )(
