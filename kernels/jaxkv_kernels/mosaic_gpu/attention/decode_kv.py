@@ -41,11 +41,12 @@ def decode_kv(
     plan = plan_or_default(
         plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens, window=window
     )
-    tiles = TILES[entry.format][bool(interpreting.value)](entry) if entry.quantised else None
+    interpret = bool(interpreting.value)
+    tiles = TILES[entry.format][interpret](entry) if entry.quantised else None
     buffer, pages = in_entries_dtype(buffer, pages, entry.dtype if tiles is None else tiles.dtype)
     return _decode(
         q, buffer, block_tables, layer, scale, scales, plan,
-        pages=pages, entry=entry, tiles=tiles, logit_cap=logit_cap, window=window, config=config, interpret=bool(interpreting.value),
+        pages=pages, entry=entry, tiles=tiles, logit_cap=logit_cap, window=window, config=config, interpret=interpret,
     )  # fmt: skip
 
 

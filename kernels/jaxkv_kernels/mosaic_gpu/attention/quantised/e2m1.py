@@ -9,7 +9,6 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.formats.nvfp4 import TILE as SCALE_TILE
 from jaxkv_kernels.mosaic_gpu.attention.quantised.lanes import Pairs, in_stage
 from jaxkv_kernels.mosaic_gpu.runtime.elements import (
     WARP_ROWS,

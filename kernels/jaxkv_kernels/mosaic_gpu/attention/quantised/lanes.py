@@ -26,7 +26,7 @@ COLUMN_TILE = 1024
 """Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""
 
 
-def load_latents(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
+def load_entry_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
     """Loads keys: of the lane's two rows, 16 bytes from column 64 * `group` on, or (`wide`) 32 of bf16 rotary keys."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
@@ -85,9 +85,10 @@ def load_scales(ref, stage, nbytes: int, offset: int, layout, count: int) -> lis
 def load_of_tokens(
     ref, stage, nbytes: int, step: int, *, offset: int = 0, groups: int, swapped: bool
 ) -> list[list[Any]]:
-    """Loads values at `offset`: of each 128, a word (four values) of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}.
+    """Loads values: per 128 columns, a word (four values) of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}.
 
-    `swapped`: odd quads load the second token of a pair first, which halves the bank conflicts of 576-byte entries.
+    They begin at byte `offset` of an entry.  `swapped`: odd quads load the second token of a pair first, which halves
+    the bank conflicts of 576-byte entries.
     """
     lane = Lane()
     token = arith.addi(arith.shli(lane.quad, c32(1)), c32(16 * step))
@@ -97,7 +98,7 @@ def load_of_tokens(
     starts = [in_stage(ref, stage, nbytes, arith.addi(first, odd))]
     starts.append(in_stage(ref, stage, nbytes, arith.subi(arith.addi(first, c32(nbytes)), odd)))
     return [
-        [load_word(start, offset + 128 * group + 8 * pair * nbytes) for pair in range(2) for start in starts]
+        [_load_word(start, offset + 128 * group + 8 * pair * nbytes) for pair in range(2) for start in starts]
         for group in range(groups)
     ]
 
@@ -146,7 +147,7 @@ def load_head_values(ref, stage, width: int, step: int) -> list[list[Any]]:
         first = arith.addi(arith.addi(arith.shli(token, c32(7)), swizzled), byte)
         starts.append(in_stage(ref, stage, width, arith.addi(first, c32(16 * step * width))))
     return [
-        [load_word(start, group * COLUMN_TILE + 8 * pair * width) for pair in range(2) for start in starts]
+        [_load_word(start, group * COLUMN_TILE + 8 * pair * width) for pair in range(2) for start in starts]
         for group in range(width // 128)
     ]
 
@@ -265,8 +266,8 @@ def largest(raw, layout) -> Any:
 def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: int, pairs: Pairs) -> None:
     """Stores queries times their row's factor to arrays [stages, 16, 64 * `groups`] of 16-bit floats.
 
-    Columns are in the same order as those of keys after they are converted: `pairs` of every 8 columns.  `inverse` is stored to row `first_row` +
-    `stage` of `stats`.
+    Columns are in the same order as those of converted keys: `pairs` of every 8 columns.  `inverse` is stored to row
+    `first_row` + `stage` of `stats`.
     """
     row, chunk = _row_and_chunk()
     in_tile = arith.andi(row, c32(7))
@@ -302,7 +303,7 @@ def _clear(start, thread, lanes: int) -> None:
     ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", start, c32(0), predicate=inside)
 
 
-def load_word(start, offset: int) -> Any:
+def _load_word(start, offset: int) -> Any:
     return ptx(f"ld.shared.b32 $0, [$1 + {offset}];", start, result_types=i32(), has_side_effects=True)
 
 

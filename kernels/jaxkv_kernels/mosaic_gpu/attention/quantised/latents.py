@@ -104,7 +104,7 @@ class LatentTiles(Tiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = lanes.load_latents(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
+            found = lanes.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
             return array(found, held.layout)
 
         return load(raw[0], stage)

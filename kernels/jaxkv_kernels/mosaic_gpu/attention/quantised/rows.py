@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.formats.entries import KVEntry
+from jaxkv_kernels.formats.nvfp4 import TILE as SCALE_TILE
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
@@ -114,7 +115,7 @@ class Int8Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = lanes.load_latents(ref, stage.registers.item(), self.entry.nbytes, group, wide=False)
+            found = lanes.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=False)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -174,7 +175,7 @@ class Nvfp4Tiles(RowTiles):
 
     def load_values(self, raw, stage, step):
         """Loads the values of 16 tokens, and their scales."""
-        scales_at = self.scales_at + self.entry.head_dim // e2m1.SCALE_TILE
+        scales_at = self.scales_at + self.entry.head_dim // SCALE_TILE
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):

@@ -172,7 +172,7 @@ class Tiles:
         raise NotImplementedError
 
     def load_scales(self, raw, stage) -> tuple[list[Any], list[Any]]:
-        """The scales of a tile, float32 arrays [64]: those of the first sums of scores, and those of groups of values."""
+        """The scales of a tile, float32 arrays [64]: of the first sums of scores, and of the groups of values."""
         del raw, stage
         return [], []
 

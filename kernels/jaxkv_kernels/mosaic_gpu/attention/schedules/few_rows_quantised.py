@@ -306,7 +306,7 @@ def attend_few_rows_quantised(
                 return acc, running_max, row_sum + w
 
             def inverse_of_largest(weight_scales):
-                """For each token: the inverse and the logarithm of its largest scale, rounded down to a power of two."""
+                """The inverse and the logarithm of each token's largest scale, rounded down to a power of two."""
                 bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in weight_scales]), jnp.int32)
                 largest = jnp.clip(bits & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
                 inverse = lax.bitcast_convert_type(INVERSE - largest, jnp.float32)
@@ -355,7 +355,7 @@ def attend_few_rows_quantised(
                             sums[place] = sums[place] + theirs * factor
 
                         @pl.when((n < work_end - 1) | (i < len(rounds) - 1))
-                        def _():
+                        def _(giver=giver):
                             plgpu.barrier_arrive(taken.at[giver])
 
                     merged += sums
