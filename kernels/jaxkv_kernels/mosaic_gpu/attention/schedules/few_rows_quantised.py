@@ -9,15 +9,14 @@ K and V' are register operands, converted as the bytes of the cache are loaded f
 (`quantised/tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are loaded from shared memory
 twice, once for K and once for V.
 
-Work.  A CTA of a producer and two consumer warpgroups owns a KV head (latents have one) and walks its partition of the
-plan: work tiles, each a range of key tiles of a request.  The consumers take alternate tiles, so that one converts
-while the other multiplies or waits.  With a window, the tiles of a request begin at the one with the first key that
-some row sees.
+Work.  A CTA of a producer and two or three consumer warpgroups owns a KV head (latents have one) and walks its partition
+of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that one converts
+while another multiplies or waits.  With a window, a request begins at the tile with the first key that some row sees.
 
 Timeline of a work tile, downwards; `->` names the barrier that a line waits for.
 
     producer                                  consumer w
-    loads the queries to registers            every other tile: -> q_full[stage] once, k_full[stage]
+    loads the queries to registers            every second or third tile: -> q_full[stage] once, k_full[stage]
     first tile of entries (in the first         in a masked tile: zeroes values of unseen tokens
       work tile, as many as there are           S' = K Q'; mask; vote: does any score exceed the running max by more
       stages): a copy or two per page             than the threshold?  If so: new maximum over keys, rescale O' and
@@ -25,11 +24,11 @@ Timeline of a work tile, downwards; `->` names the barrier that a line waits for
     the queries, scaled and reordered, to       P = exp2(S' - running max) to shared memory
       shared memory, arrives q_full[stage]      O' += V' P', arrives k_free[stage] once the last values are in registers
       -> q_free[stage], of 2 work tiles ago   after the last tile: arrives q_free[stage];
-    the other tiles -> k_free[stage]            consumer 1: stores running max, row sums and O' to shared memory,
+    the other tiles -> k_free[stage]            consumer 1 (2): stores running max, row sums and O' to shared memory,
                                                   all of O' at once or, if it does not fit, a quarter at a time
-                                                  -> taken; arrives given
-                                                consumer 0: -> given; adds them to its own, arrives taken; stores the
-                                                  result
+                                                  -> taken[w - 1]; arrives given[w - 1]
+                                                consumer 0: -> given[0] ([1]); adds them to its own, arrives taken[0]
+                                                  ([1]); stores the result
 
 Before a batch of products is started, the warpgroup waits for the previous batch, which ran while the operands of this
 one were converted.  (If the wait left some products running, the compiler would serialize all of them.)
@@ -37,27 +36,30 @@ one were converted.  (If the wait left some products running, the compiler would
 Numerics.  Queries become float16, each row divided by a power of two that makes it fit.  The scores of the row are
 multiplied by that power.
 
-`fp8` entries have a scale of keys and one of values, which multiply scores and results.  Tokens of `fp8_ds_mla` have
-four scales.  S' is then the sum of four products, each times its scale, and of the product of the rotary parts, which
-stay bf16.  Each group of 128 latents has weights of its own, which must fit float16 whatever the scales are.  Let
-`largest` be the token's largest scale, rounded down to a power of two.  The running max is that of score +
-log2(largest), and P is exp2(score + log2(largest) - running max).  The weights of a group are P * scale / largest, and
-row sums are of P / largest.  Weights are multiplied by a power of two (`lift`), as large as float16 allows, before they
-are stored: many small weights add up, and float16 has few exponents below 1.
+`fp8` and `nvfp4` entries have a scale of keys and one of values, which multiply scores and results.  The scales of 16
+`nvfp4` values are multiplied into them as they are converted.  Tokens of `fp8_ds_mla` have four scales.  S' is then the
+sum of four products, each times its scale, and of the product of the rotary parts, which stay bf16.  Each group of 128
+latents has weights of its own, which must fit float16 whatever the scales are.  Let `largest` be the token's largest
+scale, rounded down to a power of two.  The running max is that of score + log2(largest), and P is exp2(score +
+log2(largest) - running max).  The weights of a group are P * scale / largest, and row sums are of P / largest.  Weights
+are multiplied by a power of two (`lift`), as large as float16 allows, before they are stored: many small weights add
+up, and float16 has few exponents below 1.  Tokens of `int8` entries have a scale of keys, which multiplies S', and one
+of values, which is treated like those of a single group.
 
 Barriers, and how many arrivals complete them.
     q_full[stage]    the queries are stored (1: the producer)
-    q_free[stage]    both consumers have multiplied with the queries for the last time (2)
+    q_free[stage]    the consumers have multiplied with the queries for the last time (1 per consumer)
     k_full[stage]    a tile of entries has landed (1 per copy)
-    k_free[stage]    the tile is in registers (1: its consumer; even stages are consumer 0's, odd ones consumer 1's)
-    given            consumer 1's result, or a quarter of it, is in `other` (1)
-    taken            consumer 0 has read `other` (1)
+    k_free[stage]    the tile is in registers (1: its consumer, which is `stage` modulo the number of consumers)
+    given[w - 1]     the result of consumer w > 0, or a quarter of it, is in `other` (1)
+    taken[w - 1]     consumer 0 has read it (1)
 Automatic barriers are off.  Within a consumer warpgroup, the vote is also a barrier: after it, all warps have finished
 with the previous tile's P.
 
 Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other`
-32 KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for consumers (O' takes 64, operands some 80),
-88 for the producer, which holds the queries of a work tile.
+32 KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two consumers (O' takes 64, operands some
+80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each; O' of a KV head of 128
+values takes 16.
 """
 
 from functools import partial, reduce
