@@ -9,9 +9,10 @@ K and V' are register operands, converted as the bytes of the cache are loaded f
 (`quantised/tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are loaded from shared memory
 twice, once for K and once for V.
 
-Work.  A CTA of a producer and two or three consumer warpgroups owns a KV head (latents have one) and walks its partition
-of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that one converts
-while another multiplies or waits.  With a window, a request begins at the tile with the first key that some row sees.
+Work.  A CTA of a producer and two or three consumer warpgroups owns a KV head (latents have one) and walks its
+partition of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that
+one converts while another multiplies or waits.  With a window, a request begins at the tile with the first key that
+some row sees.
 
 Timeline of a work tile, downwards; `->` names the barrier that a line waits for.
 
