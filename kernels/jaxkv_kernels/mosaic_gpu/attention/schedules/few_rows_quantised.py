@@ -276,7 +276,7 @@ def attend_few_rows_quantised(
             def step(request, origin, length, unmasked, query_stage, row_scale, begin, used, i, carry):
                 acc, running_max, row_sum = carry
                 stage = stage_of(used + i - begin)
-                z = opaque_zero(i)
+                z = opaque_zero(i) if tiles.value_groups > 2 else 0  # descriptors of latents would be hoisted, and spill
                 first_token = origin + i * TILE
                 masked = (i < unmasked[0]) | (i >= unmasked[1])
                 plgpu.barrier_wait(k_full.at[stage])
