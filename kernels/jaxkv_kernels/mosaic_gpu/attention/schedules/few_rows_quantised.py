@@ -225,9 +225,8 @@ def attend_few_rows_quantised(
                         loaded = [tiles.load_keys(raw, stage, n) for n in following]
                         wait_for_products()  # of the previous batch, which ran during the conversion
                         for operand, n in zip(operands, batch, strict=True):
-                            multiply(
-                                accs[tiles.score_group(n)], operand, query_columns[n](query_stage + z).transpose((1, 0))
-                            )
+                            columns = query_columns[n](query_stage + z).transpose((1, 0))
+                            multiply(accs[tiles.score_group(n)], operand, columns)
                     return [acc[...] for acc in accs]
 
                 size = config.keys_at_once
@@ -254,9 +253,8 @@ def attend_few_rows_quantised(
                         operands = [tiles.convert_values(loaded, n) for n in range(tiles.value_groups)]
                         wait_for_products()
                         for n, (ref, operand) in enumerate(zip(refs, operands, strict=True)):
-                            multiply(
-                                ref, operand, p.at[z + side, n if tiles.weight_groups > 1 else 0, pl.ds(N * step, N)]
-                            )
+                            weights = p.at[z + side, n if tiles.weight_groups > 1 else 0, pl.ds(N * step, N)]
+                            multiply(ref, operand, weights)
                         loaded = ahead
                     return [ref[...] for ref in refs]
 
@@ -276,7 +274,8 @@ def attend_few_rows_quantised(
             def step(request, origin, length, unmasked, query_stage, row_scale, begin, used, i, carry):
                 acc, running_max, row_sum = carry
                 stage = stage_of(used + i - begin)
-                z = opaque_zero(i) if tiles.value_groups > 2 else 0  # descriptors of latents would be hoisted, and spill
+                # Otherwise the descriptors of latents would be hoisted out of the loop, and spill.
+                z = opaque_zero(i) if tiles.value_groups > 2 else 0
                 first_token = origin + i * TILE
                 masked = (i < unmasked[0]) | (i >= unmasked[1])
                 plgpu.barrier_wait(k_full.at[stage])
