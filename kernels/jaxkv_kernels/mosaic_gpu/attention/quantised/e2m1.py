@@ -34,8 +34,11 @@ CONVERT = (
     " cvt.rn.f16x2.e4m3x2 $2, c; mul.rn.f16x2 $2, $2, $5; cvt.rn.f16x2.e4m3x2 $3, d; mul.rn.f16x2 $3, $3, $5; }"
 )
 """Eight e2m1 values of a word, times a pair of float16 scales, as four words of two float16 values."""
-SCALES = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, low; }"
-"""Two e4m3 values, in the low half of a word, as float16."""
+SCALES = (
+    "{ .reg .b32 t; .reg .b16 low, high; mad.lo.u32 t, $2, 256, $1; mov.b32 {low, high}, t; "
+    "cvt.rn.f16x2.e4m3x2 $0, low; }"
+)
+"""Two e4m3 values, each in a word, as a pair of float16.  The integer unit is busier than that of the multiplication."""
 
 
 def load_keys(ref, stage, nbytes: int, scales_at: int, group: int) -> list[list[Any]]:
@@ -62,7 +65,7 @@ def convert_keys(raw, layout) -> Any:
     registers = registers_of(layout, (64, 64))
     for half, register in enumerate(raw.registers.flat):
         *values, scale, _ = words(register)
-        scale = ptx(SCALES, permuted(scale, scale, c32(0)), result_types=i32())
+        scale = ptx(SCALES, scale, scale, result_types=i32())
         for n, word in enumerate(values):
             for pair, both in enumerate(ptx(CONVERT, word, scale, result_types=[i32()] * 4)):
                 registers[0, 4 * n + pair, 0, 0, half, 0, 0, 0, 0] = as_pair(both, ir.F16Type.get())
@@ -92,7 +95,7 @@ def convert_values(raw, layout, group: int) -> Any:
     for pair in range(2):
         # Bytes of both tokens alternate, so that the values in a word of the result are those of one column.
         both = permuted(values[2 * pair], values[2 * pair + 1], c32(0x5140))
-        scale = ptx(SCALES, permuted(scales[2 * pair], scales[2 * pair + 1], c32(0x40)), result_types=i32())
+        scale = ptx(SCALES, *scales[2 * pair : 2 * pair + 2], result_types=i32())
         for (first, _), value in zip(PAIRS, ptx(CONVERT, both, scale, result_types=[i32()] * 4), strict=True):
             tile, half = divmod(2 * (first // 4) + first % 2, 2)
             registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = as_pair(value, ir.F16Type.get())
