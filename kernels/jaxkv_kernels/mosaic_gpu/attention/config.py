@@ -198,9 +198,20 @@ class FewRowsQuantisedConfig:
 class KVQuantisedConfig(FewRowsQuantisedConfig):
     """`decode_kv` with quantised entries."""
 
-    stages: int = 8
-    """The most tiles of keys and values in shared memory, 16 KiB each for heads of 128; larger ones leave room for
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {**FewRowsQuantisedConfig.SEARCH, "stages": (6, 9, 15)}
+
+    stages: int = 15
+    """The most tiles of keys and values in shared memory, 9 to 17 KiB each for heads of 128; larger ones leave room for
     fewer."""
+    consumers: int = 3
+
+
+def kv_quantised_config(entry) -> KVQuantisedConfig:
+    """The default configuration of a `decode_kv` call with quantised entries.
+
+    With heads wider than 128, three consumers would spill registers.
+    """
+    return KVQuantisedConfig() if max(entry.sizes) <= 128 else KVQuantisedConfig(consumers=2, stages=8)
 
 
 @dataclass(frozen=True, kw_only=True)
