@@ -38,7 +38,7 @@ SCALES = (
     "{ .reg .b32 t; .reg .b16 low, high; mad.lo.u32 t, $2, 256, $1; mov.b32 {low, high}, t; "
     "cvt.rn.f16x2.e4m3x2 $0, low; }"
 )
-"""Two e4m3 values, each in a word, as a pair of float16.  The integer unit is busier than that of the multiplication."""
+"""Two e4m3 values, each in a word, as a pair of float16.  A `prmt` would take time of the unit that is busiest."""
 
 
 def load_keys(ref, stage, nbytes: int, scales_at: int, group: int) -> list[list[Any]]:
