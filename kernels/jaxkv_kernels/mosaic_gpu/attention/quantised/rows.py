@@ -4,46 +4,23 @@ TMA copies an entry as one run of words.  An entry is an odd number of units of 
 values, `nvfp4`: 9), so that lanes that read the same columns of successive tokens hardly ever use the same banks.
 """
 
-from dataclasses import dataclass
-
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.formats.nvfp4 import TILE as SCALE_TILE
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
-from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
-from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
-from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns
+from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.quantised import e2m1, lanes
-from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import ROOM
-from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, KEY_GROUP, PLAIN, Array, N, Tiles, words
+from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import KVTiles
+from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, KEY_GROUP, PLAIN, Array, N, words
 from jaxkv_kernels.mosaic_gpu.runtime.elements import array
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import INT8_TO_F16
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, SCALAR, WGMMA
 
 
-@dataclass(frozen=True)
-class RowTiles(Tiles):
+class RowTiles(KVTiles):
     """Tiles of whole entries: one reference, uint32 [stages, 64, words of an entry]."""
-
-    entry: KVEntry
-
-    @property
-    def query_dtypes(self):
-        """The queries are one float16 array."""
-        return (jnp.dtype(jnp.float16),)
-
-    @property
-    def query_groups(self):
-        """The groups of 64 columns of a head's queries."""
-        return (self.entry.head_dim // KEY_GROUP,)
-
-    @property
-    def value_groups(self):
-        """The groups of 128 columns of a head's values."""
-        return self.entry.value_dim // GROUP
 
     @property
     def dtype(self):
@@ -64,10 +41,6 @@ class RowTiles(Tiles):
     def _words(self) -> int:
         return self.entry.nbytes // self.dtype.itemsize
 
-    def stages(self, most, consumers):
-        """How many tiles fit in shared memory."""
-        return min(most, ROOM // (consumers * TILE * self.entry.nbytes) * consumers)
-
     def raw_types(self, stages: int):
         """The type of the shared memory for entries."""
         return (plgpu.SMEM((stages, TILE, self._words), self.dtype),)
@@ -75,14 +48,6 @@ class RowTiles(Tiles):
     def copies(self, pages) -> int:
         """The number of copies that fetch a tile: one per block that it lies in."""
         return copies_per_tile(pages)
-
-    def operand(self, buffer: jax.Array, pages) -> jax.Array:
-        """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
-        return token_rows(pages).of(buffer)
-
-    def loader(self, ref, table: PageTable, layer, head):
-        """The loader of the tiles of a layer and head."""
-        return PagedKeys(ref, token_rows(table.pages), table, layer, head)
 
     def parts(self, raw, stage, full):
         """Returns the only part: whole entries."""
@@ -96,7 +61,6 @@ class RowTiles(Tiles):
         clear(raw[0], stage, row)
 
 
-@dataclass(frozen=True)
 class Int8Tiles(RowTiles):
     """Tiles of `int8` entries, whose tokens have a scale of keys and one of values."""
 
@@ -145,7 +109,6 @@ class Int8Tiles(RowTiles):
         return [keys], [values]
 
 
-@dataclass(frozen=True)
 class Nvfp4Tiles(RowTiles):
     """Tiles of `nvfp4` entries, whose scales are multiplied into keys and values as these are converted."""
 

@@ -34,8 +34,7 @@ Timeline of a work tile, downwards; `->` names the barrier that a line waits for
 Before a batch of products is started, the warpgroup waits for the previous batch, which ran while the operands of this
 one were converted.  (If the wait left some products running, the compiler would serialize all of them.)
 
-Numerics.  Queries become float16, each row divided by a power of two that makes it fit.  The scores of the row are
-multiplied by that power.
+Numerics.  Queries become float16, each row divided by a power of two that makes it fit, which multiplies its scores.
 
 `fp8` and `nvfp4` entries have a scale of keys and one of values, which multiply scores and results.  The scales of 16
 `nvfp4` values are multiplied into them as they are converted.  Tokens of `fp8_ds_mla` have four scales.  S' is then the
@@ -57,10 +56,10 @@ Barriers, and how many arrivals complete them.
 Automatic barriers are off.  Within a consumer warpgroup, the vote is also a barrier: after it, all warps have finished
 with the previous tile's P.
 
-Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other`
-32 KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two consumers (O' takes 64, operands some
-80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each; O' of a KV head of 128
-values takes 16.
+Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other` 32
+KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two consumers (O' takes 64, operands some
+80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each; O' of 128 values takes
+16.
 """
 
 from functools import partial, reduce
@@ -342,7 +341,8 @@ def attend_few_rows_quantised(
                 states = [(running_max, row_sum)]
                 for giver in givers:
                     plgpu.barrier_wait(given.at[giver])
-                    states.append([plgpu.load(stats.at[2 * giver + i], layout=COLUMN) for i in range(2)])
+                    their_max, their_sum = (plgpu.load(stats.at[2 * giver + i], layout=COLUMN) for i in range(2))
+                    states.append((their_max, their_sum))
                 factors, inverse, lse = softmax.merge(*states)
                 inverse = inverse * (tiles.unit / lift * value_scale)
                 own, *others = [over_rows(factor * inverse, GROUP) for factor in factors]
