@@ -8,7 +8,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 from jaxkv_kernels import mosaic_gpu, tuning
 from jaxkv_kernels.mosaic_gpu import interpreting
-from jaxkv_kernels.mosaic_gpu.attention.config import KVConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import KVConfig, KVQuantisedConfig
 from support import suites
 from support.cases import each_value, slow
 from support.hopper import kernel_operands, on_hopper, read_early
@@ -92,6 +92,13 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     def test_few_rows_of_quantised_entries(self, form, layout, monkeypatch):
         monkeypatch.setattr(self, "value_dim", 128)
         self.case((0, 130), 2, 2, 2, form=form, layout=layout, block_size=16, window=70)
+
+    @pytest.mark.parametrize("consumers", [slow(2), 4])
+    def test_any_number_of_consumers_computes_the_same(self, consumers, monkeypatch):
+        monkeypatch.setattr(self, "value_dim", 128)
+        config = KVQuantisedConfig(consumers=consumers, stages=2 * consumers, keys_at_once=1, producer_registers=72)
+        with tuning.using(config):
+            self.case((700, 0, 64), 1, 3, form="int8")
 
     @pytest.mark.slow
     def test_quantised_entries_of_large_heads(self, monkeypatch):

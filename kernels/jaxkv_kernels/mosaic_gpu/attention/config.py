@@ -184,8 +184,8 @@ class FewRowsQuantisedConfig:
     """In steps of one tile, which has half the bytes of a bf16 tile."""
 
     def __post_init__(self):
-        require(self.consumers in (2, 3), self, "consumers", "2 or 3, which have registers for their results")
-        most = 18 if isinstance(self, KVQuantisedConfig) else 4
+        require(self.consumers in (2, 3, 4), self, "consumers", "2 or 3, which have registers for their results")
+        most = 20 if isinstance(self, KVQuantisedConfig) else 4
         ok = self.stages % self.consumers == 0 and self.consumers <= self.stages <= most
         require(ok, self, "stages", f"a multiple of the {self.consumers} consumers, at most {most}")
         require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")

@@ -38,7 +38,7 @@ GROUP = 128
 """Columns of an operand of values, and latents that share a scale."""
 STEPS = TILE // N
 """Products of 16 keys in a tile."""
-INVERSES, SCRATCH, STATS = 4, 6, 18
+INVERSES, SCRATCH, STATS = 6, 8, 24
 """Rows of `stats`, float32 [18, 16]: four that the schedule uses; the inverse factors of two stages of queries; scratch
 memory of `over_warps`, four rows for each of up to three consumers.  The last is the number of rows."""
 PER_LANE = plgpu.Layout.WG_STRIDED((lanes.LANES,), 1)
