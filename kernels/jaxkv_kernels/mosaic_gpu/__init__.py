@@ -32,7 +32,7 @@ _MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8", "int8", "nvfp4")}
 _MOVED_INDEXER: Listed = {IndexerEntry: ("bf16", "f16", "f32", "indexer_fp8")}
 _MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla", *GATHERED)}
 _LOGITS: Listed = {IndexerEntry: ("bf16", "f16", "indexer_fp8")}
-_KV: Listed = {KVEntry: ("bf16", "f16", "fp8")}
+_KV: Listed = {KVEntry: ("bf16", "f16", "fp8", "int8", "nvfp4")}
 _STATE: Listed = {StateEntry: StateEntry.formats}
 
 KERNELS: dict[str, Kernel] = {

@@ -28,11 +28,11 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     FewRowsConfig,
     FewRowsQuantisedConfig,
     KVConfig,
-    KVQuantisedConfig,
     QuantisedWideConfig,
     SplitCosts,
     WideConfig,
     by_slots,
+    kv_quantised_config,
     wide_config,
 )
 from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel as kernels
@@ -120,7 +120,7 @@ def default_config(entry, rows: int) -> Any:
     `rows`: query tokens x query heads of a KV head.
     """
     if not entry.one_head:
-        return KVQuantisedConfig() if entry.quantised else KVConfig()
+        return kv_quantised_config(entry) if entry.quantised else KVConfig()
     if rows > FEW_ROWS:
         return QuantisedWideConfig() if entry.quantised else wide_config(rows)
     return FewRowsQuantisedConfig() if entry.quantised else FewRowsConfig()
