@@ -219,7 +219,7 @@ class HotRows:
             "address": self.address,
             "writes": self.writes,
             "positions": int32(positions).reshape(requests, -1),
-            "host_slots": slots_for(block_tables, positions, block_size=self.host.block_size).reshape(requests, -1),
+            "block_tables": int32(block_tables),
             "layer": layer_index(layer, self.cache),
         }
         call = Call("fetch_rows", arrays, {**self._options(), "hot": self.hot, "copied": copied})

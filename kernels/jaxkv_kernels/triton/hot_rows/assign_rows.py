@@ -24,8 +24,8 @@ from jaxkv_kernels.triton.runtime.launch import launch
 WARPS = 16
 
 
-def assign_rows(maps, positions, host_slots, layer, *, hot, num_layers, num_slots):
-    """Updates maps [L, B, hot.width] for positions [B, N], and returns what must be copied.
+def assign_rows(maps, positions, block_tables, layer, *, hot, host_pages):
+    """Updates maps [L, B, hot.width] for positions [B, N] of tokens in the blocks [B, M] of host memory.
 
     Returns the maps, the slots [B, N] of the rows, the numbers [B] of tokens that are to be copied, and their slots in
     host memory and on the device: `sources` and `targets` [B, N], of which only that many elements are valid.
@@ -38,7 +38,7 @@ def assign_rows(maps, positions, host_slots, layer, *, hot, num_layers, num_slot
     marks, evicted = result(hot.rows, dtype=jnp.uint8), result(count)  # scratch memory
     maps, slots, counts, sources, targets, *_ = launch(
         _assign_rows,
-        (positions, host_slots, jnp.reshape(layer, (1,))),
+        (positions, block_tables, jnp.reshape(layer, (1,))),
         (result(count), result(), result(count), result(count), marks, evicted),
         updated=maps,
         grid=(requests,),
@@ -47,8 +47,10 @@ def assign_rows(maps, positions, host_slots, layer, *, hot, num_layers, num_slot
         POSITIONS=hot.positions,
         ROWS=hot.rows,
         COUNT=count,
-        LAYERS=num_layers,
-        SLOTS=num_slots,
+        LAYERS=host_pages.num_layers,
+        BLOCKS=host_pages.num_blocks,
+        BLOCK_SIZE=host_pages.block_size,
+        TABLE=block_tables.shape[1],
         TOKENS=_tile(count),
         COLUMNS=_tile(hot.rows),
     )
@@ -62,9 +64,9 @@ def _tile(count: int) -> int:
 
 @triton.jit
 def _assign_rows(
-    positions, host_slots, layers, maps, slots, counts, sources, targets, marks, evicted,
+    positions, block_tables, layers, maps, slots, counts, sources, targets, marks, evicted,
     REQUESTS: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, LAYERS: tl.constexpr,
-    SLOTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     layer = tl.load(layers)
@@ -82,13 +84,14 @@ def _assign_rows(
     first_here = request.to(tl.int64) * COUNT
     here = first_here + n
     position = tl.load(positions + here, mask=n < COUNT, other=-1)
-    host_slot = tl.load(host_slots + here, mask=n < COUNT, other=-1)
     holds = tl.load(held + j, mask=j < ROWS, other=-1)
     old = tl.load(order + j, mask=j < ROWS, other=0)
     tl.store(marks + j, tl.zeros_like(j).to(tl.uint8), mask=j < ROWS)
-    end = tl.where(known, POSITIONS, 0)
-    live = (position >= 0) & (position < end) & (host_slot >= 0) & (host_slot < SLOTS)
-    row = tl.load(place + position, mask=live, other=0)
+    inside = (position >= 0) & (position < tl.where(known, POSITIONS, 0))
+    column = position // BLOCK_SIZE
+    block = tl.load(block_tables + request.to(tl.int64) * TABLE + column, mask=inside & (column < TABLE), other=-1)
+    row = tl.load(place + position, mask=inside, other=0)
+    live = (block >= 0) & (block < BLOCKS)
     hit = live & (tl.gather(holds, row, 0) == position)
     miss = live & (hit == 0)
     tl.debug_barrier()
@@ -108,7 +111,7 @@ def _assign_rows(
     tl.store(evicted + first_here + free_rank, old, mask=leaves)
     tl.debug_barrier()
     taken = tl.load(evicted + first_here + rank, mask=new, other=0)
-    tl.store(sources + first_here + rank, host_slot, mask=new)
+    tl.store(sources + first_here + rank, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=new)
     tl.store(targets + first_here + rank, request * ROWS + taken, mask=new)
     tl.store(counts + request, count)
     tl.store(held + taken, position, mask=new)
