@@ -92,8 +92,8 @@ class _Case:
         self.lists = min(args.tokens // self.new_tokens(HIT_RATES[0]), MOST_LISTS)
         if (fewest := self.lists * self.new_tokens(HIT_RATES[-1])) < args.rows + args.selected:
             raise ValueError(
-                f"{self.lists} calls at {HIT_RATES[-1]:.0%} hits select {fewest} tokens: expected at least --rows + "
-                f"--selected ({args.rows + args.selected}), so that rows do not keep tokens until they are selected again"
+                f"{self.lists} calls at {HIT_RATES[-1]:.0%} hits select {fewest} tokens: expected at least "
+                f"--rows + --selected ({args.rows + args.selected}), so that none is in a row when it is selected again"
             )
         self.cache = _filled(self.layout, self.layer)
         self.host = offload.HostEntries(self.layout)
@@ -157,7 +157,7 @@ class _Case:
         return offload.HotRows.zeros(self.host, num_requests=requests, rows=rows, max_tokens=tokens)
 
     def _selected(self, hit_rate: float) -> jax.Array:
-        """Positions [lists, B, 1, K]: a window of K over a permutation of the tokens, which moves on with every list."""
+        """Positions [lists, B, 1, K]: a window over a permutation of the tokens, which moves with every list."""
         args, new, rng = self.args, self.new_tokens(hit_rate), np.random.default_rng(1)
         used = self.lists * new
 
