@@ -24,6 +24,8 @@ PROGRAMS = 256
 """Programs that load rows, at least.  64 suffice to keep the link busy."""
 WIDEST = 16
 """Bytes of the widest load or store of a thread."""
+LINE = tl.constexpr(128)
+"""Bytes of a cache line.  A warp reads parts of as few lines as possible, each of which is a request to the host."""
 WORDS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}
 """By bytes."""
 
@@ -69,7 +71,7 @@ def _constants(pages, host_pages, entry, itemsize, count) -> Iterator[dict[str, 
             "ALIGNMENT": alignment,
             "WORD": WORDS[word],
             "WIDTH": here.width // word,
-            "COLUMNS": triton.next_power_of_2(here.width // word),
+            "COLUMNS": triton.next_power_of_2((here.width + LINE.value - alignment) // word),
             "TILE": ROWS,
         }
 
@@ -91,7 +93,7 @@ def _load_rows(
         target = tl.load(targets + first + n, mask=n < count, other=0)
         here = _words(token_address(host, layer, source, 0, HOST_PAGES), ALIGNMENT, WORD)
         there = _words(token_address(buffer, layer, target, 0, PAGES), ALIGNMENT, WORD)
-        _copy(here, there, n < count, WIDTH, COLUMNS)
+        _copy(here, there, n < count, WIDTH, COLUMNS, ALIGNMENT)
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def _store_rows(
     keep = (slot >= 0) & (slot < slots_of(layer, PAGES)) & (host_slot >= 0) & (host_slot < slots_of(layer, HOST_PAGES))
     start = _words(token_address(buffer, layer, slot, 0, PAGES), ALIGNMENT, WORD)
     end = _words(token_address(_host(address), layer, host_slot, 0, HOST_PAGES), ALIGNMENT, WORD)
-    _copy(start, end, keep, WIDTH, COLUMNS)
+    _copy(start, end, keep, WIDTH, COLUMNS, ALIGNMENT)
     if tl.program_id(0) == 0:
         tl.store(writes, tl.load(writes) + 1)
 
@@ -125,8 +127,10 @@ def _words(place, ALIGNMENT: tl.constexpr, WORD: tl.constexpr):
 
 
 @triton.jit
-def _copy(start, end, keep, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _copy(start, end, keep, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Copies WIDTH words from the pointers `start` [n] to `end` [n], where `keep` [n] holds."""
-    column = tl.arange(0, COLUMNS)[None, :]
-    mask = keep[:, None] & (column < WIDTH)
+    word: tl.constexpr = start.dtype.element_ty.primitive_bitwidth // 8
+    before = (start.to(tl.int64) % LINE).to(tl.int32) // word  # words of the first line
+    column = tl.arange(0, COLUMNS)[None, :] - tl.multiple_of(before, ALIGNMENT // word)[:, None]
+    mask = keep[:, None] & (column >= 0) & (column < WIDTH)
     tl.store(end[:, None] + column, tl.load(start[:, None] + column, mask=mask), mask=mask)
