@@ -7,6 +7,7 @@ rate of one large array, plus attention in a cache that fits.
 
 import argparse
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         default = cpu_default if device.platform == "cpu" else gpu_default
         setattr(args, name, getattr(args, name) or default)
     case = _Case(args)
+    case.compile()
     print(f"{device.device_kind}, jax {jax.__version__}: {case.layout.nbytes / 1e9:.2f} GB in host memory")
     if not case.same_results():
         print("attention to rows from host memory DIFFERS from attention to a cache that fits")
@@ -67,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     fits = case.time_fitting()
     print(f"one large array to the device {rate:.1f} GB/s; attention in a cache that fits {1e6 * fits:.1f} us")
     found = []
-    for hit_rate, took in case.times_of_fetching():
+    for hit_rate in HIT_RATES:
         moved = args.requests * case.new_tokens(hit_rate) * ENTRY.nbytes
-        limit = moved / rate / 1e9 + fits
+        limit, took = moved / rate / 1e9 + fits, case.time_fetching(hit_rate)
         found.append({"hit_rate": hit_rate, "bytes": moved, "us": 1e6 * took, "limit_us": 1e6 * limit})
         print(f"{hit_rate:.0%} hits: {1e6 * took:.1f} us, {took / limit:.2f} of the limit ({1e6 * limit:.1f} us)")
     if args.json:
@@ -114,40 +116,48 @@ class _Case:
         """Tokens of a call that are fetched."""
         return max(round(self.args.selected * (1 - hit_rate)), 1)
 
+    def compile(self) -> None:
+        """Compiles all programs at the same time."""
+        hot, out, lists = jax.eval_shape(lambda: (self._hot_rows(), self.out, self._selected(HIT_RATES[0])))
+        self._fitting = Chain(self._attend_fitting, (out, jnp.int32(0)), (self.cache, lists), least=LEAST)
+        self._fetching = Chain(self._fetch_and_attend, (hot, out), lists, least=LEAST)
+        compare = jax.jit(self._compare).lower(hot, self.cache, lists)
+        with ThreadPoolExecutor() as threads:
+            compared = threads.submit(compare.compile)
+            list(threads.map(Chain.compile, (self._fitting, self._fetching)))
+            self._compared = compared.result()
+
     def same_results(self) -> bool:
         """Whether a few calls have the same bits as with a cache that fits."""
-        fetch = jax.jit(lambda hot, chosen: hot.fetch(chosen, self.tables, layer=self.layer), donate_argnums=0)
-        attend, hot, same = jax.jit(self._attend), self._hot_rows(), True
-        lists = self._selected(HIT_RATES[0])
-        for chosen in lists[:CHECKED]:
-            hot, slots = fetch(hot, chosen)
-            fitting = jaxkv.slots_for(self.tables, chosen, block_size=BLOCK_SIZE)
-            same &= bool((attend(hot.cache, slots) == attend(self.cache, fitting)).all())
-        return same
+        return bool(self._compared(self._hot_rows(), self.cache, self._selected(HIT_RATES[0])))
 
     def time_fitting(self) -> float:
         """Seconds per call of attention in a cache that fits."""
-
-        def step(i, carry, fixed):
-            cache, lists = fixed
-            slots = jaxkv.slots_for(self.tables, lists[i % self.lists], block_size=BLOCK_SIZE)
-            return lax.optimization_barrier((self._attend(cache, slots), carry[1]))
-
         carry, fixed = (self.out + 0, jnp.int32(0)), (self.cache, self._selected(HIT_RATES[0]))
-        return Chain(step, carry, fixed, least=LEAST).compile().time(carry, fixed, repeats=self.args.repeats).median
+        return self._fitting.time(carry, fixed, repeats=self.args.repeats).median
 
-    def times_of_fetching(self) -> Iterator[tuple[float, float]]:
-        """Hit rates, and seconds per call that fetches rows and attends to them."""
+    def time_fetching(self, hit_rate: float) -> float:
+        """Seconds per call that fetches rows and attends to them."""
+        carry, selected = (self._hot_rows(), self.out + 0), self._selected(hit_rate)
+        return self._fetching.time(carry, selected, repeats=self.args.repeats).median
 
-        def step(i, carry, fixed):
-            hot, slots = carry[0].fetch(fixed[i % self.lists], self.tables, layer=self.layer)
-            return lax.optimization_barrier((hot, self._attend(hot.cache, slots)))
+    def _compare(self, hot, cache, lists):
+        def call(i, state):
+            hot, same = state
+            hot, out = self._fetch_and_attend(i, (hot, self.out), lists)
+            right, _ = self._attend_fitting(i, (self.out, i), (cache, lists))
+            return hot, same & (out == right).all()
 
-        shapes = jax.eval_shape(lambda: ((self._hot_rows(), self.out), self._selected(HIT_RATES[0])))
-        chain = Chain(step, *shapes, least=LEAST).compile()
-        for hit_rate in HIT_RATES:
-            carry, selected = (self._hot_rows(), self.out + 0), self._selected(hit_rate)
-            yield hit_rate, chain.time(carry, selected, repeats=self.args.repeats).median
+        return lax.fori_loop(0, CHECKED, call, (hot, jnp.bool(True)))[1]
+
+    def _attend_fitting(self, i, carry, fixed):
+        cache, lists = fixed
+        slots = jaxkv.slots_for(self.tables, lists[i % self.lists], block_size=BLOCK_SIZE)
+        return lax.optimization_barrier((self._attend(cache, slots), carry[1]))
+
+    def _fetch_and_attend(self, i, carry, lists):
+        hot, slots = carry[0].fetch(lists[i % self.lists], self.tables, layer=self.layer)
+        return lax.optimization_barrier((hot, self._attend(hot.cache, slots)))
 
     def _attend(self, cache, slots):
         return jaxkv.decode_mla_sparse(*self.queries, cache, slots, layer=self.layer, scale=192**-0.5)

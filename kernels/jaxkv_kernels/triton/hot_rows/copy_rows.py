@@ -19,9 +19,9 @@ from jaxkv_kernels.addressing.entry_rows import entry_runs
 from jaxkv_kernels.triton.entries.addresses import in_bytes, slots_of, token_address
 from jaxkv_kernels.triton.runtime.launch import launch
 
-ROWS, WARPS = 8, 8
-PROGRAMS = 256
-"""Programs that load rows, at least.  64 suffice to keep the link busy."""
+ROWS, WARPS = 4, 4
+PROGRAMS = 2048
+"""Programs that load rows: as many as the GPU runs at once, because most reads wait for an address translation."""
 WIDEST = 16
 """Bytes of the widest load or store of a thread."""
 LINE = tl.constexpr(128)
