@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.prefill.mla import LEAST_ON_GPUS, expansion_pays, prefers_expansion
+from jaxkv.ops.composed.prefill_mla import LEAST_ON_GPUS, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
@@ -76,7 +76,7 @@ def check(scene, cache, given, **options):
     return out, lse
 
 
-@on_layouts(scenes.MLA_ENTRIES)
+@on_layouts(scenes.MLA_ENTRIES, composed=True)
 def test_equals_the_packed_cache_and_the_truth(entry, name):
     scene, layout = scenes.scene(entry, lengths=LENGTHS), scenes.layouts(entry)[name]
     given = arguments(entry, 70, entry.input_dtype)
