@@ -20,7 +20,7 @@ from jaxkv_kernels.host_memory import HostMemory
 
 
 class HostEntries:
-    """The entries of all tokens of a cache, in host memory: pinned, so that kernels of the device can access it.
+    """The entries of all tokens of a cache, in host memory that kernels of the device can access.
 
     `HotRows` reads and writes the memory by its address.  Keep this object until all programs that use it have ended.
 
@@ -30,7 +30,7 @@ class HostEntries:
 
     Raises:
       ValueError: `layout` is not such a layout.
-      JaxRuntimeError: the memory cannot be pinned.  On GPUs, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB limits it (64 GB).
+      MemoryError: there is not so much memory.
     """
 
     def __init__(self, layout: CacheLayout, *, device: jax.Device | None = None):

@@ -27,7 +27,7 @@ def test_times_are_printed(capsys, tmp_path):
     file = tmp_path / "numbers.json"
     assert main(["hot-rows", *SMALL, "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    starts = "cpu, jax ", "2 calls have the same bits", "one large array to the device ", "50% hits: ", "75% hits: "
+    starts = "cpu, jax ", "one large array to the device ", "50% hits: ", "75% hits: ", "2 calls have the same bits"
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
     found = json.loads(file.read_text())
     assert [row["bytes"] for row in found["hit_rates"]] == [2 * 10 * 656, 2 * 5 * 656]
