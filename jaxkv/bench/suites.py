@@ -97,6 +97,7 @@ def _peers() -> Iterator[Workload]:
             yield cold(operation=operation, format=entries)
     for operation in ("write_indexer_k", "gather_indexer_k"):
         yield cold(operation=operation)
+    yield cold(operation="gather_entries", format="fp8_ds_mla")
 
 
 def _blocks() -> Iterator[Workload]:
