@@ -259,7 +259,7 @@ class SparseConfig:
     instead of 0.0215: fewer, longer partitions.  With `least` of 2, one request takes 0.0190 ms instead of 0.0145."""
 
     def __post_init__(self):
-        _check_registers(self, 40, 56, 72, 88, 104)
+        _check_registers(self, 40, 48, 56, 64, 72, 88, 104)
         require(self.units_ahead in (1, 2, 4), self, "units_ahead", "1, 2 or 4, divisors of the units of a tile")
         _check_threshold(self)
 
@@ -274,8 +274,8 @@ def sparse_config(format: str, tiles: int) -> SparseConfig:
     if format in ("bf16", "f16"):
         return SparseConfig()
     if format == "fp8_v4":
-        return SparseConfig(producer_registers=88, split_costs=replace(_SLOT_COSTS, overhead=1))
-    return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
+        return SparseConfig(producer_registers=56, split_costs=replace(_SLOT_COSTS, overhead=1))
+    return SparseConfig(producer_registers=56, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
 
 
 def _check_registers(config, *supported: int) -> None:

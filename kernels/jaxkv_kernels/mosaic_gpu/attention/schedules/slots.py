@@ -132,6 +132,8 @@ def attend_slots(
     tiles = -(-heads // TILE)
     is_joined = isinstance(rows, JoinedRows)
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
+    producers = 2 if rows.quantised else 1
+    part = HALF // producers  # with more warpgroups, ptxas rejects products with 128 results per lane
     width = latent + q_pe.shape[-1] if is_joined else latent
     stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
@@ -183,14 +185,14 @@ def attend_slots(
                 plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
             plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, q_full)
 
-        def producer():
+        def producer(*own_tiles):
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             first, end, first_tile = load_work_range(partitions_ref, partition)
             gather_tiles: Any = ConvertedTiles if rows.quantised else CopiedTiles
             if is_joined:
                 extra_kv = ExtraRefs(extra_refs[0], extra_refs[1], extra_refs[2][0]) if extra_refs else None
                 gather_tiles = partial(JoinedTiles, extra=extra_kv, count_ref=count_refs[0] if count_refs else None)
-            gather = gather_tiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
+            gather = gather_tiles(own_tiles, config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
             load_tile = partial(load_work_tile, work_tiles_ref)
             gather.run(layer_ref[0], first, end, first_tile, load_tile, q_free, fetch_queries)
 
@@ -201,7 +203,7 @@ def attend_slots(
                 plgpu.barrier_arrive(both)
                 plgpu.barrier_wait(both)
 
-            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
+            plgpu.set_max_registers(consumer_registers(config.producer_registers, producers), action="increase")
             first, end, first_tile = load_work_range(partitions_ref, partition)
             results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
             value_scale = kv_scale_refs[0][0] if kv_scale_refs else None
@@ -296,7 +298,8 @@ def attend_slots(
             def add_values(weights, i, t, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and what `meanwhile` returned."""
                 z = opaque_zero(i)
-                return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=operand)
+                values = [k.at[z + t, z + side, :, pl.ds(n * part, part)] for n in range(len(acc))]
+                return multiply_add(tuple(acc), weights, tuple(values), meanwhile, scratch=operand)
 
             def pair0(row_scale, last, turns, i, carry):
                 acc, old_max, row_sum = carry
@@ -304,12 +307,12 @@ def attend_slots(
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = weights(s, max0, row_sums)
                 share_weights(w16, 0)
-                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
+                *acc, row_sum = softmax.rescale(old_max, max0, *acc, row_sum)
                 acc, _ = add_values(w16, i, 0, acc)
                 plgpu.barrier_arrive(k_free[0])
                 plgpu.barrier_wait(p_ready[1])
                 max1 = plgpu.load(stats.at[0], layout=ROW)
-                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
+                *acc, row_sum = softmax.rescale(max0, max1, *acc, row_sum + added)
                 acc, _ = add_values(p, i, 1, acc)
 
                 @pl.when(i != last)
@@ -323,7 +326,7 @@ def attend_slots(
                 s, row_sums = scores(row_scale, i, turns + i, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
-                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
+                *acc, row_sum = softmax.rescale(old_max, max0, *acc, row_sum)
 
                 def softmax_of_tile_1():
                     max1 = softmax.update_max(s, max0, share_max)
@@ -331,7 +334,7 @@ def attend_slots(
 
                 acc, (max1, w16, added) = add_values(p, i, 0, acc, meanwhile=softmax_of_tile_1)
                 plgpu.barrier_arrive(k_free[1])
-                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
+                *acc, row_sum = softmax.rescale(max0, max1, *acc, row_sum)
                 acc, _ = add_values(w16, i, 1, acc, meanwhile=partial(share_weights, w16, 1))
 
                 @pl.when(i != last)
@@ -351,7 +354,7 @@ def attend_slots(
                 last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
-                carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
+                carry = (zeros(TILE, part),) * (HALF // part), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
                 acc, running_max, row_sum = lax.fori_loop(
                     begin, end, partial(step, row_scale, last, turns - begin), carry
                 )
@@ -366,7 +369,12 @@ def attend_slots(
             lax.fori_loop(first, end, run, (first_tile, jnp.int32(0)))
 
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
-        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
+        def produce():
+            if producers == 1:
+                return producer(0, 1)
+            return lax.cond(wg == 2, partial(producer, 0), partial(producer, 1))
+
+        lax.cond(wg >= 2, produce, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     def viewed(*shape, own_dtype=k_dtype):
         """Shared memory with two views: in the dtype that is multiplied, and in the dtype of queries and results."""
@@ -391,7 +399,7 @@ def attend_slots(
         ),
         grid=(tiles, plan.num_partitions),
         grid_names=("group", "partition"),
-        num_threads=3,
+        num_threads=2 + producers,
         thread_name="wg",
         kernel_name="decode_mla_sparse",
         scratch_types={
