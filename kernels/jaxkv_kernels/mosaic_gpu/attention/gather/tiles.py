@@ -1,13 +1,13 @@
-"""The producer of sparse attention: gathers tiles of keys, pair by pair, for the consumers of `slots.py`.
-
-Two tiles before a tile is fetched, its slots are loaded and, with `prefetch`, its rows are prefetched to the L2 cache.
+"""The producers of sparse attention: they gather tiles of keys, pair by pair, for the consumers of `slots.py`.
 
 Tiles of bf16 and f16 are copied half by half, as soon as consumers free the halves that hold the previous pair.  No
-lane of the producer waits for a copy.
+lane of the producer waits for a copy.  The slots of a pair are loaded while the previous one is copied and, with
+`prefetch`, its rows are prefetched to the L2 cache.
 
-Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores by a ring of units, also from one tile
-or work tile to the next: while a unit is converted and stored, the next ones are being loaded.  Scales are loaded a
-tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
+Tiles of quantised entries are stored unit by unit, by a producer for each of the two tiles of a pair.  Loads run ahead
+of stores by a ring of units, also from one pair or work tile to the next: while a unit is converted and stored, the
+next ones are being loaded.  The slots of the next tile are loaded while the near half of a tile is stored, and its
+scales while the far half is.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 """
 
 from dataclasses import dataclass

@@ -26,10 +26,11 @@ This is the order of `wide.py`.  Copies arrive at k_full when they land, while t
 those of the queries the last columns of Q: what this page says of rotary keys and queries does not concern them.  Their
 slots may be in two caches, of which the second one's tiles follow those of the first.
 
-Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  Its loads
-run ahead of its stores, also from one tile or work tile to the next (`gather/tiles.py`), so that the values of a half
-are in registers when k_free completes.  Rotary keys of `fp8_ds_mla` entries are copied; the copies start before K0 left
-is stored.  Rotary keys of `fp8` entries are loaded before K0 left is stored, and converted and stored after K0 right.
+Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  There are
+two producers then, one for K0 and one for K1, and that of K0 fetches the queries, before its first half.  Their loads
+run ahead of their stores, also from one pair or work tile to the next (`gather/tiles.py`), so that the values of a half
+are in registers when k_free completes.  Rotary keys of `fp8_ds_mla` entries are copied; the copies start before the
+near half is stored.  Rotary keys of `fp8` entries are loaded before that, and converted and stored after the far half.
 
 P0 and P1 use the same shared memory.  The rotary queries stay in shared memory: the registers that hold them in
 `wide.py` belong to the producer here.
@@ -60,7 +61,9 @@ P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.
 
 Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227; 202 KiB for
-`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
+`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 200 and 56 for quantised entries, with two
+producers.  ptxas starts from equal shares, 128 per lane with four warpgroups, and rejects a product that has 128
+results per lane, as that of a half of O.  Consumers then hold a half as two parts of 128 columns each.
 """
 
 from functools import partial
