@@ -79,7 +79,7 @@ def test_configurations_in_use_are_recorded_once():
         (FewRowsConfig(), "query_stages", 5, "2 to 4"),
         (KVConfig(), "stages", 0, "1 or more"),
         (SparseConfig(), "producer_registers", 88, "40, 56 or 72"),
-        (SparseConfig(), "units_ahead", 3, "1 or 2"),
+        (SparseConfig(), "units_ahead", 5, "1 to 4"),
         (KVConfig().split_costs, "least", 0, "at least 1 step"),
         (SplitCosts(least=1, overhead=0, combining=0, split=0), "split", -1, "0 or more"),
     ],

@@ -258,7 +258,7 @@ class SparseConfig:
 
     def __post_init__(self):
         _check_registers(self, 40, 56, 72)
-        require(self.units_ahead in (1, 2), self, "units_ahead", "1 or 2")
+        require(1 <= self.units_ahead <= 4, self, "units_ahead", "1 to 4")
         _check_threshold(self)
 
 

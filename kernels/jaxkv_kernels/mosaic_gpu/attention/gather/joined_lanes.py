@@ -109,8 +109,10 @@ def is_known(zero, own) -> Any:
 def load_unit(zero, own, unit) -> list[Any]:
     """The lane's chunks of a unit, from the addresses that the lanes which own its rows have."""
     lane, pointer = Lane(), mgpu.utils.memref_ptr(zero).type
-    chunk = {"e4m3": lane.e4m3_chunk, "half": lane.rope_chunk, "rope": lane.chunk}[unit.kind]
-    owners = lane.rope_owners if unit.kind == "half" else lane.owners
+    if unit.scale is None:
+        chunk, owners = lane.chunk, lane.owners[unit.first_row : unit.first_row + 2]
+    else:
+        chunk, owners = lane.rope_chunk, lane.rope_owners
     addresses = [
         ptx("mov.b64 $0, {$1, $2};", *(shuffle(word, owner) for word in own), result_types=pointer) for owner in owners
     ]
@@ -119,29 +121,22 @@ def load_unit(zero, own, unit) -> list[Any]:
 
 def store_unit(ref, raw, scales, unit, stage: int) -> None:
     """Stores a unit as bf16 values, multiplied by the scales that the lanes which own its rows have."""
-    lane = Lane()
+    lane, row_step = Lane(), 2 * COLUMN_TILES * COLUMN_TILE
     first = ((stage * 2 + unit.half) * 8 * COLUMN_TILES + unit.column_tile) * COLUMN_TILE
     chunks = [words(register) for register in raw.registers.flat]
-    steps = [first + n * 2 * COLUMN_TILES * COLUMN_TILE for n in range(len(chunks))]
-    if unit.kind == "rope":
+    steps = [first + (unit.first_row + n) * row_step for n in range(len(chunks))]
+    if unit.scale is None:
         start = at(mgpu.utils.memref_ptr(ref), lane.place(lane.chunk, COLUMN_TILES))
         for step, chunk in zip(steps, chunks, strict=True):
             ptx(STORE.format(offset=step), start, *chunk)
         return
-    if unit.kind == "half":
-        # Lanes have their first two rows of the four, or their last two.
-        rows = arith.muli(lane.second, c32(4 * COLUMN_TILES * COLUMN_TILE))
-        place = arith.addi(lane.place(arith.shli(lane.rope_chunk, c32(1)), COLUMN_TILES), rows)
-        owners, byte = lane.rope_owners, c32(2)
-    else:
-        second_tile = arith.muli(arith.shrui(lane.quarter, c32(1)), c32(COLUMN_TILE))
-        chunk = arith.andi(arith.shli(lane.e4m3_chunk, c32(1)), c32(7))
-        place = arith.addi(lane.place(chunk, COLUMN_TILES), second_tile)
-        owners, byte = lane.owners, arith.addi(arith.shrui(lane.quarter, c32(1)), c32(unit.scale % 4))
+    # Lanes have their first two rows of the four, or their last two.
+    place = lane.place(arith.shli(lane.rope_chunk, c32(1)), COLUMN_TILES)
+    place = arith.addi(place, arith.muli(lane.second, c32(2 * row_step)))
     starts = [at(mgpu.utils.memref_ptr(ref), x) for x in (place, arith.xori(place, c32(16)))]
     word = scales[unit.scale // 4]
-    selector = arith.addi(byte, c32(0x4440))
-    bytes_ = [permute(shuffle(word, owner), c32(0), selector) for owner in owners]
+    selector = c32(0x4440 + unit.scale % 4)
+    bytes_ = [permute(shuffle(word, owner), c32(0), selector) for owner in lane.rope_owners]
     mask = shuffle(c32(0x7F7F7F7F), lane.lane)  # opaque: otherwise ptxas could test the words as soon as they arrive
     found = c32(0)
     for chunk in chunks:
