@@ -6,7 +6,7 @@ divided by its largest magnitude, which is stored as well.  This takes half the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -90,7 +90,7 @@ class HalvesEpilogue:
     def store(
         self, side: int, acc, row_sum, running_max, request, split, stage, load_sinks: Callable[[], Any] | None = None
     ) -> None:
-        """Starts the stores of consumer `side`, staged in shared memory `stage` [64, columns]; `acc` may be a tuple of parts of the columns.
+        """Starts the stores of consumer `side`, staged in shared memory `stage` [64, columns].
 
         A negative `split` means that the results are those of a whole request.
 
@@ -119,12 +119,8 @@ class HalvesEpilogue:
         out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = self.refs
         rows = pl.ds(self.first_row, TILE)
 
-        parts = acc if isinstance(acc, tuple) else (acc,)
-        width = parts[0].shape[1]
-
-        def store_values(convert, to, place):
-            for n, part in enumerate(parts):
-                stage.at[:, pl.ds(n * width, width)][...] = convert(part)
+        def store_values(values, to, place):
+            stage[...] = values
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 stage, to.at[place, rows, half_columns(side, to.shape[-1], request, stage.shape[-1])]
@@ -133,8 +129,7 @@ class HalvesEpilogue:
         @pl.when(split < 0)
         def _():
             inverse, lse = finalize(*([] if load_sinks is None else [load_sinks()]))
-            factor = over_columns(inverse, width)
-            store_values(lambda part: (part * factor).astype(out_ref.dtype), out_ref, request)
+            store_values((acc * over_columns(inverse, acc.shape[1])).astype(out_ref.dtype), out_ref, request)
             if side == 0:
                 self.stats[0] = lse * (1 / LOG2E)
                 plgpu.commit_smem()
@@ -143,13 +138,9 @@ class HalvesEpilogue:
 
         @pl.when(split >= 0)
         def _():
-            magnitude = split_scale(reduce(jnp.maximum, [jnp.abs(part).max(axis=1) for part in parts]))
-            factor = over_columns(1 / magnitude, width)
-
-            def convert(part):
-                return lax.bitcast_convert_type((part * factor).astype(SPLIT_DTYPE), split_out_ref.dtype)
-
-            store_values(convert, split_out_ref, split)
+            magnitude = split_scale(jnp.abs(acc).max(axis=1))
+            values = (acc * over_columns(1 / magnitude, acc.shape[1])).astype(SPLIT_DTYPE)
+            store_values(lax.bitcast_convert_type(values, split_out_ref.dtype), split_out_ref, split)
             inverse, lse = finalize()  # after the stores of values, because it waits for the other consumer
             store(split_scale_ref.at[split, side, rows], magnitude * inverse)
             if side == 0:

@@ -18,39 +18,30 @@ def cap_scores(scores: jax.Array, cap: float) -> jax.Array:
     return (1 - 2 / (1 + jnp.exp2(scores * (2 / cap)))) * (cap * LOG2E)
 
 
-def multiply_add(acc, a, b, meanwhile: Callable[[], Any] | None = None, *, scratch=None) -> Any:
+def multiply_add(acc: jax.Array, a, b, meanwhile: Callable[[], Any] | None = None, *, scratch=None) -> Any:
     """`acc + a @ b` in registers, complete on return, and the result of `meanwhile`, which overlaps with the product.
-
-    `acc` and `b` may also be tuples of equal length, whose elements lie side by side: parts of the columns.
 
     `a` is in registers or shared memory, `b` in shared memory.  `scratch`, a tile of shared memory for `a`, is passed
     only in the interpreter, which supports neither an initial accumulator nor a register operand: the product is then
     computed by other steps.
     """
-    if not isinstance(acc, tuple):
-        (total,), beside = multiply_add((acc,), a, (b,), meanwhile, scratch=scratch)
-        return total, beside
-    types = [plgpu.ACC((x.shape[0], x.shape[1]), jnp.float32) for x in acc]
+    shape = acc.shape[0], acc.shape[1]
     if scratch is None:
 
-        def product(*refs):
-            for ref, x in zip(refs, acc, strict=True):
-                ref[...] = x
-            for ref, part in zip(refs, b, strict=True):
-                plgpu.wgmma(ref, a, part)
+        def product(ref):
+            ref[...] = acc
+            plgpu.wgmma(ref, a, b)
             beside = meanwhile() if meanwhile else None
-            return tuple(ref[...] for ref in refs), beside
+            return ref[...], beside
 
-        return pl.run_scoped(product, *types)
+        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
     if isinstance(a, jax.Array):
         scratch[...] = a
         plgpu.commit_smem()
         a = scratch
 
-    def added(*refs):
-        for ref, part in zip(refs, b, strict=True):
-            plgpu.wgmma(ref, a, part)
-        return tuple(ref[...] for ref in refs)
+    def added(ref):
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
 
-    found = pl.run_scoped(added, *types)
-    return tuple(x + y for x, y in zip(acc, found, strict=True)), meanwhile() if meanwhile else None
+    return acc + pl.run_scoped(added, plgpu.ACC(shape, jnp.float32)), meanwhile() if meanwhile else None

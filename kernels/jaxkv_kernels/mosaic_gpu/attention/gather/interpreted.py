@@ -159,15 +159,15 @@ class InterpretedJoined(JoinedRows):
 
     def load(self, zero_ref, own, unit):
         """A unit of the rows, bytes [64, n]."""
-        return own[0][:, unit.offset : unit.offset + (128 if unit.scale is None else 64)]
+        return own[0][:, unit.offset : unit.offset + {"e4m3": 128, "half": 64, "rope": 128}[unit.kind]]
 
     def store(self, unit, stage, k_ref, raw, scales):
         """Stores a unit as bf16."""
-        if unit.scale is None:
+        if unit.kind == "rope":
             values = _elements(raw, jnp.bfloat16)
         else:
-            own = scales[:, unit.scale : unit.scale + 1]
-            values = _from_e4m3(raw).astype(jnp.float32) * from_e8m0(own)
+            own = scales[:, unit.scale : unit.scale + raw.shape[1] // 64]
+            values = _from_e4m3(raw).astype(jnp.float32) * jnp.repeat(from_e8m0(own), 64, axis=1)
             values = values.astype(jnp.bfloat16)
         k_ref[stage, unit.half, :, pl.ds(64 * unit.column_tile, values.shape[1])] = values
 

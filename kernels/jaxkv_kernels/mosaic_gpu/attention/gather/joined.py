@@ -5,9 +5,13 @@ represents products of e4m3 values and powers of two exactly, whatever the scale
 queries stay as they are.
 
 A lane finds the address of its own row once per tile, and shuffles pass it to the lanes that load chunks of the row.
-Which cache a tile belongs to matters only there.  Tiles move in units of 8 registers per lane, chunks of two rows each.
-Loading a whole tile ahead, by way of shared memory (`cp.async`), took 57 us instead of 54 for 64 requests with 128
-heads, 128 + 512 slots and counts, when one producer loaded both tiles.
+Which cache a tile belongs to matters only there.  Two units are loaded ahead, to registers.  A whole tile ahead, three
+units of which went through shared memory (`cp.async`), took 57 us instead of 54 for 64 requests with 128 heads, 128 +
+512 slots and counts.  Units of a tile, 16 registers per lane each, or 8:
+
+    0, 1, 2    128 e4m3 values of each row
+    3          the last 64 e4m3 values: a lane loads chunks of two rows
+    4          the rotary part, which is stored as it is
 """
 
 from dataclasses import dataclass
@@ -24,33 +28,30 @@ from jaxkv_kernels.mosaic_gpu.runtime.elements import array
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 
-UNIT_REGISTERS = 8
-"""Registers per lane of a unit."""
-
-
 @dataclass(frozen=True)
 class JoinedUnit:
-    """A part of the rows of a tile that a lane loads at once: 64 e4m3 values, or rotary parts, of half of the rows."""
+    """A part of the rows of a tile that a lane loads at once."""
 
+    kind: str
+    """"e4m3" (128 values of a row), "half" (64), or "rope" (64 bf16 values)."""
     offset: int
     """Its first byte in an entry."""
     half: int
     """The half of the columns of a tile that it belongs to."""
     column_tile: int
-    """Its 64 columns, among those of the half."""
-    scale: int | None = None
-    """Its scale; None for rotary parts, which are stored as they are."""
-    first_row: int = 0
-    """Of rotary parts: the first of the two rows that a lane loads, among its four."""
+    """Its first 64 columns, among those of the half."""
+    scale: int
+    """Its first scale."""
 
-
-def _e4m3(number: int) -> JoinedUnit:
-    return JoinedUnit(64 * number, *divmod(number, 4), scale=number)
+    @property
+    def registers(self) -> int:
+        """Registers per lane."""
+        return 8 if self.kind == "half" else 16
 
 
 UNITS = (
-    tuple(map(_e4m3, range(4))),
-    (*map(_e4m3, range(4, 7)), *(JoinedUnit(448, 1, 3, first_row=row) for row in (0, 2))),
+    (JoinedUnit("e4m3", 0, 0, 0, 0), JoinedUnit("e4m3", 128, 0, 2, 2)),
+    (JoinedUnit("e4m3", 256, 1, 0, 4), JoinedUnit("half", 384, 1, 2, 6), JoinedUnit("rope", 448, 1, 3, 0)),
 )
 """The units of each half of the columns."""
 
@@ -132,16 +133,16 @@ class JoinedRows:
     def load(self, zero_ref, own, unit: JoinedUnit):
         """Starts to load a unit of a tile, whose addresses are `own`."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), lane_registers(2)), return_type=lane_array(UNIT_REGISTERS))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), lane_registers(2)), return_type=lane_array(unit.registers))
         def load(_, zero, own):
-            return array(joined_lanes.load_unit(zero, word_list(own), unit), lane_registers(UNIT_REGISTERS))
+            return array(joined_lanes.load_unit(zero, word_list(own), unit), lane_registers(unit.registers))
 
         return load(zero_ref, own)
 
     def store(self, unit: JoinedUnit, stage: int, k_ref, raw, scales) -> None:
         """Converts a unit, and stores it to `k_ref` [2, 2, 64, 256]."""
 
-        @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), lane_registers(UNIT_REGISTERS), lane_registers(2)))
+        @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), lane_registers(unit.registers), lane_registers(2)))
         def store(_, ref, raw, scales):
             joined_lanes.store_unit(ref, raw, word_list(scales), unit, stage)
 

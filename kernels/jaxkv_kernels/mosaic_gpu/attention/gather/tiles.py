@@ -1,13 +1,13 @@
-"""The producers of sparse attention: they gather tiles of keys, pair by pair, for the consumers of `slots.py`.
+"""The producer of sparse attention: gathers tiles of keys, pair by pair, for the consumers of `slots.py`.
+
+Two tiles before a tile is fetched, its slots are loaded and, with `prefetch`, its rows are prefetched to the L2 cache.
 
 Tiles of bf16 and f16 are copied half by half, as soon as consumers free the halves that hold the previous pair.  No
-lane of the producer waits for a copy.  The slots of a pair are loaded while the previous one is copied and, with
-`prefetch`, its rows are prefetched to the L2 cache.
+lane of the producer waits for a copy.
 
-Tiles of quantised entries are stored unit by unit, by a producer for each of the two tiles of a pair.  Loads run ahead
-of stores by a ring of units, also from one pair or work tile to the next: while a unit is converted and stored, the
-next ones are being loaded.  The slots of the next tile are loaded while the near half of a tile is stored, and its
-scales while the far half is.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
+Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores by a ring of units, also from one tile
+or work tile to the next: while a unit is converted and stored, the next ones are being loaded.  Scales are loaded a
+tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,8 @@ per tile.  The last is the number of rows."""
 
 @dataclass(frozen=True)
 class GatherTiles:
-    """The sources and destinations of tiles, and the barriers between a producer and the consumers."""
+    """The sources and destinations of tiles, and the barriers between producer and consumers."""
 
-    tiles: tuple[int, ...]
-    """The tiles of each pair that this producer gathers.  That of tile 0 also fetches the queries."""
     config: SparseConfig
     rows: Any
     """`GatheredRows`, or `JoinedRows`."""
@@ -48,8 +46,8 @@ class GatherTiles:
     def run(self, layer, first, end, first_tile, load_work_tile, q_free, fetch_queries) -> None:
         """Gathers the keys of the work tiles from `first`, whose columns are `first_tile`, to `end`.
 
-        `load_work_tile` loads the columns of a work tile.  `fetch_queries` fetches the queries of a request; it is
-        called once `q_free` has completed.
+        Also fetches their queries.  `load_work_tile` loads the columns of a work tile.  `fetch_queries` fetches the
+        queries of a request; it is called once `q_free` has completed.
         """
         layer, limit = self._place(self.rows.pages, layer)
 
@@ -73,35 +71,32 @@ class GatherTiles:
                 following, next_pair, next_keys = lax.cond(
                     i + 1 < stop, lambda: (request, i + 1, keys), of_next_work_tile
                 )
-                beyond = [(following, 2 * next_pair + tile, next_keys) for tile in self.tiles]
+                beyond = [(following, 2 * next_pair + tile, next_keys) for tile in range(2)]
 
-                def fetch_next_queries():
+                def after_tile_0():
                     @pl.when((i == begin) & (n > first))
                     def _():
                         plgpu.barrier_wait(q_free)
                         fetch_queries(request)
 
-                return used + 1, self._fetch_pair(layer, limit, used, state, beyond, fetch_next_queries)
+                return used + 1, self._fetch_pair(layer, limit, used, state, beyond, after_tile_0)
 
             return lax.fori_loop(begin, stop, pair, carry)
 
         request, begin, _, keys = work_of(first_tile, first)
-        if 0 in self.tiles:
 
-            @pl.when(end > first)
-            def _():
-                fetch_queries(request)
+        @pl.when(end > first)
+        def _():
+            fetch_queries(request)
 
-        slots = tuple(self._find(request, 2 * begin + tile, keys) for tile in self.tiles)
+        slots = tuple(self._find(request, 2 * begin + tile, keys) for tile in range(2))
         lax.fori_loop(first, end, work_tile, (jnp.int32(0), self._start(layer, limit, slots)))
 
         @pl.when(end > first)
         def _():  # every completion of a barrier must be waited for
-            if 0 in self.tiles:
-                plgpu.barrier_wait(q_free)
-            for tile in self.tiles:
-                for half in range(2):
-                    plgpu.barrier_wait(self.k_free[2 * tile + half])
+            plgpu.barrier_wait(q_free)
+            for half in range(4):
+                plgpu.barrier_wait(self.k_free[half])
 
     def _place(self, pages, layer) -> tuple[Any, Any]:
         """A layer of a cache, and the end of its slots: 0 if there is no such layer."""
@@ -112,12 +107,11 @@ class GatherTiles:
         """The state before the first pair, whose slots are `slots`, tile by tile."""
         raise NotImplementedError
 
-    def _fetch_pair(self, layer, limit, used, state, beyond, fetch_next_queries) -> Any:
-        """Fetches the tiles of a pair, and returns the state before the next pair.
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0) -> Any:
+        """Fetches the two tiles of a pair, and returns the state before the next pair.
 
         `used` is the number of pairs before this one.  `beyond` has the request, tile and number of keys of each tile
-        of the next pair.  `fetch_next_queries` fetches the queries of the pair's request, if they are not the previous
-        pair's.
+        of the next pair.  `after_tile_0` is called after tile 0 has been fetched.
         """
         raise NotImplementedError
 
@@ -140,14 +134,14 @@ class GatherTiles:
 
 
 class CopiedTiles(GatherTiles):
-    """For entries that are copied as they are, by one producer.  The state is the slots of the next pair."""
+    """For entries that are copied as they are.  The state is the slots of the next pair."""
 
     def _start(self, layer, limit, slots):
         return slots
 
-    def _fetch_pair(self, layer, limit, used, state, beyond, fetch_next_queries):
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
         coming = tuple(self._find(*tile) for tile in beyond)
-        for tile, slots in zip(self.tiles, state, strict=True):
+        for tile, slots in enumerate(state):
             for half in (tile, 1 - tile):
                 self._wait_free(tile, half, used)
                 if half == tile:
@@ -158,96 +152,69 @@ class CopiedTiles(GatherTiles):
             if self.config.prefetch:
                 self.rows.prefetch(self.kv_ref, self.zero_ref, self.rows.spread(coming[tile]), layer, limit)
             if tile == 0:
-                fetch_next_queries()
+                after_tile_0()
         return coming
 
 
-class StoredTiles(GatherTiles):
-    """For entries that are converted, and stored unit by unit, by a producer for each of the two tiles.
-
-    The state: units and scales that are being loaded, and where the rows of the next tile are.
-    """
+class ConvertedTiles(GatherTiles):
+    """For quantised entries.  The state: units and scales that are being loaded, and slots of the next two tiles."""
 
     def _start(self, layer, limit, slots):
-        (found,) = slots
-        rows, scales = self._locate(layer, limit, found)
-        return tuple(self._load(layer, limit, rows, unit) for unit in self._units()[: self._ring]), scales, rows
+        here, ahead = slots
+        raw = self._load_scales(here, layer, limit)
+        spread = self.rows.spread(here)
+        ring = tuple(self._load(spread, layer, limit, unit) for unit in self._units(0)[: self._ring])
+        return ring, raw, here, ahead
 
-    def _fetch_pair(self, layer, limit, used, state, beyond, fetch_next_queries):
-        (tile,) = self.tiles
-        ring, scales, own = state
-        units, ring, near = self._units(), list(ring), len(self.rows.half(tile))
-        if tile == 0:
-            fetch_next_queries()
-        self._wait_free(tile, tile, used)
-        held = self._begin(layer, limit, tile, own, scales)
-        found = self._find(*beyond[0])
-        ahead, scales_ahead = own, scales
-        for n, unit in enumerate(units):
-            if n == len(units) // 2:  # now the slots of the next tile have arrived
-                ahead, scales_ahead = self._locate(layer, limit, found)
-            if n == near:
-                self._stored(2 * tile + tile)
-                self._wait_free(tile, 1 - tile, used)
-            self._store(unit, tile, ring.pop(0), held)
-            following = n + self._ring
-            rows, unit = (own, units[following]) if following < len(units) else (ahead, units[following - len(units)])
-            ring.append(self._load(layer, limit, rows, unit))
-        self._end(tile, held)
-        self._stored(2 * tile + 1 - tile)
-        return tuple(ring), scales_ahead, ahead
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
+        state = self._fetch_tile(layer, limit, 0, used, state, beyond[0])
+        after_tile_0()
+        return self._fetch_tile(layer, limit, 1, used, state, beyond[1])
 
     @property
     def _ring(self) -> int:
         """The number of units that are loaded ahead."""
-        return min(self.config.units_ahead, len(self._units()) // 2)
+        return min(self.config.units_ahead, self.rows.units)
 
-    def _units(self):
-        """The units of a tile in the order in which they are stored: first those of the near half."""
-        (tile,) = self.tiles
+    def _units(self, tile):
+        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
         return self.rows.half(tile) + self.rows.half(1 - tile)
 
-    def _locate(self, layer, limit, found) -> tuple[Any, Any]:
-        """Where the rows of a tile are, of which `_find` loaded the slots, and their scales, which are being loaded."""
-        raise NotImplementedError
+    def _load(self, slots, layer, limit, unit):
+        return self.rows.load(self.kv_ref, self.zero_ref, slots, layer, limit, unit)
 
-    def _load(self, layer, limit, rows, unit) -> Any:
-        """Starts to load a unit."""
-        raise NotImplementedError
+    def _load_scales(self, slots, layer, limit):
+        return self.rows.load_scales(self.kv_ref, self.zero_ref, slots, layer, limit)
 
-    def _begin(self, layer, limit, tile, rows, scales) -> Any:
-        """Stores the factors of a tile; returns what `_store` and `_end` need."""
-        raise NotImplementedError
+    def _fetch_tile(self, layer, limit, tile, used, state, beyond):
+        """Stores a tile, whose first units are in `ring`; loads those of the next one.
 
-    def _store(self, unit, tile, raw, held) -> None:
-        """Converts and stores a unit."""
-        raise NotImplementedError
-
-    def _end(self, tile, held) -> None:
-        """Completes what `_begin` started."""
-
-
-class ConvertedTiles(StoredTiles):
-    """For latents that become float16, with rotary keys of their own."""
-
-    def _locate(self, layer, limit, found):
+        `state`: the units and scales that are being loaded; the slots of this tile and of the next one.  `beyond`: the
+        request, tile and number of keys of the one after, whose slots are loaded here.
+        """
+        rows, (ring, raw, here, ahead) = self.rows, state
+        units, ring = self._units(tile), list(ring)
+        coming = units + self._units(1 - tile)
+        from_cache = self.kv_ref, self.zero_ref
+        self._wait_free(tile, tile, used)
+        rope = rows.fetch_rope(*from_cache, rows.spread_rope(here), layer, limit, tile, self.r)
+        ahead_spread = rows.spread(ahead)
+        here_spread = rows.spread(here) if self._ring < len(units) else None
+        after = self._find(*beyond)
+        scales = rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), here, limit, raw)
+        raw = self._load_scales(ahead, layer, limit)
+        for n, unit in enumerate(units):
+            if n == len(units) // 2:
+                self._stored(2 * tile + tile)
+                self._wait_free(tile, 1 - tile, used)
+            rows.store(unit, tile, self.k, ring[n % self._ring], scales)
+            slots = here_spread if n + self._ring < len(units) else ahead_spread
+            ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
         if self.config.prefetch:
-            self.rows.prefetch(self.kv_ref, self.zero_ref, self.rows.spread(found), layer, limit)
-        return found, self.rows.load_scales(self.kv_ref, self.zero_ref, found, layer, limit)
-
-    def _load(self, layer, limit, rows, unit):
-        return self.rows.load(self.kv_ref, self.zero_ref, self.rows.spread(rows), layer, limit, unit)
-
-    def _begin(self, layer, limit, tile, rows, scales):
-        places = self.rows.spread_rope(rows)
-        rope = self.rows.fetch_rope(self.kv_ref, self.zero_ref, places, layer, limit, tile, self.r)
-        return self.rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), rows, limit, scales), rope
-
-    def _store(self, unit, tile, raw, held):
-        self.rows.store(unit, tile, self.k, raw, held[0])
-
-    def _end(self, tile, held):
-        self.rows.finish_rope(tile, self.r, *held)
+            rows.prefetch(*from_cache, rows.spread(after), layer, limit)
+        rows.finish_rope(tile, self.r, scales, rope)
+        self._stored(2 * tile + 1 - tile)
+        return tuple(ring), raw, ahead, after
 
 
 @dataclass(frozen=True)
@@ -260,12 +227,30 @@ class ExtraRefs:
 
 
 @dataclass(frozen=True)
-class JoinedTiles(StoredTiles):
-    """For entries that are keys and values as a whole (`joined.py`), of one cache or of two."""
+class JoinedTiles(GatherTiles):
+    """For entries that are keys and values as a whole (`joined.py`), of one cache or of two.
+
+    The state: units that are being loaded; the scales and the addresses of the next tile; the slots of the one after.
+    """
 
     extra: ExtraRefs | None = None
     count_ref: Any = None
     """The numbers of slots to attend to in the first of two lists; None if that is all of them."""
+
+    def _start(self, layer, limit, slots):
+        here, ahead = slots
+        own, scales = self._locate(layer, limit, here)
+        ring = tuple(self.rows.load(self.zero_ref, own, unit) for unit in self._units(0)[: self.config.units_ahead])
+        return ring, scales, own, ahead
+
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
+        state = self._fetch_tile(layer, limit, 0, used, state, beyond[0])
+        after_tile_0()
+        return self._fetch_tile(layer, limit, 1, used, state, beyond[1])
+
+    def _units(self, tile):
+        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
+        return self.rows.half(tile) + self.rows.half(1 - tile)
 
     def _find(self, request, tile, keys):
         """The slots of a tile, which are being loaded, and its number."""
@@ -278,17 +263,26 @@ class JoinedTiles(StoredTiles):
         if self.extra is not None:
             refs.append(self.extra.kv_ref)
             places.append(self._place(self.rows.sources[1].pages, self.extra.layer))
-        addresses, scales = self.rows.locate(refs, self.zero_ref, places, tile, slots)
+        return self.rows.locate(refs, self.zero_ref, places, tile, slots)
+
+    def _fetch_tile(self, layer, limit, tile, used, state, beyond):
+        """Stores a tile, whose first units are in the ring; loads those of the next one."""
+        ring, scales, own, following = state
+        units, ring, near = self._units(tile), list(ring), len(self.rows.half(tile))
+        coming = units + self._units(1 - tile)
+        self._wait_free(tile, tile, used)
+        self.rows.mark(self.stats, self.zero_ref, FACTOR + tile, (FLAG, 4 * tile), own)
+        after = self._find(*beyond)
+        ahead, scales_ahead = self._locate(layer, limit, following)
         if self.config.prefetch:
-            self.rows.prefetch_rows(self.zero_ref, addresses)
-        return addresses, scales
-
-    def _load(self, layer, limit, rows, unit):
-        return self.rows.load(self.zero_ref, rows, unit)
-
-    def _begin(self, layer, limit, tile, rows, scales):
-        self.rows.mark(self.stats, self.zero_ref, FACTOR + tile, (FLAG, 4 * tile), rows)
-        return scales
-
-    def _store(self, unit, tile, raw, held):
-        self.rows.store(unit, tile, self.k, raw, held)
+            self.rows.prefetch_rows(self.zero_ref, ahead)
+        for n, unit in enumerate(units):
+            if n == near:
+                self._stored(2 * tile + tile)
+                self._wait_free(tile, 1 - tile, used)
+            next_unit = n + len(ring)
+            self.rows.store(unit, tile, self.k, ring.pop(0), scales)
+            addresses = own if next_unit < len(units) else ahead
+            ring.append(self.rows.load(self.zero_ref, addresses, coming[next_unit]))
+        self._stored(2 * tile + 1 - tile)
+        return tuple(ring), scales_ahead, ahead, after

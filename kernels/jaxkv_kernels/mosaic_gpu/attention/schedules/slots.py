@@ -26,11 +26,10 @@ This is the order of `wide.py`.  Copies arrive at k_full when they land, while t
 those of the queries the last columns of Q: what this page says of rotary keys and queries does not concern them.  Their
 slots may be in two caches, of which the second one's tiles follow those of the first.
 
-Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  There are
-two producers then, one for K0 and one for K1, and that of K0 fetches the queries, before its first half.  Their loads
-run ahead of their stores, also from one pair or work tile to the next (`gather/tiles.py`), so that the values of a half
-are in registers when k_free completes.  Rotary keys of `fp8_ds_mla` entries are copied; the copies start before the
-near half is stored.  Rotary keys of `fp8` entries are loaded before that, and converted and stored after the far half.
+Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  Its loads
+run ahead of its stores, also from one tile or work tile to the next (`gather/tiles.py`), so that the values of a half
+are in registers when k_free completes.  Rotary keys of `fp8_ds_mla` entries are copied; the copies start before K0 left
+is stored.  Rotary keys of `fp8` entries are loaded before K0 left is stored, and converted and stored after K0 right.
 
 P0 and P1 use the same shared memory.  The rotary queries stay in shared memory: the registers that hold them in
 `wide.py` belong to the producer here.
@@ -61,9 +60,7 @@ P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.
 
 Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227; 202 KiB for
-`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 200 and 56 for quantised entries, with two
-producers.  ptxas starts from equal shares, 128 per lane with four warpgroups, and rejects a product that has 128
-results per lane, as that of a half of O.  Consumers then hold a half as two parts of 128 columns each.
+`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
 from functools import partial
@@ -135,8 +132,6 @@ def attend_slots(
     tiles = -(-heads // TILE)
     is_joined = isinstance(rows, JoinedRows)
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
-    producers = 2 if rows.quantised else 1
-    part = HALF // producers  # with more warpgroups, ptxas rejects products with 128 results per lane
     width = latent + q_pe.shape[-1] if is_joined else latent
     stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
@@ -189,14 +184,14 @@ def attend_slots(
                 plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
             plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, q_full)
 
-        def producer(*own_tiles):
+        def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             first, end, first_tile = load_work_range(partitions_ref, partition)
             gather_tiles: Any = ConvertedTiles if rows.quantised else CopiedTiles
             if is_joined:
                 extra_kv = ExtraRefs(extra_refs[0], extra_refs[1], extra_refs[2][0]) if extra_refs else None
                 gather_tiles = partial(JoinedTiles, extra=extra_kv, count_ref=count_refs[0] if count_refs else None)
-            gather = gather_tiles(own_tiles, config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
+            gather = gather_tiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
             load_tile = partial(load_work_tile, work_tiles_ref)
             gather.run(layer_ref[0], first, end, first_tile, load_tile, q_free, fetch_queries)
 
@@ -207,7 +202,7 @@ def attend_slots(
                 plgpu.barrier_arrive(both)
                 plgpu.barrier_wait(both)
 
-            plgpu.set_max_registers(consumer_registers(config.producer_registers, producers), action="increase")
+            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile = load_work_range(partitions_ref, partition)
             results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
             value_scale = kv_scale_refs[0][0] if kv_scale_refs else None
@@ -302,8 +297,7 @@ def attend_slots(
             def add_values(weights, i, t, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and what `meanwhile` returned."""
                 z = opaque_zero(i)
-                values = [k.at[z + t, z + side, :, pl.ds(n * part, part)] for n in range(len(acc))]
-                return multiply_add(tuple(acc), weights, tuple(values), meanwhile, scratch=operand)
+                return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=operand)
 
             def pair0(row_scale, last, turns, i, carry):
                 acc, old_max, row_sum = carry
@@ -311,12 +305,12 @@ def attend_slots(
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = weights(s, max0, row_sums)
                 share_weights(w16, 0)
-                *acc, row_sum = softmax.rescale(old_max, max0, *acc, row_sum)
+                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
                 acc, _ = add_values(w16, i, 0, acc)
                 plgpu.barrier_arrive(k_free[0])
                 plgpu.barrier_wait(p_ready[1])
                 max1 = plgpu.load(stats.at[0], layout=ROW)
-                *acc, row_sum = softmax.rescale(max0, max1, *acc, row_sum + added)
+                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
                 acc, _ = add_values(p, i, 1, acc)
 
                 @pl.when(i != last)
@@ -330,7 +324,7 @@ def attend_slots(
                 s, row_sums = scores(row_scale, i, turns + i, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
-                *acc, row_sum = softmax.rescale(old_max, max0, *acc, row_sum)
+                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
 
                 def softmax_of_tile_1():
                     max1 = softmax.update_max(s, max0, share_max)
@@ -338,7 +332,7 @@ def attend_slots(
 
                 acc, (max1, w16, added) = add_values(p, i, 0, acc, meanwhile=softmax_of_tile_1)
                 plgpu.barrier_arrive(k_free[1])
-                *acc, row_sum = softmax.rescale(max0, max1, *acc, row_sum)
+                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
                 acc, _ = add_values(w16, i, 1, acc, meanwhile=partial(share_weights, w16, 1))
 
                 @pl.when(i != last)
@@ -358,7 +352,7 @@ def attend_slots(
                 last = end - 1
                 if side == 0:
                     stats[0] = softmax.empty_max(TILE)
-                carry = (zeros(TILE, part),) * (HALF // part), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
+                carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
                 acc, running_max, row_sum = lax.fori_loop(
                     begin, end, partial(step, row_scale, last, turns - begin), carry
                 )
@@ -373,12 +367,7 @@ def attend_slots(
             lax.fori_loop(first, end, run, (first_tile, jnp.int32(0)))
 
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
-        def produce():
-            if producers == 1:
-                return producer(0, 1)
-            return lax.cond(wg == 2, partial(producer, 0), partial(producer, 1))
-
-        lax.cond(wg >= 2, produce, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
+        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     def viewed(*shape, own_dtype=k_dtype):
         """Shared memory with two views: in the dtype that is multiplied, and in the dtype of queries and results."""
@@ -403,7 +392,7 @@ def attend_slots(
         ),
         grid=(tiles, plan.num_partitions),
         grid_names=("group", "partition"),
-        num_threads=2 + producers,
+        num_threads=3,
         thread_name="wg",
         kernel_name="decode_mla_sparse",
         scratch_types={
