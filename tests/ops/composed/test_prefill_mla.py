@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.prefill.mla import LEAST_ON_GPUS, expansion_pays, prefers_expansion
+from jaxkv.ops.composed.prefill_mla import LEAST_ON_GPUS, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
