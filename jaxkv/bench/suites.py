@@ -144,7 +144,7 @@ def _models() -> Iterator[Workload]:
         yield logits(operation="indexer_logits", format="bf16", **_shape(shape))
     yield logits(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
     sparse = partial(workload, suite="models", operation="decode_mla_sparse", layers=1, chosen=2048)
-    for entries in ("nvfp4_ds_mla", "mxfp4_ds_mla", "fp8_v4"):
+    for entries in ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla"):
         yield sparse(format=entries, **_shape(SPARSE[0]))
     for operation in ("write_state", "read_state"):
         yield workload(suite="models", operation=operation, requests=64, tokens=1, layers=4, block_size=1)

@@ -35,7 +35,7 @@ COPY = "cp.async.cg.shared.global.L2::256B [$0 + {into}], [$1 + {offset}], 16, $
 """Copies 16 bytes to shared memory.  If the size, the last operand, is 0 instead of 16, stores zeros and reads
 nothing."""
 # Not `.nc`: ptxas would move such loads past the synchronisation that follows them, down to their first use.
-LOAD = "ld.global.L1::no_allocate.L2::256B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+LOAD = "ld.global.L1::evict_last.L2::256B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
 STORE = "st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
 CONVERT = (
     "{ .reg .b16 low, high; .reg .b32 even, odd; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 even, low; "
@@ -232,9 +232,9 @@ def load_rope(addresses, offset: int) -> list[Any]:
     return load_chunks(addresses, Lane().rope_chunk, offset)
 
 
-def load_chunks(addresses, chunk, offset: int) -> list[Any]:
+def load_chunks(addresses, chunk, offset: int, load: str = LOAD) -> list[Any]:
     """16 bytes of each row: chunk number `chunk` of those that begin at `offset`."""
-    load = LOAD.format(offset=offset)
+    load = load.format(offset=offset)
     addresses = _chunks(addresses, chunk)
     found = [ptx(load, address, result_types=[i32()] * 4, has_side_effects=True) for address in addresses]
     ptx("bar.warp.sync 0xffffffff;", convergent=True)
