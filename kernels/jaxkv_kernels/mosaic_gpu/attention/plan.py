@@ -59,6 +59,8 @@ class Plan:
     """The most splits of all requests together."""
     shared: bool = field(default=False, metadata={"static": True})
     """Whether two CTAs share the keys of each work tile; see `sharing.py`."""
+    whole: bool = field(default=False, metadata={"static": True})
+    """Whether it is known while tracing that no request is split."""
 
     @property
     def num_partitions(self) -> int:
