@@ -17,6 +17,7 @@ from jaxkv.ops.plan import DecodePlan
 from jaxkv.ops.prefill.parts import (
     CHUNK_BYTES,
     Context,
+    InParts,
     aligned,
     merged,
     only_xla,
@@ -25,7 +26,12 @@ from jaxkv.ops.prefill.parts import (
 )
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.kernel import imported_when_called
+from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.xla import expanded
+
+
+attend_expanded = imported_when_called("jaxkv_kernels.mosaic_gpu.attention.expanded", "attend_expanded")
 
 
 def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
@@ -193,12 +199,29 @@ class _Latents(Context):
         return gather_mla(self.cache, self.block_tables, runs, **options)
 
     @override
-    def expand(self, first_part, second_part):
-        kv_c, k_pe = first_part, second_part
+    def in_parts(self, q):
+        nope, value = self.w_uk.shape[1], self.w_uv.shape[1]
+        rope = q.shape[-1] - nope
+        if self.attention(q) is not cudnn or any(unsupported.attend_expanded(q.dtype, nope, rope, value)):
+            return None
+
+        def attend(q, kv_c, k_pe, kv_lens):
+            k_nope, v = self._products(kv_c)
+            return attend_expanded(q, k_nope, k_pe, v, kv_lens, scale=self.scale)
+
+        return InParts(attend, rope)
+
+    def _products(self, kv_c):
+        """Keys [..., H, N], without their rotary part, and values [..., H, V] of latents [..., R]."""
         # Products of float32 values must not be rounded to tf32.
         precision = lax.Precision.HIGHEST if kv_c.dtype == jnp.float32 else None
         k_nope = jnp.einsum("...r,hnr->...hn", kv_c, self.w_uk, precision=precision)
-        v = jnp.einsum("...r,hvr->...hv", kv_c, self.w_uv, precision=precision)
+        return k_nope, jnp.einsum("...r,hvr->...hv", kv_c, self.w_uv, precision=precision)
+
+    @override
+    def expand(self, first_part, second_part):
+        k_pe = second_part
+        k_nope, v = self._products(first_part)
         k_pe = jnp.broadcast_to(k_pe[..., None, :], (*k_nope.shape[:-1], k_pe.shape[-1]))
         return jnp.concatenate([k_nope, k_pe], axis=-1), v
 

@@ -34,6 +34,8 @@ NOT_RUN_ON_GPUS = True
 The kernels lower, and pass their tests in the interpreter.  Set it to False, and then remove it, when
 `test_decode_mla.py` has passed on a GPU, where it tests them.
 """
+EXPANDED = (128, 64, 128)
+"""Values of a key without and in its rotary part, and of a value, for attention to expanded keys: DeepSeek's."""
 SPARSE_LATENTS = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
 """Latents of sparse attention, by format, if not of 512 values."""
 HEAD_DIMS = (64, 128, 192, 256)
@@ -320,6 +322,14 @@ def scaled_linear(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iter
         yield f"tokens of {x.shape[1]} values: supports multiples of {TILE}"
     if weight.shape[0] % FEATURES:
         yield f"results of {weight.shape[0]} values: supports multiples of {FEATURES}"
+
+
+def attend_expanded(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
+    """Reasons against `attend_expanded`, which is part of `prefill_mla`, for heads of these sizes and `dtype`."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"queries of {jnp.dtype(dtype).name}: supports bfloat16 and float16"
+    if (nope, rope, value) != EXPANDED:
+        yield f"heads of {nope} + {rope} and {value} values: supports {EXPANDED[0]} + {EXPANDED[1]} and {EXPANDED[2]}"
 
 
 def _tokens(x) -> Iterator[str]:

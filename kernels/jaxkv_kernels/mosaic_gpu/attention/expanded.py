@@ -28,7 +28,6 @@ Budget, for keys of 128 + 64 and values of 128.  Shared memory: keys and values 
 whose place results are stored.  Registers: O 64 + S 64 + P 32 of 232 per lane for consumers, 40 for the producer.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -69,15 +68,7 @@ LEAST_KEYS = 1024
 SPLITS = (1, 2, 4, 8)
 
 
-def unsupported_reasons(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
-    """Yields the reasons against heads of these sizes and `dtype`; none if the kernel supports them."""
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        yield f"queries of {jnp.dtype(dtype).name}: expected bfloat16 or float16"
-    if (nope, rope, value) != (128, 64, 128):
-        yield f"heads of {nope} + {rope} and {value} values: expected 128 + 64 and 128"
-
-
-def attention(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.Array, jax.Array]:
+def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.Array, jax.Array]:
     """The attention of queries to the first keys of their requests, in one or more splits of the keys.
 
     Args:
@@ -93,7 +84,7 @@ def attention(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.Array, 
     """
     batch, tokens, heads, _ = q.shape
     splits = splits_of(batch * heads * -(-tokens // (2 * ROWS)), k_nope.shape[1])
-    out, lse = _attention(
+    out, lse = _attend(
         q, k_nope, k_pe, v, kv_lens, scale=scale, splits=splits, interpret=bool(interpreting.value)
     )  # fmt: skip
     return out, jnp.swapaxes(lse[..., :tokens], 2, 3)
@@ -109,7 +100,7 @@ def splits_of(tiles: int, keys: int) -> int:
 
 
 @partial(jax.jit, static_argnames=("scale", "splits", "interpret"))
-def _attention(q, k_nope, k_pe, v, kv_lens, *, scale, splits, interpret):
+def _attend(q, k_nope, k_pe, v, kv_lens, *, scale, splits, interpret):
     batch, tokens, heads, head_dim = q.shape
     dtype, nope, value_dim = q.dtype, k_nope.shape[-1], v.shape[-1]
     row_tiles = -(-tokens // (2 * ROWS))
