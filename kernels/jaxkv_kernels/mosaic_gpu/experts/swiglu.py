@@ -3,6 +3,7 @@
 Two products by experts (`products.py`) do the work: gate and up, of which the kernel stores silu(gate) * up, and down.
 XLA prepares their rows, and adds up the experts' results:
 
+- A single token has kernels of its own (`one_token.py`), unless weights are in float8.
 - If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them
   (`listing.py`), which takes one kernel.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
@@ -21,6 +22,8 @@ from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, MOST_ROWS, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.listing import MOST_EXPERTS, list_chosen
+from jaxkv_kernels.mosaic_gpu.experts.one_token import MOST_EXPERTS as MOST_OF_ONE
+from jaxkv_kernels.mosaic_gpu.experts.one_token import MOST_INNER, one_token
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
@@ -40,7 +43,11 @@ def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None
         return grouped_swiglu(x, experts, weights, gate, up, down, limit=limit) + shared_swiglu(x, *shared, limit=limit)
     if not experts.size:
         return jnp.zeros_like(x)
-    options = {"limit": limit, "config": config, "interpret": bool(interpreting.value)}
+    options = {"limit": limit, "interpret": bool(interpreting.value)}
+    more = 0 if shared is None else len(shared[0]) // gate.shape[1]
+    if len(x) == 1 and not fp8 and experts.size + more <= MOST_OF_ONE and gate.shape[1] <= MOST_INNER:
+        return one_token(x, experts, weights, gate, up, down, shared, **options)
+    options["config"] = config
     return _swiglu(x, experts, weights, gate, up, down, shared, **options)
 
 
