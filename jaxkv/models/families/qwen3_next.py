@@ -18,6 +18,7 @@ from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers.block import pre_norm
 from jaxkv.models.layers.delta_net import delta_net
 from jaxkv.models.layers.gqa import attention
+from jaxkv.models.layers.linear import Normed
 from jaxkv.models.model import Model
 
 ROTARY_FACTOR, INTERVAL = 0.25, 4
@@ -136,13 +137,13 @@ def _recurrent_weights(config: ModelConfig, attention: GQA, weight) -> dict[str,
     }
 
 
-def _mixer(model: Model, config: GQA, weights, x, cache: KVCache, batch: Batch, layer):
+def _mixer(model: Model, config: GQA, weights, normed: Normed, cache: KVCache, batch: Batch, layer):
     """Attention, or the gated delta rule in layers that have its weights.  The cache counts layers of each kind."""
     recurrent: Any = model.config.recurrent
     before = (jnp.asarray(recurrent.layers, jnp.int32) < layer).sum(dtype=jnp.int32)
     if "conv" in weights:
-        return delta_net(model, recurrent, weights, x, cache, batch, before)
-    return attention(model, config, weights, x, cache, batch, layer - before)
+        return delta_net(model, recurrent, weights, normed.array, cache, batch, before)
+    return attention(model, config, weights, normed, cache, batch, layer - before)
 
 
 QWEN3_NEXT = Family(_read, _weights, pre_norm(_mixer), unused=r"mtp\..*")

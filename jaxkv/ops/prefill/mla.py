@@ -30,7 +30,6 @@ from jaxkv_kernels.kernel import imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.xla import expanded
 
-
 attend_expanded = imported_when_called("jaxkv_kernels.mosaic_gpu.attention.expanded", "attend_expanded")
 
 

@@ -18,8 +18,11 @@ from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.experts.config import FEATURES, STEP
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
+from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
+VECTOR = 8
+"""Values that a lane loads at once."""
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
 MOST_EXPERTS, LANES = 1024, 32
@@ -48,7 +51,7 @@ WORD = 4
 SCORINGS = "softmax", "sigmoid"
 """How `select_experts` may score experts."""
 MOST_VALUES = 2048
-"""Values of an entry that a team of lanes keeps in registers."""
+"""Values of an entry that a team of lanes keeps in registers, and of a row of weights that a warp does."""
 
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -330,6 +333,19 @@ def attend_expanded(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
         yield f"queries of {jnp.dtype(dtype).name}: supports bfloat16 and float16"
     if (nope, rope, value) != EXPANDED:
         yield f"heads of {nope} + {rope} and {value} values: supports {EXPANDED[0]} + {EXPANDED[1]} and {EXPANDED[2]}"
+
+
+def normed_products(tokens: int, x, norm, matrices) -> Iterator[str]:
+    """Reasons against `normed_products`, which models use for arrays x [..., D]; also those of this machine."""
+    yield from unavailable_reasons(WGMMA)
+    if tokens != 1:
+        yield f"{tokens} tokens: supports 1"
+    if any(isinstance(matrix, TileScaled) for matrix in matrices):
+        yield "weights in float8"
+    elif {array.dtype for array in (norm, *matrices)} != {x.dtype} or x.dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"weights of other dtypes than `x` of {x.dtype}, or not bfloat16 or float16"
+    if x.shape[-1] % VECTOR or x.shape[-1] > MOST_VALUES:
+        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR} up to {MOST_VALUES}"
 
 
 def _tokens(x) -> Iterator[str]:

@@ -3,7 +3,7 @@
 Two products by experts (`products.py`) do the work: gate and up, of which the kernel stores silu(gate) * up, and down.
 XLA prepares their rows, and adds up the experts' results:
 
-- A single token has kernels of its own (`one_token.py`), unless weights are in float8.
+- A single token has kernels of its own (`one_token/experts.py`), unless weights are in float8.
 - If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them
   (`listing.py`), which takes one kernel.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
@@ -22,9 +22,9 @@ from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, MOST_ROWS, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.listing import MOST_EXPERTS, list_chosen
-from jaxkv_kernels.mosaic_gpu.experts.one_token import MOST_EXPERTS as MOST_OF_ONE
-from jaxkv_kernels.mosaic_gpu.experts.one_token import MOST_INNER, one_token
 from jaxkv_kernels.mosaic_gpu.experts.products import products
+from jaxkv_kernels.mosaic_gpu.one_token.experts import MOST_EXPERTS as MOST_OF_ONE
+from jaxkv_kernels.mosaic_gpu.one_token.experts import MOST_INNER, one_token
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration

@@ -26,11 +26,13 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependent
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.xla.experts.swiglu import gated
 
-WARPGROUPS = 4
 MOST_EXPERTS = 16
 """The most experts of a token, shared ones included: the second kernel has code for each."""
 MOST_INNER = 2048
 """The most values of an expert: registers hold parts of two of its rows at once."""
+
+
+WARPGROUPS = 4
 
 
 @partial(jax.jit, static_argnames=("limit", "interpret"))
@@ -77,9 +79,9 @@ def _run(name, interpreted, *operands, results, following=(), dtype, sizes, inte
 
         @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * (len(refs) + 1), SCALAR))
         def multiply(_, refs, cta):
-            from jaxkv_kernels.mosaic_gpu.experts import one_token_lanes
+            from jaxkv_kernels.mosaic_gpu.one_token import experts_lanes
 
-            lanes = getattr(one_token_lanes, name)
+            lanes = getattr(experts_lanes, name)
             lanes(refs, cta.registers.item(), dtype=str(dtype), **sizes, **limit)
 
         multiply([*refs, out_ref], lax.axis_index("cta"))
@@ -102,9 +104,12 @@ def _gate_up(x, chosen, gate, up, *shared, choices, experts, more, inner, width,
     """What the first kernel stores, for the interpreter."""
     del choices, width
     ids = jnp.clip(chosen[0], 0, experts - 1)
-    rows = [jnp.concatenate([*other[:1], matrix[ids].reshape(-1, x.shape[1])]) for matrix, other in zip((gate, up), (shared[:1], shared[1:]), strict=True)]
-    first, second = (jnp.einsum("d,id->i", x[0], matrix, preferred_element_type=jnp.float32) for matrix in rows)
-    return gated(first, second, limit, None)
+
+    def product(matrix, other):
+        rows = jnp.concatenate([*other, matrix[ids].reshape(-1, x.shape[1])])
+        return jnp.einsum("d,id->i", x[0], rows, preferred_element_type=jnp.float32)
+
+    return gated(product(gate, shared[:1]), product(up, shared[1:]), limit, None)
 
 
 def _down(hidden, chosen, shares, down, *shared, choices, experts, more, inner, width):
