@@ -19,8 +19,8 @@ Part = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
 def pre_norm(attention: Part) -> Part:
     """The layer function with the given attention.
 
-    It calls `attention(model, config.attention, weights, normed, cache, batch, layer)` with a `Normed`.  Both return the
-    cache, the slots selected for later layers (`Batch.selected`), and their output [B, Q, hidden].
+    It calls `attention(model, config.attention, weights, normed, cache, batch, layer)` with a `Normed`.  Both return
+    the cache, the slots selected for later layers (`Batch.selected`), and their output [B, Q, hidden].
     """
 
     def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer):

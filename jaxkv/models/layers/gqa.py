@@ -28,8 +28,8 @@ def attention(
 ) -> tuple[KVCache, None, jax.Array]:
     """Stores the keys and values of new tokens and attends to all cached tokens, or to those in the window.
 
-    The output, the last value returned, is [B, Q, hidden], as the input `normed`.  `windowed` and `rotated`: whether the layer has the
-    window, and rotary embedding.
+    The output, the last value returned, is [B, Q, hidden], as is the input `normed`.  `windowed` and `rotated`: whether
+    the layer has the window, and rotary embedding.
 
     If devices divide the heads, the result is this device's term of a sum over devices.
     """
