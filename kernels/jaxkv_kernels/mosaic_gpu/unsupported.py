@@ -21,6 +21,8 @@ from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows
 from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
+MOST_PARTS, MOST_INNER = 16, 2048
+"""The most experts of a single token, shared ones included, for its own kernels; and the most values of an expert."""
 VECTOR = 8
 """Values that a lane loads at once."""
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
@@ -337,15 +339,34 @@ def attend_expanded(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
 
 def normed_products(tokens: int, x, norm, matrices) -> Iterator[str]:
     """Reasons against `normed_products`, which models use for arrays x [..., D]; also those of this machine."""
+    yield from _one_token(tokens, x, norm, *matrices)
+    if x.shape[-1] % VECTOR or x.shape[-1] > MOST_VALUES:
+        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR} up to {MOST_VALUES}"
+
+
+def swiglu_of_one(tokens: int, x, gate, up, down) -> Iterator[str]:
+    """Reasons against `swiglu_of_one`, which models use for arrays x [..., D]; also those of this machine."""
+    yield from _one_token(tokens, x, gate, up, down)
+    if x.shape[-1] % VECTOR:
+        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR}"
+    if not inner_parts(gate.shape[0]):
+        yield f"an inner size of {gate.shape[0]} values: supports up to {MOST_PARTS} equal parts of up to {MOST_INNER}"
+
+
+def inner_parts(inner: int) -> int:
+    """The fewest equal parts of `inner` values of up to `MOST_INNER`, in multiples of 8; 0 if there are none."""
+    counts = range(-(-inner // MOST_INNER), MOST_PARTS + 1)
+    return next((parts for parts in counts if inner % (VECTOR * parts) == 0), 0)
+
+
+def _one_token(tokens: int, x, *weights) -> Iterator[str]:
     yield from unavailable_reasons(WGMMA)
     if tokens != 1:
         yield f"{tokens} tokens: supports 1"
-    if any(isinstance(matrix, TileScaled) for matrix in matrices):
+    if any(isinstance(weight, TileScaled) for weight in weights):
         yield "weights in float8"
-    elif {array.dtype for array in (norm, *matrices)} != {x.dtype} or x.dtype not in (jnp.bfloat16, jnp.float16):
+    elif {weight.dtype for weight in weights} != {x.dtype} or x.dtype not in (jnp.bfloat16, jnp.float16):
         yield f"weights of other dtypes than `x` of {x.dtype}, or not bfloat16 or float16"
-    if x.shape[-1] % VECTOR or x.shape[-1] > MOST_VALUES:
-        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR} up to {MOST_VALUES}"
 
 
 def _tokens(x) -> Iterator[str]:

@@ -23,9 +23,9 @@ from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, MOST_ROWS, default_co
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.listing import MOST_EXPERTS, list_chosen
 from jaxkv_kernels.mosaic_gpu.experts.products import products
-from jaxkv_kernels.mosaic_gpu.one_token.experts import MOST_EXPERTS as MOST_OF_ONE
-from jaxkv_kernels.mosaic_gpu.one_token.experts import MOST_INNER, one_token
+from jaxkv_kernels.mosaic_gpu.one_token.experts import one_token
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.unsupported import MOST_INNER, MOST_PARTS
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.experts.swiglu import shared_swiglu
@@ -45,7 +45,7 @@ def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None
         return jnp.zeros_like(x)
     options = {"limit": limit, "interpret": bool(interpreting.value)}
     more = 0 if shared is None else len(shared[0]) // gate.shape[1]
-    if len(x) == 1 and not fp8 and experts.size + more <= MOST_OF_ONE and gate.shape[1] <= MOST_INNER:
+    if len(x) == 1 and not fp8 and experts.size + more <= MOST_PARTS and gate.shape[1] <= MOST_INNER:
         return one_token(x, experts, weights, gate, up, down, shared, **options)
     options["config"] = config
     return _swiglu(x, experts, weights, gate, up, down, shared, **options)

@@ -22,17 +22,27 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
+from jaxkv_kernels.mosaic_gpu.unsupported import inner_parts
 from jaxkv_kernels.xla.experts.swiglu import gated
 
-MOST_EXPERTS = 16
-"""The most experts of a token, shared ones included: the second kernel has code for each."""
-MOST_INNER = 2048
-"""The most values of an expert: registers hold parts of two of its rows at once."""
-
-
 WARPGROUPS = 4
+
+
+def swiglu_of_one(x, gate, up, down, *, limit: float | None = None) -> jax.Array:
+    """The feed-forward of a token x [1, D] that is not a mixture: gate and up [I, D], down [D, I]; returns [1, D].
+
+    It is computed as an expert of all tokens, in parts of up to 2,048 of its values.
+    """
+    parts = inner_parts(len(gate))
+    experts = jnp.zeros((1, 0), jnp.int32)
+    first = [matrix.reshape(parts, -1, x.shape[1]) for matrix in (gate, up)]
+    # No expert is chosen, so that their matrices, which must not be empty, are not read.
+    matrices = *first, down.reshape(parts, x.shape[1], -1)
+    options = {"limit": limit, "interpret": bool(interpreting.value)}
+    return one_token(x, experts, experts, *matrices, (gate, up, down), **options)
 
 
 @partial(jax.jit, static_argnames=("limit", "interpret"))
@@ -58,6 +68,8 @@ def one_token(x, experts, shares, gate, up, down, shared, *, limit: float | None
     first, second = (shared[:2], shared[2:]) if shared else ((), ())
     sizes = {"choices": choices, "experts": count, "more": more, "inner": inner, "width": width}
     options = {"interpret": interpret, "dtype": x.dtype, "sizes": sizes}
+    if not choices:  # kernels have no empty operands
+        experts, shares = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.float32)
     hidden = _run(
         "gate_up", _gate_up, x, experts, gate, up, *first, results=(choices + more) * inner, limit=limit,
         following=(shares, down, *second), **options,
@@ -102,8 +114,8 @@ def _run(name, interpreted, *operands, results, following=(), dtype, sizes, inte
 
 def _gate_up(x, chosen, gate, up, *shared, choices, experts, more, inner, width, limit):
     """What the first kernel stores, for the interpreter."""
-    del choices, width
-    ids = jnp.clip(chosen[0], 0, experts - 1)
+    del width
+    ids = jnp.clip(chosen[0, :choices], 0, experts - 1)
 
     def product(matrix, other):
         rows = jnp.concatenate([*other, matrix[ids].reshape(-1, x.shape[1])])
@@ -114,10 +126,12 @@ def _gate_up(x, chosen, gate, up, *shared, choices, experts, more, inner, width,
 
 def _down(hidden, chosen, shares, down, *shared, choices, experts, more, inner, width):
     """What the second kernel stores, for the interpreter."""
-    known, ids = (chosen[0] >= 0) & (chosen[0] < experts), jnp.clip(chosen[0], 0, experts - 1)
+    del width
+    chosen, shares = chosen[0, :choices], shares[0, :choices]
+    known, ids = (chosen >= 0) & (chosen < experts), jnp.clip(chosen, 0, experts - 1)
     parts = hidden.reshape(-1, inner)
     results = jnp.einsum("ki,kdi->kd", parts[more:], down[ids], preferred_element_type=jnp.float32)
-    total = jnp.where(known[:, None], results * shares[0][:, None], 0).sum(axis=0)
+    total = jnp.where(known[:, None], results * shares[:, None], 0).sum(axis=0)
     for matrix in shared:
         total += jnp.einsum("i,di->d", hidden[: more * inner], matrix, preferred_element_type=jnp.float32)
     return total
