@@ -208,7 +208,7 @@ class _Latents(Context):
             k_nope, v = self._products(kv_c)
             return attend_expanded(q, k_nope, k_pe, v, kv_lens, scale=self.scale)
 
-        return InParts(attend, rope)
+        return InParts(attend, rope, unsupported.TILE_ROWS)
 
     def _products(self, kv_c):
         """Keys [..., H, N], without their rotary part, and values [..., H, V] of latents [..., R]."""

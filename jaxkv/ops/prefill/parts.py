@@ -97,6 +97,8 @@ class InParts(NamedTuple):
     number of entries of each request, int32 [B]; returns out [splits, B, Q, H, V] and lse [splits, B, Q, H]."""
     apart: int
     """Values of a key that are the same for all heads, and are not expanded."""
+    multiple: int
+    """S must be a multiple of it."""
 
 
 def aligned(context: Context, q, window: int | None = None) -> tuple[jax.Array, jax.Array]:
@@ -126,6 +128,8 @@ def aligned(context: Context, q, window: int | None = None) -> tuple[jax.Array, 
     if most > 0:
         in_parts = context.in_parts(q) if window is None else None
         size = context.chunk(most, q, batch, apart=in_parts.apart if in_parts else 0)
+        if in_parts:
+            size += -size % in_parts.multiple
         splits = 1 if module is expanded else _splits(size, batch * heads * tokens)
 
         def with_chunk(i, state):

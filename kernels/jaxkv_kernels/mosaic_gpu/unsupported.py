@@ -41,6 +41,8 @@ The kernels lower, and pass their tests in the interpreter.  Set it to False, an
 """
 EXPANDED = (128, 64, 128)
 """Values of a key without and in its rotary part, and of a value, for attention to expanded keys: DeepSeek's."""
+TILE_ROWS = 8
+"""Keys of a chunk come in multiples of it: TMA clips copies of tiles only then."""
 SPARSE_LATENTS = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
 """Latents of sparse attention, by format, if not of 512 values."""
 HEAD_DIMS = (64, 128, 192, 256)

@@ -66,6 +66,8 @@ THRESHOLD = 8.0
 LEAST_KEYS = 1024
 """The least keys of a split: merging it must take little in comparison."""
 SPLITS = (1, 2, 4, 8)
+WELL_FILLED = 1.1
+"""The time, relative to that of a GPU without idle multiprocessors, for which more splits are not worth merging."""
 
 
 def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +75,7 @@ def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.A
 
     Args:
       q: [B, Q, H, N + P], bfloat16 or float16.
-      k_nope: [B, S, H, N], the dtype of `q`.
+      k_nope: [B, S, H, N], the dtype of `q`; S is a multiple of 8, as all dimensions of tiles that TMA clips.
       k_pe: [B, S, P], the same for all heads.
       v: [B, S, H, V].
       kv_lens: int32 [B], the keys of each request.
@@ -85,18 +87,20 @@ def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.A
     batch, tokens, heads, _ = q.shape
     splits = splits_of(batch * heads * -(-tokens // (2 * ROWS)), k_nope.shape[1])
     out, lse = _attend(
-        q, k_nope, k_pe, v, kv_lens, scale=scale, splits=splits, interpret=bool(interpreting.value)
+        jnp.pad(q, ((0, 0), (0, -tokens % 8), (0, 0), (0, 0))), k_nope, k_pe, v, kv_lens, scale=scale, splits=splits, interpret=bool(interpreting.value)
     )  # fmt: skip
-    return out, jnp.swapaxes(lse[..., :tokens], 2, 3)
+    return out[:, :, :tokens], jnp.swapaxes(lse[..., :tokens], 2, 3)
 
 
 def splits_of(tiles: int, keys: int) -> int:
     """Into how many splits `keys` are divided, for so many tiles of query rows: the fewest that fill the GPU well."""
 
-    def idle(splits: int) -> float:
+    def rounds(splits: int) -> float:
+        """The time, relative to that of a GPU without idle multiprocessors."""
         return -(-tiles * splits // MULTIPROCESSORS) * MULTIPROCESSORS / (tiles * splits)
 
-    return min((splits for splits in SPLITS if splits == 1 or keys >= splits * LEAST_KEYS), key=idle)
+    possible = [splits for splits in SPLITS if splits == 1 or keys >= splits * LEAST_KEYS]
+    return next((splits for splits in possible if rounds(splits) <= WELL_FILLED), min(possible, key=rounds))
 
 
 @partial(jax.jit, static_argnames=("scale", "splits", "interpret"))
