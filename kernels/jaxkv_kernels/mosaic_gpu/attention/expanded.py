@@ -86,9 +86,9 @@ def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.A
     """
     batch, tokens, heads, _ = q.shape
     splits = splits_of(batch * heads * -(-tokens // (2 * ROWS)), k_nope.shape[1])
-    out, lse = _attend(
-        jnp.pad(q, ((0, 0), (0, -tokens % 8), (0, 0), (0, 0))), k_nope, k_pe, v, kv_lens, scale=scale, splits=splits, interpret=bool(interpreting.value)
-    )  # fmt: skip
+    rows = jnp.pad(q, ((0, 0), (0, -tokens % 8), (0, 0), (0, 0)))
+    options = {"scale": scale, "splits": splits, "interpret": bool(interpreting.value)}
+    out, lse = _attend(rows, k_nope, k_pe, v, kv_lens, **options)
     return out[:, :, :tokens], jnp.swapaxes(lse[..., :tokens], 2, 3)
 
 
