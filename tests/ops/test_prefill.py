@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.prefill.mla import LEAST_ON_GPUS, expansion_pays, prefers_expansion
+from jaxkv.ops.prefill.mla import LEAST_ON_GPUS, LEAST_WITH_KERNEL, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
@@ -195,8 +195,8 @@ def test_expansion_pays_from_a_number_of_query_tokens_on(sizes, least):
 
 
 def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
-    def prefers(q_len, **options):
-        return prefers_expansion(q_len, jnp.bfloat16, latent=512, rope=64, nope=128, value=128, **options)
+    def prefers(q_len, value=128, **options):
+        return prefers_expansion(q_len, jnp.bfloat16, latent=512, rope=64, nope=128, value=value, **options)
 
     # Without GPUs, there is only XLA.
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -207,8 +207,11 @@ def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
     assert not prefers(LEAST_ON_GPUS)
     assert prefers(171, implementation="xla")
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter([]))
-    assert not prefers(LEAST_ON_GPUS - 1)
-    assert prefers(LEAST_ON_GPUS)
+    assert not prefers(LEAST_WITH_KERNEL - 1)
+    assert prefers(LEAST_WITH_KERNEL)
+    # Attention to other heads has no kernel of ours.
+    assert not prefers(LEAST_ON_GPUS - 1, value=64)
+    assert prefers(LEAST_ON_GPUS, value=64)
 
 
 class TestCudnn:
@@ -275,6 +278,25 @@ class TestCudnn:
         scene = scenes.scene(entry, lengths=LENGTHS)
         *given, w_uv = arguments(entry, 70, "bfloat16")
         check(scene, scene.cache(scenes.layouts(entry)["BLNHC"], 1), [*given, w_uv[:, :16]], expanded_bytes=FEW_BYTES)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_keys_in_parts(monkeypatch):
+    """The kernel for keys whose rotary part is shared, where cuDNN's place is taken by XLA: results are XLA's."""
+    monkeypatch.setattr(cudnn, "unsupported_reasons", lambda *args: iter([]))
+    monkeypatch.setattr(cudnn, "attention", expanded.attention)
+    rng = np.random.default_rng(0)
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("bf16"))
+    shapes = (layout.size,), (2, 65, 2, 128), (2, 65, 2, 64), (2, 128, 512), (2, 128, 512)
+    buffer, *q, w_uk, w_uv = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    given = *q, w_uk / 16, w_uv / 16, jaxkv.KVCache(buffer, layout)
+    requests = jnp.asarray(rng.permutation(8).reshape(2, 4), jnp.int32), jnp.asarray([250, 40], jnp.int32)
+    options = {"layer": 1, "scale": 0.1, "return_lse": True}
+    # Named implementations other than XLA alone: entries are read by XLA, for which no GPU is needed.
+    found = jaxkv.prefill_mla(*given, *requests, implementation=("triton", "xla"), **options)
+    right = jaxkv.prefill_mla(*given, *requests, implementation="xla", **options)
+    for array, expected in zip(found, right, strict=True):
+        assert_close(array, np.asarray(expected.astype(jnp.float32), np.float64), dtype="bfloat16")
 
 
 def test_checked():

@@ -40,11 +40,11 @@ def attention(
     Returns:
       The cache; the slots selected for later layers, as in `Batch.selected`; and the output [B, Q, hidden].
     """
-    shape, first = normed.x.shape[:2], "q" if config.q_lora_rank is None else "q_a"
-    q, kv = normed.times(weights[first], weights["kv_a"])
-    if first == "q_a":
-        q_latent = Normed(q, weights["q_a_norm"], LATENT_EPS)
-        (q,) = q_latent.times(weights["q"])
+    shape, q_source = normed.x.shape[:2], normed
+    q, kv = normed.times(weights["q" if config.q_lora_rank is None else "q_a"], weights["kv_a"])
+    if config.q_lora_rank is not None:
+        q_source = Normed(q, weights["q_a_norm"], LATENT_EPS)
+        (q,) = q_source.times(weights["q"])
     q = q.reshape(*shape, model.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
     if batch.query_scales is not None:
         q = q * batch.query_scales.astype(q.dtype)[:, :, None, None]
@@ -61,7 +61,7 @@ def attention(
     else:
         slots = batch.selected
         if "indexer" in weights:
-            sources = normed.array, normed.array if first == "q" else q_latent.array
+            sources = normed.array, q_source.array
             chosen = indexer.select_slots(model, config.indexer, weights["indexer"], *sources, cache, batch, layer)
             cache, slots = chosen
         selected = None if config.indexer.layers is None else slots
