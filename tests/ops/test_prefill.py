@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.ops.prefill import mla
 from jaxkv.ops.prefill.mla import LEAST_ON_GPUS, LEAST_WITH_KERNEL, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
+from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
@@ -280,11 +282,28 @@ class TestCudnn:
         check(scene, scene.cache(scenes.layouts(entry)["BLNHC"], 1), [*given, w_uv[:, :16]], expanded_bytes=FEW_BYTES)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_keys_in_parts(monkeypatch):
-    """The kernel for keys whose rotary part is shared, where cuDNN's place is taken by XLA: results are XLA's."""
+    """What the kernel for keys whose rotary part is shared is given, and what becomes of its splits."""
+    calls = []
+
+    def attend(q, k_nope, k_pe, v, kv_lens, *, scale):
+        """What `attend_expanded` returns, in two splits."""
+        assert k_nope.shape[1] % unsupported.TILE_ROWS == 0
+        calls.append(q.shape)
+        k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
+        k, first = jnp.concatenate([k_nope, k_pe], axis=-1), 72
+        q_lens = jnp.full(len(q), q.shape[1])
+        lengths = jnp.minimum(kv_lens, first), jnp.maximum(kv_lens - first, 0)
+        halves = zip((slice(first), slice(first, None)), lengths, strict=True)
+        parts = [
+            expanded.attention(q, k[:, own], v[:, own], q_lens, length, scale=scale, causal=False)
+            for own, length in halves
+        ]
+        return tuple(map(jnp.stack, zip(*parts, strict=True)))
+
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda *args: iter([]))
     monkeypatch.setattr(cudnn, "attention", expanded.attention)
+    monkeypatch.setattr(mla, "attend_expanded", attend)
     rng = np.random.default_rng(0)
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("bf16"))
     shapes = (layout.size,), (2, 65, 2, 128), (2, 65, 2, 64), (2, 128, 512), (2, 128, 512)
@@ -292,8 +311,8 @@ def test_keys_in_parts(monkeypatch):
     given = *q, w_uk / 16, w_uv / 16, jaxkv.KVCache(buffer, layout)
     requests = jnp.asarray(rng.permutation(8).reshape(2, 4), jnp.int32), jnp.asarray([250, 40], jnp.int32)
     options = {"layer": 1, "scale": 0.1, "return_lse": True}
-    # Named implementations other than XLA alone: entries are read by XLA, for which no GPU is needed.
-    found = jaxkv.prefill_mla(*given, *requests, implementation=("triton", "xla"), **options)
+    found = jaxkv.prefill_mla(*given, *requests, **options)
+    assert calls == [(2, 65, 2, 192)]
     right = jaxkv.prefill_mla(*given, *requests, implementation="xla", **options)
     for array, expected in zip(found, right, strict=True):
         assert_close(array, np.asarray(expected.astype(jnp.float32), np.float64), dtype="bfloat16")
