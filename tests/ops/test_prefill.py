@@ -303,19 +303,11 @@ def test_keys_in_parts(monkeypatch):
 
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda *args: iter([]))
     monkeypatch.setattr(cudnn, "attention", expanded.attention)
+    monkeypatch.setattr(unsupported, "attend_expanded", lambda *args: iter([]))
     monkeypatch.setattr(mla, "attend_expanded", attend)
-    rng = np.random.default_rng(0)
-    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("bf16"))
-    shapes = (layout.size,), (2, 65, 2, 128), (2, 65, 2, 64), (2, 128, 512), (2, 128, 512)
-    buffer, *q, w_uk, w_uv = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
-    given = *q, w_uk / 16, w_uv / 16, jaxkv.KVCache(buffer, layout)
-    requests = jnp.asarray(rng.permutation(8).reshape(2, 4), jnp.int32), jnp.asarray([250, 40], jnp.int32)
-    options = {"layer": 1, "scale": 0.1, "return_lse": True}
-    found = jaxkv.prefill_mla(*given, *requests, **options)
-    assert calls == [(2, 65, 2, 192)]
-    right = jaxkv.prefill_mla(*given, *requests, implementation="xla", **options)
-    for array, expected in zip(found, right, strict=True):
-        assert_close(array, np.asarray(expected.astype(jnp.float32), np.float64), dtype="bfloat16")
+    scene = scenes.scene(ENTRY, lengths=LENGTHS)
+    check(scene, scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1), arguments(ENTRY, 70, "float32"))
+    assert calls == [(len(LENGTHS), 70, HEADS, NOPE + 16)]
 
 
 def test_checked():
