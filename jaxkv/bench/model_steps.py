@@ -1,6 +1,7 @@
-"""Whole steps of a model: caches with random entries, and consecutive steps that do not wait for the host."""
+"""Whole steps of a model: caches with random contents, and consecutive steps that do not wait for the host."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,47 +12,92 @@ from jax import lax
 
 import jaxkv
 from jaxkv.models import Model, prefill
+from jaxkv.serving.table import TableKind, tables_of
 
-BLOCK_SIZE = 64
 LEAST_SECONDS = 1.0
 """Consecutive steps are timed for about this long."""
 RUNS = 4
 """How often the host waits for the device in this time.  After each wait, the device waits for the host's next step."""
+RANDOM, SET = 0x87, 0x38
+"""The bits of a byte that are random, and those that are set, so that it is a finite number, or part of one, in every
+format: floats have magnitudes below 2.
+"""
 
 
-def blocks_for(tokens: int) -> int:
-    """Blocks of a request of so many tokens."""
-    return -(-tokens // BLOCK_SIZE)
+def blocks_for(model: Model, tokens: int, new_tokens: int = 1) -> int:
+    """Blocks of a request of so many tokens, the new ones included."""
+    return sum(len(_held(table, tokens, new_tokens)) for table in _tables(model))
+
+
+def blocks_per_cache(model: Model, requests: int, tokens: int, new_tokens: int = 1) -> int:
+    """Blocks of each cache; ValueError if devices divide the requests and cannot do so evenly."""
+    each, rest = divmod(requests, model.parallel.divisions_of_rows)
+    if rest:
+        raise ValueError(
+            f"there are {requests} requests: expected a multiple of the {model.parallel.divisions_of_rows} devices, "
+            "which divide them"
+        )
+    return each * blocks_for(model, tokens, new_tokens)
+
+
+def _tables(model: Model) -> tuple[TableKind, ...]:
+    size = model.usual_block_size
+    return tables_of(model.layout(1, size), size)
+
+
+def _held(table: TableKind, tokens: int, new_tokens: int) -> list[int]:
+    """The numbers of the blocks of a table that a step reads or writes."""
+    start = tokens - new_tokens
+    return sorted({*table.needed(start), *table.written(start, tokens)})
 
 
 def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
-    """A cache with random entries in every slot of every layer; ValueError if the model has several block tables."""
+    """A cache with random entries in every slot of every layer.
+
+    If the model has several block tables, whose blocks differ, all bytes are random, but numbers are finite.
+    """
     if len(model.tables) > 1:
-        raise ValueError(
-            f"`model` is a {model.config.architecture}, with block tables {', '.join(map(repr, model.tables))}: steps "
-            "of models with one table are supported"
-        )
+        return jax.jit(partial(_with_random_bytes, model, num_blocks))()
 
     def fill():
-        cache = model.cache(num_blocks, BLOCK_SIZE)
-        slots = jnp.arange(cache.layout.num_slots, dtype=jnp.int32)
-
-        def layer(i, cache):
-            keys = jax.random.split(jax.random.key(i))
-            entry, tokens = cache.layout.entry, (slots.size,)
-            operation, scales = jaxkv.write_mla, ("kv_scale",)
-            if isinstance(entry, jaxkv.KVEntry):
-                tokens += (cache.layout.num_heads,)
-                operation, scales = jaxkv.write_kv, ("k_scale", "v_scale")
-            sizes = zip(keys, entry.sizes, strict=True)
-            values = [jax.random.normal(key, (*tokens, n), jnp.bfloat16) for key, n in sizes]
-            options = dict.fromkeys(scales, 1.0) if entry.codec.scaled else {}
-            write: Any = partial(operation, implementation="xla", **options)
-            return write(cache, *values, slots, layer=i)
-
-        return lax.fori_loop(0, cache.layout.num_layers, layer, cache)
+        cache = model.cache(num_blocks, model.usual_block_size)
+        return model.parallel.per_device(partial(_with_random_entries, model))(cache)
 
     return jax.jit(fill)()
+
+
+def _with_random_entries(model: Model, cache: jaxkv.KVCache) -> jaxkv.KVCache:
+    """One device's cache with random entries, and random keys if the model has an indexer."""
+    layout, entry = cache.layout, cache.layout.entry
+    heads, operation, scales = (), jaxkv.write_mla, ("kv_scale",)
+    if isinstance(entry, jaxkv.KVEntry):
+        heads, operation, scales = (layout.num_heads,), jaxkv.write_kv, ("k_scale", "v_scale")
+    options = dict.fromkeys(scales, 1.0) if entry.codec.scaled else {}
+    cache = _written(cache, partial(operation, **options), [(*heads, n) for n in entry.sizes])
+    if model.config.indexer is None:
+        return cache
+    packed = model.packed_layout(model.config.indexer, layout.num_blocks, layout.block_size)
+    keys = cache.view(packed["indexer"])
+    return _written(keys, jaxkv.write_indexer_k, [(model.config.indexer.head_dim,)]).view(layout)
+
+
+def _written(cache: jaxkv.KVCache, operation: Any, shapes: Sequence[tuple[int, ...]]) -> jaxkv.KVCache:
+    """The cache with normal values of those shapes in every slot of every layer."""
+    slots = jnp.arange(cache.layout.num_slots, dtype=jnp.int32)
+
+    def layer(i, cache):
+        keys = jax.random.split(jax.random.key(i), len(shapes))
+        drawn = zip(keys, shapes, strict=True)
+        values = [jax.random.normal(key, (slots.size, *shape), jnp.bfloat16) for key, shape in drawn]
+        return operation(cache, *values, slots, layer=i, implementation="xla")
+
+    return lax.fori_loop(0, cache.layout.num_layers, layer, cache)
+
+
+def _with_random_bytes(model: Model, num_blocks: int) -> jaxkv.KVCache:
+    cache = model.cache(num_blocks, model.usual_block_size)
+    random = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8) & RANDOM | SET
+    return jaxkv.KVCache(jnp.resize(random.view(cache.buffer.dtype), cache.buffer.shape), cache.layout)
 
 
 class Steps:
@@ -59,7 +105,7 @@ class Steps:
 
     Args:
       model: the model.
-      cache: with a block for each of `blocks_for(tokens) * requests`; steps donate it and replace it in `self.cache`.
+      cache: from `filled`, with the blocks of `blocks_per_cache`; steps donate it and replace it in `self.cache`.
       requests: rows of the batch.
       tokens: cached tokens of each request, the new ones included.
       new_tokens: new tokens of each request; 1 for a decode step.
@@ -70,11 +116,19 @@ class Steps:
         self.new_tokens = requests * new_tokens
         """New tokens per step, of all requests."""
         # Shuffled blocks, as after hours of service.
-        tables = np.random.default_rng(0).permutation(requests * blocks_for(tokens)).astype(np.int32)
-        tables = jnp.asarray(tables.reshape(requests, -1))
+        count, caches = blocks_per_cache(model, requests, tokens, new_tokens), model.parallel.divisions_of_rows
+        rng, tables = np.random.default_rng(0), {}
+        blocks = np.stack([rng.permutation(count) for _ in range(caches)]).astype(np.int32)
+        for table in _tables(model):
+            held = _held(table, tokens, new_tokens)
+            own, blocks = np.split(blocks, [requests // caches * len(held)], axis=1)
+            tables[table.name] = np.full((requests, table.up_to(tokens)), -1, np.int32)
+            tables[table.name][:, held] = own.reshape(requests, -1)
+        first, *others = (jnp.asarray(table) for table in tables.values())
         positions = jnp.broadcast_to(jnp.arange(tokens - new_tokens, tokens), (requests, new_tokens))
-        slots = jaxkv.slots_for(tables, positions, block_size=BLOCK_SIZE)
-        self._index = jnp.full(requests, tokens, jnp.int32), tables, slots
+        slots = jaxkv.slots_for(first, positions, block_size=model.usual_block_size)
+        held = dict(zip(tables, (first, *others), strict=True)) if others else first
+        self._index = jnp.full(requests, tokens, jnp.int32), held, slots
         self._tokens = jnp.zeros((requests, new_tokens), jnp.int32)
         self._run: Any = jax.jit(_step, donate_argnums=(1, 2), compiler_options=model.compiler_options)
 

@@ -4,6 +4,7 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,8 +103,8 @@ class Alone:
     def __init__(self, model: Model, lengths: Lengths, max_requests: int):
         prompt = max(round(lengths.prompts.mean()), 1)
         prompts = max(min(PREFILL_TOKENS // prompt, max_requests), 1)
-        blocks_for = model_steps.blocks_for
-        num_blocks = max(max_requests * blocks_for(lengths.running), prompts * blocks_for(prompt))
+        blocks_for = partial(model_steps.blocks_for, model)
+        num_blocks = max(max_requests * blocks_for(lengths.running), prompts * blocks_for(prompt, prompt))
         cache = model_steps.filled(model, num_blocks)
         self._decode = model_steps.Steps(model, cache, requests=max_requests, tokens=lengths.running)
         self._prefill = model_steps.Steps(model, cache, requests=prompts, tokens=prompt, new_tokens=prompt)

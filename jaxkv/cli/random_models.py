@@ -1,12 +1,14 @@
 """Models with random weights, from a config.json and options, for commands that time them."""
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jaxlib
+from jax.sharding import Sharding
 
 import jaxkv
 from jaxkv.cli.options import add_entry_format
@@ -14,31 +16,66 @@ from jaxkv.terminal.memory import nbytes, require_memory
 
 if TYPE_CHECKING:
     from jaxkv.models import Model
+    from jaxkv.models.parallel.base import Parallel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose the model and the format of its cache."""
     parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
     add_entry_format(parser)
+    fp8 = "keep the weights in float8 that DeepSeek publishes so: as they are, or with products of float8 activations"
+    parser.add_argument("--fp8-weights", choices=("dequantise", "e4m3"), default="expand", help=fp8)
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
 
 
-def random_model(args: argparse.Namespace, num_blocks: int, block_size: int, order: str = "BLNHC") -> "Model":
+def described_model(args: argparse.Namespace, parallel: "Parallel | None" = None) -> "Model":
+    """The model with descriptions of its weights.
+
+    ValueError if the configuration is invalid, or cannot be divided as `parallel` requires.
+    """
+    return jax.eval_shape(_maker(args, parallel))
+
+
+def random_model(
+    args: argparse.Namespace,
+    num_blocks: int,
+    block_size: int,
+    order: str = "BLNHC",
+    parallel: "Parallel | None" = None,
+) -> "Model":
     """The model with random weights, after a check that it fits beside a cache of `num_blocks` blocks.
 
-    ValueError if the configuration is invalid, or if model and cache together exceed the device's memory.  It is raised
-    before any weights are drawn.
+    ValueError as in `described_model`, or if a device's parts of model and cache together exceed its memory.  It is
+    raised before any weights are drawn.
     """
+    model = described_model(args, parallel)
+    layout = jax.eval_shape(lambda: model.cache(num_blocks, block_size, order)).layout  # of one device's cache
+    needed = nbytes(_on_one_device(model)) + layout.nbytes
+    require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
+    return _maker(args, parallel)()  # weight by weight: XLA would compile a program that makes them all for minutes
+
+
+def _maker(args: argparse.Namespace, parallel: "Parallel | None") -> Callable[[], "Model"]:
     from jaxkv import models
 
-    config = models.ModelConfig.read(args.config)
-    options = {"entry_format": args.entry_format, "implementation": args.implementation}
-    make = partial(models.random_model, config, **options)
-    model = jax.eval_shape(make)
-    cache = jax.eval_shape(lambda: model.cache(num_blocks, block_size, order))
-    needed = nbytes((model.params, cache))
-    require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
-    return make()  # weight by weight: XLA would compile a program that makes them all for minutes
+    options = {
+        "entry_format": args.entry_format,
+        "implementation": args.implementation,
+        "parallel": parallel,
+        "fp8_weights": args.fp8_weights,
+    }
+    return partial(models.random_model, models.ModelConfig.read(args.config), **options)
+
+
+def _on_one_device(model: "Model") -> Any:
+    """The shapes of one device's parts of the weights."""
+
+    def part(path, array):
+        sharding = model.parallel.sharding(path, array.ndim)
+        shape = sharding.shard_shape(array.shape) if isinstance(sharding, Sharding) else array.shape
+        return jax.ShapeDtypeStruct(shape, array.dtype)
+
+    return jax.tree.map_with_path(part, model.params)
 
 
 def described(model: "Model") -> dict[str, Any]:

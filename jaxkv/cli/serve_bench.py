@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from jaxkv.bench.serving import Lengths, Served
     from jaxkv.models import Model
 
-BLOCK_SIZE = 64
 MOST_REQUESTS = 2**20
 ROOM = 1.5
 """The default number of blocks, relative to those of as many requests of mean length as run at once."""
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-requests", type=count, default=256, metavar="N", help="requests that run at once (256)")
     parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
     parser.add_argument("--max-chunks", type=positive, default=10, metavar="N", help="chunks per step (10)")
-    blocks = f"blocks of {BLOCK_SIZE} tokens in the cache; by default enough for the requests that run at once"
+    blocks = "blocks in the cache, usually of 64 tokens; by default enough for the requests that run at once"
     parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
     many = "requests per load; default four times those that run at once"
     parser.add_argument("--requests", type=count, metavar="N", help=many)
@@ -56,16 +55,24 @@ def run(args: argparse.Namespace) -> int:
     """Prints the rates of the model, and one line per load."""
     from jaxkv.bench import serving
     from jaxkv.serving import Engine
+    from jaxkv.serving.table import tables_of
 
-    lengths = _lengths(args)
-    per_request = float(np.mean(lengths.prompts + lengths.outputs)) / BLOCK_SIZE
-    num_blocks = args.blocks or math.ceil(args.max_requests * (ROOM * per_request + 1))
-    num_blocks = max(num_blocks, math.ceil(lengths.longest / BLOCK_SIZE))
-    model = random_models.random_model(args, num_blocks, BLOCK_SIZE)
+    lengths, described = _lengths(args), random_models.described_model(args)
+    block_size = described.usual_block_size
+    tables = tables_of(described.layout(1, block_size), block_size)
+
+    def held(tokens: float) -> int:
+        """The most blocks of a request of so many tokens."""
+        return sum(table.most_held(math.ceil(tokens), args.chunk * args.max_chunks) for table in tables)
+
+    mean = float(np.mean(lengths.prompts + lengths.outputs))
+    num_blocks = args.blocks or args.max_requests * held(ROOM * mean + block_size)
+    num_blocks = max(num_blocks, held(lengths.longest))
+    model = random_models.random_model(args, num_blocks, block_size)
     print(_about(model, lengths))
     alone = serving.Alone(model, lengths, args.max_requests)
     sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
-    engine = Engine(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_len=lengths.longest, **sizes)
+    engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_len=lengths.longest, **sizes)
     notice("compiling")
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda compile: compile(), (engine.warm_up, alone.compile)))

@@ -19,6 +19,17 @@ from jaxkv.terminal.memory import nbytes
 
 if TYPE_CHECKING:
     from jaxkv.bench.model_steps import Steps
+    from jaxkv.models.parallel.base import Parallel
+
+
+WAYS = {
+    "tensor": "TensorParallel",
+    "expert": "ExpertParallel",
+    "context": "ContextParallel",
+    "data": "DataParallel",
+    "data-expert": "DataExpertParallel",
+}
+"""The choices of `--parallel`, and their classes in `jaxkv.models`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help=tokens)
     new = "new tokens of each request (1); with more, the step is that of a prefill"
     parser.add_argument("--new-tokens", type=positive, default=1, metavar="N", help=new)
+    parser.add_argument("--parallel", choices=WAYS, help="how several devices divide the model; default: one device")
+    parser.add_argument("--devices", type=positive, metavar="N", help="how many, with --parallel; default: all")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
@@ -39,14 +52,21 @@ def run(args: argparse.Namespace) -> int:
 
     if args.new_tokens > args.tokens:
         raise ValueError(f"--new-tokens is {args.new_tokens}: expected at most the {args.tokens} --tokens")
-    num_blocks = args.requests * model_steps.blocks_for(args.tokens)
-    model = random_models.random_model(args, num_blocks, model_steps.BLOCK_SIZE)
+    parallel, devices = _parallel(args)
+    described = random_models.described_model(args, parallel)
+    num_blocks = model_steps.blocks_per_cache(described, args.requests, args.tokens, args.new_tokens)
+    model = random_models.random_model(args, num_blocks, described.usual_block_size, parallel=parallel)
     config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
     if args.new_tokens > 1:
         batch += f", {args.new_tokens:,} of them new"
     # Raises here, before anything is printed, if the model does not fit.
     cache = jax.block_until_ready(model_steps.filled(model, num_blocks))
-    print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}")
+    on = (
+        jax.devices()[0].device_kind
+        if devices == 1
+        else f"{devices} x {jax.devices()[0].device_kind}, {args.parallel} parallel"
+    )
+    print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {on}")
     print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
     sizes = {"requests": args.requests, "tokens": args.tokens, "new_tokens": args.new_tokens}
     steps = model_steps.Steps(model, cache, **sizes)
@@ -59,12 +79,31 @@ def run(args: argparse.Namespace) -> int:
         about = {
             **random_models.described(model),
             "bytes": {"weights": nbytes(model.params), "cache": steps.cache.buffer.nbytes},
+            "fp8_weights": args.fp8_weights,
+            "parallel": args.parallel,
+            "devices": devices,
             **sizes,
             "ms": 1e3 * seconds,
             "shares_ms": {name: 1e3 * took for name, took in found.items()},
         }
         write_json(args.json, about)
     return 0
+
+
+def _parallel(args: argparse.Namespace) -> tuple["Parallel", int]:
+    """How the model is divided, and over how many devices; ValueError if the machine has fewer."""
+    from jaxkv import models
+
+    here = jax.device_count()
+    if args.parallel is None:
+        if args.devices is not None:
+            raise ValueError(f"--devices {args.devices}: expected --parallel with it, one of {', '.join(WAYS)}")
+        return models.OneDevice(), 1
+    devices = args.devices or here
+    if devices > here:
+        raise ValueError(f"--devices is {devices}: expected at most the {here} of this machine")
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+    return getattr(models, WAYS[args.parallel])(mesh, "x"), devices
 
 
 def _shares(steps: "Steps", seconds: float) -> dict[str, float]:

@@ -13,8 +13,8 @@ from jaxkv.cache import KVCache
 from jaxkv.models.config import MLA, CompressedAttention
 from jaxkv.models.layers import rope
 from jaxkv.models.model import Model
+from jaxkv.ops.composed.prefill_mla import prefers_expansion
 from jaxkv.ops.plan import DecodePlan
-from jaxkv.ops.prefill.mla import prefers_expansion
 from jaxkv.ops.slots import slots_for
 
 

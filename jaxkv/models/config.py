@@ -116,11 +116,15 @@ class MLA:
     v_head_dim: int
     indexer: Indexer | None = None
     query_scale: QueryScale | None = None
+    rotated: bool = True
+    """Whether there is a rotary embedding; without it, `qk_rope_head_dim` values of a key are still shared by all heads
+    (Kimi Linear).
+    """
 
     @property
     def rotary_dim(self) -> int:
         """The number of values of a query or key that rotary embedding rotates."""
-        return self.qk_rope_head_dim
+        return self.qk_rope_head_dim if self.rotated else 0
 
     def entry(self, entry_format: str) -> MLAEntry:
         """The entry that the cache stores per token; ValueError if `entry_format` does not support it."""
@@ -234,6 +238,8 @@ class DeltaNet:
     value_head_dim: int
     kernel_size: int
     """Tokens that the convolution of queries, keys and values combines: a token and those before it."""
+    channel_decays: bool = False
+    """Whether each value of a key decays by itself (Kimi Delta Attention, arXiv 2510.26692), not each head."""
 
     @property
     def channels(self) -> int:
@@ -271,6 +277,7 @@ class ModelConfig:
     dtype: str
     """The dtype that config.json states for the weights."""
     rope: Rope
+    """It has no effect if the attention rotates no values."""
     attention: MLA | GQA | CompressedAttention
     experts: Experts | None
     num_nextn_predict_layers: int = 0

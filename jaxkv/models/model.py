@@ -140,10 +140,19 @@ class Model:
 
     @property
     def usual_block_size(self) -> int:
-        """64 tokens, or with compressed attention the smallest multiple of that which its rates divide."""
-        attention = self.config.attention
+        """64 tokens; with compressed attention the smallest multiple of that which its rates divide.
+
+        With states, 64 times a power of 2 for which the entries of a block take as many bytes as the states of one, or
+        more.
+        """
+        attention, recurrent = self.config.attention, self.config.recurrent
         rates = (attention.csa_rate, attention.hca_rate) if isinstance(attention, CompressedAttention) else ()
-        return math.lcm(64, *rates)
+        size = math.lcm(64, *rates)
+        if recurrent is not None:
+            states = len(recurrent.layers) * recurrent.state.nbytes
+            while self.num_cache_layers * self.num_kv_heads * self.entry.page_nbytes(size) < states:
+                size *= 2
+        return size
 
     def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> KVCache:
         """A cache of zeros for `prefill` and `decode`, on the model's devices.
@@ -151,9 +160,9 @@ class Model:
         `num_blocks` and `block_size` are those of block tables and slots.  On several devices, `parallel` decides which
         part of them each device holds.
 
-        For a model with an indexer (V3.2, GLM-5), states (Qwen3-Next) or compressed attention (V4), the result is a
-        view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move whole blocks,
-        with all groups.
+        For a model with an indexer (V3.2, GLM-5), states (Qwen3-Next, Kimi Linear) or compressed attention (V4), the
+        result is a view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move
+        whole blocks, with all groups.
         """
         layout = self.layout(num_blocks, block_size, order)
         return self.parallel.zeros(next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout)

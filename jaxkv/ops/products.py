@@ -45,9 +45,9 @@ def grouped_swiglu(
       limit: static float; of every expert, gate[e] x becomes at most `limit` before silu, and up[e] x lies between
         -limit and limit (DeepSeek-V4's `swiglu_limit`).
       alpha: static float; every expert uses GPT-OSS's activation, g * sigmoid(alpha g) * (u + 1) of g = gate[e] x and
-        u = up[e] x, instead of silu(g) * u.  Supported by `xla`.
+        u = up[e] x, instead of silu(g) * u.
       biases: [E, I], [E, I] and [E, D], of the dtype of `x`; added to the results of gate, up and down of the chosen
-        experts, before the limit.  Supported by `xla`.
+        experts, before the limit.  On `mosaic_gpu`, weights in float8 are supported without biases.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:

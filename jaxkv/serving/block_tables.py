@@ -1,5 +1,6 @@
 """`BlockTables`: the blocks that requests hold, and what these contain."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -46,6 +47,8 @@ class BlockTables:
         """The most tokens of a request, rounded up to blocks."""
         self._keys = keys
         self._copy = copy
+        # Without tables that keep all blocks, prefixes may end anywhere.
+        self._prefix_size = math.gcd(*(table.block_size for table in tables if table.plain)) or 1
 
     def extend_keys(self, request: Request) -> None:
         """Adds the keys of the request's full blocks."""
@@ -111,15 +114,18 @@ class BlockTables:
     def fill(self, cache: KVCache, request: Request, start: int, end: int) -> None:
         """Registers the keys of the blocks that became full with the tokens [start, end), and stores them in tiers.
 
-        Then blocks that no later token needs are released.
+        A prefix ends where a block ends of a table that keeps all blocks.  Of the other tables, tiers therefore get
+        only the blocks that are needed there.  Then blocks that no later token needs are released.
         """
-        filled = [(table.name, index) for table in self.tables for index in table.filled(start, end)]
+        filled = [(table, index) for table in self.tables for index in table.filled(start, end)]
         if filled:
             self.extend_keys(request)
-            held = request.held
-            contents = {held[name].keys[index]: held[name].blocks[index] for name, index in filled}
-            for key, block in contents.items():
-                self.pool.name(block, key)
+            contents = {}
+            for table, index in filled:
+                held = request.held[table.name]
+                self.pool.name(held.blocks[index], held.keys[index])
+                if table.is_needed_after(self._prefix_size, index):
+                    contents[held.keys[index]] = held.blocks[index]
             self.tiers.store(cache, contents)
         for table in self.tables:
             if table.window is not None:

@@ -31,6 +31,13 @@ class TableKind:
         first = 0 if self.window is None else max(tokens - self.window, 0)
         return range(first // self.block_size, self.up_to(tokens))
 
+    def is_needed_after(self, every: int, block: int) -> bool:
+        """Whether a request that has a multiple of `every` tokens, or all but the last of them, needs this block to go
+        on.
+        """
+        end = -(-(block + 1) * self.block_size // every) * every
+        return block >= self.needed(end - 1).start
+
     def written(self, start: int, end: int) -> range:
         """The blocks that a step writes which processes the tokens [start, end)."""
         last = self.up_to(end)

@@ -20,7 +20,7 @@ from jaxkv.cli import main
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
 from jaxkv.terminal.token_text import TextStream
-from models.mtp_checkpoint import with_mtp
+from models.checkpoints.mtp import with_mtp
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
 TRUTH = np.load(FOLDER / "truth.npz")

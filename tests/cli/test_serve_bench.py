@@ -33,6 +33,15 @@ def test_each_load_is_served_and_recorded(tmp_path, capsys, monkeypatch):
         assert 0 < load["between_tokens_ms"]["median"] <= load["between_tokens_ms"]["p99"]
 
 
+@pytest.mark.slow  # compiles the programs of an engine
+@pytest.mark.parametrize("family", ["kimi_linear", "deepseek_v4"])
+def test_models_with_several_tables(family, capsys, monkeypatch):
+    monkeypatch.setattr(model_steps, "LEAST_SECONDS", 0.01)
+    lengths = ["--prompt", "20", "--output", "6", "--loads", "0.5"]
+    assert main(["serve-bench", str(MODELS / family), *SIZES, *lengths]) == 0
+    assert "saturation: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

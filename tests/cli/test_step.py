@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv.models
 from jaxkv.bench import model_steps
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.cli import main, step
+from support.many_devices import on_several_devices
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
 
@@ -33,7 +36,7 @@ def test_sizes_and_the_time_of_a_step_are_printed(family, form, capsys):
 @pytest.mark.parametrize("family", ["deepseek_v2_lite", "llama"])
 def test_the_step_attends_to_full_caches(family):
     model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / family))
-    cache = model_steps.filled(model, 9)
+    cache = model_steps.filled(model, 3 * model_steps.blocks_for(model, 130))
     steps = model_steps.Steps(model, cache, requests=3, tokens=130)
     lengths, tables, slots = steps._index
     assert lengths.tolist() == [130] * 3
@@ -42,10 +45,59 @@ def test_the_step_attends_to_full_caches(family):
     assert (cache.buffer != 0).mean() > 0.99
 
 
+@pytest.mark.slow  # compiles two programs per model; nothing else in a step depends on the tables
+@pytest.mark.parametrize("family", ["kimi_linear", "deepseek_v4", "qwen3_next"])
+def test_models_with_several_tables(family, capsys):
+    """A step reads and writes blocks of its own in each table, and the numbers in them are finite."""
+    model = jaxkv.models.random_model(jaxkv.models.ModelConfig.read(MODELS / family))
+    count = model_steps.blocks_for(model, 130)
+    cache = model_steps.filled(model, 3 * count)
+    steps = model_steps.Steps(model, cache, requests=3, tokens=130)
+    _, tables, _ = steps._index
+    assert set(tables) == set(model.tables)
+    assert sorted(i for table in tables.values() for i in table.reshape(-1).tolist() if i >= 0) == list(
+        range(3 * count)
+    )
+    _, logits = jax.jit(jaxkv.models.prefill)(model, steps.cache, steps._tokens, *steps._index)
+    assert jnp.isfinite(logits).all()
+    assert main(["step", str(MODELS / family), "--requests", "2", "--tokens", "130"]) == 0
+    assert "a step of 2 requests x 130 tokens: " in capsys.readouterr().out
+
+
 def test_a_step_of_a_prefill(capsys):
     options = ["--requests", "2", "--tokens", "70", "--new-tokens", "20"]
     assert main(["step", str(MODELS / "deepseek_v2_lite"), *options]) == 0
     assert "a step of 2 requests x 70 tokens, 20 of them new: " in capsys.readouterr().out
+
+
+@on_several_devices
+@pytest.mark.parametrize(
+    ("family", "parallel", "options"),
+    [
+        ("deepseek_v32", "expert", ["--entry-format", "fp8_ds_mla"]),
+        ("deepseek_v2_lite", "data-expert", []),
+        ("llama", "context", ["--new-tokens", "3"]),
+    ],
+)
+def test_a_step_on_several_devices(family, parallel, options, capsys, tmp_path):
+    file = tmp_path / "step.json"
+    options += ["--requests", "4", "--tokens", "70", "--json", str(file), "--devices", "2"]
+    assert main(["step", str(MODELS / family), "--parallel", parallel, *options]) == 0
+    assert f"on 2 x {jax.devices()[0].device_kind}, {parallel} parallel" in capsys.readouterr().out
+    recorded = json.loads(file.read_text())
+    assert (recorded["devices"], recorded["parallel"]) == (2, parallel)
+
+
+def test_weights_in_float8(capsys):
+    options = ["--requests", "1", "--tokens", "8", "--fp8-weights", "dequantise"]
+    assert main(["step", str(MODELS / "deepseek_v3"), *options]) == 0
+    assert "weights " in capsys.readouterr().out
+    config = jaxkv.models.ModelConfig.read(MODELS / "deepseek_v3")
+    model = jaxkv.models.random_model(config, fp8_weights="dequantise")
+    experts = model.params["layers"][-1]["mixture"]["experts"]["down"]
+    assert experts.values.dtype == "float8_e4m3fn"
+    inputs = experts.shape[-1]
+    assert np.std(experts.dequantised("float32")) == pytest.approx(inputs**-0.5, rel=0.05)
 
 
 def test_shares_are_printed_and_recorded(monkeypatch, capsys, tmp_path):
@@ -97,6 +149,8 @@ def test_the_configuration_may_have_any_name(tmp_path, capsys):
             [str(MODELS / "deepseek_v3"), "--tokens", "1", "--new-tokens", "2"],
             "--new-tokens is 2: expected at most the 1",
         ),
+        ([str(MODELS / "llama"), "--devices", "2"], "--devices 2: expected --parallel with it"),
+        ([str(MODELS / "llama"), "--parallel", "tensor", "--devices", "99"], "--devices is 99: expected at most the"),
     ],
 )
 def test_misuse_is_reported(arguments, message):

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv import models, serving
-from models.mtp_checkpoint import with_mtp
+from models.checkpoints.mtp import with_mtp
 from support.cases import slow
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices

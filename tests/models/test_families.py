@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv.models.layers.rope import query_scales
 from jaxkv.models.layers.routing import route
-from models.published import PUBLISHED
+from models.checkpoints.published import PUBLISHED
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"
 FILE = "model.safetensors"

@@ -9,7 +9,8 @@ import pytest
 import safetensors.numpy
 
 from jaxkv import models
-from models.published import MXFP4, PUBLISHED
+from models.checkpoints.published import PUBLISHED
+from models.checkpoints.published_gqa import MXFP4
 from models.test_families import FILE, RECORDED, changed, rejects
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

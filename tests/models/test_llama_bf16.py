@@ -25,6 +25,7 @@ from jaxkv_kernels import mosaic_gpu
 from support.available import assume_available
 from support.cases import slow
 from support.hopper import kernel_operands, on_hopper
+from support.many_devices import mesh_of, on_several_devices
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "llama"
 BLOCK_SIZE = 64
@@ -56,8 +57,8 @@ def prefill(model, cache, *batch):
     return cache, jaxkv.models.head(model, x)
 
 
-def load(dtype, implementation=None):
-    return jaxkv.models.load(FOLDER, dtype=dtype, implementation=implementation)
+def load(dtype, implementation=None, parallel=None):
+    return jaxkv.models.load(FOLDER, dtype=dtype, implementation=implementation, parallel=parallel)
 
 
 def errors(model):
@@ -104,8 +105,8 @@ def root_mean_square(x):
     return np.sqrt((x**2).mean())
 
 
-def check(implementation):
-    model = load("bfloat16", implementation)
+def check(implementation, parallel=None):
+    model = load("bfloat16", implementation, parallel)
     assert model.entry == jaxkv.KVEntry("bf16", head_dim=64)
     found, one = errors(model), error_of_rounded_weights()
     print(f"{implementation}: {root_mean_square(found):.4f}, worst {found.max():.4f}; of rounded weights {one:.4f}")
@@ -122,6 +123,20 @@ def test_xla():
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
 def test_on_a_gpu(implementation):
     check(implementation)
+
+
+@on_several_devices
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic_gpu", marks=on_hopper)])
+@pytest.mark.parametrize(
+    "division",
+    [
+        jaxkv.models.TensorParallel,
+        pytest.param(jaxkv.models.ContextParallel, marks=pytest.mark.slow),  # `tests/parallel` has it in float32
+    ],
+)
+def test_on_two_devices(division, implementation):
+    """The sums over devices round in another order, so that the bound is that of one device."""
+    check(implementation, division(mesh_of(2), "x"))
 
 
 @pytest.mark.usefixtures("quick_lowering")

@@ -29,6 +29,7 @@ FAMILIES = [
     "gpt_oss",
     "kimi",
     "kimi_k25",
+    "kimi_linear",
     "llama",
     "longcat_flash",
     "mistral4",
@@ -43,7 +44,7 @@ BLOCK_SIZE = 64
 STEPS = 64
 TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 
-PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "qwen3_next"}
+PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "kimi_linear", "qwen3_next"}
 """Families with several groups in one buffer, which therefore need a block to be one run of memory."""
 
 HEADS = {"gpt_oss", "llama", "qwen3_next", "smollm3"}
@@ -173,6 +174,13 @@ def test_whole_prompts_and_64_tokens(family, order):
 @families
 def test_prompts_in_chunks_and_requests_that_join_and_leave_at_different_steps(family):
     Requests(family).run(chunk=48, joins=(10, 3, 0, 7, 5)).check()
+
+
+@pytest.mark.slow  # the same code with other sizes
+@pytest.mark.parametrize("family", sorted(PACKED - HEADS))
+def test_packed_latents_in_blocks_of_another_size(family):
+    """Orders do not change the layout of entries of one head in blocks that are one run of memory."""
+    Requests(family, block_size=32).run(chunk=200).check()
 
 
 @pytest.mark.slow

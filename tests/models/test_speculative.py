@@ -11,8 +11,8 @@ import safetensors.numpy
 
 from jaxkv import models, serving
 from jaxkv.models.speculative import accept
-from models.mtp_checkpoint import FOLDER, LAYER, with_mtp
-from models.published import PUBLISHED
+from models.checkpoints.mtp import FOLDER, LAYER, with_mtp
+from models.checkpoints.published import PUBLISHED
 from support.compare import assert_close
 
 BLOCK = 16

@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv import models, serving
 from jaxkv.models.parallel import exchange
 from jaxkv.models.parallel.expert import local_experts
-from models.mtp_checkpoint import with_mtp
+from models.checkpoints.mtp import with_mtp
 from support.cases import slow
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices

@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.models.weights.safetensors_file import SafetensorsFile
-from models.fp8_checkpoint import RECORDED, larger, logits, recorded
+from models.checkpoints.fp8 import RECORDED, larger, logits, recorded
 from support.many_devices import mesh_of, on_several_devices
 
 pytestmark = on_several_devices

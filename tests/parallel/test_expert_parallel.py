@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models, serving
-from models.mtp_checkpoint import with_mtp
+from models.checkpoints.mtp import with_mtp
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 

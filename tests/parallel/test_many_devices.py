@@ -3,7 +3,6 @@
 import re
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,80 +16,30 @@ import jaxkv
 from jaxkv import parallel
 from jaxkv.parallel import context
 from jaxkv_kernels import mosaic_gpu
+from parallel.batches import (
+    BLOCK,
+    ENTRIES,
+    GQA,
+    KV_HEADS,
+    LAYER,
+    LENGTHS,
+    MLA,
+    SCALE,
+    batch,
+    decode,
+    layout_of,
+    over,
+    poisoned,
+    run,
+    write,
+)
 from support import scenes
 from support.available import assume_available
 from support.cases import slow
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
-from support.suites.base import dtype_of
 
 pytestmark = on_several_devices
-
-BLOCK = 8
-COLUMNS = 6
-LENGTHS = (0, 1, 2, 7, 16, 17, 33, 45)
-LAYER, SCALE = 1, 0.11
-
-MLA = [jaxkv.MLAEntry(name, latent=128, rope=16) for name in ("f32", "bf16", "fp8_ds_mla")]
-GQA = jaxkv.KVEntry("f32", head_dim=16, value_dim=8)
-ENTRIES = {entry.format: entry for entry in MLA} | {"gqa": GQA}
-KV_HEADS = 8
-
-
-class Batch(NamedTuple):
-    """All tokens of the requests, and queries of their last ones."""
-
-    tables: jax.Array
-    lengths: jax.Array
-    positions: jax.Array
-    """[B, S], -1 past a request's length."""
-    new: list[jax.Array]
-    """[B, S, (H,) n_i]."""
-    q: list[jax.Array]
-    """[B, Q, Hq, n_i]."""
-
-
-@cache
-def batch(entry, tokens=1):
-    rng = np.random.default_rng(0)
-    count, longest, dtype = len(LENGTHS), max(LENGTHS), dtype_of(entry)
-    lengths = np.asarray(LENGTHS, np.int32)
-    positions = np.arange(longest, dtype=np.int32)[None].repeat(count, 0)
-    heads = (KV_HEADS,) if isinstance(entry, jaxkv.KVEntry) else ()
-    sizes = entry.sizes[:1] if heads else entry.sizes
-    return Batch(
-        tables=jnp.asarray(rng.permutation(count * COLUMNS).reshape(count, COLUMNS), jnp.int32),
-        lengths=jnp.asarray(lengths),
-        positions=jnp.asarray(np.where(positions < lengths[:, None], positions, -1)),
-        new=[jnp.asarray(rng.standard_normal((count, longest, *heads, n)), dtype) for n in entry.sizes],
-        q=[jnp.asarray(rng.standard_normal((count, tokens, 2 * KV_HEADS, n)), dtype) for n in sizes],
-    )
-
-
-def layout_of(entry, num_heads=None):
-    heads = num_heads or (KV_HEADS if isinstance(entry, jaxkv.KVEntry) else 1)
-    blocks = len(LENGTHS) * COLUMNS
-    return jaxkv.CacheLayout(num_layers=2, num_blocks=blocks, block_size=BLOCK, num_heads=heads, entry=entry)
-
-
-def poisoned(layout, mesh=None):
-    """A cache of NaN, or one per device."""
-    buffer = scenes.garbage(layout, None).view(layout.dtype)
-    if mesh is None:
-        return jaxkv.KVCache(jnp.asarray(buffer), layout)
-    zeros = parallel.zeros(layout, mesh, "x")
-    return jaxkv.KVCache(jax.device_put(np.tile(buffer, mesh.size), zeros.buffer.sharding), layout)
-
-
-def write(cache, new, slots):
-    """The tokens [B, S, ...] at their slots [B, S]."""
-    operation = jaxkv.write_kv if isinstance(cache.layout.entry, jaxkv.KVEntry) else jaxkv.write_mla
-    return operation(cache, *(x.reshape(-1, *x.shape[2:]) for x in new), slots.reshape(-1), layer=LAYER)
-
-
-def decode(q, cache, tables, lengths, package=jaxkv, **keywords):
-    operation = package.decode_kv if isinstance(cache.layout.entry, jaxkv.KVEntry) else package.decode_mla
-    return operation(*q, cache, tables, lengths, layer=LAYER, scale=SCALE, return_lse=True, **keywords)
 
 
 def written_and_read(cache, new, positions, q, tables, lengths):
@@ -107,18 +56,6 @@ def arguments(inputs):
 def on_one_device(entry, tokens=1):
     cache, found = jax.jit(written_and_read)(poisoned(layout_of(entry)), *arguments(batch(entry, tokens)))
     return cache, *found
-
-
-def run(function, mesh, in_specs, out_specs, *args):
-    """The sharded function's result, of arguments put where it wants them, as a mesh of explicit axes demands."""
-    placed = [jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, in_specs, strict=True)]
-    return jax.jit(over(mesh, function, in_specs, out_specs))(*placed)
-
-
-def over(mesh, function, in_specs, out_specs):
-    """The sharded function.  What varies over the mesh, JAX can follow on CPUs, but not in Pallas's GPU kernels."""
-    checks = jax.default_backend() == "cpu"
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checks)
 
 
 def roundings_of(out):
@@ -306,47 +243,6 @@ def test_sinks_count_once(name):
     assert_equal_within_roundings(found, (jnp.asarray(np.asarray(out, np.float64) * share[..., None], out.dtype), lse))
 
 
-def indexer_call(tokens):
-    """Random keys on three devices, random queries of 4 requests, and their tables."""
-    mesh, entry = mesh_of(3), jaxkv.IndexerEntry("bf16", head_dim=16)
-    rng, layout = np.random.default_rng(0), layout_of(entry)
-    random = jnp.asarray(rng.standard_normal(3 * layout.size), entry.dtype)
-    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout, mesh).buffer.sharding), layout)
-    return cache, jnp.asarray(rng.standard_normal((4, tokens, 2, 16)), entry.dtype), batch(MLA[0]).tables[:4, :2]
-
-
-def test_lengths_past_the_tables_are_clamped_by_the_indexer():
-    mesh, (cache, q, tables) = mesh_of(3), indexer_call(3)
-
-    def score(cache, q, tables, lengths):
-        keywords = dict(axis="x", interleave=5, layer=LAYER, max_len=20)
-        return context.indexer_logits(q, jnp.ones(q.shape[:3]), cache, tables, lengths, **keywords)[None]
-
-    found, right = (
-        run(score, mesh, (P("x"), P(), P(), P()), P("x"), cache, q, tables, jnp.asarray(lengths, jnp.int32))
-        for lengths in ([47, 2**31 - 1, -1, -(2**31)], [46, 46, 0, 0])
-    )
-    assert_same_bits(found, right)
-    assert np.isfinite(right[:, 0, 2]).sum(axis=-1).tolist() == [16, 15, 15]
-
-
-def test_selected_slots_do_not_depend_on_chunks():
-    mesh, (cache, q, tables) = mesh_of(3), indexer_call(19)
-    lengths = jnp.asarray([46, 2**31 - 1, 7, 0], jnp.int32)
-
-    def select(logits_bytes):
-        def slots(cache, q, tables, lengths):
-            keywords = dict(axis="x", interleave=5, layer=LAYER, max_len=20, logits_bytes=logits_bytes)
-            return context.select_slots(q, jnp.ones(q.shape[:3]), cache, tables, lengths, 8, **keywords)[None]
-
-        return run(slots, mesh, (P("x"), P(), P(), P()), P("x"), cache, q, tables, lengths)
-
-    whole = select(2**28)
-    assert (np.asarray(whole) >= 0).sum(axis=(0, 3)).tolist()[:2] == [[8] * 19] * 2
-    assert_same_bits(select(8 * 4 * 4 * 2 * 512), whole)  # of 8 query tokens
-    assert_same_bits(select(1), whole)
-
-
 def test_checked_lengths_are_those_of_all_devices():
     # With explicit axes `checkify` fails: it sorts what the devices have found, over all of them.
     mesh = mesh_of(3, axis_type=AxisType.Auto)
@@ -362,31 +258,6 @@ def test_checked_lengths_are_those_of_all_devices():
     check(lengths)
     with pytest.raises(ValueError, match=r"`seq_lens`\[3\] is 47: the tables of 3 devices hold 46 tokens"):
         check(lengths.at[3].set(47))
-
-
-@pytest.mark.parametrize(("devices", "interleave"), [(2, 1), (3, 4), (8, 2)])
-@pytest.mark.parametrize("k", [1, 20, 90])
-@pytest.mark.parametrize("special", [(), (np.nan, -np.nan, np.inf)], ids=["numbers", "NaN and inf"])
-def test_the_best_of_all_devices_are_those_of_one(devices, interleave, k, special):
-    """Where many are equal, too; rows have fewer than k."""
-    mesh, rng = mesh_of(devices), np.random.default_rng(0)
-    lengths = np.asarray([0, 1, 19, 21, 64], np.int32)
-    tokens = np.arange(64)
-    logits = rng.choice(np.asarray([-3, -0.0, 0, 1, 1.5, *special], np.float32), (5, 64))
-    logits[tokens >= lengths[:, None]] = -np.inf
-    owned = [tokens[tokens // interleave % devices == shard] for shard in range(devices)]
-    longest = max(map(len, owned))
-    shares = [np.pad(logits[:, own], ((0, 0), (0, longest - len(own))), constant_values=-np.inf) for own in owned]
-
-    def choose(share):
-        return context.select_topk(share[0], k, axis="x", interleave=interleave)[None]
-
-    found = np.asarray(run(choose, mesh, (P("x"),), P("x"), jnp.asarray(np.stack(shares))))
-    for row, right in enumerate(np.asarray(jaxkv.select_topk(jnp.asarray(logits), k))):
-        chosen = [
-            own[position] for own, share in zip(owned, found, strict=True) for position in share[row] if position >= 0
-        ]
-        assert sorted(chosen) == sorted(right[right >= 0])
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [("a", "b"), (None, ("a", "b"))])

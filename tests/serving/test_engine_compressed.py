@@ -10,7 +10,6 @@ from jaxkv import models, serving
 from jaxkv.offload import DiskPool, HostPool
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v4"
-BLOCK = 64
 
 
 @cache
@@ -25,9 +24,9 @@ def recorded(number):
         return found["prompts"][number][: found["prompt_lens"][number]].tolist(), found["tokens"][number].tolist()
 
 
-def engine(offload=None, num_blocks=400):
+def engine(block_size, offload=None, num_blocks=400):
     return serving.Engine(
-        model(), num_blocks=num_blocks, block_size=BLOCK, max_requests=3, max_len=288, chunk=48, max_chunks=2,
+        model(), num_blocks=num_blocks, block_size=block_size, max_requests=3, max_len=288, chunk=48, max_chunks=2,
         offload=offload,
     )  # fmt: skip
 
@@ -43,25 +42,25 @@ def serve(served, *numbers, count=64):
 
 
 @pytest.mark.slow  # compiles two programs of many operations; `test_engine_states.py` has several tables, too
-def test_cold_and_from_each_tier_the_tokens_are_the_same(tmp_path):
+@pytest.mark.parametrize("block_size", [64, 32])
+def test_cold_and_from_each_tier_the_tokens_are_the_same(block_size, tmp_path):
+    layout = model().layout(1, block_size)
+
     def pools():
-        disk = DiskPool(tmp_path, model().layout(1, BLOCK), model=models.fingerprint(model()))
-        return HostPool(model().layout(1, BLOCK), 800, disk=disk)
+        return HostPool(layout, 800, disk=DiskPool(tmp_path, layout, model=models.fingerprint(model())))
 
     host = pools()
-    first = engine(host)
+    first = engine(block_size, host)
     assert serve(first, 4, 2, 1) == 0
-    assert (
-        serve(first, 4, count=8) == 192
-    )  # three blocks of 64 tokens, and of the other tables the blocks of the last window
+    assert serve(first, 4, count=8) == 192  # whole blocks, and of the other tables the blocks of the last window
     assert first.prefix_stats.loaded == 0
-    second = engine(host)
+    second = engine(block_size, host)
     assert serve(second, 4, count=8) == 192
     assert second.prefix_stats.loaded > 0
     assert host.stats.read == 0
     host.flush()
     host = pools()
-    third = engine(host)
+    third = engine(block_size, host)
     assert serve(third, 4, count=8) == 192
     assert host.stats.read > 0
     assert third.pool.num_free == 400

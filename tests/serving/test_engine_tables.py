@@ -200,6 +200,21 @@ class TestTiers:
         assert serve(engine(layers, offload=later), prompt(30), layers=layers) == 24
         assert later.stats.read >= 3
 
+    def test_they_get_what_is_needed_where_blocks_end_that_requests_keep(self):
+        """After 32 tokens, a window needs those from 23 on, and one token before if the last is computed again."""
+        pool = HostPool(model().layout(1, 32), 64)
+        served = engine(block_size=32, chunk=4, offload=pool)
+        assert serve(served, prompt(41)) == 0
+        tokens, sizes = (*prompt(41), *right(prompt(41), 6)), {"": 32, "window": 4, "state": 4}
+        keys = {name: served.tables._keys(tokens, block_size=size, table=name) for name, size in sizes.items()}
+        assert {name: len(found) for name, found in keys.items()} == {"": 1, "window": 11, "state": 11}
+        kept = {name: [n for n, key in enumerate(found) if key in pool] for name, found in keys.items()}
+        assert kept == {"": [0], "window": [5, 6, 7], "state": [7]}
+        assert len(pool) == 5
+        other = engine(block_size=32, chunk=4, offload=pool)
+        assert serve(other, prompt(41)) == 32
+        assert other.prefix_stats.loaded == 32
+
     def test_a_damaged_state_costs_the_prefix_that_needs_it(self, tmp_path):
         def host():
             disk = DiskPool(tmp_path, model().layout(1, BLOCK), model=fingerprint(model()))

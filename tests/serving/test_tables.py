@@ -29,6 +29,12 @@ def test_blocks_that_are_needed_and_written():
         range(3, 3),
         range(2, 3),
     ]
+    # After 8 or 7 tokens, and after 16 or 15, of which those from 6 on are needed.
+    assert [window.is_needed_after(8, block) for block in range(4)] == [True] * 4
+    window = TableKind("w", 2, window=3)  # after 7 tokens those from 4 on are needed, after 15 those from 12 on
+    assert [window.is_needed_after(8, block) for block in range(8)] == [False, False, True, True] * 2
+    assert [states.is_needed_after(8, block) for block in range(4)] == [False, True] * 2
+    assert plain.is_needed_after(8, 0)
     assert [plain.plain, window.plain, states.plain] == [True, False, False]
 
 

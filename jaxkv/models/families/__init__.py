@@ -7,6 +7,7 @@ from jaxkv.models.families import (
     glm5,
     gpt_oss,
     kimi_k25,
+    kimi_linear,
     llama,
     longcat_flash,
     mistral4,
@@ -28,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": gpt_oss.GPT_OSS,
     "KimiK25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in published checkpoints
     "Kimi_K25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in those that transformers saves
+    "KimiLinearForCausalLM": kimi_linear.KIMI_LINEAR,
     "LlamaForCausalLM": llama.LLAMA,
     "LongcatFlashForCausalLM": longcat_flash.LONGCAT_FLASH,
     "Mistral3ForConditionalGeneration": mistral4.MISTRAL4_WITH_IMAGES,

@@ -1,7 +1,6 @@
 """DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, and experts in every layer.
 
-The names of weights are those of published checkpoints.  These have weights in float8 and FP4, which are not supported:
-convert them to bf16.
+The names of weights are those of published checkpoints, which have weights in float8 and experts in FP4.
 """
 
 from dataclasses import replace
@@ -31,9 +30,7 @@ RATIOS = {0: "window", 4: "csa", 128: "hca"}
 
 def _read(fields: JsonObject) -> ModelConfig:
     fields = fields.renamed({"intermediate_size": "moe_intermediate_size"})
-    for key in ("quantization_config", "expert_dtype"):
-        if key in fields:
-            raise fields.error(key, "no such key: quantised weights of DeepSeek-V4 are not supported; convert them")
+    fields.choice("expert_dtype", "fp4", "fp8", None, default=None)
     rotary = _rotary_dim(fields)
     plain, compressed = _ropes(fields, rotary)
     attention = _read_attention(fields, rotary, compressed)

@@ -6,20 +6,14 @@ All norms but those of the recurrent layers' outputs multiply by 1 + weight.  Th
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-
-from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch
 from jaxkv.models.config import GQA, DeltaNet, Experts, ModelConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.parts import decoder, gqa, rope
 from jaxkv.models.families.parts.feed_forward import feed_forward
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers.block import pre_norm
-from jaxkv.models.layers.delta_net import delta_net
+from jaxkv.models.layers.delta_net import delta_net_or
 from jaxkv.models.layers.gqa import attention
-from jaxkv.models.layers.linear import Normed
-from jaxkv.models.model import Model
 
 ROTARY_FACTOR, INTERVAL = 0.25, 4
 """`partial_rotary_factor` and `full_attention_interval` by default."""
@@ -137,13 +131,4 @@ def _recurrent_weights(config: ModelConfig, attention: GQA, weight) -> dict[str,
     }
 
 
-def _mixer(model: Model, config: GQA, weights, normed: Normed, cache: KVCache, batch: Batch, layer):
-    """Attention, or the gated delta rule in layers that have its weights.  The cache counts layers of each kind."""
-    recurrent: Any = model.config.recurrent
-    before = (jnp.asarray(recurrent.layers, jnp.int32) < layer).sum(dtype=jnp.int32)
-    if "conv" in weights:
-        return delta_net(model, recurrent, weights, normed.array, cache, batch, before)
-    return attention(model, config, weights, normed, cache, batch, layer - before)
-
-
-QWEN3_NEXT = Family(_read, _weights, pre_norm(_mixer), unused=r"mtp\..*")
+QWEN3_NEXT = Family(_read, _weights, pre_norm(delta_net_or(attention)), unused=r"mtp\..*")

@@ -1,6 +1,9 @@
-"""A layer with the gated delta rule instead of attention (Gated DeltaNet); its states are in the cache."""
+"""A layer with the gated delta rule instead of attention (Gated DeltaNet, Kimi Delta Attention); its states are in the
+cache.
+"""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +13,41 @@ from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch, joined
 from jaxkv.models.config import DeltaNet
 from jaxkv.models.layers.delta_rule import convolve, gated_delta_rule
-from jaxkv.models.layers.linear import linear, rms_norm, with_rank
+from jaxkv.models.layers.linear import Normed, linear, rms_norm, with_rank
 from jaxkv.models.model import STATE, Model
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.states import read_state, write_state
+
+Mixer = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
+"""The part of a layer that mixes tokens: the arguments and results of `delta_net`, with the attention's `config`."""
+
+
+def delta_net_or(attention: Mixer) -> Mixer:
+    """`delta_net` in layers that have its weights, else `attention`, with the number of the layer among those of its
+    kind: the cache counts layers of each kind.
+    """
+
+    def mixer(model: Model, config, weights, normed: Normed, cache: KVCache, batch: Batch, layer):
+        recurrent: Any = model.config.recurrent
+        before = (jnp.asarray(recurrent.layers, jnp.int32) < layer).sum(dtype=jnp.int32)
+        if "conv" in weights:
+            return delta_net(model, recurrent, weights, normed.array, cache, batch, before)
+        return attention(model, config, weights, normed, cache, batch, layer - before)
+
+    return mixer
+
+
+class Inputs(NamedTuple):
+    """What the rule and the output of a layer are computed from, [B, Q, ...]."""
+
+    mixed: jax.Array
+    """[..., channels], queries, keys and values before the convolution."""
+    decay: jax.Array
+    """float32 [..., H, 1 or K], logarithms."""
+    rate: jax.Array
+    """float32 [..., H]."""
+    gate: jax.Array
+    """float32 [..., H, V], the factors of the normalised outputs."""
 
 
 def delta_net(
@@ -37,16 +71,8 @@ def delta_net(
     packed = model.layout_with_states(config, cache.layout.num_blocks, cache.layout.block_size)
     states, tokens = cache.view(packed[STATE]), packed.groups[STATE].rate
 
-    # The weights have the rows of a key head, and then those of the next.
-    values = config.num_value_heads // config.num_key_heads * config.value_head_dim
-    grouped = linear(x, weights["qkvz"]).reshape(*shape, config.num_key_heads, -1)
-    *mixed, gate = jnp.split(grouped, [config.key_head_dim, 2 * config.key_head_dim, -values], axis=-1)
-    mixed = jnp.concatenate([part.reshape(*shape, -1) for part in mixed], axis=-1)
-    rate, step = jnp.split(linear(x, weights["ba"]).reshape(*shape, config.num_key_heads, -1), 2, axis=-1)
-    rate, step = (part.astype(jnp.float32).reshape(*shape, config.num_value_heads) for part in (rate, step))
-    decay = -jnp.exp(with_rank(weights["a_log"], 3)) * jax.nn.softplus(step + with_rank(weights["dt_bias"], 3))
-
-    new = batch.slots.reshape(shape) >= 0, mixed, decay, jax.nn.sigmoid(rate)
+    inputs = (_of_channels if config.channel_decays else _of_heads)(config, weights, x)
+    new = batch.slots.reshape(shape) >= 0, inputs.mixed, inputs.decay, inputs.rate
     parts: list[Any] = []
     for part, *arrays in zip(batch.parts, *map(batch.divided, new), strict=True):
         count = arrays[0].sum(axis=1, dtype=jnp.int32)
@@ -60,9 +86,33 @@ def delta_net(
         states = write_state(states, after, slots, **options)
 
     out = joined([out for *_, out in parts]).astype(x.dtype)
-    gate = gate.reshape(out.shape).astype(jnp.float32)
-    out = rms_norm(out, weights["norm"], model.config.rms_norm_eps).astype(jnp.float32) * jax.nn.silu(gate)
+    out = rms_norm(out, weights["norm"], model.config.rms_norm_eps).astype(jnp.float32) * inputs.gate
     return states.view(cache.layout), None, linear(out.astype(x.dtype).reshape(*shape, -1), weights["o"])
+
+
+def _of_heads(config: DeltaNet, weights, x) -> Inputs:
+    """Those of Gated DeltaNet, whose weights have the rows of a key head, and then those of the next."""
+    shape, values = x.shape[:2], config.num_value_heads // config.num_key_heads * config.value_head_dim
+    grouped = linear(x, weights["qkvz"]).reshape(*shape, config.num_key_heads, -1)
+    *mixed, gate = jnp.split(grouped, [config.key_head_dim, 2 * config.key_head_dim, -values], axis=-1)
+    mixed = jnp.concatenate([part.reshape(*shape, -1) for part in mixed], axis=-1)
+    rate, step = jnp.split(linear(x, weights["ba"]).reshape(*shape, config.num_key_heads, -1), 2, axis=-1)
+    rate, step = (part.astype(jnp.float32).reshape(*shape, config.num_value_heads) for part in (rate, step))
+    decay = -jnp.exp(with_rank(weights["a_log"], 3)) * jax.nn.softplus(step + with_rank(weights["dt_bias"], 3))
+    gate = gate.reshape(*shape, config.num_value_heads, -1).astype(jnp.float32)
+    return Inputs(mixed, decay[..., None], jax.nn.sigmoid(rate), jax.nn.silu(gate))
+
+
+def _of_channels(config: DeltaNet, weights, x) -> Inputs:
+    """Those of Kimi Delta Attention, with as many heads of keys as of values."""
+    shape = (*x.shape[:2], config.num_value_heads, -1)
+    mixed = jnp.concatenate([linear(x, weights[name]) for name in ("q", "k", "v")], axis=-1)
+    step, gate = (
+        linear(linear(x, weights[f"{name}_a"]), weights[f"{name}_b"]).astype(jnp.float32) for name in ("step", "gate")
+    )
+    step = jax.nn.softplus(step + with_rank(weights["dt_bias"], 3)).reshape(shape)
+    rate = jax.nn.sigmoid(linear(x, weights["rate"]).astype(jnp.float32))
+    return Inputs(mixed, -jnp.exp(weights["a_log"]) * step, rate, jax.nn.sigmoid(gate.reshape(shape)))
 
 
 def _advance(config: DeltaNet, weights, state, count, is_new, mixed, decay, rate) -> tuple[dict[str, Any], jax.Array]:
@@ -72,7 +122,9 @@ def _advance(config: DeltaNet, weights, state, count, is_new, mixed, decay, rate
     """
     mixed, conv = convolve(mixed, state["conv"], weights["conv"][:, 0], count)
     # Padding leaves the state as it is, whatever it holds.
-    mixed, decay, rate = (jnp.where(is_new[..., None], part, 0) for part in (jax.nn.silu(mixed), decay, rate))
+    mixed, decay, rate = (
+        jnp.where(jnp.expand_dims(is_new, range(2, part.ndim)), part, 0) for part in (jax.nn.silu(mixed), decay, rate)
+    )
     size = config.num_key_heads * config.key_head_dim
     sizes = (config.key_head_dim, config.key_head_dim, config.value_head_dim)
     parts = zip(jnp.split(mixed, [size, 2 * size], axis=-1), sizes, strict=True)

@@ -50,7 +50,7 @@ def attention(
         q = q * batch.query_scales.astype(q.dtype)[:, :, None, None]
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     interleaved = model.config.rope.interleaved
-    q_pe = rope.rotate(q_pe, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=interleaved)
+    q_pe = rope.rotate_first(q_pe, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=interleaved)
     cache = _store(model, config, weights, kv, cache, batch, layer)
 
     options = _options(model, layer) | {"scale": _softmax_scale(config, model.config.rope)}
@@ -80,7 +80,7 @@ def _store(model: Model, config: MLA, weights, kv, cache: KVCache, batch: Batch,
     """Stores entries, given the products kv [B, Q, R + P] with `kv_a`."""
     kv_c, k_pe = jnp.split(kv, [config.kv_lora_rank], axis=-1)
     kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
-    k_pe = rope.rotate(k_pe, batch.cos, batch.sin, interleaved=model.config.rope.interleaved)
+    k_pe = rope.rotate_first(k_pe, batch.cos, batch.sin, interleaved=model.config.rope.interleaved)
     tokens, options = len(batch.slots), _options(model, layer)
     return write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
 

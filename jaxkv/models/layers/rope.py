@@ -50,8 +50,8 @@ def rotate_last(x, cos, sin) -> jax.Array:
 def rotate_first(x, cos, sin, *, interleaved: bool) -> jax.Array:
     """Rotates the first values of x [..., n], twice as many as there are angles, and leaves the others as they are."""
     rotary = 2 * cos.shape[-1]
-    if rotary == x.shape[-1]:
-        return rotate(x, cos, sin, interleaved=interleaved)
+    if rotary in (0, x.shape[-1]):
+        return rotate(x, cos, sin, interleaved=interleaved) if rotary else x
     return jnp.concatenate([rotate(x[..., :rotary], cos, sin, interleaved=interleaved), x[..., rotary:]], axis=-1)
 
 

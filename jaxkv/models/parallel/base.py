@@ -11,9 +11,9 @@ from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.models.config import ModelConfig
 from jaxkv.ops.attention import decode_kv, decode_mla
+from jaxkv.ops.composed.prefill_mla import prefill_mla
 from jaxkv.ops.indexer import select_slots
 from jaxkv.ops.plan import DecodePlan, plan_decode
-from jaxkv.ops.prefill.mla import prefill_mla
 from jaxkv.ops.sparse import decode_mla_sparse
 
 

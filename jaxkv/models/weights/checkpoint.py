@@ -70,13 +70,14 @@ class Checkpoint:
     def check(self, weights: Sequence[Weight], unused: Iterable[str]) -> None:
         """ValueError unless the files have exactly the weights `weights` and, if present, `unused`.
 
-        Each of `weights` must have its shape, and a plain float dtype, float8 with scales (see `fp8.py`) or, where the
-        weights of experts are packed, MXFP4 (see `mxfp4.py`).
+        Each of `weights` must have its shape, and a plain float dtype, float8 with scales (see `fp8.py`) or, if it is
+        of experts, MXFP4 (see `mxfp4.py`).
         """
         expected = {name: weight for weight in weights for name in weight.all_names()}
         packed = {name for name, weight in expected.items() if weight.swapped and self.is_mxfp4(name)}
         plain = {name: weight for name, weight in expected.items() if name not in packed}
-        scales = {f"{name}{fp8.SUFFIX}" for name in self.names if name in plain and self.is_fp8(name)}
+        scaled = (name for name in plain if self.is_fp8(name) or self.is_fp4(name))
+        scales = {self.scales_of(name) for name in scaled}
         known = {*plain, *unused, *scales, *(part for name in packed for part in _mxfp4(name))}
         unknown = sorted(self.names - known)
         if unknown:
@@ -93,6 +94,9 @@ class Checkpoint:
         if not self.holds(name):
             raise ValueError(f"{file} lacks the weight {name!r}, which {INDEX} expects there")
         entry = self._entry(name)
+        if self.is_fp4(name) and weight.experts:
+            self._check_fp4(name, shape)
+            return
         if entry.shape != shape:
             raise ValueError(f"{file}: weight {name!r} has shape {entry.shape}: expected {shape}, from config.json")
         if entry.dtype in (INTEGERS if weight.below else DTYPES):
@@ -102,16 +106,26 @@ class Checkpoint:
         if entry.dtype != fp8.DTYPE or len(shape) != 2:
             expected = "BF16, F16 or F32, or F8_E4M3 for a matrix"
             raise ValueError(f"{file}: weight {name!r} has dtype {entry.dtype}: expected {expected}")
-        scales, expected = f"{name}{fp8.SUFFIX}", ("F32", fp8.scale_shape(shape))
+        # Other shapes belong to tiles of other sizes.
+        tiles = f"a scale per tile of {TILE} x {TILE} values"
+        self._check_scales(name, fp8.SCALE_DTYPES, fp8.scale_shape(shape), tiles)
+
+    def _check_scales(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...], what: str) -> None:
+        scales, dtype = self.scales_of(name), self._entry(name).dtype
         if not self.holds(scales):
-            raise ValueError(f"{file}: weight {name!r} has dtype {fp8.DTYPE}, but its scales {scales!r} are missing")
+            raise self.error(name, f"has dtype {dtype}, but its scales {scales!r} are missing")
         entry = self._entry(scales)
-        if (entry.dtype, entry.shape) != expected:
-            # Other shapes belong to tiles of other sizes.
-            raise ValueError(
-                f"{self.file_of(scales)}: weight {scales!r} is {entry.dtype} {entry.shape}: expected {expected[0]} "
-                f"{expected[1]}, a scale per tile of {TILE} x {TILE} values"
-            )
+        if entry.dtype not in dtypes or entry.shape != shape:
+            raise self.error(scales, f"is {entry.dtype} {entry.shape}: expected {' or '.join(dtypes)} {shape}, {what}")
+
+    def _check_fp4(self, name: str, shape: tuple[int, ...]) -> None:
+        entry, (packed, scales) = self._entry(name), mxfp4.expert_shapes(shape)
+        if entry.shape != packed or shape[1] % mxfp4.GROUP:
+            raise self.error(
+                name, f"is {entry.dtype} {entry.shape}: expected BF16, F16 or F32 {shape}, from config.json, or "
+                f"{mxfp4.EXPERT_DTYPE} {packed} with two values per byte, in rows of whole groups of {mxfp4.GROUP}"
+            )  # fmt: skip
+        self._check_scales(name, (mxfp4.SCALE_DTYPE,), scales, f"a scale per {mxfp4.GROUP} values of a row")
 
     def _check_mxfp4(self, name: str, shape: tuple[int, ...]) -> None:
         experts, columns, rows = shape
@@ -137,8 +151,21 @@ class Checkpoint:
         """Whether a weight is in float8."""
         return self.holds(name) and self._entry(name).dtype == fp8.DTYPE
 
+    def are_fp8_or_fp4(self, names: Iterable[str]) -> bool:
+        """Whether weights are all in float8, or each that of one expert in MXFP4."""
+        return all(self.is_fp8(name) or self.is_fp4(name) for name in names)
+
+    def is_fp4(self, name: str) -> bool:
+        """Whether the weight of one expert is in MXFP4."""
+        return self.holds(name) and self._entry(name).dtype == mxfp4.EXPERT_DTYPE
+
+    def scales_of(self, name: str) -> str:
+        """The name of the scales of a weight in float8 or FP4; the first possible one if they are missing."""
+        names = fp8.scale_names(name)
+        return next(filter(self.holds, names), names[0])
+
     def is_mxfp4(self, name: str) -> bool:
-        """Whether a weight is in MXFP4."""
+        """Whether the weight of a stack of experts is in MXFP4."""
         return not self.holds(name) and any(map(self.holds, _mxfp4(name)))
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -17,10 +17,8 @@ from jaxkv.models.weights.parameters import copied, parameters, required_names, 
 from jaxkv.models.weights.placed import Placed, expanded_part, part, table_part
 from jaxkv.models.weights.safetensors_file import Index
 from jaxkv.models.weights.weight import Weight
-from jaxkv_kernels.tile_scaled import TILE, TileScaled
+from jaxkv_kernels.tile_scaled import TileScaled
 
-FP8_WEIGHTS = ("dequantise", "e4m3", "expand")
-"""What `load` does with weights in float8."""
 ROWS = 4096
 """Rows of two weights that are compared at a time."""
 
@@ -39,11 +37,11 @@ def load(
     """Loads a model from a checkpoint on disk; downloads nothing.
 
     Each weight is read from the file that the index names for it, and each device receives only the part that it keeps.
-    Weights in float8 with a scale per tile of 128 x 128 (DeepSeek V3, R1, V3.1, V3.2 as published) stay in float8,
-    except for `kv_b_proj`, of which absorbed attention uses the parts.  Experts in MXFP4 (GPT-OSS as published) are
-    expanded.  Weights of published checkpoints that the model
-    does not use are skipped: layers of multi-token prediction (unless `mtp`), saved rotary frequencies, and a head that
-    is tied to the embedding.
+    Weights in float8 with a scale per tile of 128 x 128 (DeepSeek V3, R1, V3.1, V3.2, V4 as published) stay in float8,
+    except for those that are not only multiplied, such as `kv_b_proj`, of which absorbed attention uses the parts.
+    Experts in MXFP4 are expanded (GPT-OSS as published), or become float8 with exactly the same values (V4).  Weights
+    of published checkpoints that the model does not use are skipped: layers of multi-token prediction (unless `mtp`),
+    saved rotary frequencies, and a head that is tied to the embedding.
 
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -61,7 +59,7 @@ def load(
       fp8_weights: what becomes of weights in float8.  With "dequantise" and "e4m3" they stay in float8, and products
         multiply them by their scales.  With "e4m3", products also round activations to e4m3, with a scale per 128
         values of a token, as the reference implementation does; this is less accurate.  "expand" multiplies weights by
-        their scales in float32 and rounds them to `dtype` while loading.
+        their scales in float32 and rounds them to `dtype` while loading.  The same holds for FP4 experts of V4.
       progress: a function that wraps the list of weights to read, for example to show a progress bar.  The host holds
         one of them, or a device's part of one, at a time.
 
@@ -79,8 +77,7 @@ def load(
     """
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel, mtp)
-    if fp8_weights not in FP8_WEIGHTS:
-        raise ValueError(f"`fp8_weights` is {fp8_weights!r}: expected {' or '.join(map(repr, FP8_WEIGHTS))}")
+    fp8.check_use(fp8_weights)
     with Checkpoint(path) as checkpoint:
         checkpoint.check_names(required_names(config, mtp=mtp))
         leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp, names=checkpoint.names))
@@ -88,7 +85,7 @@ def load(
         _check(checkpoint, config, weights, mtp=mtp)
         arrays: list[_Plain | _Scaled] = []
         for path, weight in zip(paths, weights, strict=True):
-            stays = fp8_weights != "expand" and weight.may_stay_fp8 and all(map(checkpoint.is_fp8, weight.all_names()))
+            stays = fp8_weights != "expand" and weight.may_stay_fp8 and checkpoint.are_fp8_or_fp4(weight.all_names())
             kind = partial(_Scaled, e4m3_products=fp8_weights == "e4m3") if stays else _Plain
             arrays.append(kind(checkpoint, build, path, weight))
         pieces = [(i, *piece) for i, weight in enumerate(weights) for piece in weight.pieces()]
@@ -159,21 +156,18 @@ class _Scaled:
         shape, stacked = weight.stacked_shape, bool(weight.experts)
         sharding = build.parallel.sharding(path, len(shape))
         self._values = Placed(shape, jnp.float8_e4m3fn, sharding, stacked=stacked)
-        for index in self._values.indices.values():
-            for cut, size in zip(index[-2:], weight.shape, strict=True):
-                if cut.start % TILE or (cut.stop % TILE and cut.stop != size):
-                    raise ValueError(
-                        f"`parallel` divides the weight {weight.name!r} {weight.shape}, which is in float8, into parts "
-                        f"of {cut.stop - cut.start} rows or columns, which cuts its tiles of {TILE} x {TILE}: expected "
-                        'parts of whole tiles (use fewer devices), or `fp8_weights` "expand"'
-                    )
+        fp8.check_parts(weight, self._values.indices.values())
         shape = (*shape[:-2], *fp8.scale_shape(weight.shape))
         self._scales = Placed(shape, jnp.float32, sharding, stacked=stacked)
 
     def add(self, expert: int, name: str) -> None:
         """Reads the weight `name` and its scales."""
+        if self._checkpoint.is_fp4(name):
+            self._values.add(expert, partial(mxfp4.expert_values, self._checkpoint, name))
+            self._scales.add(expert, partial(mxfp4.expert_scales, self._checkpoint, name))
+            return
         self._values.add(expert, partial(part, self._checkpoint, name, jnp.float8_e4m3fn))
-        self._scales.add(expert, partial(part, self._checkpoint, f"{name}{fp8.SUFFIX}", jnp.float32))
+        self._scales.add(expert, partial(part, self._checkpoint, self._checkpoint.scales_of(name), jnp.float32))
 
     def result(self) -> TileScaled:
         """The weight."""

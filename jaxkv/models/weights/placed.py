@@ -6,17 +6,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.sharding import Sharding
 
-from jaxkv.models.weights import fp8
+from jaxkv.models.weights import mxfp4
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.safetensors_file import Index
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
 Read = Callable[[Index, Any], jax.Array]
 """`read(index, device)` returns part of a weight on a device."""
+
+
+def indices(shape: tuple[int, ...], sharding: Sharding | jax.Device | None) -> dict[Any, Index]:
+    """Which part of an array of that shape each device of this process has."""
+    parts = (
+        sharding.addressable_devices_indices_map(shape)
+        if isinstance(sharding, Sharding)
+        else {sharding: (slice(None),) * len(shape)}
+    )
+    return {
+        device: tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), shape, strict=True))
+        for device, index in parts.items()
+    }
 
 
 class Placed:
@@ -31,15 +45,7 @@ class Placed:
 
     def __init__(self, shape: tuple[int, ...], dtype, sharding: Sharding | jax.Device | None, *, stacked: bool):
         self._shape, self._dtype, self._sharding, self._stacked = shape, dtype, sharding, stacked
-        parts = (
-            sharding.addressable_devices_indices_map(shape)
-            if isinstance(sharding, Sharding)
-            else {sharding: (slice(None),) * len(shape)}
-        )
-        self.indices: dict[Any, Index] = {
-            device: tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), shape, strict=True))
-            for device, index in parts.items()
-        }
+        self.indices = indices(shape, sharding)
         """The part of each device of this process."""
         self._shards: dict[Any, jax.Array] = {}
 
@@ -79,7 +85,9 @@ def part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> jax.
 
     The values of float8 weights are not multiplied by their scales.
     """
-    array = jax.device_put(checkpoint.read(name, index), device)
+    held = checkpoint.read(name, index)
+    # XLA does not support powers of two as a dtype on all devices.
+    array = jax.device_put(held.astype(np.float32) if held.dtype == ml_dtypes.float8_e8m0fnu else held, device)
     # Counted on the device, where that takes no time.  The host waits, and so has one part in memory at a time.
     if count := int(_count_nan(array)):
         raise ValueError(f"{checkpoint.file_of(name)}: weight {name!r} holds {count} NaN of {array.size} values")
@@ -96,7 +104,9 @@ def table_part(checkpoint: Checkpoint, name: str, below: int, index: Index, devi
 
 
 def expanded_part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> jax.Array:
-    """Like `part`, but float8 weights are multiplied by their scales, in float32, and rounded to `dtype`."""
+    """Like `part`, but float8 and FP4 weights are multiplied by their scales, in float32, and rounded to `dtype`."""
+    if checkpoint.is_fp4(name):
+        return mxfp4.expert_part(checkpoint, name, dtype, index, device)
     if not checkpoint.is_fp8(name):
         return part(checkpoint, name, dtype, index, device)
     # Whole tiles are read, of which the device needs some rows and columns.
@@ -106,7 +116,7 @@ def expanded_part(checkpoint: Checkpoint, name: str, dtype, index: Index, device
         for of, size in zip(tiles, checkpoint.shape(name), strict=True)
     )
     values = part(checkpoint, name, jnp.float8_e4m3fn, outer, device)
-    scales = part(checkpoint, f"{name}{fp8.SUFFIX}", jnp.float32, tiles, device)
+    scales = part(checkpoint, checkpoint.scales_of(name), jnp.float32, tiles, device)
     inner = tuple((of.start - whole.start, of.stop - whole.start) for of, whole in zip(index, outer, strict=True))
     return _expanded(TileScaled(values, scales), dtype, inner)
 

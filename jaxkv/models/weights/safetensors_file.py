@@ -18,6 +18,8 @@ NUMPY = {
     "F16": np.float16,
     "F32": np.float32,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "I8": np.int8,
     "U8": np.uint8,
     "I32": np.int32,
     "I64": np.int64,

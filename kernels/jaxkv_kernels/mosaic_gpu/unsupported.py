@@ -308,11 +308,10 @@ def select_experts(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Ite
 
 def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `grouped_swiglu` call."""
-    if options["alpha"] is not None:
-        yield f"`alpha` of {options['alpha']}: supports None"
-    if arrays["biases"] is not None:
-        yield "`biases`: supports experts without biases"
+    del options
     x, gate = arrays["x"], arrays["gate"]
+    if arrays["biases"] is not None and isinstance(gate, TileScaled):
+        yield "`biases`: supports weights in float8 without biases"
     yield from _tokens(x)
     step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")
     for name, size in (("tokens", x.shape[1]), ("inner sizes", gate.shape[1])):

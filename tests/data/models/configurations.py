@@ -81,8 +81,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v4",
         {
             "num_key_value_heads": 1,
-            "head_dim": 80,  # 64 values, one tile of the fp8_v4 format, and 16 that are rotated
-            "partial_rotary_factor": 0.2,
+            "head_dim": 96,  # 64 values and 32 that are rotated: one tile of formats of V4, and of V4.1
+            "partial_rotary_factor": 1 / 3,
             "q_lora_rank": 24,
             "o_groups": 2,
             "o_lora_rank": 12,
@@ -148,6 +148,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
             "projection_hidden_size": 16,
             "tie_word_embeddings": False,
+        },
+    ),
+    # A layer with latents between two with states, whose heads are fewer.  No layer has rotary embedding.
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **{name: size for name, size in MLA.items() if name != "q_lora_rank"},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
         },
     ),
     # Heads as Llama's below.  The window is shorter than a block, and two of three layers have it.

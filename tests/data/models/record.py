@@ -161,6 +161,12 @@ def save(model: torch.nn.Module, family: str, folder: Path) -> None:
             saved, published = "language_model.model.blocks.", "language_model.model.layers."
             weights = {re.sub(f"^{re.escape(saved)}", published, name): held for name, held in load_file(file).items()}
             save_file(weights, file, metadata={"format": "pt"})
+        if family == "kimi_linear":  # save_pretrained gives dense layers the names of those with experts
+            weights = {
+                re.sub(r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.", name): held
+                for name, held in load_file(file).items()
+            }
+            save_file(weights, file, metadata={"format": "pt"})
         if family == "deepseek_v4":
             save_file({published_v4(name): held for name, held in load_file(file).items()}, file, {"format": "pt"})
     if family in PUBLISHED:

@@ -1,6 +1,8 @@
 """Mosaic GPU's kernels of experts: interpreted on any machine; the suite on a Hopper GPU."""
 
 import dataclasses
+from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ class Mosaic:
     """What every suite of these kernels says of itself."""
 
     implementation = "mosaic_gpu"
-    gaps = ("`x` of float32", "tokens of 20", "`alpha` of", "`scoring` 'sqrtsoftplus'")
+    gaps = ("`x` of float32", "tokens of 20", "`scoring` 'sqrtsoftplus'")
 
 
 @on_hopper
@@ -157,6 +159,18 @@ class TestInterpreted(Mosaic, suites.ExpertChecks):
         moved, rounded = (np.linalg.norm(other.astype(jnp.float32) - right) for other in (found, accurate))
         assert moved < rounded / 2
 
+    @pytest.mark.parametrize(
+        ("tokens", "config"),
+        [
+            (9, ExpertsConfig(rows=8, consumers=2, stages=2)),  # 64 of 192 features are beyond those of a tile
+            slow(40, ExpertsConfig(rows=24, consumers=1, stages=2)),
+            slow(3, None),
+        ],
+    )
+    def test_the_activation_of_gpt_oss_and_biases(self, tokens, config):
+        with using(config) if config else nullcontext():
+            self.check_biases(arguments(tokens, count=3))
+
     def test_experts_that_do_not_exist_are_skipped(self):
         x, experts, *rest = arguments(9, inner=64)
         found = self.check([x, experts.at[2:4].set(-1).at[5, 0].set(8), *rest])
@@ -201,6 +215,13 @@ def test_published_sizes_in_float8_lower(tokens, dtype, sizes):
     check_lowering(shapes(tokens, *sizes, jnp.dtype(dtype), fp8=True))
 
 
+@pytest.mark.parametrize("tokens", [1, slow(32), slow(256), 8192])
+def test_the_experts_of_gpt_oss_lower(tokens):
+    """With biases of 2,880 values, of which the last tile has half as many as the others."""
+    biases = tuple(jax.ShapeDtypeStruct((32, 2880), jnp.bfloat16) for _ in range(3))
+    check_lowering(shapes(tokens, 4, 32, 2880, 2880), biases=biases, limit=7.0, alpha=1.702)
+
+
 @pytest.mark.parametrize("tokens", [1, 32, 256, slow(8192)])
 def test_published_sizes_with_a_shared_expert_lower(tokens):
     width, inner = 2048, 2 * 1408
@@ -234,10 +255,10 @@ def test_weights_of_dense_products_lower(tokens, sizes, parts):
     assert kernel_operands(jax.jit(run).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text())
 
 
-def check_lowering(arguments, shared=None, joined=False):
+def check_lowering(arguments, shared=None, joined=False, biases=None, **options):
     """The call lowers, and its second kernel reads nothing early that the first one does not have."""
-    run = mosaic_gpu.KERNELS["grouped_swiglu"].run
-    traced = jax.jit(run).trace(*arguments, shared)
+    run = partial(mosaic_gpu.KERNELS["grouped_swiglu"].run, **options)
+    traced = jax.jit(run).trace(*arguments, shared, biases)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *listed, gate_up, down = kernel_operands(text)
     # The second kernel reads tiles and weights early, which are older than the first one; its first operand is not.

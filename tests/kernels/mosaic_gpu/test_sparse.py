@@ -124,7 +124,7 @@ class Mosaic:
         """Checks queries times a power of two, by which the softmax scale is divided."""
         q = [x * jnp.bfloat16(2.0**power) for x in suites.queries(self.entry(form), len(lengths), 1, heads)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("support.suites.decode_mla_sparse.SCALE", 0.11 * 2.0**-power)
+            patch.setattr("support.suites.attention.decode_mla_sparse.SCALE", 0.11 * 2.0**-power)
             self.sparse(form, lengths, heads, slots, q=q)
 
     def check_scale_of_all_entries(self, power, heads, lengths, slots):

@@ -3,7 +3,7 @@
 import pytest
 
 from support import suites
-from support.triton_runs import Triton, interpreted, on_gpu
+from support.triton.runs import Triton, interpreted, on_gpu
 
 
 @on_gpu

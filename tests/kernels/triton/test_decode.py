@@ -8,8 +8,8 @@ import pytest
 import jaxkv
 from jaxkv_kernels.triton import unsupported
 from support import suites
-from support.triton_builds import SHARED, builds
-from support.triton_runs import Triton, compiles, interpreted, on_gpu
+from support.triton.builds import SHARED, builds
+from support.triton.runs import Triton, compiles, interpreted, on_gpu
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from jaxkv_kernels import triton as kernels
 from support import suites
 from support.cases import on_layouts
 from support.suites import scenes
-from support.triton_builds import SHARED, builds
-from support.triton_runs import Triton, compiles, interpreted, on_gpu
+from support.triton.builds import SHARED, builds
+from support.triton.runs import Triton, compiles, interpreted, on_gpu
 
 
 @on_gpu

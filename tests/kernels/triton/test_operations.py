@@ -16,8 +16,8 @@ from jaxkv.support import sample_calls
 from jaxkv_kernels import triton as kernels
 from jaxkv_kernels.triton.runtime import available
 from support.available import assume_available
-from support.triton_builds import SHARED, builds, without_a_gpu
-from support.triton_runs import compiles, lowers
+from support.triton.builds import SHARED, builds, without_a_gpu
+from support.triton.runs import compiles, lowers
 
 DRAWS = 2
 

@@ -254,8 +254,12 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("values", "words"),
         [
-            ({"quantization_config": {"quant_method": "fp8"}}, ["`quantization_config`", "not supported"]),
-            ({"expert_dtype": "fp4"}, ["`expert_dtype` is 'fp4'", "not supported"]),
+            (
+                {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}},
+                ["`quantization_config.weight_block_size` is [32, 32]"],
+            ),
+            ({"quantization_config": {"quant_method": "mxfp4"}}, ["`quantization_config.quant_method` is 'mxfp4'"]),
+            ({"expert_dtype": "int4"}, ["`expert_dtype` is 'int4'"]),
             ({"num_key_value_heads": 4}, ["`num_key_value_heads` is 4", "expected 1"]),
             ({"scoring_func": "sigmoid"}, ["`scoring_func` is 'sigmoid'", "'sqrtsoftplus'"]),
             ({"n_shared_experts": 2}, ["`n_shared_experts` is 2", "expected 1"]),
@@ -266,11 +270,11 @@ class TestConfiguration:
             ({"layer_types": ["sliding_attention"] * 2}, ["`layer_types`", "each of 3 layers"]),
             ({"layer_types": ["full_attention"] * 3}, ["`layer_types`", "heavily_compressed_attention"]),
             ({"mlp_layer_types": ["moe", "hash_moe", "moe"]}, ["`mlp_layer_types`", "first those of hash_moe"]),
-            ({"qk_rope_head_dim": 8}, ["`qk_rope_head_dim` is 8", "16"]),
-            ({"index_head_dim": 8}, ["`index_head_dim` is 8", "16 values"]),
+            ({"qk_rope_head_dim": 8}, ["`qk_rope_head_dim` is 8", "32"]),
+            ({"index_head_dim": 8}, ["`index_head_dim` is 8", "32 values"]),
             ({"num_experts_per_tok": 9}, ["`num_experts_per_tok` is 9", "8 `n_routed_experts`"]),
             ({"layer_types": None}, ["`layer_types` is None"]),
-            ({"head_dim": 160}, ["`qk_rope_head_dim` is 16", "32"]),
+            ({"head_dim": 192}, ["`qk_rope_head_dim` is 32", "64"]),
             ({"rope_theta": 5.0}, ["`rope_parameters.main.rope_theta` is 10000.0", "5.0"]),
         ],
     )

@@ -23,13 +23,13 @@ def truth(q, k, v, decay, rate, state):
         key, query = k[b, t, h // group], q[b, t, h // group]
         key = key / np.sqrt(key @ key + 1e-6)
         query = query / np.sqrt(query @ query + 1e-6) / np.sqrt(len(query))
-        held = np.exp(decay[b, t, h]) * state[b, h]
+        held = np.exp(decay[b, t, h])[:, None] * state[b, h]
         state[b, h] = held + np.outer(key, rate[b, t, h] * (v[b, t, h] - key @ held))
         out[b, t, h] = query @ state[b, h]
     return out, state
 
 
-def drawn(tokens, *, batch=2, heads=4, remember=0.02, alike=0.0):
+def drawn(tokens, *, batch=2, heads=4, remember=0.02, alike=0.0, decays=1):
     """Arguments of the rule: decays of up to `remember` per token; keys are all the same if `alike` is 1."""
     random = np.random.default_rng(0)
 
@@ -38,7 +38,7 @@ def drawn(tokens, *, batch=2, heads=4, remember=0.02, alike=0.0):
 
     keys = normal(batch, tokens, 2, 16) * (1 - alike) + alike
     rate = 1 / (1 + np.exp(-2 * normal(batch, tokens, heads)))
-    decay = -remember * random.uniform(0, 1, (batch, tokens, heads)).astype(np.float32)
+    decay = -remember * random.uniform(0, 1, (batch, tokens, heads, decays)).astype(np.float32)
     queries, values = normal(batch, tokens, 2, 16), normal(batch, tokens, heads, 12)
     return queries, keys, values, decay, rate, normal(batch, heads, 16, 12)
 
@@ -63,6 +63,11 @@ run = jax.jit(gated_delta_rule)
         (200, {"remember": 20.0}),  # exp of the sum of the decays is 0, and of its negative infinite
         (130, {"alike": 1.0}),  # powers of the matrix that is inverted would be as large as 1e17
         (130, {"alike": 0.9, "remember": 0.0}),
+        # A decay per value of a key.
+        (1, {"decays": 16}),
+        (65, {"decays": 16}),
+        (200, {"decays": 16, "remember": 20.0}),
+        (130, {"decays": 16, "alike": 1.0}),
     ],
 )
 def test_both_forms_equal_float64(form, tokens, options, monkeypatch):
@@ -86,7 +91,8 @@ def test_parts_one_after_the_other_equal_all_at_once(sizes):
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_a_token_without_decay_and_rate_changes_nothing(tokens):
     q, k, v, decay, rate, state = drawn(tokens)
-    decay, rate = (np.where(np.arange(tokens)[:, None] < tokens // 2, 0, part) for part in (decay, rate))
+    still = (np.arange(tokens) < tokens // 2)[:, None]
+    decay, rate = np.where(still[..., None], 0, decay), np.where(still, 0, rate)
     if tokens == 1:
         assert_same_bits(run(q, k, v, np.zeros_like(decay), np.zeros_like(rate), state)[1], state)
         return

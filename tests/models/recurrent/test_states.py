@@ -12,7 +12,6 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv import models
-from jaxkv.bench import model_steps
 from jaxkv.models import NewTokens
 from support.many_devices import mesh_of, on_several_devices
 
@@ -183,10 +182,6 @@ class TestRejected:
             self.call(model, {"": table, STATE: jax.ShapeDtypeStruct((3, 3), "int32")})
         wider = {"": table, STATE: jax.ShapeDtypeStruct((2, 5), "int32")}
         assert self.call(model, wider)[1].shape == (2, model.config.vocab_size)
-
-    def test_timed_steps(self):
-        with pytest.raises(ValueError, match=r"`model` is a Qwen3NextForCausalLM, with block tables '', 'state'"):
-            model_steps.filled(recorded()[0], 4)
 
     def test_caches_without_states(self):
         model, table = recorded()[0], jax.ShapeDtypeStruct((2, 3), "int32")

@@ -39,8 +39,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
+from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.registers import store as store_registers
-from jaxkv_kernels.mosaic_gpu.runtime.registers import zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.tile_scaled import TILE
 
@@ -59,7 +59,9 @@ def products(
     shared=(),
     num_rows: int | None = None,
     parts: int = 0,
+    biases=(),
     limit: float | None = None,
+    alpha: float | None = None,
     config: ExpertsConfig,
     interpret: bool,
 ) -> jax.Array:
@@ -80,7 +82,9 @@ def products(
       num_rows: P, if `rows` has fewer rows, because every tile multiplies all of them.
       parts: if positive, rows are multiplied with one matrix [1, I, D], of which each tile takes one of so many equal
         parts of the summed dimension: `tiles` has numbers of parts instead of experts.
+      biases: vectors [E, I] that are added to gate row and up row; none for e4m3 matrices, or with `shared`.
       limit: if given, gate row is at most that, and up row lies between -limit and limit.
+      alpha: if given, the result is g * sigmoid(alpha g) * (u + 1) of g = gate row and u = up row.
       config: the configuration.
       interpret: whether the kernel is interpreted.
 
@@ -105,6 +109,7 @@ def products(
         weight_refs, refs = refs[: len(matrices)], refs[len(matrices) :]
         shared_refs, refs = refs[: len(shared)], refs[len(shared) :]
         scale_refs, refs = refs[: len(scales)], refs[len(scales) :]
+        bias_refs, refs = refs[: len(biases)], refs[len(biases) :]
         tile_refs, refs = refs[: len(tiles)], refs[len(tiles) :]
         next_refs, (out_ref, w_s, x_s, out_s, full, free, *a_s) = refs[: len(following)], refs[len(following) :]
         expert_ref, start_ref, size_ref, count_ref = tile_refs
@@ -268,6 +273,11 @@ def products(
 
                 return lax.fori_loop(0, steps, step, (zeros(FEATURES, tile_rows), zeros(FEATURES, tile_rows)))
 
+            def bias(ref, expert, feature):
+                """Those of the features from `feature` on; of features beyond the last, nothing is stored."""
+                place = ref.at[expert, pl.ds(jnp.minimum(feature, width - FEATURES), FEATURES)]
+                return plgpu.load(place, layout=ROW, optimized=False).astype(jnp.float32)
+
             def store(values, tile, feature):
                 """Starts the copy of a [64, rows] tile, transposed, to the columns of the result from `feature` on."""
                 columns = pl.ds(feature, FEATURES)
@@ -303,10 +313,15 @@ def products(
                 feature = feature + wg * FEATURES
                 first, second = (multiply_scaled if scales else multiply)(i * steps, tile, feature)
                 if gated:
+                    if biases:
+                        first, second = (
+                            x + over_columns(bias(ref, expert_ref[tile], feature), tile_rows)
+                            for x, ref in zip((first, second), bias_refs, strict=True)
+                        )
                     if limit is not None:
                         first = jnp.minimum(first, limit)
                         second = jnp.maximum(jnp.minimum(second, limit), -limit)
-                    store(_silu(first) * second, tile, feature)
+                    store(_silu(first) * second if alpha is None else _silu(first, alpha) * (second + 1), tile, feature)
                 else:
                     for half, values in enumerate((first, second)):
                         (store_sums if parts else store)(values, tile, feature + half * features)
@@ -336,7 +351,7 @@ def products(
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             *([swizzled(consumers, 2, FEATURES, e4m3.GROUP, dtype=rows.dtype)] if scales and interpret else []),
         ],
-    )(rows, *matrices, *shared, *scales, *tiles, *following)
+    )(rows, *matrices, *shared, *scales, *biases, *tiles, *following)
 
 
 def _room(config: ExpertsConfig, step: int, itemsize: int, weight_itemsize: int) -> int:
@@ -346,6 +361,6 @@ def _room(config: ExpertsConfig, step: int, itemsize: int, weight_itemsize: int)
     return (SHARED_MEMORY - RESERVED - results) // stage
 
 
-def _silu(x) -> Any:
-    """x * sigmoid(x)."""
-    return x / (1 + jnp.exp2(x * -LOG2E))
+def _silu(x, alpha: float = 1.0) -> Any:
+    """x * sigmoid(alpha x)."""
+    return x / (1 + jnp.exp2(x * (-LOG2E * alpha)))

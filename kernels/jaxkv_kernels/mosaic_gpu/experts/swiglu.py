@@ -3,7 +3,7 @@
 Two products by experts (`products.py`) do the work: gate and up, of which the kernel stores silu(gate) * up, and down.
 XLA prepares their rows, and adds up the experts' results:
 
-- A single token has kernels of its own (`one_token/experts.py`), unless weights are in float8.
+- A single token has kernels of its own (`one_token/experts.py`), unless weights are in float8 or there are biases.
 - If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them
   (`listing.py`), which takes one kernel.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
@@ -33,22 +33,23 @@ from jaxkv_kernels.xla.experts.swiglu import shared_swiglu
 
 def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None, *, limit=None, alpha=None):
     """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
-    del biases, alpha  # rejected unless None
     if not len(x):
         return jnp.zeros_like(x)
     sizes = x.shape[0], experts.size, gate.shape[0]
     fp8 = isinstance(gate, TileScaled)
     config = configuration(default_config_of_fp8(*sizes, gate.shape[1]) if fp8 else default_config(*sizes))
-    if shared is not None and not (experts.size and _joins(gate, shared, len(x), config)):
-        return grouped_swiglu(x, experts, weights, gate, up, down, limit=limit) + shared_swiglu(x, *shared, limit=limit)
+    kind = {"limit": limit, "alpha": alpha}
+    if shared is not None and not (experts.size and biases is None and _joins(gate, shared, len(x), config)):
+        routed = grouped_swiglu(x, experts, weights, gate, up, down, biases=biases, **kind)
+        return routed + shared_swiglu(x, *shared, **kind)
     if not experts.size:
         return jnp.zeros_like(x)
-    options = {"limit": limit, "interpret": bool(interpreting.value)}
-    more = 0 if shared is None else len(shared[0]) // gate.shape[1]
-    if len(x) == 1 and not fp8 and experts.size + more <= MOST_PARTS and gate.shape[1] <= MOST_INNER:
-        return one_token(x, experts, weights, gate, up, down, shared, **options)
-    options["config"] = config
-    return _swiglu(x, experts, weights, gate, up, down, shared, **options)
+    interpret = bool(interpreting.value)
+    parts = experts.size + (0 if shared is None else len(shared[0]) // gate.shape[1])
+    plain = not fp8 and biases is None and alpha is None
+    if len(x) == 1 and plain and parts <= MOST_PARTS and gate.shape[1] <= MOST_INNER:
+        return one_token(x, experts, weights, gate, up, down, shared, limit=limit, interpret=interpret)
+    return _swiglu(x, experts, weights, gate, up, down, shared, biases, **kind, config=config, interpret=interpret)
 
 
 def _joins(gate, shared, tokens: int, config) -> bool:
@@ -63,8 +64,8 @@ def _joins(gate, shared, tokens: int, config) -> bool:
     return divisible and (tokens <= config.rows or config.rows == MOST_ROWS)
 
 
-@partial(jax.jit, static_argnames=("limit", "config", "interpret"))
-def _swiglu(x, experts, weights, gate, up, down, shared, *, limit, config, interpret):
+@partial(jax.jit, static_argnames=("limit", "alpha", "config", "interpret"))
+def _swiglu(x, experts, weights, gate, up, down, shared, biases, *, limit, alpha, config, interpret):
     count, more, more_first, more_second = gate.shape[0], 0, (), ()
     if shared is not None:
         more = len(shared[0]) // gate.shape[1]
@@ -82,14 +83,17 @@ def _swiglu(x, experts, weights, gate, up, down, shared, *, limit, config, inter
         first, second = (gate.values, up.values), (down.values,)
     options = {"num_rows": num_rows, "config": config, "interpret": interpret}
     following = () if rounds else (*second, *more_second, *scales[1])
-    inner = products(rows, first, scales[0], tiles, following, shared=more_first, limit=limit, **options)
+    kind = {"biases": () if biases is None else biases[:2], "limit": limit, "alpha": alpha}
+    inner = products(rows, first, scales[0], tiles, following, shared=more_first, **kind, **options)
     if rounds:
         inner = rounded_to_e4m3(inner)  # each 128 values have another order, but are the same
     results = products(inner, second, scales[1], tiles, early=not rounds, shared=more_second, **options)
     total = jnp.zeros(x.shape, jnp.float32)
     ones = jnp.ones(len(x), jnp.float32)
-    for rows, shares in zip(places, [*weights.T, *[ones] * more], strict=True):
+    for number, (rows, shares) in enumerate(zip(places, [*weights.T, *[ones] * more], strict=True)):
         chosen = results.at[rows].get(mode="clip").astype(jnp.float32)
+        if biases is not None:
+            chosen += biases[2].at[experts[:, number]].get(mode="clip").astype(jnp.float32)
         # Select instead of multiplying by 0: rows that no tile has written may hold anything.
         total += jnp.where((rows < num_rows)[:, None], chosen * shares[:, None], 0)
     return (from_positions(total) if scaled else total).astype(x.dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
+FOLDER = Path(__file__).parents[2] / "data" / "models" / "deepseek_v3"
 LAYER = "model.layers.3."
 
 

@@ -10,8 +10,8 @@ from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, layer_index, positive_int, static_scale
 from jaxkv.ops.attention import check_entries
+from jaxkv.ops.composed.parts import CHUNK_BYTES, Context, aligned, running_sum
 from jaxkv.ops.gathers import gather_kv
-from jaxkv.ops.prefill.parts import CHUNK_BYTES, Context, aligned, running_sum
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.xla.softmax import with_sinks
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.prefill.mla import _check_rows
+from jaxkv.ops.composed.prefill_mla import _check_rows
 from jaxkv_kernels import cudnn
 from support import oracle, scenes
 from support.cases import each_value, on_layouts

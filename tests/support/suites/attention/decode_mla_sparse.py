@@ -8,8 +8,8 @@ import jaxkv
 from support import oracle, scenes
 from support.cases import on_layouts
 from support.compare import assert_close, assert_same_bits
+from support.suites.attention.decode_mla import SCALE, queries
 from support.suites.base import Suite, layout_of
-from support.suites.decode_mla import SCALE, queries
 
 LENGTHS = (190, 64, 1)
 

@@ -15,9 +15,9 @@ import safetensors.numpy
 
 import jaxkv.models
 from jaxkv.cli import main
-from models import config_keys
+from models.checkpoints import config_keys
 
-RECORDED = Path(__file__).parents[1] / "data" / "models"
+RECORDED = Path(__file__).parents[2] / "data" / "models"
 ALIKE = {"axk1", "deepseek_v3", "deepseek_v3_yarn", "moonlight"}
 """Families whose configurations have the keys of another's."""
 FAMILIES = sorted({path.parent.name for path in RECORDED.glob("*/config.json")} - ALIKE)

@@ -12,9 +12,7 @@ from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.validate import check_cache, entry_scale, int32, layer_index, mla_dims, positive_int, static_scale
 from jaxkv.ops.attention import check_entries, decode_mla
-from jaxkv.ops.gathers import gather_mla
-from jaxkv.ops.plan import DecodePlan
-from jaxkv.ops.prefill.parts import (
+from jaxkv.ops.composed.parts import (
     CHUNK_BYTES,
     Context,
     InParts,
@@ -24,6 +22,8 @@ from jaxkv.ops.prefill.parts import (
     running_sum,
     with_chunks,
 )
+from jaxkv.ops.gathers import gather_mla
+from jaxkv.ops.plan import DecodePlan
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.kernel import imported_when_called

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.prefill import mla
-from jaxkv.ops.prefill.mla import LEAST_ON_GPUS, LEAST_WITH_KERNEL, expansion_pays, prefers_expansion
+from jaxkv.ops.composed import prefill_mla
+from jaxkv.ops.composed.prefill_mla import LEAST_ON_GPUS, LEAST_WITH_KERNEL, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.xla import expanded
@@ -304,7 +304,7 @@ def test_keys_in_parts(monkeypatch):
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda *args: iter([]))
     monkeypatch.setattr(cudnn, "attention", expanded.attention)
     monkeypatch.setattr(unsupported, "attend_expanded", lambda *args: iter([]))
-    monkeypatch.setattr(mla, "attend_expanded", attend)
+    monkeypatch.setattr(prefill_mla, "attend_expanded", attend)
     scene = scenes.scene(ENTRY, lengths=LENGTHS)
     check(scene, scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1), arguments(ENTRY, 70, "float32"))
     assert calls == [(len(LENGTHS), 70, HEADS, NOPE + 16)]

@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import re
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,19 +11,12 @@ import safetensors.numpy
 
 import jaxkv.models
 from jaxkv.models.weights import safetensors_file
-from models.published import FP8, LLAMA_2, LLAMA_3, LLAMA_ROPE, MXFP4, PUBLISHED, PUBLISHED_V2, YARN
+from models.checkpoints.folders import RECORDED, configure, copied, rejects
 
-RECORDED = Path(__file__).parents[1] / "data" / "models"
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 EMBED = "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-
-
-def copied(family, folder):
-    """A copy of a checkpoint, which the test may corrupt."""
-    shutil.copytree(RECORDED / family, folder, ignore=shutil.ignore_patterns("truth.npz"), dirs_exist_ok=True)
-    return folder
 
 
 @pytest.fixture
@@ -38,13 +29,6 @@ def folder(tmp_path):
 def shards(tmp_path):
     """Two files of weights, and an index."""
     return copied("deepseek_v3_sharded", tmp_path)
-
-
-def configure(folder, **changes):
-    """Changes fields of config.json; None removes them."""
-    file = folder / "config.json"
-    values = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
 
 
 def spoil(folder, change, file="model.safetensors"):
@@ -66,118 +50,6 @@ def assert_same(model, other):
     assert jax.tree.all(jax.tree.map(np.array_equal, model.params, other.params))
 
 
-def rejects(folder, *words, **options):
-    """Loading raises a ValueError of one line with all of the words."""
-    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))) as error:
-        jaxkv.models.load(folder, **options)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"architectures": ["MistralForCausalLM"]},
-            ["'MistralForCausalLM'", "DeepseekV3ForCausalLM", "YoutuForCausalLM"],
-        ),
-        ({"architectures": None}, ["no `architectures`"]),
-        ({"kv_lora_rank": None}, ["no `kv_lora_rank`"]),
-        ({"hidden_act": "gelu"}, ["`hidden_act` is 'gelu'", "'silu'"]),
-        ({"attention_bias": True}, ["`attention_bias` is True", "False"]),
-        ({"quantization_config": "fp8"}, ["`quantization_config` is 'fp8'", "an object"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["`quantization_config.quant_method` is 'awq'", "'fp8'"]),
-        ({"quantization_config": {**FP8, "fmt": "e5m2"}}, ["`quantization_config.fmt` is 'e5m2'", "'e4m3'"]),
-        ({"quantization_config": {**FP8, "weight_block_size": [64, 64]}}, ["weight_block_size` is [64, 64]", "128"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["no `quantization_config.weight_block_size`"]),
-        ({"topk_method": "greedy"}, ["`topk_method` is 'greedy'", "'noaux_tc'"]),
-        ({"scoring_func": "softmax"}, ["`scoring_func` is 'softmax'", "'sigmoid'"]),
-        ({"n_group": 5}, ["`n_group` is 5", "12"]),
-        ({"num_experts_per_tok": 9}, ["`num_experts_per_tok` is 9", "8 experts"]),
-        ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, ["`mlp_layer_types`", "dense ones first"]),
-        ({"rope_parameters": {"rope_type": "linear"}, "rope_theta": 1e4}, ["`rope_parameters.rope_type` is 'linear'"]),
-        ({"rope_parameters": {"rope_theta": 1e4}}, ["no `rope_parameters.rope_type`"]),
-        ({"rope_parameters": {"rope_theta": 0, "rope_type": "default"}}, ["`rope_parameters.rope_theta` is 0", "1 <"]),
-        ({"rope_theta": 5e4}, ["`rope_theta` is 50000.0", "10000.0, as in `rope_parameters`"]),
-        ({"rope_scaling": YARN}, ["`rope_scaling` is {", "the same as `rope_parameters`"]),
-        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 0}}, ["`rope_parameters.beta_fast` is 0"]),
-        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 0.5}}, ["beta_fast` is 0.5", "at least"]),
-        (
-            {"rope_parameters": {**YARN, "rope_theta": 1e4, "rope_type": "default"}},
-            ["`rope_parameters.type` is 'yarn'"],
-        ),
-        ({"partial_rotary_factor": 0.5}, ["`partial_rotary_factor` is 0.5"]),
-        ({"num_experts_per_tok": 0}, ["`num_experts_per_tok` is 0", "from 1"]),
-        ({"n_group": 12}, ["`n_group` is 12", "2 or more"]),
-        ({"topk_group": 4}, ["`topk_group` is 4", "at most `n_group`, which is 3"]),
-        ({"eos_token_id": "a"}, ["`eos_token_id` is 'a'", "from 0 to 96"]),
-        ({"eos_token_id": [1, 97]}, ["`eos_token_id` is [1, 97]", "from 0 to 96"]),
-        ({"eos_token_id": True}, ["`eos_token_id` is True"]),
-        ({"num_hidden_layers": "3"}, ["`num_hidden_layers` is '3'", "an integer"]),
-        ({"num_hidden_layers": True}, ["`num_hidden_layers` is True", "an integer"]),
-        ({"num_hidden_layers": 3.0}, ["`num_hidden_layers` is 3.0", "an integer"]),
-        ({"hidden_size": 10**30}, ["`hidden_size` is 1000000000000000000000000000000", "to 2147483647"]),
-        ({"rms_norm_eps": float("nan")}, ["`rms_norm_eps` is nan", "a number"]),
-        ({"rms_norm_eps": 10**400}, ["`rms_norm_eps` is 1000", "a number"]),
-        ({"qk_rope_head_dim": 7}, ["`qk_rope_head_dim` is 7", "even"]),
-        ({"attention_bias": 0}, ["`attention_bias` is 0", "False"]),
-        ({"tie_word_embeddings": "no"}, ["`tie_word_embeddings` is 'no'", "False or True"]),
-        ({"architectures": "DeepseekV3ForCausalLM"}, ["`architectures` is 'DeepseekV3ForCausalLM'", "a list"]),
-        ({"dtype": "float64"}, ["`dtype` is 'float64'", "'bfloat16' or 'float16' or 'float32'"]),
-        ({"torch_dtype": "bfloat16"}, ["`torch_dtype` is 'bfloat16'", "the same as `dtype`"]),
-        ({"dtype": None}, ["no `dtype`"]),
-        ({"mlp_layer_types": "dense"}, ["`mlp_layer_types` is 'dense'", "3 layers"]),
-        ({"rope_parameters": [1]}, ["`rope_parameters` is [1]", "object"]),
-    ],
-)
-def test_unsupported_configurations_are_rejected(folder, changes, words):
-    configure(folder, **changes)
-    rejects(folder, str(folder / "config.json"), *words)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"attention_bias": True}, ["`attention_bias` is True", "False"]),
-        ({"mlp_bias": True}, ["`mlp_bias` is True", "False"]),
-        ({"num_key_value_heads": 4}, ["`num_key_value_heads` is 4", "a divisor of the 6 `num_attention_heads`"]),
-        ({"num_key_value_heads": 0}, ["`num_key_value_heads` is 0", "from 1"]),
-        ({"head_dim": 63}, ["`head_dim` is 63", "even"]),
-        ({"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5}, ["`hidden_size` is 48", "2 x 5"]),
-        ({"head_dim": None, "num_attention_heads": 16}, ["`hidden_size` is 48", "2 x 16"]),  # 3 values, no pairs
-        (
-            {"rope_parameters": {"rope_type": "yarn"}},
-            ["`rope_parameters.rope_type` is 'yarn'", "'default' or 'llama3'"],
-        ),
-        ({"rope_parameters": {**LLAMA_ROPE, "low_freq_factor": 4.0}}, ["high_freq_factor` is 4.0", "more than"]),
-        ({"rope_parameters": {**LLAMA_ROPE, "factor": 0.5}}, ["`rope_parameters.factor` is 0.5", "1 <="]),
-        ({"rope_parameters": {"rope_type": "llama3"}}, ["no `rope_parameters.low_freq_factor`"]),
-        ({"rope_parameters": {**LLAMA_ROPE, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor` is 0.5"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["`quantization_config.quant_method` is 'gptq'"]),
-    ],
-)
-def test_unsupported_llama_configurations_are_rejected(tmp_path, changes, words):
-    folder = copied("llama", tmp_path)
-    configure(folder, **changes)
-    rejects(folder, str(folder / "config.json"), *words)
-
-
-def test_the_heads_of_llama_by_default():
-    def attention(**changes):
-        values = {name: value for name, value in {**LLAMA_3, **changes}.items() if value is not None}
-        return jaxkv.models.ModelConfig.from_json(values).attention
-
-    assert attention() == attention(head_dim=128) != attention(head_dim=64)
-    assert attention(num_key_value_heads=None) == attention(num_key_value_heads=32)
-    assert jaxkv.models.ModelConfig.from_json(LLAMA_2).rope.theta == 10000
-
-
-@pytest.mark.parametrize("key", ["hidden_size", "norm_topk_prob", "hidden_act", "architectures", "tie_word_embeddings"])
-def test_a_null_in_the_configuration(folder, key):
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, key: None}))
-    rejects(folder, str(folder / "config.json"), f"`{key}` is None: expected ")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -194,27 +66,6 @@ def test_a_null_in_the_configuration(folder, key):
 def test_json_files_that_cannot_be_read(shards, name, text, words):
     (shards / name).write_bytes(text)
     rejects(shards, str(shards / name), *words)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configurations_are_supported(name):
-    whole = PUBLISHED[name]
-    values = whole.get("text_config", whole)
-    config = jaxkv.models.ModelConfig.from_json(json.loads(json.dumps(whole)))
-    assert config.num_layers == values.get("num_hidden_layers", values.get("num_layers"))
-    assert config.dtype == "bfloat16"
-    scaling = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    assert (config.rope.scaling is not None) == ("factor" in scaling)
-    stop = values["eos_token_id"]
-    assert config.stop_tokens == (tuple(stop) if isinstance(stop, list) else (stop,))
-    quantised = MXFP4 if name == "GPT-OSS" else FP8
-    assert jaxkv.models.ModelConfig.from_json({**whole, "quantization_config": quantised}) == config
-
-
-def test_one_value_written_as_an_integer_or_a_float_is_one_model():
-    integers = jaxkv.models.ModelConfig.from_json(PUBLISHED_V2)
-    floats = {**PUBLISHED_V2, "rope_theta": 10000.0, "rope_scaling": {**YARN, "factor": 40.0, "beta_slow": 1.0}}
-    assert repr(jaxkv.models.ModelConfig.from_json(floats)) == repr(integers)  # fingerprints are made from it
 
 
 def test_a_folder_without_a_checkpoint(tmp_path):
@@ -435,15 +286,6 @@ def test_kv_b_proj_is_split_by_head():
     rows = weights["model.layers.1.self_attn.kv_b_proj.weight"].reshape(4, 16 + 12, 128)
     assert np.array_equal(layer["attention"]["w_uk"], rows[:, :16])
     assert np.array_equal(layer["attention"]["w_uv"], rows[:, 16:])
-
-
-def test_older_spellings_of_rope_mean_the_same(folder):
-    yarn = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5}
-    configure(folder, rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, **yarn})
-    new = jaxkv.models.ModelConfig.read(folder)
-    configure(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "yarn", **yarn})
-    assert jaxkv.models.ModelConfig.read(folder) == new
-    assert new.rope.scaling.factor == 4
 
 
 @pytest.mark.parametrize("band", [1, 100, 2**23])

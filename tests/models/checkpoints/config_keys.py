@@ -46,6 +46,7 @@ NOT_IGNORED = {
     "deepseek_v4": {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"},
     "gpt_oss": {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"},
     "kimi_k25": {"text_config.model_type"},
+    "kimi_linear": {"layer_types"},
     "llama": {"head_dim", "num_key_value_heads"},
     "longcat_flash": {"head_dim"},
     "qwen3_next": {"head_dim", "layer_types", "num_key_value_heads"},
@@ -78,8 +79,8 @@ ABSENT_IN = {
     "deepseek_v4": {
         "attention_factor": None,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
-        "partial_rotary_factor": 0.2,
-        "qk_rope_head_dim": 16,
+        "partial_rotary_factor": 1 / 3,
+        "qk_rope_head_dim": 32,
     },
     "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},
     "deepseek_v2_lite": {"norm_topk_prob": False, "scoring_func": "softmax", "tie_word_embeddings": False},

@@ -1,6 +1,6 @@
 """The values of published configurations."""
 
-from models.recurrent.published import QWEN3_NEXT
+from models.checkpoints.published_gqa import PUBLISHED_GQA
 
 YARN = {
     "beta_fast": 32,
@@ -77,50 +77,9 @@ PUBLISHED_V3 = {
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
-LLAMA_2 = {
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
-LLAMA_3 = {
-    **LLAMA_2,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "num_key_value_heads": 8,
-    "rope_theta": 500000.0,
-    "vocab_size": 128256,
-}
-LLAMA_ROPE = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
 NO_GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 # Of V3, V3.2 and Kimi-K2 as published; conversions to bf16 have none.
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-MXFP4 = {"modules_to_not_convert": ["lm_head", "model.embed_tokens"], "quant_method": "mxfp4"}
 KIMI_K2 = {
     **PUBLISHED_V3,
     **NO_GROUPS,
@@ -137,6 +96,7 @@ KIMI_K2 = {
 }
 # The config.json of the families' checkpoints, with the values that the model depends on but `quantization_config`.
 PUBLISHED = {
+    **PUBLISHED_GQA,
     # The values by default of `AXK1Config` in transformers 5.23.0, which are those of skt/A.X-K1.
     "A.X K1": {
         "architectures": ["AXK1ForCausalLM"],
@@ -273,45 +233,6 @@ PUBLISHED = {
     },
     # The values by default of `GlmMoeDsaConfig` in transformers 5.23.0, which are those of zai-org/GLM-5; the stop
     # tokens, `rope_theta` and the MTP layer are those that xLLM's reader of this checkpoint has by default.
-    "GPT-OSS": {
-        "architectures": ["GptOssForCausalLM"],
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "eos_token_id": 200002,
-        "experts_per_token": 4,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 2880,
-        "initial_context_length": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 2880,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "max_position_embeddings": 131072,
-        "model_type": "gpt_oss",
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 8,
-        "num_local_experts": 32,
-        "output_router_logits": False,
-        "pad_token_id": 199999,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "router_aux_loss_coef": 0.9,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "vocab_size": 201088,
-    },
     "GLM-5": {
         "architectures": ["GlmMoeDsaForCausalLM"],
         "attention_bias": False,
@@ -353,26 +274,6 @@ PUBLISHED = {
         "topk_method": "noaux_tc",
         "v_head_dim": 256,
         "vocab_size": 154880,
-    },
-    "Llama 2": LLAMA_2,
-    "Llama 3": LLAMA_3,
-    "Llama 3.1": {
-        **LLAMA_3,
-        "eos_token_id": [128001, 128008, 128009],
-        "max_position_embeddings": 131072,
-        "rope_scaling": LLAMA_ROPE,
-    },
-    "Llama 3.2": {
-        **LLAMA_3,
-        "eos_token_id": [128001, 128008, 128009],
-        "head_dim": 64,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "num_hidden_layers": 16,
-        "rope_scaling": {**LLAMA_ROPE, "factor": 32.0},
-        "tie_word_embeddings": True,
     },
     # As in mlx-community/LongCat-Flash-Chat-bf16, converted from meituan-longcat/LongCat-Flash-Chat.
     "LongCat-Flash": {
@@ -458,34 +359,6 @@ PUBLISHED = {
         },
         "tie_word_embeddings": False,
         "vision_config": {},
-    },
-    "Qwen3-Next": QWEN3_NEXT,
-    # The values by default of `SmolLM3Config` in transformers 5.23.0.
-    "SmolLM3": {
-        "architectures": ["SmolLM3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 128000,
-        "dtype": "bfloat16",
-        "eos_token_id": 128001,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 32768,
-        "mlp_bias": False,
-        "model_type": "smollm3",
-        "no_rope_layer_interval": 4,
-        "no_rope_layers": [1, 1, 1, 0] * 9,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 2000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "vocab_size": 128256,
     },
     "Youtu-LLM": {
         "architectures": ["YoutuForCausalLM"],

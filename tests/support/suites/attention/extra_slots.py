@@ -8,9 +8,9 @@ import jaxkv
 from support import scenes
 from support.cases import on_layouts
 from support.compare import assert_same_bits
+from support.suites.attention.decode_mla import queries
+from support.suites.attention.decode_mla_sparse import DecodeMLASparseChecks
 from support.suites.base import layout_of
-from support.suites.decode_mla import queries
-from support.suites.decode_mla_sparse import DecodeMLASparseChecks
 
 LENGTHS, MORE_LENGTHS = (70, 64, 1), (190, 3, 20)
 

@@ -11,9 +11,9 @@ import safetensors.numpy
 
 import jaxkv.models
 from jaxkv.models.weights.parameters import parameters
-from models.published import FP8
+from models.checkpoints.published import FP8
 
-RECORDED = Path(__file__).parents[1] / "data" / "models"
+RECORDED = Path(__file__).parents[2] / "data" / "models"
 FILE = "model.safetensors"
 KEPT = re.compile(r"mlp\.gate\.|weights_proj|embed_tokens|shared_head")
 """The router, the indexer's weights of heads, and the MTP layer's copies of the embedding and the head."""
