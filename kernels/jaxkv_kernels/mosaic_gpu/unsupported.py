@@ -18,8 +18,13 @@ from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.experts.config import FEATURES, STEP
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
+from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
+MOST_PARTS, MOST_INNER = 16, 2048
+"""The most experts of a single token, shared ones included, for its own kernels; and the most values of an expert."""
+VECTOR = 8
+"""Values that a lane loads at once."""
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
 MOST_EXPERTS, LANES = 1024, 32
@@ -28,6 +33,10 @@ LATENT, ROPE = 512, 64
 """The sizes of DeepSeek's entries, which are the largest."""
 ROPES = (0, 16, 32, 64)
 """Rotary parts of dense attention to plain entries."""
+EXPANDED = (128, 64, 128)
+"""Values of a key without and in its rotary part, and of a value, for attention to expanded keys: DeepSeek's."""
+TILE_ROWS = 8
+"""Keys of a chunk come in multiples of it: TMA clips copies of tiles only then."""
 SPARSE_LATENTS = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
 """Latents of sparse attention, by format, if not of 512 values."""
 HEAD_DIMS = (64, 128, 192, 256)
@@ -40,7 +49,7 @@ WORD = 4
 SCORINGS = "softmax", "sigmoid"
 """How `select_experts` may score experts."""
 MOST_VALUES = 2048
-"""Values of an entry that a team of lanes keeps in registers."""
+"""Values of an entry that a team of lanes keeps in registers, and of a row of weights that a warp does."""
 
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -324,6 +333,46 @@ def scaled_linear(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iter
         yield f"tokens of {x.shape[1]} values: supports multiples of {TILE}"
     if weight.shape[0] % FEATURES:
         yield f"results of {weight.shape[0]} values: supports multiples of {FEATURES}"
+
+
+def attend_expanded(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
+    """Reasons against `attend_expanded`, which is part of `prefill_mla`, for heads of these sizes and `dtype`."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"queries of {jnp.dtype(dtype).name}: supports bfloat16 and float16"
+    if (nope, rope, value) != EXPANDED:
+        yield f"heads of {nope} + {rope} and {value} values: supports {EXPANDED[0]} + {EXPANDED[1]} and {EXPANDED[2]}"
+
+
+def normed_products(tokens: int, x, norm, matrices) -> Iterator[str]:
+    """Reasons against `normed_products`, which models use for arrays x [..., D]; also those of this machine."""
+    yield from _one_token(tokens, x, norm, *matrices)
+    if x.shape[-1] % VECTOR or x.shape[-1] > MOST_VALUES:
+        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR} up to {MOST_VALUES}"
+
+
+def swiglu_of_one(tokens: int, x, gate, up, down) -> Iterator[str]:
+    """Reasons against `swiglu_of_one`, which models use for arrays x [..., D]; also those of this machine."""
+    yield from _one_token(tokens, x, gate, up, down)
+    if x.shape[-1] % VECTOR:
+        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR}"
+    if not inner_parts(gate.shape[0]):
+        yield f"an inner size of {gate.shape[0]} values: supports up to {MOST_PARTS} equal parts of up to {MOST_INNER}"
+
+
+def inner_parts(inner: int) -> int:
+    """The fewest equal parts of `inner` values of up to `MOST_INNER`, in multiples of 8; 0 if there are none."""
+    counts = range(-(-inner // MOST_INNER), MOST_PARTS + 1)
+    return next((parts for parts in counts if inner % (VECTOR * parts) == 0), 0)
+
+
+def _one_token(tokens: int, x, *weights) -> Iterator[str]:
+    yield from unavailable_reasons(WGMMA)
+    if tokens != 1:
+        yield f"{tokens} tokens: supports 1"
+    if any(isinstance(weight, TileScaled) for weight in weights):
+        yield "weights in float8"
+    elif {weight.dtype for weight in weights} != {x.dtype} or x.dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"weights of other dtypes than `x` of {x.dtype}, or not bfloat16 or float16"
 
 
 def _tokens(x) -> Iterator[str]:
