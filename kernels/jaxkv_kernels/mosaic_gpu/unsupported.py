@@ -10,7 +10,7 @@ from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
-from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
+from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
@@ -33,12 +33,6 @@ LATENT, ROPE = 512, 64
 """The sizes of DeepSeek's entries, which are the largest."""
 ROPES = (0, 16, 32, 64)
 """Rotary parts of dense attention to plain entries."""
-NOT_RUN_ON_GPUS = True
-"""Whether dense attention to latents of other sizes than 512 + 64, or in a window, is rejected.
-
-The kernels lower, and pass their tests in the interpreter.  Set it to False, and then remove it, when
-`test_decode_mla.py` has passed on a GPU, where it tests them.
-"""
 EXPANDED = (128, 64, 128)
 """Values of a key without and in its rotary part, and of a value, for attention to expanded keys: DeepSeek's."""
 TILE_ROWS = 8
@@ -66,14 +60,7 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    yield from _window(options)
     yield from too_large(options)
-
-
-def _window(options: Mapping[str, Any]) -> Iterator[str]:
-    """A reason against attending to latents with a window."""
-    if NOT_RUN_ON_GPUS and options["window"] is not None:
-        yield f"`window` of {options['window']} with latents, which has not run on a GPU"
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -96,13 +83,16 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
         if {entry.format, extra.entry.format} != {"fp8_v4"}:
             yield f"`extra` of format {extra.entry.format!r}, with {entry.format!r}: supports 'fp8_v4' in both caches"
         yield from _unaligned(_steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
-    yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
+    yield from _gathered(entry, pages, arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    # The regions of split pages store multiples of 16 bytes per token, but their scales.
-    yield from _unaligned(
-        _steps(pages, ("layer",) if entry.split else ("layer", "token")), arrays["buffer"].dtype.itemsize
-    )
     yield from too_large(options)
+
+
+def _gathered(entry, pages, buffer) -> Iterator[str]:
+    """Reasons against attending to such latents by slot."""
+    yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
+    # The regions of split pages store multiples of 16 bytes per token, but their scales.
+    yield from _unaligned(_steps(pages, ("layer",) if entry.split else ("layer", "token")), buffer.dtype.itemsize)
 
 
 def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -147,13 +137,14 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
     else:
         yield from _attention(entry, pages, arrays["buffer"])
-    if entry.one_head:
-        yield from _window(options)
     yield from _query_dtype(entry, options["dtype"], "queries")
 
 
 def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
+    if by_slots(entry, rows):
+        yield from _gathered(entry, pages, buffer)
+        return
     yield from _latent_sizes(entry)
     yield from _block_sizes(pages)
     if rows > FEW_ROWS:
@@ -172,6 +163,8 @@ def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such keys and values, quantised, with so many query tokens x heads per request."""
     if not {*entry.sizes} <= {128, 256}:
         yield f"{_values_of(entry)}: supports 128 and 256 of each, if quantised"
+    elif entry.nbytes % BULK:
+        yield f"{_values_of(entry)}, {entry.nbytes} bytes: supports multiples of {BULK} bytes"
     if rows // pages.num_heads > FEW_ROWS:
         yield (
             f"query tokens x heads of {rows // pages.num_heads} per KV head: supports up to {FEW_ROWS} with entries of "
@@ -205,9 +198,7 @@ def _block_sizes(pages) -> Iterator[str]:
 
 def _attention(entry, pages, buffer) -> Iterator[str]:
     """Reasons against attending to such entries, which are not quantised."""
-    if entry.one_head and NOT_RUN_ON_GPUS:
-        yield from _latent_sizes(entry)
-    elif entry.one_head:
+    if entry.one_head:
         latent, rope = entry.sizes
         if latent % TILE_COLUMNS or latent > LATENT or rope not in ROPES:
             yield f"{_values_of(entry)}: supports multiples of {TILE_COLUMNS} up to {LATENT}, + 0, 16, 32 or 64"
@@ -291,6 +282,20 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 
 read_blocks = write_blocks = copy_blocks
+
+
+def write_state(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that moves states: `write_state`, `read_state`."""
+    pages, entry = options["pages"], options["entry"]
+    yield from _unaligned({f"array {part.name!r}": part.nbytes for part in entry.parts() if part.name != "padding"}, 1)
+    yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
+    try:
+        row_view(pages)
+    except ValueError as error:
+        yield str(error)
+
+
+read_state = write_state
 
 
 def select_experts(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

@@ -78,7 +78,7 @@ def check(scene, cache, given, **options):
     return out, lse
 
 
-@on_layouts(scenes.MLA_ENTRIES)
+@on_layouts(scenes.MLA_ENTRIES, composed=True)
 def test_equals_the_packed_cache_and_the_truth(entry, name):
     scene, layout = scenes.scene(entry, lengths=LENGTHS), scenes.layouts(entry)[name]
     given = arguments(entry, 70, entry.input_dtype)
