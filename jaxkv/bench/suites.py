@@ -102,6 +102,7 @@ def _peers() -> Iterator[Workload]:
             yield cold(operation=operation, format=entries)
     for operation in ("write_indexer_k", "gather_indexer_k"):
         yield cold(operation=operation)
+    yield cold(operation="gather_entries", format="fp8_ds_mla")
 
 
 def _blocks() -> Iterator[Workload]:
@@ -139,6 +140,11 @@ def _models() -> Iterator[Workload]:
         yield model(requests=64, heads=32, tokens=8192, kv_heads=32)
         yield model(requests=1, heads=32, tokens=65536, kv_heads=8)
         yield model(requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
+    for entries in ("fp8", "int8", "nvfp4"):
+        yield workload(
+            suite="models", operation="decode_kv", layers=1,
+            requests=64, heads=64, tokens=8192, kv_heads=8, format=entries,
+        )  # fmt: skip
     logits = partial(workload, suite="models", layers=1)
     for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
         yield logits(operation="indexer_logits", format="bf16", **_shape(shape))

@@ -1,5 +1,5 @@
 """The command line: `jaxkv demo`, `generate`, `verify`, `bench`, `step`, `ttft`, `serve-bench`, `offload`,
-`parallel`, `doctor`, `layout`, `matrix`.
+`hot-rows`, `parallel`, `doctor`, `layout`, `matrix`.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import jax
 from jaxkv.terminal import streams
 
 COMMANDS = (
-    "demo", "generate", "verify", "bench", "step", "ttft", "serve-bench", "offload", "parallel", "doctor", "layout",
-    "matrix",
+    "demo", "generate", "verify", "bench", "step", "ttft", "serve-bench", "offload", "hot-rows", "parallel",
+    "doctor", "layout", "matrix",
 )  # fmt: skip
 
 MISTAKES = (ValueError, ImportError, OSError, NotImplementedError, MemoryError)

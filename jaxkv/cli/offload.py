@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     pool = offload.HostPool(layout, args.blocks)
     blocks = counted(args.blocks, "blocks")
     print(f"{device.device_kind}, jax {jax.__version__}: {blocks} of {layout.block_nbytes / 1e6:.2f} MB")
-    large = _large(min(CPU_LARGE_BYTES if cpu else LARGE_BYTES, layout.nbytes), args.repeats)
+    large = large_rates(min(CPU_LARGE_BYTES if cpu else LARGE_BYTES, layout.nbytes), args.repeats)
     print("one large array: to the host {store:.1f} GB/s, back {load:.1f} GB/s".format(**large))
     rows = {}
     for order in ("BLNHC", "LBNHC"):
@@ -137,7 +137,7 @@ def _rates(nbytes: int, stores: list[float], loads: list[float], *, warm_up: int
     return {way: nbytes / float(np.median(s[warm_up:])) / 1e9 for way, s in (("store", stores), ("load", loads))}
 
 
-def _large(nbytes: int, repeats: int) -> dict[str, float]:
+def large_rates(nbytes: int, repeats: int) -> dict[str, float]:
     """The ceiling: GB/s of one large array, after untimed transfers that touch its memory."""
     stores, loads = [], []
     array = jax.device_put(jax.random.bits(jax.random.key(0), (nbytes // 4,)), jax.devices()[0])

@@ -12,6 +12,9 @@ from jaxkv.fuzz.case import Case, Index, Shapes
 from jaxkv.fuzz.indices import FAR
 from jaxkv.fuzz.layouts import pick
 
+ALPHA, LIMIT = 1.7, 1.5
+"""Of GPT-OSS's activation; so low a limit cuts some values."""
+
 
 class Experts(Case):
     """Tokens through the experts that they chose, of which some do not exist."""
@@ -22,7 +25,7 @@ class Experts(Case):
     def sizes(cls, rng, layout, fields):
         """The number of experts, those chosen per token, the width of tokens, the inner size; float8 weights or not.
 
-        Last, the inner size of the expert of all tokens, or 0.
+        Last, the inner size of the expert of all tokens, or 0; and whether the activation is GPT-OSS's, with biases.
         """
         count, sizes = pick(rng, 1, 3, 8, 40), (20, 64, 64, 128, 192)
         inner = pick(rng, *sizes)
@@ -33,17 +36,19 @@ class Experts(Case):
             "inner": inner,
             "fp8": pick(rng, False, False, True),
             "shared": pick(rng, 0, 0, inner, 2 * inner, 72),
+            "biased": pick(rng, False, False, True),
         }
         return {"count": pick(rng, 1, 2, 33, 200), "options": options}
 
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of tokens and weights."""
-        count, _, width, inner, _, shared = self._sizes
+        count, _, width, inner, _, shared, biased = self._sizes
         matrices = [(count, inner, width), (count, inner, width), (count, width, inner)]
         if shared:
             matrices += [(shared, width), (shared, width), (width, shared)]
-        return [(shape, self.dtype) for shape in ((self.count, width), *matrices)]
+        biases = [matrix[:2] for matrix in matrices[:3]] if biased else []
+        return [(shape, self.dtype) for shape in ((self.count, width), *matrices, *biases)]
 
     @property
     def _sizes(self):
@@ -59,17 +64,20 @@ class Experts(Case):
 
     def arguments(self, cache, values, draw, layer):
         """Tokens, experts and their weights."""
+        *_, in_float8, shared, biased = self._sizes
         tokens, *matrices = values
-        matrices, shared = matrices[:3], tuple(matrices[3:])
-        if self._sizes[4]:
-            matrices = _in_float8(matrices)
-        options = {"shared": shared} if shared else {}
+        options: dict[str, Any] = {"shared": tuple(matrices[3:6])} if shared else {}
+        if biased:
+            options |= {"biases": tuple(matrices[-3:]), "alpha": ALPHA, "limit": LIMIT}
+        matrices = _in_float8(matrices[:3]) if in_float8 else matrices[:3]
         return (tokens, draw.index[0], draw.keywords["weights"], *matrices), options
 
     def run(self, cache, values, draw, layer, implementation):
         """The result for matrices with which sums are about 1."""
-        tokens, *matrices = values
-        return super().run(cache, [tokens, *map(_unit, matrices)], draw, layer, implementation)
+        biases = 3 if self._sizes[-1] else 0
+        values = [value if n in (0, *range(len(values) - biases, len(values))) else _unit(value)
+                  for n, value in enumerate(values)]  # fmt: skip
+        return super().run(cache, values, draw, layer, implementation)
 
 
 class Routing(Case):

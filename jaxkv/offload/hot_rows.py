@@ -20,7 +20,7 @@ from jaxkv_kernels.host_memory import HostMemory
 
 
 class HostEntries:
-    """The entries of all tokens of a cache, in host memory: pinned, so that kernels of the device can access it.
+    """The entries of all tokens of a cache, in host memory that kernels of the device can access.
 
     `HotRows` reads and writes the memory by its address.  Keep this object until all programs that use it have ended.
 
@@ -30,7 +30,7 @@ class HostEntries:
 
     Raises:
       ValueError: `layout` is not such a layout.
-      JaxRuntimeError: the memory cannot be pinned.  On GPUs, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB limits it (64 GB).
+      MemoryError: there is not so much memory.
     """
 
     def __init__(self, layout: CacheLayout, *, device: jax.Device | None = None):
@@ -219,7 +219,7 @@ class HotRows:
             "address": self.address,
             "writes": self.writes,
             "positions": int32(positions).reshape(requests, -1),
-            "host_slots": slots_for(block_tables, positions, block_size=self.host.block_size).reshape(requests, -1),
+            "block_tables": int32(block_tables),
             "layer": layer_index(layer, self.cache),
         }
         call = Call("fetch_rows", arrays, {**self._options(), "hot": self.hot, "copied": copied})

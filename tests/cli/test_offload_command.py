@@ -60,7 +60,7 @@ def test_the_large_array_is_timed_once_its_memory_is_warm(monkeypatch):
     seconds = command._seconds
     took = iter([1.0] * 2 * command.WARM_UP + [0.5] * 2 * 3)  # stores and loads, in turn
     monkeypatch.setattr(command, "_seconds", lambda call: (next(took), seconds(call)[1]))
-    assert command._large(10**6, repeats=3) == {"store": 2e-3, "load": 2e-3}
+    assert command.large_rates(10**6, repeats=3) == {"store": 2e-3, "load": 2e-3}
     assert not list(took)
 
 

@@ -13,16 +13,19 @@ WITH_EVERY_FORMAT = ("packed, bfloat16",)
 """A layout whose buffer is of another dtype than most entries, at an offset."""
 
 
-def on_layouts(entries):
+def on_layouts(entries, *, composed=False):
     """Parametrises `entry` and `name`: every layout that differs, with every entry.
 
     Each layout with one format of numbers and one of bytes, and each format on one layout, show what depends on a
-    layout or on a format; the other pairs are `slow`.
+    layout or on a format; the other pairs are `slow`.  Operations that are `composed` of others reach entries by these
+    alone, which run on each layout with bytes too: each layout with one format of numbers then shows that they pass
+    the layout on.
     """
+    on_every_layout = ON_EVERY_LAYOUT[:1] if composed else ON_EVERY_LAYOUT
     cases = []
     for entry in entries:
         for name in scenes.layout_names(entry):
-            quick = entry.format in ON_EVERY_LAYOUT or name in WITH_EVERY_FORMAT
+            quick = entry.format in on_every_layout or name in WITH_EVERY_FORMAT
             kind = type(entry).__name__.removesuffix("Entry")
             cases.append(
                 pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=() if quick else pytest.mark.slow)

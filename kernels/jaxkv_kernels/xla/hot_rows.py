@@ -9,16 +9,18 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jaxkv_kernels.addressing.entry_rows import entry_runs, load_entries, store_entries
+from jaxkv_kernels.addressing.slots import slots_for
 from jaxkv_kernels.host_memory import memory_at
 
 
 @partial(jax.jit, static_argnames=("pages", "host_pages", "entry", "hot", "copied"))
-def fetch_rows(buffer, maps, address, writes, positions, host_slots, layer, *, pages, host_pages, entry, hot, copied):
+def fetch_rows(buffer, maps, address, writes, positions, block_tables, layer, *, pages, host_pages, entry, hot, copied):
     """Gives a row to each token, and copies tokens that had none from host memory (if `copied`) to their rows.
 
     Returns the buffer, the maps [L, B, hot.width] and the slots [B, N] of the rows; -1 for positions [B, N] outside the
-    map, and where host_slots [B, N] has no slot.
+    map, and for those without a slot in host memory, by block_tables [B, M].
     """
+    host_slots = slots_for(block_tables, positions, block_size=host_pages.block_size)
     known = (layer >= 0) & (layer < pages.num_layers)
     at = jnp.where(known, layer, 0)
     live = known & (host_slots >= 0) & (host_slots < host_pages.num_slots)

@@ -53,7 +53,7 @@ def check(scene, cache, q, *, window=None, sinks=None, **options):
     return out, lse
 
 
-@on_layouts(scenes.KV_ENTRIES)
+@on_layouts(scenes.KV_ENTRIES, composed=True)
 def test_equals_the_packed_cache_and_the_truth(entry, name):
     scene = scenes.scene(entry, num_heads=HEADS, lengths=LENGTHS)
     layout = scenes.layouts(entry, num_heads=HEADS)[name]

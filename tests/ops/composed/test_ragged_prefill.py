@@ -78,7 +78,7 @@ def check(scene, cache, given, q_lens, **options):
     return out, lse
 
 
-@on_layouts(scenes.MLA_ENTRIES)
+@on_layouts(scenes.MLA_ENTRIES, composed=True)
 def test_equals_the_packed_cache_and_the_truth(entry, name):
     scene, layout = scenes.scene(entry, lengths=LENGTHS), scenes.layouts(entry)[name]
     given = arguments(entry, sum(Q_LENS) + 5, entry.input_dtype)

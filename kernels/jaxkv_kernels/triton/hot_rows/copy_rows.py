@@ -1,9 +1,8 @@
 """Copies entries between host memory, which kernels access by its address, and rows on the device.
 
-A program copies ROWS entries, one per warp, in words as wide as the alignment of their addresses allows.
+A program copies ROWS entries at a time, one per warp, in words as wide as the alignment of their addresses allows.
 
-What bounds it: the link to the host.  As many programs as fit on the device keep it busy; those whose entries need no
-copy end at once.
+What bounds it: the link to the host.
 """
 
 from collections.abc import Iterator
@@ -21,22 +20,27 @@ from jaxkv_kernels.triton.entries.addresses import in_bytes, slots_of, token_add
 from jaxkv_kernels.triton.runtime.launch import launch
 
 ROWS, WARPS = 4, 4
+PROGRAMS = 2048
+"""Programs that load rows: as many as the GPU runs at once, because most reads wait for an address translation."""
 WIDEST = 16
 """Bytes of the widest load or store of a thread."""
+LINE = tl.constexpr(128)
+"""Bytes of a cache line.  A warp reads parts of as few lines as possible, each of which is a request to the host."""
 WORDS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}
 """By bytes."""
 
 
-@partial(jax.jit, static_argnames=("pages", "host_pages", "entry"))
-def load_rows(buffer, address, writes, sources, targets, layer, *, pages, host_pages, entry):
-    """The buffer with entries from the slots `sources` [n] of host memory at the slots `targets` [n].
+def load_rows(buffer, address, writes, counts, sources, targets, layer, *, pages, host_pages, entry):
+    """The buffer with entries from host memory: counts[b] of request b, from the slots `sources` [B, N] to `targets`.
 
     `writes` is an operand only because the memory must be read after them.
     """
-    operands = address, writes, sources, targets, jnp.reshape(layer, (1,))
-    for constants in _constants(pages, host_pages, entry, buffer.dtype.itemsize, sources.size):
-        grid = (triton.cdiv(sources.size, ROWS),)
-        buffer = launch(_load_rows, operands, updated=buffer, grid=grid, warps=WARPS, **constants)[0]
+    requests, count = sources.shape
+    operands = address, writes, counts, sources, targets, jnp.reshape(layer, (1,))
+    shares = min(triton.cdiv(count, ROWS), triton.cdiv(PROGRAMS, requests))
+    for constants in _constants(pages, host_pages, entry, buffer.dtype.itemsize, count):
+        grid = (requests, shares)
+        buffer = launch(_load_rows, operands, updated=buffer, grid=grid, warps=WARPS, SHARES=shares, **constants)[0]
     return buffer
 
 
@@ -67,26 +71,29 @@ def _constants(pages, host_pages, entry, itemsize, count) -> Iterator[dict[str, 
             "ALIGNMENT": alignment,
             "WORD": WORDS[word],
             "WIDTH": here.width // word,
-            "COLUMNS": triton.next_power_of_2(here.width // word),
+            "COLUMNS": triton.next_power_of_2((here.width + LINE.value - alignment) // word),
             "TILE": ROWS,
         }
 
 
 @triton.jit
 def _load_rows(
-    address, writes, sources, targets, layers, buffer,
+    address, writes, counts, sources, targets, layers, buffer,
     PAGES: tl.constexpr, HOST_PAGES: tl.constexpr, COUNT: tl.constexpr, ALIGNMENT: tl.constexpr, WORD: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    request = tl.program_id(0)
+    count = tl.load(counts + request)
     layer = tl.load(layers)
-    source = tl.load(sources + n, mask=n < COUNT, other=-1)
-    keep = (source >= 0) & (source < slots_of(layer, HOST_PAGES))
-    if tl.max(keep.to(tl.int32), 0) > 0:
-        target = tl.load(targets + n, mask=n < COUNT, other=0)
-        start = _words(token_address(_host(address), layer, source, 0, HOST_PAGES), ALIGNMENT, WORD)
-        end = _words(token_address(buffer, layer, target, 0, PAGES), ALIGNMENT, WORD)
-        _copy(start, end, keep, WIDTH, COLUMNS)
+    host = _host(address)
+    first = request.to(tl.int64) * COUNT
+    for start in range(tl.program_id(1) * TILE, count, SHARES * TILE):
+        n = start + tl.arange(0, TILE)
+        source = tl.load(sources + first + n, mask=n < count, other=0)
+        target = tl.load(targets + first + n, mask=n < count, other=0)
+        here = _words(token_address(host, layer, source, 0, HOST_PAGES), ALIGNMENT, WORD)
+        there = _words(token_address(buffer, layer, target, 0, PAGES), ALIGNMENT, WORD)
+        _copy(here, there, n < count, WIDTH, COLUMNS, ALIGNMENT)
 
 
 @triton.jit
@@ -102,7 +109,7 @@ def _store_rows(
     keep = (slot >= 0) & (slot < slots_of(layer, PAGES)) & (host_slot >= 0) & (host_slot < slots_of(layer, HOST_PAGES))
     start = _words(token_address(buffer, layer, slot, 0, PAGES), ALIGNMENT, WORD)
     end = _words(token_address(_host(address), layer, host_slot, 0, HOST_PAGES), ALIGNMENT, WORD)
-    _copy(start, end, keep, WIDTH, COLUMNS)
+    _copy(start, end, keep, WIDTH, COLUMNS, ALIGNMENT)
     if tl.program_id(0) == 0:
         tl.store(writes, tl.load(writes) + 1)
 
@@ -120,8 +127,10 @@ def _words(place, ALIGNMENT: tl.constexpr, WORD: tl.constexpr):
 
 
 @triton.jit
-def _copy(start, end, keep, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _copy(start, end, keep, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Copies WIDTH words from the pointers `start` [n] to `end` [n], where `keep` [n] holds."""
-    column = tl.arange(0, COLUMNS)[None, :]
-    mask = keep[:, None] & (column < WIDTH)
+    word: tl.constexpr = start.dtype.element_ty.primitive_bitwidth // 8
+    before = (start.to(tl.int64) % LINE).to(tl.int32) // word  # words of the first line
+    column = tl.arange(0, COLUMNS)[None, :] - tl.multiple_of(before, ALIGNMENT // word)[:, None]
+    mask = keep[:, None] & (column >= 0) & (column < WIDTH)
     tl.store(end[:, None] + column, tl.load(start[:, None] + column, mask=mask), mask=mask)

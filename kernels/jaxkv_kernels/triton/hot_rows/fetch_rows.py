@@ -9,12 +9,9 @@ from jaxkv_kernels.triton.hot_rows.copy_rows import load_rows
 
 
 @partial(jax.jit, static_argnames=("pages", "host_pages", "entry", "hot", "copied"))
-def fetch_rows(buffer, maps, address, writes, positions, host_slots, layer, *, pages, host_pages, entry, hot, copied):
+def fetch_rows(buffer, maps, address, writes, positions, block_tables, layer, *, pages, host_pages, entry, hot, copied):
     """Returns the buffer, the maps and the slots [B, N] of the rows of tokens; see the function of `xla`."""
-    maps, slots, sources, targets = assign_rows(
-        maps, positions, host_slots, layer, hot=hot, num_layers=pages.num_layers, num_slots=host_pages.num_slots
-    )
+    maps, slots, *copies = assign_rows(maps, positions, block_tables, layer, hot=hot, host_pages=host_pages)
     if copied:
-        lists = sources.reshape(-1), targets.reshape(-1)
-        buffer = load_rows(buffer, address, writes, *lists, layer, pages=pages, host_pages=host_pages, entry=entry)
+        buffer = load_rows(buffer, address, writes, *copies, layer, pages=pages, host_pages=host_pages, entry=entry)
     return buffer, maps, slots
