@@ -24,6 +24,9 @@ QUANTISED = "128x128x1x4096", "128x16x1x8192", "64x16x1x4096", "1x128x1x65536"
 SPARSE = "128x128x1x8192", "128x128x2x32768", "64x64x1x8192", "8x128x1x32768", "1x128x1x65536"
 """Attention to 2,048 selected slots."""
 
+V4 = "64x128x1x32768", "64x64x1x32768"
+"""Attention to a window of 128 tokens and to 512 compressed entries, as DeepSeek V4 decodes."""
+
 LOGITS = "64x64x1x32768", "64x64x2x32768", "128x64x1x8192"
 """The indexer's logits."""
 
@@ -86,6 +89,8 @@ def _peers() -> Iterator[Workload]:
             for shape in LOGITS:
                 yield row(operation="indexer_logits", query_dtype=dtype, **_shape(shape))
     once = partial(workload, suite="peers", layers=1)
+    for shape in V4:
+        yield once(operation="decode_mla_sparse", format="fp8_v4", window=128, chosen=512, **_shape(shape))
     yield once(operation="decode_mla_sparse", format="bf16", chosen=2048, **_shape("1x128x4096x32768"))
     yield once(operation="select_topk", requests=64, tokens=32768, chosen=2048)
     yield once(operation="select_topk", requests=128, tokens=8192, chosen=2048)
@@ -135,10 +140,18 @@ def _models() -> Iterator[Workload]:
         yield model(requests=64, heads=32, tokens=8192, kv_heads=32)
         yield model(requests=1, heads=32, tokens=65536, kv_heads=8)
         yield model(requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
+    for entries in ("fp8", "int8", "nvfp4"):
+        yield workload(
+            suite="models", operation="decode_kv", layers=1,
+            requests=64, heads=64, tokens=8192, kv_heads=8, format=entries,
+        )  # fmt: skip
     logits = partial(workload, suite="models", layers=1)
     for shape in (*LOGITS[:2], LOGITS_OF_PREFILL):
         yield logits(operation="indexer_logits", format="bf16", **_shape(shape))
     yield logits(operation="indexer_logits", query_dtype="float8_e4m3fn", **_shape(LOGITS_OF_PREFILL))
+    sparse = partial(workload, suite="models", operation="decode_mla_sparse", layers=1, chosen=2048)
+    for entries in ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla"):
+        yield sparse(format=entries, **_shape(SPARSE[0]))
     for operation in ("write_state", "read_state"):
         yield workload(suite="models", operation=operation, requests=64, tokens=1, layers=4, block_size=1)
     experts = partial(workload, suite="models", operation="grouped_swiglu", layers=1)

@@ -96,6 +96,8 @@ class Workload:
     kv_heads: int = 1
     chosen: int = 0
     """Slots that each query token attends to in sparse attention, or positions that it selects."""
+    window: int = 0
+    """Slots, besides `chosen`, of each query token's own tokens: `chosen` then are slots of a second cache."""
     varlen: str = ""
     """How the lengths of requests are drawn, a key of `LENGTHS`; if empty, all have `tokens` tokens."""
     format: str = ""
@@ -132,6 +134,7 @@ class Workload:
             (DTYPE_NAMES.get(self.query_dtype, self.query_dtype), "bfloat16"),
             (self.blocks, "plain"),
             ("cold" * self.cold, ""),
+            (f"window{self.window}", "window0"),
         )
         sizes = f"{self.requests}x{queries}{self.tokens}{self.varlen}"
         return "-".join([self.operation, sizes, str(self.layers), *(name for name, usual in unusual if name != usual)])

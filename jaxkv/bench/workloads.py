@@ -116,26 +116,39 @@ class DecodeKV(DecodeMLA):
 
 
 class Sparse(DecodeMLA):
-    """Attention to selected slots."""
+    """Attention to selected slots, and with a window to its slots as well: two lists, of the same cache."""
 
     planned = False
     usual_format = "fp8_ds_mla"
 
     def index(self, requests, rng):
-        """Slots of distinct positions for each query token."""
+        """Slots of distinct positions for each query token, in one list or two."""
         scores = rng.random((self.requests, self.q_len, self.tokens), np.float32)
-        positions = scores.argpartition(self.chosen, axis=-1)[..., : self.chosen]
-        return [requests.slots(np.arange(self.requests)[:, None, None], positions)], []
+        positions = scores.argpartition(self._slots, axis=-1)[..., : self._slots]
+        slots = requests.slots(np.arange(self.requests)[:, None, None], positions)
+        return np.split(slots, [self.window] if self.window else [], axis=-1), []
+
+    def arguments(self, cache, values, index, layer):
+        """As for other operations; the second list of slots with its cache."""
+        slots, *others = index
+        positional, options = super().arguments(cache, values, [slots], layer)
+        extra = [jaxkv.ExtraCache(cache, other, layer) for other in others]
+        return positional, {**options, **({"extra": extra[0]} if extra else {})}
+
+    @property
+    def _slots(self) -> int:
+        """The number of slots of each query token."""
+        return self.window + self.chosen
 
     @property
     def entries(self) -> int:
         """The number of selected entries, but at most all of a request: its query tokens select some of them again."""
-        return self.requests * min(self.q_len * self.chosen, self.tokens)
+        return self.requests * min(self.q_len * self._slots, self.tokens)
 
     @property
     def keys(self) -> int:
         """The number of pairs of a query token and a selected slot."""
-        return self.requests * self.q_len * self.chosen
+        return self.requests * self.q_len * self._slots
 
 
 class Logits(Workload):

@@ -168,6 +168,6 @@ class Case:
             f"{self.operation} {entry.format} {'+'.join(map(str, entry.sizes))} {self.dtype.name} "
             f"[{self.requests}, {self.q_len}, {self.heads}] x {self.columns} columns, {self.count}{options}; "
             f"L={layout.num_layers} B={layout.num_blocks} N={layout.block_size} H={layout.num_heads} {layout.order} "
-            f"strides {strides.layer}/{strides.block}/{strides.head}/{strides.token} "
+            f"strides {strides.layer}/{strides.block}/{strides.head}/{strides.token}/{strides.part} "
             f"+{layout.offset} of {layout.size} {layout.dtype}"
         )

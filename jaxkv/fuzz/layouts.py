@@ -19,8 +19,11 @@ def pick(rng: np.random.Generator, *choices) -> Any:
 
 SIZES: dict[type[Entry], tuple[tuple[int, ...], ...]] = {
     jaxkv.IndexerEntry: ((128,), (128,), (32,)),
-    jaxkv.KVEntry: ((128, 128), (64, 64), (128, 128), (192, 128), (10, 4), (32, 16), (12, 4)),
-    jaxkv.MLAEntry: ((512, 64), (512, 64), (512, 64), (448, 64), (256, 32), (128, 8), (128, 32)),
+    jaxkv.KVEntry: ((128, 128), (64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (10, 4), (32, 16), (12, 4)),
+    jaxkv.MLAEntry: (
+        *((512, 64), (512, 64), (512, 64), (448, 64), (256, 64)),
+        *((512, 0), (256, 32), (128, 8), (128, 32)),
+    ),
 }
 """Those of real models, and small ones.  Each format can store the first of them."""
 
@@ -41,6 +44,12 @@ def draw_entry(rng: np.random.Generator, kinds: Sequence[type[Entry]]) -> Entry:
     return pick(rng, *(entry for sizes in SIZES[kind] if (entry := _entry(kind, form, sizes))))
 
 
+def draw_entry_beside(rng: np.random.Generator, first: jaxkv.MLAEntry) -> jaxkv.MLAEntry:
+    """An entry that sparse attention can read beside `first`: of the same sizes, with values of the same size."""
+    others = (_entry(jaxkv.MLAEntry, form, first.sizes) for form in jaxkv.MLAEntry.formats)
+    return pick(rng, first, *(x for x in others if isinstance(x, jaxkv.MLAEntry) and x.value_dim == first.value_dim))
+
+
 def _entry(kind: type[Entry], form: str, sizes: tuple[int, ...]) -> Entry | None:
     """An entry of these sizes; None if the format cannot store them."""
     try:
@@ -49,25 +58,29 @@ def _entry(kind: type[Entry], form: str, sizes: tuple[int, ...]) -> Entry | None
         return None
 
 
-def draw_layout(rng: np.random.Generator, entry: Entry) -> jaxkv.CacheLayout:
-    """A layout for `entry` of at most `MOST_BYTES`."""
+def draw_layout(rng: np.random.Generator, entry: Entry, most: int | None = None) -> jaxkv.CacheLayout:
+    """A layout for `entry` of at most `most` bytes, by default `MOST_BYTES`."""
     heads = 1 if entry.one_head else pick(rng, 1, 2, 4, 8)
     layout = _layout(rng, entry, heads)
-    while layout.nbytes > MOST_BYTES:
+    while layout.nbytes > (most or MOST_BYTES):
         layout = _layout(rng, entry, heads)
     return layout
 
 
 def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLayout:
-    """A layout in any of the six orders, padded or not, a group of a `PackedLayout`, or explicit strides with gaps."""
+    """A layout in any of the six orders, padded or not, a group of a `PackedLayout`, or explicit strides.
+
+    The latter have gaps, or keys and values in planes of their own.
+    """
     sizes: dict[str, Any] = {
         "num_layers": pick(rng, 1, 2, 3, 4),
         "num_blocks": pick(rng, 2, 5, 12, 24, 64),
         "block_size": pick(rng, 1, 3, 16, 32, 61, 64, 64, 64, 128),
     }
-    kind = pick(rng, "order", "order", "packed", "gaps")
+    kind = pick(rng, "order", "order", "packed", "gaps", "planes")
     if kind == "packed":
-        own = jaxkv.Group(sizes["num_layers"], entry, heads)
+        rate = pick(rng, 1, 1, 2, 4)
+        own = jaxkv.Group(sizes["num_layers"], entry, heads, rate=rate)
         table = pick(rng, "", "", "keys")  # of keys that share the blocks, or have their own
         others = {
             "keys": jaxkv.Group(2, jaxkv.IndexerEntry(), table=table),
@@ -75,7 +88,7 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
         }
         names = rng.permutation(["own", *others])[: rng.integers(1, 4)].tolist()
         groups = {name: others.get(name, own) for name in dict.fromkeys([*names, "own"])}
-        tables = {group.table: sizes["block_size"] for group in groups.values()}
+        tables = {group.table: sizes["block_size"] * rate for group in groups.values()}
         if "keys" in tables:
             tables["keys"] = pick(rng, 1, 16, 64, 128)
         blocks = {"num_blocks": sizes["num_blocks"], "block_size": tables}
@@ -89,6 +102,8 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
         if rng.random() < 0.2:
             padding = 3 * entry.nbytes // itemsize
         return jaxkv.CacheLayout(**sizes, order=pick(rng, *jaxkv.ORDERS), block_padding=padding, dtype=dtype)
+    if kind == "planes" and _keys_may_lie_apart(entry):
+        return _planes(rng, sizes, dtype, itemsize)
     unit = 16 // itemsize
     token = heads * entry.nbytes // itemsize + unit * int(rng.integers(3))
     layer = token * (sizes["block_size"] + int(rng.integers(2)))
@@ -97,3 +112,22 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
     strides = {"layer": layer, "block": block, "head": entry.nbytes // itemsize, "token": token}
     size = offset + block * sizes["num_blocks"]
     return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=size, dtype=dtype)
+
+
+def _keys_may_lie_apart(entry: Entry) -> bool:
+    """Whether an entry is a key and a value of equal size, and nothing else."""
+    return isinstance(entry, jaxkv.KVEntry) and [part.nbytes for part in entry.parts()] == [entry.nbytes // 2] * 2
+
+
+def _planes(rng: np.random.Generator, sizes: dict[str, Any], dtype, itemsize: int) -> jaxkv.CacheLayout:
+    """Keys and values of a layer, or of a block, as an array each: [2, blocks, ...] or [blocks, 2, ...]."""
+    row = sizes["entry"].nbytes // itemsize // 2
+    heads, tokens, blocks = (sizes[name] for name in ("num_heads", "block_size", "num_blocks"))
+    page = row * heads * tokens
+    in_block = bool(rng.integers(2))
+    strides = {"token": row * heads, "head": row} if rng.integers(2) else {"token": row, "head": row * tokens}
+    strides |= {"block": 2 * page, "part": page} if in_block else {"block": page, "part": page * blocks}
+    strides["layer"] = 2 * page * blocks
+    return jaxkv.CacheLayout.from_strides(
+        **sizes, strides=strides, offset=0, size=strides["layer"] * sizes["num_layers"], dtype=dtype
+    )

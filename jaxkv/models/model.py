@@ -39,6 +39,18 @@ class Model:
         return f"Model({layers}, entries of {self.entry}, {self.parallel})"  # without all weights
 
     @property
+    def compiler_options(self) -> dict[str, str]:
+        """The `compiler_options` with which to jit a step.
+
+        On a GPU, kernels of a step that do not need each other's results run side by side.
+        XLA launches a step as a CUDA graph.  By default, the graph is a chain.  With several devices, it stays one: the
+        order of collectives must be the same on all of them.
+        """
+        if jax.default_backend() != "gpu" or not isinstance(self.parallel, OneDevice):
+            return {}
+        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+
+    @property
     def dtype(self) -> Any:
         """The dtype of activations, and therefore of queries."""
         return self.params["embed"].dtype

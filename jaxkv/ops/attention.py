@@ -75,7 +75,7 @@ def decode_mla(
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       window: static positive int of any size; a query sees only the last `window` tokens, itself included.  A window of
-        at least the capacity of the table has no effect.  Not supported by `mosaic_gpu`.
+        at least the capacity of the table has no effect.
       causal: static bool; if False, every query token sees all `seq_len` tokens of its request.
       sinks: float32 [Hq]; attention sinks: one logit per head that is added to the softmax's denominator, without a
         value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.

@@ -107,26 +107,43 @@ def speed() -> str:
 
 def quantised() -> str:
     """A Markdown table of quantised entries: attention, the indexer, and FlashMLA's sparse decode beside ours."""
-    ours, theirs = read("quantised.json"), read("flash_mla_sparse.json")
+    ours, theirs = [read(name) for name in ("quantised.json", "quantised_kv.json")], read("flash_mla_sparse.json")
     times = {row["shape"]: row for row in theirs["rows"]}
     heading = (
         *("operation", "entries", "requests x heads x query tokens x tokens"),
         *("ms", "of the limit", "FlashMLA ms", "ratio"),
     )
     lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
-    for row in ours["rows"]:
-        tokens = f"{row['tokens']:,}"
-        if row["operation"] == "decode_mla_sparse":
-            tokens = f"{row['chosen']:,} of {tokens}"
-        shape = f"{row['requests']} x {row['heads']} x {row['q_len']} x {tokens}"
+    for row, ceilings in ((row, run["ceilings"]) for run in ours for row in run["rows"]):
+        shape = shape_of(row)
         pair = row["ms"], row["sustained_ms"]
-        fraction = limit(row, ours["ceilings"]) / row["ms"]
+        fraction = limit(row, ceilings) / row["ms"]
         other = times.get(row["shape"])
         compared = ["-", "-"]
         if other is not None:
             both = other["ms"], other["sustained_ms"]
             compared = [_pair(both, 4), _pair([b / a for a, b in zip(pair, both, strict=True)], 2)]
         cells = [f"`{row['operation']}`", row["format"], shape, _pair(pair, 4), f"{fraction:.2f}", *compared]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shape_of(row: dict) -> str:
+    """Requests x heads x query tokens x tokens, of which a sparse operation attends to some."""
+    tokens = f"{row['tokens']:,}"
+    if row["operation"] == "decode_mla_sparse":
+        window = f"{row['window']} + " if row.get("window") else ""
+        tokens = f"{window}{row['chosen']:,} of {tokens}"
+    return f"{row['requests']} x {row['heads']} x {row['q_len']} x {tokens}"
+
+
+def sparse() -> str:
+    """A Markdown table of sparse attention to entries of several formats."""
+    found = read("sparse_formats.json")
+    lines = ["| entries | requests x heads x query tokens x tokens | ms | of the limit |", "|---|---|---|---|"]
+    for row in found["rows"]:
+        fraction = limit(row, found["ceilings"]) / row["ms"]
+        cells = row["format"], shape_of(row), _pair((row["ms"], row["sustained_ms"]), 4), f"{fraction:.2f}"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -202,7 +219,13 @@ def step_name(row: dict) -> str:
     return f"{shape}, a prefill" if new == row["tokens"] else f"{shape}, {new:,} of them new"
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed, "quantised": quantised, "models": models, "steps": steps}
+TABLES: dict[str, Callable[[], str]] = {
+    "speed": speed,
+    "quantised": quantised,
+    "sparse": sparse,
+    "models": models,
+    "steps": steps,
+}
 """The table between each pair of marks."""
 
 

@@ -1,10 +1,12 @@
 """The shapes of the benchmark: their names, lengths, bytes and flops."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from jaxkv.bench.inputs import arguments, filled, inputs
 from jaxkv.bench.suites import SHAPES, WORKLOADS
 from jaxkv.ops import OPERATIONS
 
@@ -25,6 +27,7 @@ def test_peers_are_the_shapes_that_other_libraries_are_timed_on():
         ("decode_mla", "fp8_ds_mla", "bfloat16"): 4,
         ("decode_mla_sparse", "fp8_ds_mla", "bfloat16"): 5,
         ("decode_mla_sparse", "bf16", "bfloat16"): 1,
+        ("decode_mla_sparse", "fp8_v4", "bfloat16"): 2,
         ("indexer_logits", "indexer_fp8", "bfloat16"): 3,
         ("indexer_logits", "indexer_fp8", "float8_e4m3fn"): 3,
         ("select_topk", "bf16", "bfloat16"): 2,
@@ -54,6 +57,19 @@ def test_sparse_decoding_moves_chosen_entries_only():
     workload = WORKLOADS["decode_mla_sparse-128x128x1x8192-61"]
     assert workload.flops == 2 * 128 * 128 * 2048 * (576 + 512)
     assert workload.traffic == 128 * 2048 * 656 + 128 * 128 * (576 + 512) * 2
+
+
+def test_a_window_and_chosen_entries_are_two_lists():
+    workload = WORKLOADS["decode_mla_sparse-64x128x1x32768-1-fp8_v4-window128"]
+    assert workload.flops == 2 * 64 * 128 * 640 * (512 + 512)
+    assert workload.traffic == 64 * 640 * 584 + 64 * 128 * (512 + 512) * 2
+    small = replace(workload, requests=2, heads=2, tokens=700)
+    varying, shared = inputs(small)
+    (_, _, cache, window), options = arguments(small, filled(small), varying, shared, 0)
+    assert (window.shape, options["extra"].slots.shape) == ((2, 1, 128), (2, 1, 512))
+    assert cache is options["extra"].cache
+    for chosen in np.concatenate([window, options["extra"].slots], axis=-1).reshape(2, -1):
+        assert np.unique(chosen).size == 640
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,11 @@ def test_the_table_of_accuracy_is_that_of_the_recorded_numbers(tmp_path):
     assert rows == {(kind.__name__, form) for kind in kinds for form in kind.formats}
 
 
+RECORDED = "decode_mla", "quantised", "quantised_kv", "sparse_step", "flash_mla", "flash_mla_sparse", "model_steps"
+
+
 def test_measurements_name_their_date_device_versions_and_command():
-    for name in ("decode_mla", "quantised", "sparse_step", "flash_mla", "flash_mla_sparse", "model_steps"):
+    for name in RECORDED:
         found = json.loads((ROOT / "notebooks" / "h200" / f"{name}.json").read_text())
         assert {"date", "device", "versions", "command"} <= set(found), name
         assert "ceilings" in found or name == "model_steps"

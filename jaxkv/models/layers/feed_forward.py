@@ -7,8 +7,12 @@ from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.products import grouped_swiglu
+from jaxkv_kernels.kernel import imported_when_called
+from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.xla.experts.swiglu import gated
+
+swiglu_of_one = imported_when_called("jaxkv_kernels.mosaic_gpu.one_token.experts", "swiglu_of_one")
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=None) -> jax.Array:
@@ -23,6 +27,9 @@ def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=No
 
 def dense(weights, x, limit: float | None = None, alpha: float | None = None) -> jax.Array:
     """The SwiGLU feed-forward; x and the result are [..., hidden], `limit` and `alpha` as in `grouped_swiglu`."""
+    parts, tokens = [weights[name] for name in ("gate", "up", "down")], x.size // x.shape[-1]
+    if alpha is None and not any(unsupported.swiglu_of_one(tokens, x, *parts)):
+        return swiglu_of_one(x.reshape(1, -1), *parts, limit=limit).reshape(x.shape)
     return linear(gated(linear(x, weights["gate"]), linear(x, weights["up"]), limit, alpha), weights["down"])
 
 

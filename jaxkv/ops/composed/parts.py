@@ -1,9 +1,10 @@
 """What prefills share: attention of new tokens to themselves, and to earlier ones in chunks of bounded memory."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,16 +55,25 @@ class Context(ABC):
         """Tokens of each request."""
         return lengths_in_table(self.seq_lens, self.block_tables, self.cache.layout.block_size)
 
-    def chunk(self, most: int, q, sequences: int = 1) -> int:
-        """Tokens per chunk of at most `most` earlier tokens, of each of `sequences`."""
+    def chunk(self, most: int, q, sequences: int = 1, *, apart: int = 0) -> int:
+        """Tokens per chunk of at most `most` earlier tokens, of each of `sequences`.
+
+        Keys have so many values less, `apart`, if these are not part of the expanded keys.
+        """
         heads, value_dim = self.value_shape
-        return _chunk(most, self.most_bytes // (sequences * heads * (q.shape[-1] + value_dim) * q.dtype.itemsize))
+        width = q.shape[-1] - apart + value_dim
+        return _chunk(most, self.most_bytes // (sequences * heads * width * q.dtype.itemsize))
 
     def attention(self, q) -> Any:
         """The module whose functions compute attention of queries [..., D] to expanded keys and values."""
         if only_xla(self.options["implementation"]):
             return expanded
         return expanded if any(cudnn.unsupported_reasons(q.dtype, q.shape[-1], self.value_shape[1])) else cudnn
+
+    def in_parts(self, q) -> "InParts | None":
+        """Attention of queries [B, Q, H, D] to the two parts of entries, if a kernel joins keys as it reads them."""
+        del q
+        return None
 
     @property
     @abstractmethod
@@ -77,6 +87,18 @@ class Context(ABC):
     @abstractmethod
     def expand(self, first_part, second_part) -> tuple[jax.Array, jax.Array]:
         """Keys [..., H, D] and values [..., H, V] of the two parts [..., ...] of entries."""
+
+
+class InParts(NamedTuple):
+    """Attention by a kernel that does not need the keys of all heads in one array."""
+
+    attend: Callable[..., tuple[jax.Array, jax.Array]]
+    """`attend(q, first_part, second_part, kv_lens)` for queries [B, Q, H, D], parts of entries [B, S, ...] and the
+    number of entries of each request, int32 [B]; returns out [splits, B, Q, H, V] and lse [splits, B, Q, H]."""
+    apart: int
+    """Values of a key that are the same for all heads, and are not expanded."""
+    multiple: int
+    """S must be a multiple of it."""
 
 
 def aligned(context: Context, q, window: int | None = None) -> tuple[jax.Array, jax.Array]:
@@ -94,23 +116,29 @@ def aligned(context: Context, q, window: int | None = None) -> tuple[jax.Array, 
     padding = tokens - new
     q = _shifted(q, padding)
 
-    def keys_and_values(first, counts, size):
-        """Those of `counts` [B] tokens, at most `size`, from positions `first` [B] on."""
+    def entries(first, counts, size):
+        """Both parts of `counts` [B] entries, at most `size`, from positions `first` [B] on."""
         packed = context.entries(first, counts, batch * size, q.dtype)
-        return context.expand(*(_unpacked(x, counts, size) for x in packed))
+        return (_unpacked(x, counts, size) for x in packed)
 
-    found = attend(q, *keys_and_values(cached, new, tokens), new, new, causal=True, window=window)
+    found = attend(q, *context.expand(*entries(cached, new, tokens)), new, new, causal=True, window=window)
     most, begin = context.capacity - tokens, jnp.zeros_like(cached)
     if window is not None:
         most, begin = min(most, window - 1), jnp.maximum(cached - window + 1, 0)
     if most > 0:
-        size = context.chunk(most, q, batch)
+        in_parts = context.in_parts(q) if window is None else None
+        size = context.chunk(most, q, batch, apart=in_parts.apart if in_parts else 0)
+        if in_parts:
+            size += -size % in_parts.multiple
         splits = 1 if module is expanded else _splits(size, batch * heads * tokens)
 
         def with_chunk(i, state):
             first = jnp.minimum(begin + i * size, cached)
             counts = jnp.minimum(cached - first, size)
-            k, v = keys_and_values(first, counts, size)
+            if in_parts:
+                parts = in_parts.attend(q, *entries(first, counts, size), counts)
+                return reduce(merged, zip(*parts, strict=True), state)
+            k, v = context.expand(*entries(first, counts, size))
             if window is not None:
                 # cuDNN has no mask for windows that begin in different places.
                 options = {"causal": False, "window": window, "offset": cached - first}

@@ -15,6 +15,7 @@ from jaxkv.ops.attention import check_entries, decode_mla
 from jaxkv.ops.composed.parts import (
     CHUNK_BYTES,
     Context,
+    InParts,
     aligned,
     merged,
     only_xla,
@@ -25,7 +26,11 @@ from jaxkv.ops.gathers import gather_mla
 from jaxkv.ops.plan import DecodePlan
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.kernel import imported_when_called
+from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.xla import expanded
+
+attend_expanded = imported_when_called("jaxkv_kernels.mosaic_gpu.attention.expanded", "attend_expanded")
 
 
 def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
@@ -41,27 +46,31 @@ def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
 
 
 LEAST_ON_GPUS = 1024
-"""New tokens per request from which on models expand keys and values on GPUs.
+"""New tokens per request from which on models expand keys and values on GPUs, if only cuDNN attends to them.
 
-With 512, expansion was not faster on an H200 (see `prefers_expansion`); with 8,192, it was.  Nothing in between was
-measured."""
+With 512, that was not faster on an H200; with 8,192, it was.  Nothing in between was measured."""
+LEAST_WITH_KERNEL = 256
+"""The same if `attend_expanded` supports the heads."""
 
 
 def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, value: int, implementation=None) -> bool:
     """Whether models call `prefill_mla` instead of `decode_mla` for `q_len` new tokens of `dtype`.
 
     It must need fewer flops.  On a GPU, where `decode_mla` has kernels, cuDNN must also support the heads, and there
-    must be at least `LEAST_ON_GPUS` new tokens.
+    must be at least `LEAST_WITH_KERNEL` or `LEAST_ON_GPUS` new tokens.
 
     Flops are not everything.  In a layer of DeepSeek-V2-Lite (16 heads, bfloat16) on an H200, the attention kernel of
-    8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 32,256 cached ones, it takes 0.34 ms instead
-    of 0.77, but expanding the cached tokens takes another 0.31, and what is around it 0.05.  Tables with room for more
-    tokens than are cached make that worse (see `FEW_CHUNKS`).
+    8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 32,768 cached ones, the kernel takes 0.25 ms
+    (cuDNN 0.34, absorbed attention 0.81), expanding the cached tokens 0.19, and joining their keys, which only cuDNN
+    needs, 0.10.  Tables with room for more tokens than are cached make that worse (see `FEW_CHUNKS`).
     """
     pays = expansion_pays(q_len, latent=latent, nope=nope, value=value)
     if jax.default_backend() != "gpu" or only_xla(implementation):
         return pays
-    return pays and q_len >= LEAST_ON_GPUS and not any(cudnn.unsupported_reasons(dtype, nope + rope, value))
+    if any(cudnn.unsupported_reasons(dtype, nope + rope, value)):
+        return False
+    by_kernel = not any(unsupported.attend_expanded(dtype, nope, rope, value))
+    return pays and q_len >= (LEAST_WITH_KERNEL if by_kernel else LEAST_ON_GPUS)
 
 
 def prefill_mla(
@@ -105,7 +114,8 @@ def prefill_mla(
     the rows of the first `num_decodes` requests, because expanding cached tokens does not pay for one query token.
 
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
-    multiples of 8.  As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may
+    multiples of 8; a kernel of this library that to earlier tokens, for keys of 128 + 64 and values of 128 and without
+    `cu_q_lens`.  As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may
     then reach those that do not see it.  All other calls, and those with `implementation="xla"`, run on XLA.  Tokens
     that no query token sees have no influence.  Unlike in `decode_mla`, a token in a block outside the cache is not
     masked, but has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
@@ -193,12 +203,29 @@ class _Latents(Context):
         return gather_mla(self.cache, self.block_tables, runs, **options)
 
     @override
-    def expand(self, first_part, second_part):
-        kv_c, k_pe = first_part, second_part
+    def in_parts(self, q):
+        nope, value = self.w_uk.shape[1], self.w_uv.shape[1]
+        rope = q.shape[-1] - nope
+        if self.attention(q) is not cudnn or any(unsupported.attend_expanded(q.dtype, nope, rope, value)):
+            return None
+
+        def attend(q, kv_c, k_pe, kv_lens):
+            k_nope, v = self._products(kv_c)
+            return attend_expanded(q, k_nope, k_pe, v, kv_lens, scale=self.scale)
+
+        return InParts(attend, rope, unsupported.TILE_ROWS)
+
+    def _products(self, kv_c):
+        """Keys [..., H, N], without their rotary part, and values [..., H, V] of latents [..., R]."""
         # Products of float32 values must not be rounded to tf32.
         precision = lax.Precision.HIGHEST if kv_c.dtype == jnp.float32 else None
         k_nope = jnp.einsum("...r,hnr->...hn", kv_c, self.w_uk, precision=precision)
-        v = jnp.einsum("...r,hvr->...hv", kv_c, self.w_uv, precision=precision)
+        return k_nope, jnp.einsum("...r,hvr->...hv", kv_c, self.w_uv, precision=precision)
+
+    @override
+    def expand(self, first_part, second_part):
+        k_pe = second_part
+        k_nope, v = self._products(first_part)
         k_pe = jnp.broadcast_to(k_pe[..., None, :], (*k_nope.shape[:-1], k_pe.shape[-1]))
         return jnp.concatenate([k_nope, k_pe], axis=-1), v
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntry
+from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
+from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED
 from jaxkv_kernels.mosaic_gpu.runtime.available import BULK_COPIES, REDUX, WGMMA, unavailable_reasons
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting as interpreting
 
@@ -25,14 +27,13 @@ def _kernel(
     return Kernel(run, entries, unsupported_reasons, partial(unavailable_reasons, capabilities))
 
 
-_NARROW_MLA = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
-_MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *_NARROW_MLA)}
-_MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8", "int8")}
+_MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *GATHERED)}
+_MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8", "int8", "nvfp4")}
 _MOVED_INDEXER: Listed = {IndexerEntry: ("bf16", "f16", "f32", "indexer_fp8")}
-_MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla")}
-_SPARSE: Listed = {MLAEntry: (*_MLA[MLAEntry], *_NARROW_MLA)}
+_MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla", *GATHERED)}
 _LOGITS: Listed = {IndexerEntry: ("bf16", "f16", "indexer_fp8")}
-_KV: Listed = {KVEntry: ("bf16", "f16", "fp8")}
+_KV: Listed = {KVEntry: ("bf16", "f16", "fp8", "int8", "nvfp4")}
+_STATE: Listed = {StateEntry: StateEntry.formats}
 
 KERNELS: dict[str, Kernel] = {
     "write_mla": _kernel("entries.writes.write_mla", _MOVED_MLA, unsupported.write_mla, BULK_COPIES),
@@ -49,12 +50,14 @@ KERNELS: dict[str, Kernel] = {
     "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
     "decode_mla_sparse": _kernel(
-        "attention.decode_mla_sparse.decode_mla_sparse", _SPARSE, unsupported.decode_mla_sparse, WGMMA
+        "attention.decode_mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse, WGMMA
     ),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
     "merge_states": _kernel("entries.merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),
     "indexer_logits": _kernel("indexer.logits.indexer_logits", _LOGITS, unsupported.indexer_logits, WGMMA),
     "select_topk": _kernel("indexer.topk.select_topk", {}, unsupported.select_topk, REDUX),
+    "write_state": _kernel("bulk.states.write_state", _STATE, unsupported.write_state, BULK_COPIES),
+    "read_state": _kernel("bulk.states.read_state", _STATE, unsupported.read_state, BULK_COPIES),
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
     "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),
@@ -63,12 +66,3 @@ KERNELS: dict[str, Kernel] = {
     "scaled_linear": _kernel("experts.linear.scaled_linear", {}, unsupported.scaled_linear, WGMMA),
 }
 """Operations that are not listed have no kernel here."""
-
-NOT_RUN_ON_GPUS: dict[str, Listed] = {
-    "write_kv": {KVEntry: ("nvfp4",)},
-    "gather_kv": {KVEntry: ("nvfp4",)},
-}
-"""Formats that kernels implement, and that `KERNELS` does not list yet, so that calls are rejected.
-
-Their kernels lower, and pass their tests in the interpreter, which does not run the conversions of lanes.  A format may
-be listed when the suites of its operations have passed on a GPU."""

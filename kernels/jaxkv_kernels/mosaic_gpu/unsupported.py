@@ -10,7 +10,7 @@ from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
-from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS
+from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
@@ -18,8 +18,13 @@ from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.experts.config import FEATURES, STEP
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
+from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
+MOST_PARTS, MOST_INNER = 16, 2048
+"""The most experts of a single token, shared ones included, for its own kernels; and the most values of an expert."""
+VECTOR = 8
+"""Values that a lane loads at once."""
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
 MOST_EXPERTS, LANES = 1024, 32
@@ -28,12 +33,10 @@ LATENT, ROPE = 512, 64
 """The sizes of DeepSeek's entries, which are the largest."""
 ROPES = (0, 16, 32, 64)
 """Rotary parts of dense attention to plain entries."""
-NOT_RUN_ON_GPUS = True
-"""Whether dense attention to latents of other sizes than 512 + 64, or in a window, is rejected.
-
-The kernels lower, and pass their tests in the interpreter.  Set it to False, and then remove it, when
-`test_decode_mla.py` has passed on a GPU, where it tests them.
-"""
+EXPANDED = (128, 64, 128)
+"""Values of a key without and in its rotary part, and of a value, for attention to expanded keys: DeepSeek's."""
+TILE_ROWS = 8
+"""Keys of a chunk come in multiples of it: TMA clips copies of tiles only then."""
 SPARSE_LATENTS = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
 """Latents of sparse attention, by format, if not of 512 values."""
 HEAD_DIMS = (64, 128, 192, 256)
@@ -46,7 +49,7 @@ WORD = 4
 SCORINGS = "softmax", "sigmoid"
 """How `select_experts` may score experts."""
 MOST_VALUES = 2048
-"""Values of an entry that a team of lanes keeps in registers."""
+"""Values of an entry that a team of lanes keeps in registers, and of a row of weights that a warp does."""
 
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -57,14 +60,7 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    yield from _window(options)
     yield from too_large(options)
-
-
-def _window(options: Mapping[str, Any]) -> Iterator[str]:
-    """A reason against attending to latents with a window."""
-    if NOT_RUN_ON_GPUS and options["window"] is not None:
-        yield f"`window` of {options['window']} with latents, which has not run on a GPU"
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -87,13 +83,16 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
         if {entry.format, extra.entry.format} != {"fp8_v4"}:
             yield f"`extra` of format {extra.entry.format!r}, with {entry.format!r}: supports 'fp8_v4' in both caches"
         yield from _unaligned(_steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
-    yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
+    yield from _gathered(entry, pages, arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    # The regions of split pages store multiples of 16 bytes per token, but their scales.
-    yield from _unaligned(
-        _steps(pages, ("layer",) if entry.split else ("layer", "token")), arrays["buffer"].dtype.itemsize
-    )
     yield from too_large(options)
+
+
+def _gathered(entry, pages, buffer) -> Iterator[str]:
+    """Reasons against attending to such latents by slot."""
+    yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
+    # The regions of split pages store multiples of 16 bytes per token, but their scales.
+    yield from _unaligned(_steps(pages, ("layer",) if entry.split else ("layer", "token")), buffer.dtype.itemsize)
 
 
 def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -138,13 +137,14 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
     else:
         yield from _attention(entry, pages, arrays["buffer"])
-    if entry.one_head:
-        yield from _window(options)
     yield from _query_dtype(entry, options["dtype"], "queries")
 
 
 def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
+    if by_slots(entry, rows):
+        yield from _gathered(entry, pages, buffer)
+        return
     yield from _latent_sizes(entry)
     yield from _block_sizes(pages)
     if rows > FEW_ROWS:
@@ -163,6 +163,8 @@ def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such keys and values, quantised, with so many query tokens x heads per request."""
     if not {*entry.sizes} <= {128, 256}:
         yield f"{_values_of(entry)}: supports 128 and 256 of each, if quantised"
+    elif entry.nbytes % BULK:
+        yield f"{_values_of(entry)}, {entry.nbytes} bytes: supports multiples of {BULK} bytes"
     if rows // pages.num_heads > FEW_ROWS:
         yield (
             f"query tokens x heads of {rows // pages.num_heads} per KV head: supports up to {FEW_ROWS} with entries of "
@@ -196,9 +198,7 @@ def _block_sizes(pages) -> Iterator[str]:
 
 def _attention(entry, pages, buffer) -> Iterator[str]:
     """Reasons against attending to such entries, which are not quantised."""
-    if entry.one_head and NOT_RUN_ON_GPUS:
-        yield from _latent_sizes(entry)
-    elif entry.one_head:
+    if entry.one_head:
         latent, rope = entry.sizes
         if latent % TILE_COLUMNS or latent > LATENT or rope not in ROPES:
             yield f"{_values_of(entry)}: supports multiples of {TILE_COLUMNS} up to {LATENT}, + 0, 16, 32 or 64"
@@ -284,6 +284,20 @@ def copy_blocks(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 read_blocks = write_blocks = copy_blocks
 
 
+def write_state(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons against a call that moves states: `write_state`, `read_state`."""
+    pages, entry = options["pages"], options["entry"]
+    yield from _unaligned({f"array {part.name!r}": part.nbytes for part in entry.parts() if part.name != "padding"}, 1)
+    yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
+    try:
+        row_view(pages)
+    except ValueError as error:
+        yield str(error)
+
+
+read_state = write_state
+
+
 def select_experts(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `select_experts` call."""
     experts, groups = arrays["logits"].shape[1], options["groups"]
@@ -319,6 +333,46 @@ def scaled_linear(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iter
         yield f"tokens of {x.shape[1]} values: supports multiples of {TILE}"
     if weight.shape[0] % FEATURES:
         yield f"results of {weight.shape[0]} values: supports multiples of {FEATURES}"
+
+
+def attend_expanded(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
+    """Reasons against `attend_expanded`, which is part of `prefill_mla`, for heads of these sizes and `dtype`."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"queries of {jnp.dtype(dtype).name}: supports bfloat16 and float16"
+    if (nope, rope, value) != EXPANDED:
+        yield f"heads of {nope} + {rope} and {value} values: supports {EXPANDED[0]} + {EXPANDED[1]} and {EXPANDED[2]}"
+
+
+def normed_products(tokens: int, x, norm, matrices) -> Iterator[str]:
+    """Reasons against `normed_products`, which models use for arrays x [..., D]; also those of this machine."""
+    yield from _one_token(tokens, x, norm, *matrices)
+    if x.shape[-1] % VECTOR or x.shape[-1] > MOST_VALUES:
+        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR} up to {MOST_VALUES}"
+
+
+def swiglu_of_one(tokens: int, x, gate, up, down) -> Iterator[str]:
+    """Reasons against `swiglu_of_one`, which models use for arrays x [..., D]; also those of this machine."""
+    yield from _one_token(tokens, x, gate, up, down)
+    if x.shape[-1] % VECTOR:
+        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR}"
+    if not inner_parts(gate.shape[0]):
+        yield f"an inner size of {gate.shape[0]} values: supports up to {MOST_PARTS} equal parts of up to {MOST_INNER}"
+
+
+def inner_parts(inner: int) -> int:
+    """The fewest equal parts of `inner` values of up to `MOST_INNER`, in multiples of 8; 0 if there are none."""
+    counts = range(-(-inner // MOST_INNER), MOST_PARTS + 1)
+    return next((parts for parts in counts if inner % (VECTOR * parts) == 0), 0)
+
+
+def _one_token(tokens: int, x, *weights) -> Iterator[str]:
+    yield from unavailable_reasons(WGMMA)
+    if tokens != 1:
+        yield f"{tokens} tokens: supports 1"
+    if any(isinstance(weight, TileScaled) for weight in weights):
+        yield "weights in float8"
+    elif {weight.dtype for weight in weights} != {x.dtype} or x.dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"weights of other dtypes than `x` of {x.dtype}, or not bfloat16 or float16"
 
 
 def _tokens(x) -> Iterator[str]:

@@ -72,12 +72,8 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
         yield f"`k` of {options['k']}: supports at most {MOST_BEST}"
 
 
-LATENT, ROPE, HEAD_DIM = 512, 64, 256
-"""The largest parts of entries whose tiles fit in shared memory.
-
-Heads of up to 512 values fit as well: their kernels compile, and pass their tests in the interpreter.  HEAD_DIM may
-become 512 when `test_decode.py`, which tests them, has passed on a GPU.
-"""
+LATENT, ROPE, HEAD_DIM = 512, 64, 512
+"""The largest parts of entries whose tiles fit in shared memory."""
 
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

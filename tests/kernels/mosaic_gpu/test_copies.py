@@ -15,6 +15,7 @@ from support import suites
 from support.cases import on_layouts, slow
 from support.hopper import large, on_hopper, read_early
 from support.suites.gathers import OF_144_BYTES
+from support.suites.states import PLAIN as PLAIN_STATE
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
 
@@ -42,6 +43,39 @@ class TestGathers(Mosaic, suites.Gathers, suites.GatherEntries):
 @on_hopper
 class TestBlocks(Mosaic, suites.Blocks, suites.BlocksInScans):
     """The whole suite, on the GPU."""
+
+
+class StatesOnLayouts(Mosaic, suites.StateChecks):
+    """States of whole units of 16 bytes, on every kind of address."""
+
+    @pytest.mark.parametrize("name", suites.scenes.layout_names(PLAIN_STATE))
+    def test_layouts(self, name):
+        layout = suites.layout_of(name, PLAIN_STATE, block_size=3)
+        self.check_write(layout, 1, self.slots(layout))
+        self.check_read(layout, 1, [*self.slots(layout), *self.slots(layout)[:3]])
+
+    @pytest.mark.parametrize("name", ["BLNHC", "packed, uint8"])
+    def test_states_of_several_chunks(self, name):
+        """One of 33,808 bytes, which is a chunk and a part of one, and one of 2 bytes per value."""
+        entry = jaxkv.StateEntry({"conv": ((3, 8), "bfloat16"), "ssm": ((4, 2113), "float32")})
+        layout = suites.layout_of(name, entry, num_blocks=4, block_size=1)
+        self.check_write(layout, 2, self.slots(layout, count=3))
+        self.check_read(layout, 2, self.slots(layout, count=3))
+
+
+@on_hopper
+class TestStates(StatesOnLayouts, suites.States):
+    """The whole suite, on the GPU."""
+
+    gaps = ("array",)  # of states that are not whole units of 16 bytes
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedStates(StatesOnLayouts):
+    """The interpreter's word."""
+
+    test_traced_layer = suites.States.test_traced_layer_outside_the_cache_writes_nothing_and_reads_zeros
+    test_no_states = suites.States.test_no_states
 
 
 @on_hopper
@@ -132,6 +166,8 @@ def shape(*dims, dtype="int32"):
 def calls(layout):
     """Operation by name: the call of the kernel as a function of (buffer, *arrays), and those arrays."""
     entry, pages, heads, dtype = layout.entry, layout.pages, layout.num_heads, layout.entry.input_dtype
+    if isinstance(entry, jaxkv.StateEntry):
+        return calls_of_states(entry, pages)
     kind, values = {
         jaxkv.MLAEntry: ("mla", 1),
         jaxkv.KVEntry: ("kv", 2),
@@ -160,14 +196,25 @@ def calls(layout):
     }
 
 
-KERNELS = {"copy_blocks": 2}
-"""Kernels that a call launches, where that is not one: pairs that must wait are written by a second."""
+def calls_of_states(entry, pages):
+    """The same for states."""
+    states = {name: shape(9, *size, dtype=dtype) for name, size, dtype in entry.arrays}
+    write, read = (mosaic_gpu.KERNELS[name].run for name in ("write_state", "read_state"))
+    return {
+        "write_state": (lambda b, *a: write(b, *a, pages=pages, entry=entry), [states, shape(9), shape()]),
+        "read_state": (lambda b, *a: read(b, *a, pages=pages, entry=entry), [shape(9), shape()]),
+    }
+
+
+KERNELS = {"copy_blocks": 2, "write_state": 2, "read_state": 2}
+"""Kernels that a call launches, where that is not one: pairs that must wait are written by a second, and the two arrays
+of a state by one each."""
 
 
 QUANTISED = [jaxkv.MLAEntry("fp8_ds_mla"), jaxkv.KVEntry("fp8", head_dim=128), jaxkv.IndexerEntry()]
 
 
-@on_layouts([MLA, KV, *QUANTISED])
+@on_layouts([MLA, KV, *QUANTISED, PLAIN_STATE])
 def test_lowers_for_hopper_in_place(name, entry):
     layout = suites.layout_of(name, entry, num_heads=1 if entry.one_head else 8, num_layers=61, num_blocks=4096)
     buffer = shape(layout.size, dtype=layout.dtype)

@@ -10,8 +10,9 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu import interpreting, unsupported
+from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
+from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from support import suites
 from support.cases import each_value, slow
@@ -23,12 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 
 SIZES_OF_ENTRIES = [(512, 0), (128, 32), (192, 16), (64, 64)]
 """Besides 512 + 64: without a rotary part, with narrow ones, and with latents that are not multiples of 128."""
-
-
-@pytest.fixture(autouse=True)
-def all_that_is_implemented(monkeypatch):
-    """Also what has not run on a GPU yet, so that it is tested where there is one."""
-    monkeypatch.setattr(unsupported, "NOT_RUN_ON_GPUS", False)
 
 
 class Mosaic:
@@ -50,6 +45,11 @@ class Mosaic:
         "`q_latent` of",  # queries of another dtype than the entries
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
+
+    def entry(self, name=None):
+        """Entries that are not quantised in the suite's sizes, others in those of models."""
+        plain = (name or self.exact) in ("bf16", "f16", "f32")
+        return super().entry(name) if plain else jaxkv.MLAEntry.typical(name)
 
 
 @on_hopper
@@ -105,11 +105,6 @@ class TestOtherSizes(TestDecodeMLA):
 
     latent, rope = 128, 32
 
-    def entry(self, name=None):
-        """Quantised entries in their own sizes."""
-        plain = (name or self.exact) in ("bf16", "f16", "f32")
-        return super().entry(name) if plain else jaxkv.MLAEntry(name)
-
 
 @pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
@@ -126,7 +121,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_lengths_round_the_edges(self, heads):
         self.case((0, 1, 64, 65, 130), heads)
 
-    @pytest.mark.parametrize("heads", [16, 64])
+    @pytest.mark.parametrize("heads", [5, slow(16), 64])
     def test_two_ctas_share_the_keys_of_each_request(self, heads):
         self.case((130, 700), heads)  # as many requests as half of the interpreter's partitions
 
@@ -151,8 +146,11 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_quantised_entries_round_the_edges(self):
         self.case((0, 1, 65, 130), 20, form="fp8")
 
-    def test_entries_with_scales_of_their_own_are_read_by_slot(self):
-        self.case((3, 65), 17, 2, form="fp8_ds_mla")
+    @pytest.mark.parametrize(
+        ("form", "heads"), [("fp8_ds_mla", 17), ("fp8_v4", 3), slow("nvfp4_ds_mla", 3), slow("mxfp4_ds_mla", 17)]
+    )
+    def test_entries_with_scales_of_their_own_are_read_by_slot(self, form, heads):
+        self.case((3, 65), heads, 2, form=form)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("heads", "tokens"), [(20, 4), (128, 1)])
@@ -229,6 +227,7 @@ QUANTISED = [
     ("fp8", "LBNHC", 3, 20, 128, 30.0),
     slow("fp8", "BLNHC", 1, 128, 16, None),
     slow("fp8_ds_mla", "BLNHC", 1, 128, 64, None),
+    *(slow(form, "BLNHC", 1, 16, 64, None) for form in GATHERED),
 ]
 SIZES = [
     (4, 2, 16, 30.0),
@@ -250,7 +249,7 @@ SIZES = [
     ],
 )
 def test_lowers_for_hopper(form, order, tokens, heads, block_size, cap):
-    assert_lowers(jaxkv.MLAEntry(form), order, tokens, heads, block_size, cap)
+    assert_lowers(jaxkv.MLAEntry.typical(form), order, tokens, heads, block_size, cap)
 
 
 def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
@@ -277,8 +276,7 @@ def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
     *_, attention, combining = kernel_operands(text)
     # Planning reads the lengths early, and combining reads the split requests: request, first split, number of splits.
     # Calls by slot are planned by one kernel, which reads nothing early: XLA computes its counts.
-    by_slots = form == "fp8_ds_mla" and tokens * heads > 16
-    planning = [[]] if by_slots else [[], [(4,)]]
+    planning = [[]] if by_slots(entry, tokens * heads) else [[], [(4,)]]
     assert read_early(traced.jaxpr) == [*planning, [], 3 * [(4, 3)]]
     assert combining[3] == attention[-1]  # the plan's, so combine may read them early
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
@@ -304,26 +302,6 @@ def test_explain_reports_why_a_layout_is_unsupported(reason):
         found = jaxkv.explain(jaxkv.decode_mla, *q, cache, tables, lengths, layer=0, scale=1.0)
         assert found.chosen == "xla"
         assert any(given.startswith(reason) for given in found.reasons["mosaic_gpu"]), found
-
-
-@pytest.mark.parametrize(
-    ("sizes", "window", "reason"),
-    [
-        ((256, 64), None, "entries of 256 + 64 values: supports 512 + 64"),
-        ((512, 0), None, "entries of 512 + 0 values: supports 512 + 64"),
-        ((512, 64), 70, "`window` of 70 with latents, which has not run on a GPU"),
-    ],
-)
-def test_what_has_not_run_on_a_gpu_is_rejected(sizes, window, reason, monkeypatch):
-    monkeypatch.undo()
-    layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16", *sizes))
-    q = [jax.ShapeDtypeStruct((1, 16, n), jnp.bfloat16) for n in sizes]
-    index = jax.ShapeDtypeStruct((1, 4), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
-    with interpreting(True):
-        found = jaxkv.explain(jaxkv.decode_mla, *q, cache, *index, layer=0, scale=1.0, window=window)
-        plan = jaxkv.explain(jaxkv.plan_decode, cache, *index, num_heads=16, window=window)
-    assert found.reasons["mosaic_gpu"] == plan.reasons["mosaic_gpu"] == (reason,)
 
 
 def test_without_a_hopper_gpu_the_reason_is_the_device():

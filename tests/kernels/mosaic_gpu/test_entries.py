@@ -3,8 +3,6 @@
 The suites of writes and gathers, with all formats, are in `test_copies.py`.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,16 +48,7 @@ NARROW = [
 """Permuted scales; padded scales; scales that lie apart, in padded pages; scales of whole arrays; two scales."""
 
 
-@pytest.fixture
-def every_implemented_format(monkeypatch):
-    """Also those that have not run on a GPU."""
-    for name, formats in mosaic_gpu.NOT_RUN_ON_GPUS.items():
-        kernel = mosaic_gpu.KERNELS[name]
-        listed = {kind: (*kernel.entries[kind], *more) for kind, more in formats.items()}
-        monkeypatch.setitem(mosaic_gpu.KERNELS, name, replace(kernel, entries=listed))
-
-
-@pytest.mark.usefixtures("interpreted", "every_implemented_format")
+@pytest.mark.usefixtures("interpreted")
 class TestInterpretedWrites(Mosaic, suites.RotatedChecks):
     """Encoded entries, and that nothing else is written."""
 
@@ -83,7 +72,7 @@ class TestInterpretedWrites(Mosaic, suites.RotatedChecks):
         assert_same_bits(cache.buffer, expected.buffer)
 
 
-@pytest.mark.usefixtures("interpreted", "every_implemented_format")
+@pytest.mark.usefixtures("interpreted")
 class TestInterpretedGathers(Mosaic, suites.GatherChecks):
     """Likewise, with first tokens that are not 0, requests without tokens, and rows without a token."""
 

@@ -262,12 +262,15 @@ def check_lowering(arguments, shared=None, joined=False, biases=None, **options)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *listed, gate_up, down = kernel_operands(text)
     # The second kernel reads tiles and weights early, which are older than the first one; its first operand is not.
+    assert {*down[1:]} <= {*gate_up}
+    assert "stablehlo.sort" not in text
+    if arguments[0].shape[0] == 1 and not isinstance(arguments[3], TileScaled):
+        assert not listed  # and the second kernel waits in PTX
+        return
     *before, second = read_early(traced.jaxpr)
     assert len(before) == 1 + len(listed)
     assert not any(before)
     assert [len(shape) for shape in second] == [1, 1, *[3] * (1 + joined)]
-    assert {*down[1:]} <= {*gate_up}
-    assert "stablehlo.sort" not in text
 
 
 @pytest.mark.parametrize(

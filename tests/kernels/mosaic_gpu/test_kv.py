@@ -8,7 +8,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 from jaxkv_kernels import mosaic_gpu, tuning
 from jaxkv_kernels.mosaic_gpu import interpreting
-from jaxkv_kernels.mosaic_gpu.attention.config import KVConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import KVConfig, KVQuantisedConfig
 from support import suites
 from support.cases import each_value, slow
 from support.hopper import kernel_operands, on_hopper, read_early
@@ -85,10 +85,20 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     def test_heads_outside_the_block(self):
         self.case((200, 129), 2, 1, layout="LHBNC", form="f16")
 
-    @pytest.mark.parametrize("layout", ["BLNHC", slow("LBHNC")])
-    def test_few_rows_of_quantised_entries(self, layout, monkeypatch):
+    @pytest.mark.parametrize(
+        ("form", "layout"),
+        [("fp8", "BLNHC"), slow("fp8", "LBHNC"), ("int8", "LBHNC"), slow("int8", "gaps, offset"), ("nvfp4", "BLNHC")],
+    )
+    def test_few_rows_of_quantised_entries(self, form, layout, monkeypatch):
         monkeypatch.setattr(self, "value_dim", 128)
-        self.case((0, 130), 2, 2, 2, form="fp8", layout=layout, block_size=16, window=70)
+        self.case((0, 130), 2, 2, 2, form=form, layout=layout, block_size=16, window=70)
+
+    @pytest.mark.parametrize("consumers", [slow(2), 4])
+    def test_any_number_of_consumers_computes_the_same(self, consumers, monkeypatch):
+        monkeypatch.setattr(self, "value_dim", 128)
+        config = KVQuantisedConfig(consumers=consumers, stages=2 * consumers, keys_at_once=1, producer_registers=72)
+        with tuning.using(config):
+            self.case((700, 0, 64), 1, 3, form="int8")
 
     @pytest.mark.slow
     def test_quantised_entries_of_large_heads(self, monkeypatch):
@@ -140,16 +150,14 @@ CASES = [
 """Sizes of an entry, heads, queries per head, query tokens, tokens per block, options."""
 
 
-QUANTISED = [
-    ((128, 128), 8, 8, 2, 16, {"window": 100}),
-    ((256, 128), 2, 5, 1, 256, {"logit_cap": 30.0}),
-]
-"""The same for `fp8`."""
+SMALL, LARGE = ((128, 128), 8, 8, 2, 16, {"window": 100}), ((256, 128), 2, 5, 1, 256, {"logit_cap": 30.0})
+QUANTISED = [("fp8", SMALL), ("fp8", LARGE), ("int8", SMALL), ("int8", LARGE), ("nvfp4", SMALL)]
+"""The same by format."""
 
 
-@pytest.mark.parametrize("case", QUANTISED)
-def test_quantised_heads_lower_for_hopper(case):
-    assert_lowers("fp8", "LBHNC", case)
+@pytest.mark.parametrize(("form", "case"), QUANTISED)
+def test_quantised_heads_lower_for_hopper(form, case):
+    assert_lowers(form, "LBHNC", case)
 
 
 @each_value(("order", "case"), jaxkv.ORDERS, CASES)
@@ -171,7 +179,7 @@ def assert_lowers(form, order, case):
         shape((4,), jnp.int32),
         shape((), jnp.int32),
         shape((), jnp.float32),
-        *((shape((), jnp.float32), shape((heads,), jnp.float32)) if form == "fp8" else (None, None)),
+        *((shape((), jnp.float32), shape((heads,), jnp.float32)) if entry.codec.scaled else (None, None)),
     )
     options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, **keywords}
 

@@ -1,5 +1,7 @@
 """What a lane does with a tile of quantised entries, against its twin for the interpreter (`-m gpu`)."""
 
+from itertools import chain
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxkv
 from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
-from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedHeads, InterpretedLatents
+from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import (
+    InterpretedHeads,
+    InterpretedInt8,
+    InterpretedLatents,
+    InterpretedNvfp4,
+)
 from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
+from jaxkv_kernels.mosaic_gpu.attention.quantised.rows import Int8Tiles, Nvfp4Tiles
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, STATS, STEPS, N
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA, store
@@ -23,7 +31,10 @@ KINDS = {
     "fp8_ds_mla": (LatentTiles, InterpretedLatents, jaxkv.MLAEntry("fp8_ds_mla")),
     "heads of 128": (HeadTiles, InterpretedHeads, jaxkv.KVEntry("fp8", 128)),
     "heads of 256": (HeadTiles, InterpretedHeads, jaxkv.KVEntry("fp8", 256, 128)),
+    "int8": (Int8Tiles, InterpretedInt8, jaxkv.KVEntry("int8", 256, 128)),
+    "nvfp4": (Nvfp4Tiles, InterpretedNvfp4, jaxkv.KVEntry("nvfp4", 256)),
 }
+SCALED = "fp8_ds_mla", "int8"
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -41,13 +52,14 @@ def raw_entries(tiles):
     """Bytes of two stages: e4m3 values without NaN, and whatever those of the other parts make."""
     found = []
     for n, memory in enumerate(tiles.raw_types(STAGES)):
-        values = np.random.default_rng(n).integers(0, 256, memory.shape, np.uint8)
+        *sizes, last = memory.shape
+        values = np.random.default_rng(n).integers(0, 256, (*sizes, last * memory.dtype.itemsize), np.uint8)
         values[values & 0x7F == 0x7F] = 0
-        if tiles.scaled:
+        if tiles.entry.format == "fp8_ds_mla":
             rows = values.reshape(STAGES, 64, tiles.entry.nbytes)
             rows[..., 512:528] = np.random.default_rng(1).standard_normal((STAGES, 64, 4), np.float32).view(np.uint8)
             rows[..., 528:] &= 0xBF  # finite bf16
-        found.append(jnp.asarray(values))
+        found.append(jnp.asarray(values.view(memory.dtype)))
     return found
 
 
@@ -124,17 +136,18 @@ class TestLanes:
                 right = twin.convert_values(twin.load_values(raw, STAGE, step), group)
                 np.testing.assert_array_equal(found[step, group], right, f"{step} {group}")
 
-    def test_scales(self):
-        tiles, twin = tiles_of("fp8_ds_mla")
+    @pytest.mark.parametrize("kind", SCALED)
+    def test_scales(self, kind):
+        tiles, twin = tiles_of(kind)
         raw = raw_entries(tiles)
 
         def body(source, out, **scratch):
             stage_raw([source], **scratch)
-            for group, scales in enumerate(tiles.load_scales(scratch["raw"], jnp.int32(STAGE))):
-                store(out.at[group], scales)
+            for n, scales in enumerate(chain(*tiles.load_scales(scratch["raw"], jnp.int32(STAGE)))):
+                store(out.at[n], scales)
 
-        found = run(body, shape(jnp.float32, tiles.value_groups, 64), staged(tiles), *raw)
-        np.testing.assert_array_equal(found, np.stack(twin.load_scales(raw, STAGE)))
+        right = np.stack([*chain(*twin.load_scales(raw, STAGE))])
+        np.testing.assert_array_equal(run(body, shape(jnp.float32, *right.shape), staged(tiles), *raw), right)
 
     @every_kind
     def test_clear(self, kind):
@@ -150,7 +163,7 @@ class TestLanes:
                 plgpu.copy_smem_to_gmem(scratch["raw"][-1].at[stage], out.at[stage])
             plgpu.wait_smem_to_gmem(0)
 
-        found = np.asarray(run(body, shape(jnp.uint8, *raw[-1].shape), staged(tiles), *raw)).reshape(STAGES, 64, -1)
+        found = np.asarray(run(body, shape(raw[-1].dtype, *raw[-1].shape), staged(tiles), *raw)).reshape(STAGES, 64, -1)
         right = np.asarray(raw[-1]).reshape(STAGES, 64, -1).copy()
         right[STAGE, 5:17] = 0
         np.testing.assert_array_equal(found, right)

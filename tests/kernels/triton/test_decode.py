@@ -6,16 +6,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels.triton import unsupported
 from support import suites
 from support.triton.builds import SHARED, builds
 from support.triton.runs import Triton, compiles, interpreted, on_gpu
-
-
-@pytest.fixture(autouse=True)
-def all_that_is_implemented(monkeypatch):
-    """Also heads that have not run on a GPU yet, so that they are tested where there is one."""
-    monkeypatch.setattr(unsupported, "HEAD_DIM", 512)
 
 
 @on_gpu

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.composed.prefill_mla import LEAST_ON_GPUS, expansion_pays, prefers_expansion
+from jaxkv.ops.composed import prefill_mla
+from jaxkv.ops.composed.prefill_mla import LEAST_ON_GPUS, LEAST_WITH_KERNEL, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
+from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
@@ -195,8 +197,8 @@ def test_expansion_pays_from_a_number_of_query_tokens_on(sizes, least):
 
 
 def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
-    def prefers(q_len, **options):
-        return prefers_expansion(q_len, jnp.bfloat16, latent=512, rope=64, nope=128, value=128, **options)
+    def prefers(q_len, value=128, **options):
+        return prefers_expansion(q_len, jnp.bfloat16, latent=512, rope=64, nope=128, value=value, **options)
 
     # Without GPUs, there is only XLA.
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -207,8 +209,11 @@ def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
     assert not prefers(LEAST_ON_GPUS)
     assert prefers(171, implementation="xla")
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter([]))
-    assert not prefers(LEAST_ON_GPUS - 1)
-    assert prefers(LEAST_ON_GPUS)
+    assert not prefers(LEAST_WITH_KERNEL - 1)
+    assert prefers(LEAST_WITH_KERNEL)
+    # Attention to other heads has no kernel of ours.
+    assert not prefers(LEAST_ON_GPUS - 1, value=64)
+    assert prefers(LEAST_ON_GPUS, value=64)
 
 
 class TestCudnn:
@@ -239,7 +244,7 @@ class TestCudnn:
         monkeypatch.setattr(cudnn._library(), "check_cudnn_version", lambda: 90900)
         assert [*cudnn.unsupported_reasons(jnp.bfloat16, 192, 128)] == ["cuDNN 90900: expected 91000 or later"]
 
-    @pytest.mark.parametrize(("implementation", "calls"), [(None, 2), ("xla", 0), (("xla",), 0)])
+    @pytest.mark.parametrize(("implementation", "calls"), [(None, 1), ("xla", 0), (("xla",), 0)])
     def test_lowers_for_cuda(self, implementation, calls):
         layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("bf16"))
         shapes = (2, 65, 4, 128), (2, 65, 4, 64), (4, 128, 512), (4, 128, 512), (layout.size,)
@@ -252,6 +257,8 @@ class TestCudnn:
 
         text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("@__cudnn$fmhaSoftmax(") == calls
+        # That of earlier tokens; the entries are read by XLA on a machine without GPUs.
+        assert text.count("custom_call @mosaic_gpu") == calls
 
     def test_results_without_keys_are_replaced(self, monkeypatch):
         def attention(
@@ -273,6 +280,34 @@ class TestCudnn:
         scene = scenes.scene(entry, lengths=LENGTHS)
         *given, w_uv = arguments(entry, 70, "bfloat16")
         check(scene, scene.cache(scenes.layouts(entry)["BLNHC"], 1), [*given, w_uv[:, :16]], expanded_bytes=FEW_BYTES)
+
+
+def test_keys_in_parts(monkeypatch):
+    """What the kernel for keys whose rotary part is shared is given, and what becomes of its splits."""
+    calls = []
+
+    def attend(q, k_nope, k_pe, v, kv_lens, *, scale):
+        """What `attend_expanded` returns, in two splits."""
+        assert k_nope.shape[1] % unsupported.TILE_ROWS == 0
+        calls.append(q.shape)
+        k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
+        k, first = jnp.concatenate([k_nope, k_pe], axis=-1), 72
+        q_lens = jnp.full(len(q), q.shape[1])
+        lengths = jnp.minimum(kv_lens, first), jnp.maximum(kv_lens - first, 0)
+        halves = zip((slice(first), slice(first, None)), lengths, strict=True)
+        parts = [
+            expanded.attention(q, k[:, own], v[:, own], q_lens, length, scale=scale, causal=False)
+            for own, length in halves
+        ]
+        return tuple(map(jnp.stack, zip(*parts, strict=True)))
+
+    monkeypatch.setattr(cudnn, "unsupported_reasons", lambda *args: iter([]))
+    monkeypatch.setattr(cudnn, "attention", expanded.attention)
+    monkeypatch.setattr(unsupported, "attend_expanded", lambda *args: iter([]))
+    monkeypatch.setattr(prefill_mla, "attend_expanded", attend)
+    scene = scenes.scene(ENTRY, lengths=LENGTHS)
+    check(scene, scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1), arguments(ENTRY, 70, "float32"))
+    assert calls == [(len(LENGTHS), 70, HEADS, NOPE + 16)]
 
 
 def test_checked():

@@ -21,6 +21,8 @@ FEW_ROWS = 16
 At 16 rows it is memory-bound.  32 rows would fit, with half of the query stages, but took 6 % longer than the wide
 schedule.
 """
+GATHERED = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
+"""Formats of latents that only the schedule of sparse attention decodes."""
 CTAS = 2
 """CTAs of a cluster that share the keys of each work tile, if requests are few."""
 MERGING = 4
@@ -29,6 +31,11 @@ SPLIT_COST_UNIT = 256
 """The cost of walking one step, in the unit of `SplitCosts.combining` and `SplitCosts.split`."""
 PREFETCHED_TILES = 32
 """Key tiles per CTA from which sparse attention to `fp8_ds_mla` entries prefetches: with 64 it takes 1 % less time."""
+
+
+def by_slots(entry, rows: int) -> bool:
+    """Whether dense calls with `rows` rows per request run as sparse attention to all slots of the request."""
+    return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > FEW_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +173,10 @@ class FewRowsQuantisedConfig:
     }
 
     stages: int = 4
-    """Tiles of entries in shared memory, 36 or 41 KiB each.  Even, so that a consumer always uses the same stages."""
+    """Tiles of entries in shared memory, 36 or 41 KiB each.  A multiple of the number of consumers, so that a consumer
+    always uses the same stages."""
+    consumers: int = 2
+    """Consumer warpgroups, which take turns at tiles."""
     query_stages: int = 2
     """Work tiles whose queries are in shared memory, 18 KiB each."""
     keys_at_once: int = 2
@@ -181,9 +191,10 @@ class FewRowsQuantisedConfig:
     """In steps of one tile, which has half the bytes of a bf16 tile."""
 
     def __post_init__(self):
-        most = 8 if isinstance(self, KVQuantisedConfig) else 4
-        ok = self.stages % 2 == 0 and 2 <= self.stages <= most
-        require(ok, self, "stages", f"an even number, at most the {most} that shared memory holds")
+        require(self.consumers in (2, 3, 4), self, "consumers", "2 or 3, which have registers for their results")
+        most = 20 if isinstance(self, KVQuantisedConfig) else 4
+        ok = self.stages % self.consumers == 0 and self.consumers <= self.stages <= most
+        require(ok, self, "stages", f"a multiple of the {self.consumers} consumers, at most {most}")
         require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
         require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
         _check_registers(self, 72, 88, 104)
@@ -192,11 +203,22 @@ class FewRowsQuantisedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVQuantisedConfig(FewRowsQuantisedConfig):
-    """`decode_kv` with entries of format `fp8`."""
+    """`decode_kv` with quantised entries."""
 
-    stages: int = 8
-    """The most tiles of keys and values in shared memory, 16 KiB each for heads of 128; larger ones leave room for
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {**FewRowsQuantisedConfig.SEARCH, "stages": (6, 9, 15)}
+
+    stages: int = 15
+    """The most tiles of keys and values in shared memory, 9 to 17 KiB each for heads of 128; larger ones leave room for
     fewer."""
+    consumers: int = 3
+
+
+def kv_quantised_config(entry) -> KVQuantisedConfig:
+    """The default configuration of a `decode_kv` call with quantised entries.
+
+    With heads wider than 128, three consumers would spill registers.
+    """
+    return KVQuantisedConfig() if max(entry.sizes) <= 128 else KVQuantisedConfig(consumers=2, stages=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +301,7 @@ def sparse_config(format: str, tiles: int) -> SparseConfig:
 
 
 def _check_registers(config, *supported: int) -> None:
-    # Half of what remains of THREE_WARPGROUPS must be a multiple of 8 as well.
+    # Half of what remains of the registers of three warpgroups must be a multiple of 8 as well.
     *others, most = supported
     ok = config.producer_registers in supported
     require(ok, config, "producer_registers", f"{', '.join(map(str, others))} or {most}")

@@ -1,20 +1,34 @@
 """Grouped-query and multi-head decode on sm_90: attention per KV head, then `combine` for splits."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE, KVQuantisedConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.attention.plan import default_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
-from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedHeads
+from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import (
+    InterpretedHeads,
+    InterpretedInt8,
+    InterpretedNvfp4,
+)
+from jaxkv_kernels.mosaic_gpu.attention.quantised.rows import Int8Tiles, Nvfp4Tiles
+from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import Tiles
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.kv import attend_kv
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tuning import configuration
+
+TILES: dict[str, tuple[Callable[..., Tiles], Callable[..., Tiles]]] = {
+    "fp8": (HeadTiles, InterpretedHeads),
+    "int8": (Int8Tiles, InterpretedInt8),
+    "nvfp4": (Nvfp4Tiles, InterpretedNvfp4),
+}
+"""Tiles of quantised entries by format: for the GPU, and for the interpreter."""
 
 
 def decode_kv(
@@ -27,27 +41,31 @@ def decode_kv(
     plan = plan_or_default(
         plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens, window=window
     )
-    buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
+    interpret = bool(interpreting.value)
+    tiles = TILES[entry.format][interpret](entry) if entry.quantised else None
+    buffer, pages = in_entries_dtype(buffer, pages, entry.dtype if tiles is None else tiles.dtype)
     return _decode(
         q, buffer, block_tables, layer, scale, scales, plan,
-        pages=pages, entry=entry, logit_cap=logit_cap, window=window, config=config, interpret=bool(interpreting.value),
+        pages=pages, entry=entry, tiles=tiles, logit_cap=logit_cap, window=window, config=config, interpret=interpret,
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window", "config", "interpret"))
-def _decode(q, buffer, block_tables, layer, scale, scales, plan, *, pages, entry, logit_cap, window, config, interpret):
+@partial(jax.jit, static_argnames=("pages", "entry", "tiles", "logit_cap", "window", "config", "interpret"))
+def _decode(
+    q, buffer, block_tables, layer, scale, scales, plan,
+    *, pages, entry, tiles, logit_cap, window, config, interpret,
+):  # fmt: skip
     batch, tokens, query_heads, _ = q.shape
     heads, group = pages.num_heads, query_heads // pages.num_heads
     rows = tokens * group
     # TMA copies tiles of 8 rows, and clips them if an axis is shorter than a tile.
-    quantised = isinstance(config, KVQuantisedConfig)
-    padded = rows if rows <= 8 and not quantised else rows + -rows % (8 if rows <= TILE else TILE)
+    padded = rows if rows <= 8 and tiles is None else rows + -rows % (8 if rows <= TILE else TILE)
     q = q.reshape(batch, tokens, heads, group, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
-    if quantised:
+    if tiles is not None:
         found = attend_few_rows_quantised(
             (q.reshape(batch * heads, padded, -1),), buffer, block_tables, layer, scale, scales, plan,
-            tiles=(InterpretedHeads if interpret else HeadTiles)(entry), tokens=tokens, group=group, pages=pages,
+            tiles=tiles, tokens=tokens, group=group, pages=pages,
             logit_cap=logit_cap, window=window, config=config, interpret=interpret,
         )  # fmt: skip
     else:

@@ -11,10 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, FewRowsQuantisedConfig, QuantisedWideConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import (
+    FewRowsConfig,
+    FewRowsQuantisedConfig,
+    QuantisedWideConfig,
+    by_slots,
+)
 from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import decode_by_slots
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import in_entries_dtype
-from jaxkv_kernels.mosaic_gpu.attention.plan import by_slots, default_config, plan_or_default
+from jaxkv_kernels.mosaic_gpu.attention.plan import default_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedLatents
 from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows

@@ -1,7 +1,8 @@
-"""Dense MLA decode of `fp8_ds_mla` entries with many rows, as sparse attention to all slots of a request.
+"""Dense MLA decode of some quantised entries (`config.by_slots`), as sparse attention to all slots of a request.
 
 The schedule of sparse attention loads entries by slot.  Here, slots are computed from the block table.  Reading a slot
-adds 4 bytes to the 656 of each token.  With a window, a query token has the slots of the tokens in it only.
+adds 4 bytes to the 352 to 656 of each token.  Several query tokens of a request each read its entries again.  With a
+window, a query token has the slots of the tokens in it only.
 """
 
 import jax.numpy as jnp

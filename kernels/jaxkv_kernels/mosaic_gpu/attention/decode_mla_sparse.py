@@ -44,6 +44,7 @@ def decode_mla_sparse(
     if lengths is None:
         with jax.ensure_compile_time_eval():
             plan = plan_of(jnp.full(batch * tokens, size, jnp.int32))
+            plan = replace(plan, whole=not bool((plan.split_requests[:, 0] >= 0).any()))
     else:
         plan = plan_of(lengths.reshape(-1), by_kernel=not interpreting.value)
     return decode_slots(
@@ -114,5 +115,8 @@ def _decode(
         counts=None if counts is None else counts.reshape(-1), rows=rows, logit_cap=logit_cap, config=config,
         interpret=interpret,
     )  # fmt: skip
-    out, lse = combine(out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks)
+    if not plan.whole:
+        out, lse = combine(
+            out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks
+        )
     return out[:, :heads].reshape(batch, tokens, heads, -1), lse[:, :heads].reshape(batch, tokens, heads)

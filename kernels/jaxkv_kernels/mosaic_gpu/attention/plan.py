@@ -28,10 +28,11 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     FewRowsConfig,
     FewRowsQuantisedConfig,
     KVConfig,
-    KVQuantisedConfig,
     QuantisedWideConfig,
     SplitCosts,
     WideConfig,
+    by_slots,
+    kv_quantised_config,
     wide_config,
 )
 from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel as kernels
@@ -58,6 +59,8 @@ class Plan:
     """The most splits of all requests together."""
     shared: bool = field(default=False, metadata={"static": True})
     """Whether two CTAs share the keys of each work tile; see `sharing.py`."""
+    whole: bool = field(default=False, metadata={"static": True})
+    """Whether it is known while tracing that no request is split."""
 
     @property
     def num_partitions(self) -> int:
@@ -113,18 +116,13 @@ def shares_keys(requests: int, partitions: int) -> bool:
     return CTAS * requests <= partitions < 2 * CTAS * requests
 
 
-def by_slots(entry, rows: int) -> bool:
-    """Whether calls with `rows` rows per request run as sparse attention to all slots of the request."""
-    return entry.format == "fp8_ds_mla" and rows > FEW_ROWS
-
-
 def default_config(entry, rows: int) -> Any:
     """The default configuration of a `decode_mla` or `decode_kv` call: its class determines the schedule.
 
     `rows`: query tokens x query heads of a KV head.
     """
     if not entry.one_head:
-        return KVQuantisedConfig() if entry.quantised else KVConfig()
+        return kv_quantised_config(entry) if entry.quantised else KVConfig()
     if rows > FEW_ROWS:
         return QuantisedWideConfig() if entry.quantised else wide_config(rows)
     return FewRowsQuantisedConfig() if entry.quantised else FewRowsConfig()

@@ -10,6 +10,7 @@ vote.  Most tiles therefore need neither row maxima nor a rescale.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -78,15 +79,17 @@ class OnlineSoftmax:
         """The weights exp2(score - running max) of a tile."""
         return jnp.exp2(scores - self._spread(running_max, scores))
 
-    def merge(self, running_max, row_sum, other_max, other_sum):
-        """Joins the results of two warpgroups over disjoint keys, as factors for their sums of weighted values.
+    def merge(self, *states):
+        """Joins the results of warpgroups over disjoint keys, as factors for their sums of weighted values.
 
-        Returns a factor per row for each of the two, which makes them relative to the same maximum, and what `finalize`
-        returns of their total: a factor that normalizes it, and log-sum-exps in base 2.
+        `states` are their running maxima and row sums.  Returns a factor per row for each of them, which makes them
+        relative to the same maximum, and what `finalize` returns of their total: a factor that normalizes it, and
+        log-sum-exps in base 2.
         """
-        merged_max = jnp.maximum(running_max, other_max)
-        own, others = jnp.exp2(running_max - merged_max), jnp.exp2(other_max - merged_max)
-        return own, others, *self.finalize(row_sum * own + other_sum * others, merged_max)
+        merged_max = reduce(jnp.maximum, (running_max for running_max, _ in states))
+        factors = [jnp.exp2(running_max - merged_max) for running_max, _ in states]
+        total = reduce(jnp.add, (row_sum * factor for (_, row_sum), factor in zip(states, factors, strict=True)))
+        return factors, *self.finalize(total, merged_max)
 
     def finalize(self, row_sum, running_max, sinks=None):
         """Factors that normalize sums of weighted values, and log-sum-exps in base 2; 0 and -inf for rows without keys.

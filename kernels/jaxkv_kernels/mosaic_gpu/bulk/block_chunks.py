@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.bulk.block_runs import BlockRuns
+from jaxkv_kernels.addressing.block_runs import Runs
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
@@ -60,7 +60,7 @@ def send(stage, target):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def chunked(body, runs: BlockRuns, blocks: int, dtype, *, interpret: bool, out_type: Any = ()):
+def chunked(body, runs: Runs, blocks: int, dtype, *, interpret: bool, out_type: Any = ()):
     """A kernel in which `body(each_chunk, *refs, stage, full)` moves the chunks of `blocks` blocks.
 
     `each_chunk(move)` calls `move(i, run, start, size)` for each chunk of a CTA: `size` elements (a Python int) from

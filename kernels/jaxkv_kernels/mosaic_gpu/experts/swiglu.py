@@ -3,6 +3,7 @@
 Two products by experts (`products.py`) do the work: gate and up, of which the kernel stores silu(gate) * up, and down.
 XLA prepares their rows, and adds up the experts' results:
 
+- A single token has kernels of its own (`one_token/experts.py`), unless weights are in float8 or there are biases.
 - If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them
   (`listing.py`), which takes one kernel.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
@@ -22,7 +23,9 @@ from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, MOST_ROWS, default_co
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.listing import MOST_EXPERTS, list_chosen
 from jaxkv_kernels.mosaic_gpu.experts.products import products
+from jaxkv_kernels.mosaic_gpu.one_token.experts import one_token
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.unsupported import MOST_INNER, MOST_PARTS
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.experts.swiglu import shared_swiglu
@@ -41,8 +44,12 @@ def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None
         return routed + shared_swiglu(x, *shared, **kind)
     if not experts.size:
         return jnp.zeros_like(x)
-    options = {"config": config, "interpret": bool(interpreting.value)}
-    return _swiglu(x, experts, weights, gate, up, down, shared, biases, **kind, **options)
+    interpret = bool(interpreting.value)
+    parts = experts.size + (0 if shared is None else len(shared[0]) // gate.shape[1])
+    plain = not fp8 and biases is None and alpha is None
+    if len(x) == 1 and plain and parts <= MOST_PARTS and gate.shape[1] <= MOST_INNER:
+        return one_token(x, experts, weights, gate, up, down, shared, limit=limit, interpret=interpret)
+    return _swiglu(x, experts, weights, gate, up, down, shared, biases, **kind, config=config, interpret=interpret)
 
 
 def _joins(gate, shared, tokens: int, config) -> bool:

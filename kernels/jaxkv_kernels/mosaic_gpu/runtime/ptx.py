@@ -13,6 +13,16 @@ E4M3_TO_F16 = (
 )
 """Converts a word of four e4m3 values to two words of two float16 values each."""
 
+INT8_TO_F16 = (
+    "{ .reg .b32 x, offset; xor.b32 x, $2, 0x80808080; mov.b32 offset, 0x64806480; "
+    "prmt.b32 $0, x, 0x64646464, 0x4140; sub.rn.f16x2 $0, $0, offset; "
+    "prmt.b32 $1, x, 0x64646464, 0x4342; sub.rn.f16x2 $1, $1, offset; }"
+)
+"""Converts a word of four int8 values to two words of two float16 values each.
+
+A byte of 128 more than the value is the low byte of a float16 between 1,024 (0x6400) and 2,048, from which 1,152
+(0x6480) is subtracted."""
+
 
 def i32() -> Any:
     """The type."""

@@ -144,18 +144,18 @@ def _attend_latents(
         q += (load_pieces(q_latent + query * LATENT + i * COLUMNS, live, LATENT - i * COLUMNS, COLUMNS),)
     q_rope = (load_pieces(q_pe + query * ROPE, live, ROPE, LOADS.second_columns),)
     scale = tl.load(scales)
-    if LOADS.in_pairs:
+    if LOADS.ways == 2:
         divisor = _power_of_two_per_row(q + q_rope)
         scale *= tl.load(kv_scales) * divisor[:, None]
         q, q_rope = _split_into_pairs(q, divisor, LOADS.dtype), _split_into_pairs(q_rope, divisor, LOADS.dtype)
 
     # With few rows, enough registers are left for a row sum per column.
-    SUM_PER_COLUMN: tl.constexpr = LOADS.in_pairs and LOADS.native and CONFIG.rows < 64
+    SUM_PER_COLUMN: tl.constexpr = LOADS.ways == 2 and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
         q_rope + q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
         PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, CONFIG, SUM_PER_COLUMN,
     )  # fmt: skip
-    if LOADS.in_pairs:
+    if LOADS.ways == 2:
         acc = _join_pairs(acc, tl.load(kv_scales))
     store_results(
         acc, row_max, row_sum, out, lse, split_out, split_lse, sinks, index, request, is_split, line, live,

@@ -19,10 +19,9 @@ import triton.language as tl
 from jaxkv_kernels.triton.attention.attend_tiles import attend_tiles, load_range, query_rows, store_results
 from jaxkv_kernels.triton.attention.combine import combine
 from jaxkv_kernels.triton.attention.config import kv_config, next_power_of_two
-from jaxkv_kernels.triton.attention.load_keys import EntryLoads
+from jaxkv_kernels.triton.attention.load_keys import EntryLoads, join_columns, split_columns
 from jaxkv_kernels.triton.attention.plan_decode import plan_or_default
 from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3
-from jaxkv_kernels.triton.codecs.e4m3_pairs import in_halves
 from jaxkv_kernels.triton.entries.addresses import in_bytes
 from jaxkv_kernels.triton.entries.tiles import load_pieces
 from jaxkv_kernels.triton.runtime.dtypes import element_type
@@ -42,14 +41,8 @@ def decode_kv(
     rows = q_len * (heads // pages.num_heads)
     config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
-    least = 32 if entry.format == "nvfp4" else 16  # columns of the smallest product; a load of nvfp4 gives two tiles
-    columns = [max(least, next_power_of_two(n)) for n in entry.sizes]
-    stored = element_type("int8" if entry.format == "int8" else entry.dtype)
-    loads = EntryLoads(
-        format=entry.format, latents=False, first=entry.sizes[0], second=entry.sizes[1],
-        first_columns=columns[0], second_columns=columns[1],
-        stored=stored, dtype=element_type(q.dtype), native=has_e4m3(), even=False,
-    )  # fmt: skip
+    in_memory = in_bytes(pages, buffer.dtype.itemsize)
+    loads = _loads(entry, in_memory, element_type(q.dtype))
     one = (1,)
     scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (k_scale, v_scale)]
     split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
@@ -63,13 +56,25 @@ def decode_kv(
             jax.ShapeDtypeStruct(split_shape, jnp.float32),
         ),
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
-        PAGES=in_bytes(pages, buffer.dtype.itemsize), LOADS=loads, SCALED=entry.codec.scaled,
+        PAGES=in_memory, LOADS=loads, SCALED=entry.codec.scaled,
         SCALE_STEPS=tuple(int(x.size > 1) for x in scales), TABLE=block_tables.shape[1], Q_LEN=q_len, HEADS=heads,
         ROW_TILES=row_tiles, CAP=logit_cap, WINDOW=window, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan)
     return out, lse
+
+
+def _loads(entry, in_memory, dtype) -> EntryLoads:
+    least = {"nvfp4": 64, "int8": 32}.get(entry.format, 16)  # columns of the smallest product, 16, of each tile
+    first, second = entry.sizes
+    steps = (in_memory.layer_stride, in_memory.block_stride, in_memory.head_stride, in_memory.token_stride)
+    return EntryLoads(
+        format=entry.format, latents=False, first=first, second=second,
+        first_columns=max(least, next_power_of_two(first)), second_columns=max(least, next_power_of_two(second)),
+        stored=element_type(entry.dtype), dtype=dtype, native=has_e4m3(),
+        even=not any(n % 2 for n in (in_memory.offset, *steps, *entry.sizes)),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -87,21 +92,18 @@ def _attend_kv(
     begin, end, is_split = load_range(work_tiles, index)
     head, token, line, live = query_rows(tl.program_id(0) % ROW_TILES, PAGES.num_heads, Q_LEN, HEADS, CONFIG.rows)
     query = q + (request.to(tl.int64) * ALL + line) * LOADS.first
-    queries = (load_pieces(query, live, LOADS.first, LOADS.first_columns),)
-    if LOADS.in_pairs:
-        queries = in_halves(queries[0])
-    scale = tl.load(scales)
+    queries = split_columns(load_pieces(query, live, LOADS.first, LOADS.first_columns), LOADS.ways)
+    scale = tl.load(scales) * LOADS.unit
     if SCALED:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
     acc, row_max, row_sum = attend_tiles(
         queries, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
         PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, CONFIG, False,
     )  # fmt: skip
-    if LOADS.in_pairs:
-        acc = (tl.interleave(acc[0], acc[1]),)
+    result = join_columns(acc, LOADS.ways) * LOADS.unit
     if SCALED:
-        acc = (acc[0] * tl.load(v_scales + head * SCALE_STEPS[1]),)
+        result *= tl.load(v_scales + head * SCALE_STEPS[1])
     store_results(
-        acc, row_max, row_sum, out, lse, split_out, split_lse, scales, index, request, is_split, line, live,
+        (result,), row_max, row_sum, out, lse, split_out, split_lse, scales, index, request, is_split, line, live,
         line, ALL, LOADS.second, False,
     )  # fmt: skip

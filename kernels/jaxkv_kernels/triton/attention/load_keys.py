@@ -7,8 +7,9 @@ import triton.language as tl
 
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.triton.codecs.e2m1 import SCALE_TILE as E2M1_TILE
-from jaxkv_kernels.triton.codecs.e2m1 import load_e2m1
-from jaxkv_kernels.triton.codecs.e4m3_pairs import halves, load_pairs
+from jaxkv_kernels.triton.codecs.e2m1 import from_quarters, in_quarters, load_e2m1, unit
+from jaxkv_kernels.triton.codecs.e4m3_pairs import halves, in_halves, load_pairs
+from jaxkv_kernels.triton.codecs.int8_pairs import int8_halves
 from jaxkv_kernels.triton.codecs.widen import widened
 from jaxkv_kernels.triton.entries.tiles import load_pieces
 from jaxkv_kernels.triton.runtime.arithmetic import rounded
@@ -49,9 +50,16 @@ class EntryLoads:
         return -(-self.first // self.first_columns)
 
     @property
-    def in_pairs(self) -> bool:
-        """Whether each load gives two tiles: its even and its odd columns (see `e4m3_pairs.py`, `e2m1.py`)."""
-        return self.format == "nvfp4" or (self.latents and self.format == "fp8")
+    def ways(self) -> int:
+        """How many tiles each load gives: column c is in tile c % ways (see `e4m3_pairs.py`, `e2m1.py`)."""
+        if self.format == "nvfp4":
+            return 4
+        return 2 if self.format == "int8" or (self.latents and self.format == "fp8") else 1
+
+    @property
+    def unit(self) -> float:
+        """How many times too small the tiles of keys and of values are."""
+        return unit(self.dtype) if self.format == "nvfp4" else 1.0
 
     @property
     def per_token(self) -> bool:
@@ -61,12 +69,36 @@ class EntryLoads:
     @property
     def value_tiles(self) -> int:
         """The number of tiles that hold the values."""
-        return (2 if self.in_pairs else 1) * (self.loads if self.latents else 1)
+        return self.ways * (self.loads if self.latents else 1)
 
     @property
     def value_columns(self) -> int:
         """Columns of each tile of values."""
-        return (self.first_columns if self.latents else self.second_columns) // (2 if self.in_pairs else 1)
+        return (self.first_columns if self.latents else self.second_columns) // self.ways
+
+
+@triton.jit
+def split_columns(x, WAYS: tl.constexpr):
+    """Divides a tile of queries as loads of entries are divided (`ways`)."""
+    if WAYS == 4:
+        tiles = in_quarters(x)
+    elif WAYS == 2:
+        tiles = in_halves(x)
+    else:
+        tiles = (x,)
+    return tiles
+
+
+@triton.jit
+def join_columns(x, WAYS: tl.constexpr):
+    """The tile that `split_columns` divides into `x`."""
+    if WAYS == 4:
+        tile = from_quarters(x)
+    elif WAYS == 2:
+        tile = tl.interleave(x[0], x[1])
+    else:
+        tile = x[0]
+    return tile
 
 
 @triton.jit
@@ -86,17 +118,23 @@ def load_keys_and_values(entry, known, LOADS: tl.constexpr):
         keys = _rope_tile(entry, known, LOADS) + values
     elif LOADS.format == "nvfp4":
         SCALES: tl.constexpr = (LOADS.first + LOADS.second) // 2
-        keys = load_e2m1(entry, entry + SCALES, known, LOADS.first, LOADS.first_columns, LOADS.dtype, LOADS.native)
+        keys = load_e2m1(
+            entry, entry + SCALES, known,
+            LOADS.first, LOADS.first_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
+        )  # fmt: skip
         values = load_e2m1(
             entry + LOADS.first // 2, entry + SCALES + LOADS.first // E2M1_TILE, known,
-            LOADS.second, LOADS.second_columns, LOADS.dtype, LOADS.native,
+            LOADS.second, LOADS.second_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
         )  # fmt: skip
+    elif LOADS.format == "int8":
+        keys = int8_halves(load_pairs(entry, known, LOADS.first, LOADS.first_columns, LOADS.even), LOADS.dtype)
+        pairs = load_pairs(entry + LOADS.first, known, LOADS.second, LOADS.second_columns, LOADS.even)
+        values = int8_halves(pairs, LOADS.dtype)
+        scales = (entry + LOADS.first + LOADS.second).to(tl.pointer_type(tl.float32))
+        factors += (tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0))
     else:
         keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
         values = (_plain_tile(entry, known, LOADS.first, LOADS.second, LOADS.second_columns, LOADS),)
-        if LOADS.per_token:
-            scales = (entry + LOADS.first + LOADS.second).to(tl.pointer_type(tl.float32))
-            factors += (tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0))
     return keys, values, factors
 
 
@@ -111,7 +149,7 @@ def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
         scale = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], SCALE_TILE))
         scale = tl.reshape(scale, (scale.shape[0], COLUMNS))
         found = (widened(load_pieces(entry + FIRST, known, left, COLUMNS), scale, LOADS.dtype, LOADS.native),)
-    elif LOADS.in_pairs:
+    elif LOADS.ways == 2:
         found = halves(load_pairs(entry + FIRST, known, left, COLUMNS, LOADS.even), LOADS.dtype, LOADS.native)
     else:
         found = (_plain_tile(entry, known, FIRST, left, COLUMNS, LOADS),)
@@ -125,7 +163,7 @@ def _rope_tile(entry, known, LOADS: tl.constexpr):
     if LOADS.format == "fp8_ds_mla":
         ropes = (entry + LOADS.first + 4 * (LOADS.first // SCALE_TILE)).to(tl.pointer_type(tl.bfloat16))
         found = (rounded(load_pieces(ropes, known, LOADS.second, COLUMNS), LOADS.dtype),)
-    elif LOADS.in_pairs:
+    elif LOADS.ways == 2:
         pairs = load_pairs(entry + LOADS.first, known, LOADS.second, COLUMNS, LOADS.even)
         found = halves(pairs, LOADS.dtype, LOADS.native)
     else:

@@ -34,5 +34,6 @@ def load_rotated(
     partner = tl.load(array + start + other, mask=mask)
     cos = tl.load(cos_sin + start + angle, mask=mask)
     sin = tl.load(cos_sin + start + HALF + angle, mask=mask)
-    sin = tl.where(second, sin, -sin)
+    # Triton's `-sin` is `0 - sin`, which is +0 for both zeros.
+    sin = tl.where(second, sin, sin * -1.0)
     return rounded(as_float32(tile) * cos + as_float32(partner) * sin, array.dtype.element_ty)

@@ -232,9 +232,9 @@ def load_rope(addresses, offset: int) -> list[Any]:
     return load_chunks(addresses, Lane().rope_chunk, offset)
 
 
-def load_chunks(addresses, chunk, offset: int) -> list[Any]:
+def load_chunks(addresses, chunk, offset: int, load: str = LOAD) -> list[Any]:
     """16 bytes of each row: chunk number `chunk` of those that begin at `offset`."""
-    load = LOAD.format(offset=offset)
+    load = load.format(offset=offset)
     addresses = _chunks(addresses, chunk)
     found = [ptx(load, address, result_types=[i32()] * 4, has_side_effects=True) for address in addresses]
     ptx("bar.warp.sync 0xffffffff;", convergent=True)

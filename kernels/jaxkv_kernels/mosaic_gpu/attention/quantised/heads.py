@@ -23,8 +23,8 @@ SWIZZLED = plgpu.RefType(swizzled(1, dtype=jnp.uint8).transforms)
 
 
 @dataclass(frozen=True)
-class HeadTiles(Tiles):
-    """Tiles of `fp8` entries: two references, keys uint8 [stages, 64, D] and values [stages, 64, Dv]."""
+class KVTiles(Tiles):
+    """What tiles of keys and values have in common, whatever the format of their entries."""
 
     entry: KVEntry
 
@@ -43,9 +43,21 @@ class HeadTiles(Tiles):
         """The groups of 128 columns of a head's values."""
         return self.entry.value_dim // GROUP
 
-    def stages(self, most):
-        """How many tiles fit in shared memory: an even number, up to `most`."""
-        return min(most, ROOM // (2 * TILE * sum(self.entry.sizes)) * 2)
+    def stages(self, most, consumers):
+        """How many tiles fit in shared memory."""
+        return min(most, ROOM // (consumers * TILE * self.entry.nbytes) * consumers)
+
+    def operand(self, buffer: jax.Array, pages) -> jax.Array:
+        """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
+        return token_rows(pages).of(buffer)
+
+    def loader(self, ref, table: PageTable, layer, head):
+        """The loader of the tiles of a layer and head."""
+        return PagedKeys(ref, token_rows(table.pages), table, layer, head)
+
+
+class HeadTiles(KVTiles):
+    """Tiles of `fp8` entries: two references, keys uint8 [stages, 64, D] and values [stages, 64, Dv]."""
 
     def raw_types(self, stages: int):
         """The types of the shared memory for keys and values."""
@@ -55,16 +67,8 @@ class HeadTiles(Tiles):
         """The number of copies that fetch a tile: two per block that it lies in."""
         return 2 * copies_per_tile(pages)
 
-    def operand(self, buffer: jax.Array, pages) -> jax.Array:
-        """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
-        return token_rows(pages).of(buffer)
-
-    def loader(self, ref, table: PageTable, layer, head):
-        """Keys and values are copied separately, as two ranges of an entry's columns."""
-        return PagedKeys(ref, token_rows(table.pages), table, layer, head)
-
     def parts(self, raw, stage, full):
-        """The keys and the values of an entry."""
+        """The keys and the values of an entry: two ranges of its columns, which are copied separately."""
         firsts = (0, self.entry.head_dim)
         return tuple(
             Columns(first, width, ref.at[stage], full)

@@ -17,19 +17,22 @@ from jaxkv_kernels.mosaic_gpu.runtime.elements import (
     registers_of,
     words,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import LOAD_SHARED, at, c32, c64, i32, i64, ptx
 
+Pairs = tuple[tuple[int, int], ...]
+"""The columns, of 8, in each of four words."""
+IN_ORDER: Pairs = ((0, 1), (2, 3), (4, 5), (6, 7))
 COLUMN_TILE = 1024
 """Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""
 
 
-def load_latents(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
+def load_entry_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
     """Loads keys: of the lane's two rows, 16 bytes from column 64 * `group` on, or (`wide`) 32 of bf16 rotary keys."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
     per_lane = 32 if wide else 16
     first = arith.addi(arith.muli(row, c32(nbytes)), arith.muli(lane.quad, c32(per_lane)))
-    start = _in_stage(ref, stage, nbytes, first)
+    start = in_stage(ref, stage, nbytes, first)
     offsets = [8 * half * nbytes + (nbytes - 128 if wide else 64 * group) for half in range(2)]
     return [
         ptx(LOAD_SHARED.format(offset=offset + chunk), start, result_types=[i32()] * 4, has_side_effects=True)
@@ -38,8 +41,10 @@ def load_latents(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any
     ]
 
 
-def convert_keys(raw, layout, *, wide: bool) -> Any:
+def convert_keys(raw, layout, convert: str, *, wide: bool) -> Any:
     """Converts loaded words to a [64, 64] tile of keys, for four products of 16 columns each.
+
+    `convert` is PTX that converts a word to two.
 
     Word s of a row has columns of product s; if `wide`, words 2 s and 2 s + 1 do.  `tiles.py` has their order.
     """
@@ -51,25 +56,25 @@ def convert_keys(raw, layout, *, wide: bool) -> Any:
                 row = vectors[2 * half] + vectors[2 * half + 1]
                 pairs = row[2 * step : 2 * step + 2]
             else:
-                pairs = ptx(E4M3_TO_F16, vectors[half][step], result_types=[i32()] * 2)
+                pairs = ptx(convert, vectors[half][step], result_types=[i32()] * 2)
             for high, pair in enumerate(pairs):
                 kind = ir.BF16Type if wide else ir.F16Type
                 registers[0, 2 * step + high, 0, 0, half, 0, 0, 0, 0] = as_pair(pair, kind.get())
     return fragmented(registers, layout)
 
 
-def load_scales(ref, stage, nbytes: int, offset: int, layout) -> list[Any]:
-    """Four float32 arrays [64]: the scales at `offset` of each entry."""
+def load_scales(ref, stage, nbytes: int, offset: int, layout, count: int) -> list[Any]:
+    """`count` float32 arrays [64], up to four: the scales at `offset`, a multiple of 16, of each entry."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
-    start = _in_stage(ref, stage, nbytes, arith.muli(row, c32(nbytes)))
+    start = in_stage(ref, stage, nbytes, arith.muli(row, c32(nbytes)))
     f32 = ir.F32Type.get()
     found = [
         ptx(LOAD_SHARED.format(offset=offset + 8 * half * nbytes), start, result_types=[f32] * 4, has_side_effects=True)
         for half in range(2)
     ]
     arrays = []
-    for group in range(4):
+    for group in range(count):
         registers = registers_of(layout, (64,))
         for half in range(2):
             registers[0, 0, half, 0, 0] = vector.from_elements(ir.VectorType.get((1,), f32), [found[half][group]])
@@ -77,25 +82,28 @@ def load_scales(ref, stage, nbytes: int, offset: int, layout) -> list[Any]:
     return arrays
 
 
-def load_latents_of_tokens(ref, stage, nbytes: int, step: int, *, swapped: bool) -> list[list[Any]]:
-    """Loads values: per 128 latents, one word (four values) of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}.
+def load_of_tokens(
+    ref, stage, nbytes: int, step: int, *, offset: int = 0, groups: int, swapped: bool
+) -> list[list[Any]]:
+    """Loads values: per 128 columns, a word (four values) of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}.
 
-    `swapped`: odd quads load the second token of a pair first, which halves the bank conflicts of 576-byte entries.
+    They begin at byte `offset` of an entry.  `swapped`: odd quads load the second token of a pair first, which halves
+    the bank conflicts of 576-byte entries.
     """
     lane = Lane()
     token = arith.addi(arith.shli(lane.quad, c32(1)), c32(16 * step))
     column = arith.addi(arith.shli(lane.warp, c32(5)), arith.shli(lane.row, c32(2)))
     first = arith.addi(arith.muli(token, c32(nbytes)), column)
     odd = arith.muli(arith.andi(lane.quad, c32(1)), c32(nbytes if swapped else 0))
-    starts = [_in_stage(ref, stage, nbytes, arith.addi(first, odd))]
-    starts.append(_in_stage(ref, stage, nbytes, arith.subi(arith.addi(first, c32(nbytes)), odd)))
+    starts = [in_stage(ref, stage, nbytes, arith.addi(first, odd))]
+    starts.append(in_stage(ref, stage, nbytes, arith.subi(arith.addi(first, c32(nbytes)), odd)))
     return [
-        [_load_word(start, 128 * group + 8 * pair * nbytes) for pair in range(2) for start in starts]
-        for group in range(4)
+        [_load_word(start, offset + 128 * group + 8 * pair * nbytes) for pair in range(2) for start in starts]
+        for group in range(groups)
     ]
 
 
-def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
+def convert_values(raw, layout, group: int, convert: str, *, swapped: bool) -> Any:
     """A float16 [128, 16] tile, values by tokens, from loaded words."""
     tokens = words(raw.registers.flat[group])
     low, high = c32(0x5140), c32(0x7362)
@@ -106,7 +114,7 @@ def convert_values(raw, layout, group: int, *, swapped: bool) -> Any:
     for pair in range(2):
         for tile, selector in enumerate((low, high)):
             together = permuted(tokens[2 * pair], tokens[2 * pair + 1], selector)
-            for half, values in enumerate(ptx(E4M3_TO_F16, together, result_types=[i32()] * 2)):
+            for half, values in enumerate(ptx(convert, together, result_types=[i32()] * 2)):
                 registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = as_pair(values, ir.F16Type.get())
     return fragmented(registers, layout)
 
@@ -116,7 +124,7 @@ def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
     lane = Lane()
     first = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS * width)), arith.shli(lane.row, c32(7)))
     chunk = arith.xori(arith.xori(lane.quad, lane.row), c32(4 * (group % 2)))
-    start = _in_stage(ref, stage, width, arith.addi(first, arith.shli(chunk, c32(4))))
+    start = in_stage(ref, stage, width, arith.addi(first, arith.shli(chunk, c32(4))))
     offsets = [group // 2 * COLUMN_TILE + 8 * half * width for half in range(2)]
     return [
         ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True)
@@ -127,7 +135,7 @@ def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
 def load_head_values(ref, stage, width: int, step: int) -> list[list[Any]]:
     """Loads swizzled values: per 128 columns, one word (four values) from each of four tokens.
 
-    They are the tokens that `load_latents_of_tokens` loads, for the same `step`.
+    They are the tokens that `load_of_tokens` loads, for the same `step`.
     """
     lane = Lane()
     chunk = arith.addi(arith.shli(lane.warp, c32(1)), arith.shrui(lane.row, c32(2)))
@@ -137,7 +145,7 @@ def load_head_values(ref, stage, width: int, step: int) -> list[list[Any]]:
         token = arith.addi(arith.shli(lane.quad, c32(1)), c32(odd))
         swizzled = arith.shli(arith.xori(chunk, token), c32(4))
         first = arith.addi(arith.addi(arith.shli(token, c32(7)), swizzled), byte)
-        starts.append(_in_stage(ref, stage, width, arith.addi(first, c32(16 * step * width))))
+        starts.append(in_stage(ref, stage, width, arith.addi(first, c32(16 * step * width))))
     return [
         [_load_word(start, group * COLUMN_TILE + 8 * pair * width) for pair in range(2) for start in starts]
         for group in range(width // 128)
@@ -150,20 +158,20 @@ def clear_head_values(ref, stage, width: int, row) -> None:
     line = arith.addi(arith.muli(arith.shrui(row, c32(3)), c32(8 * width)), arith.shli(arith.andi(row, c32(7)), c32(7)))
     column = arith.muli(arith.shrui(lane.thread, c32(3)), c32(COLUMN_TILE))
     first = arith.addi(arith.addi(line, column), arith.shli(arith.andi(lane.thread, c32(7)), c32(4)))
-    _clear(_in_stage(ref, stage, width, first), lane.thread, width // 16)
+    _clear(in_stage(ref, stage, width, first), lane.thread, width // 16)
 
 
-def clear_latent(ref, stage, nbytes: int, row) -> None:
+def clear_entry(ref, stage, nbytes: int, row) -> None:
     """Zeroes one token's entry."""
     lane = Lane()
     first = arith.addi(arith.muli(row, c32(nbytes)), arith.shli(lane.thread, c32(4)))
-    _clear(_in_stage(ref, stage, nbytes, first), lane.thread, nbytes // 16)
+    _clear(in_stage(ref, stage, nbytes, first), lane.thread, nbytes // 16)
 
 
-def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
+def over_warps(x, ref, scratch: int, side, kind: str, layout) -> Any:
     """The maximum or sum over the rows of a float32 [64, 16] tile, in all lanes.
 
-    Four rows of `ref`, from row `scratch` on, are scratch memory.
+    Four rows of `ref`, from row `scratch` + 4 * `side` on, are scratch memory.
     """
     f32, lane = ir.F32Type.get(), Lane()
 
@@ -171,7 +179,7 @@ def over_warps(x, ref, scratch: int, kind: str, layout) -> Any:
         return ptx(f"{kind}.f32 $0, $1, $2;", a, b, result_types=f32)
 
     mgpu.utils.warpgroup_barrier()  # scratch memory may still be read
-    base = at(mgpu.utils.memref_ptr(ref), arith.shli(lane.quad, c32(3)))
+    base = at(mgpu.utils.memref_ptr(ref), arith.addi(arith.shli(lane.quad, c32(3)), arith.shli(side, c32(8))))
     own = at(base, arith.shli(lane.warp, c32(6)))
     first = arith.cmpi(arith.CmpIPredicate.eq, lane.row, c32(0))
     for tile in range(2):
@@ -255,11 +263,11 @@ def largest(raw, layout) -> Any:
     return fragmented(registers, layout)
 
 
-def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: int) -> None:
+def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: int, pairs: Pairs) -> None:
     """Stores queries times their row's factor to arrays [stages, 16, 64 * `groups`] of 16-bit floats.
 
-    Columns are in the same order as those of keys after `convert_keys`.  `inverse` is stored to row `first_row` +
-    `stage` of `stats`.
+    Columns are in the same order as those of converted keys: `pairs` of every 8 columns.  `inverse` is stored to row
+    `first_row` + `stage` of `stats`.
     """
     row, chunk = _row_and_chunk()
     in_tile = arith.andi(row, c32(7))
@@ -277,13 +285,11 @@ def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: i
             swizzled = arith.shli(arith.xori(arith.addi(arith.shli(odd, c32(2)), c32(n)), in_tile), c32(4))
             start = at(base, arith.addi(first, swizzled))
             for group in range(count):
-                scaled = [
-                    arith.mulf(arith.bitcast(ir.F32Type.get(), bits), factor)
-                    for bits in (
-                        arith.shli(some[group][n], c32(16)),
-                        arith.andi(some[group][n], c32(0xFFFF0000)),
-                    )
-                ]
+                scaled = []
+                for column in pairs[n]:
+                    word = some[group][column // 2]
+                    bits = arith.andi(word, c32(0xFFFF0000)) if column % 2 else arith.shli(word, c32(16))
+                    scaled.append(arith.mulf(arith.bitcast(ir.F32Type.get(), bits), factor))
                 pair = ptx(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", *scaled, result_types=i32())
                 ptx(f"st.shared.b32 [$0 + {group * COLUMN_TILE}], $1;", start, pair)
     place = arith.addi(arith.shli(arith.addi(stage, c32(first_row)), c32(4)), row)
@@ -307,7 +313,7 @@ def _row_and_chunk() -> tuple[Any, Any]:
     return arith.shrui(thread, c32(3)), arith.andi(thread, c32(7))
 
 
-def _in_stage(ref, stage, nbytes: int, offset) -> Any:
+def in_stage(ref, stage, nbytes: int, offset) -> Any:
     """The address `offset` bytes after the beginning of a stage of 64 entries of `nbytes` bytes each."""
     return at(mgpu.utils.memref_ptr(ref), arith.addi(arith.muli(stage, c32(64 * nbytes)), offset))
 

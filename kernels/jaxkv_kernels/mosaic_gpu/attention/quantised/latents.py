@@ -38,8 +38,29 @@ class LatentTiles(Tiles):
 
     @property
     def scaled(self):
-        """Whether tokens have scales of their own, as in `fp8_ds_mla`.  Rotary keys are bf16 in that case."""
+        """Whether tokens have scales of their own, as in `fp8_ds_mla`: a group of 128 latents has one.
+
+        Rotary keys are bf16 in that case.
+        """
         return self.entry.format == "fp8_ds_mla"
+
+    @property
+    def weight_groups(self):
+        """The groups of 128 latents, if they have scales."""
+        return self.value_groups if self.scaled else 1
+
+    @property
+    def score_groups(self):
+        """The groups of 128 latents, if they have scales, and the rotary part."""
+        return self.value_groups + 1 if self.scaled else 1
+
+    def score_group(self, key_group):
+        """Two groups of 64 columns share a scale."""
+        return key_group * KEY_GROUP // GROUP if self.scaled else 0
+
+    def is_wide(self, key_group):
+        """The rotary part of `fp8_ds_mla` is bf16."""
+        return self.scaled and key_group == self.key_groups - 1
 
     @property
     def query_dtypes(self):
@@ -78,12 +99,12 @@ class LatentTiles(Tiles):
 
     def load_keys(self, raw, stage, group):
         """Loads 64 columns of keys.  The last group is the rotary part."""
-        wide = self.scaled and group == self.key_groups - 1
+        wide = self.is_wide(group)
         held = words(16 if wide else 8)
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = lanes.load_latents(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
+            found = lanes.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -94,7 +115,9 @@ class LatentTiles(Tiles):
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
             nbytes, swapped = self.entry.nbytes, self._swapped
-            found = lanes.load_latents_of_tokens(ref, stage.registers.item(), nbytes, step, swapped=swapped)
+            found = lanes.load_of_tokens(
+                ref, stage.registers.item(), nbytes, step, groups=self.value_groups, swapped=swapped
+            )
             return array(found, self._values.layout)
 
         return load(raw[0], stage)
@@ -102,19 +125,22 @@ class LatentTiles(Tiles):
     def load_scales(self, raw, stage):
         """Loads the scales of a tile, one per token and 128 latents."""
         if not self.scaled:
-            return []
+            return [], []
         types = [Array((TILE,), jnp.float32, layout=ROW)] * self.value_groups
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=types)
         def load(_, ref, stage):
-            return lanes.load_scales(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW)
+            return lanes.load_scales(
+                ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW, self.value_groups
+            )
 
-        return load(raw[0], stage)
+        scales = load(raw[0], stage)
+        return scales, scales
 
     def _clear_token(self, raw, stage, row):
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, SCALAR))
         def clear(_, ref, stage, row):
-            lanes.clear_latent(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
+            lanes.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
 
         clear(raw[0], stage, row)
 

@@ -26,6 +26,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns
 from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
 from jaxkv_kernels.mosaic_gpu.runtime.elements import array
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, SCALAR, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 
@@ -37,9 +38,9 @@ GROUP = 128
 """Columns of an operand of values, and latents that share a scale."""
 STEPS = TILE // N
 """Products of 16 keys in a tile."""
-INVERSES, SCRATCH, STATS = 2, 4, 12
-"""Rows of `stats`, float32 [12, 16]: two that the schedule uses; the inverse factors of two stages of queries; scratch
-memory of `over_warps`, four rows for each consumer.  The last is the number of rows."""
+INVERSES, SCRATCH, STATS = 6, 8, 24
+"""Rows of `stats`, float32 [18, 16]: four that the schedule uses; the inverse factors of two stages of queries; scratch
+memory of `over_warps`, four rows for each of up to three consumers.  The last is the number of rows."""
 PER_LANE = plgpu.Layout.WG_STRIDED((lanes.LANES,), 1)
 PLAIN = plgpu.RefType()
 Array = plgpu.ShapeDtypeStruct
@@ -59,7 +60,47 @@ class Tiles:
 
     @property
     def scaled(self) -> bool:
-        """Whether tokens have scales of their own, one for each group of values."""
+        """Whether tokens have scales of their own, which `load_scales` loads."""
+        return False
+
+    @property
+    def weight_groups(self) -> int:
+        """How many groups of values have a scale of their own; their weights differ then."""
+        return 1
+
+    @property
+    def score_groups(self) -> int:
+        """The sums that make up the scores: those that have scales of their own, then those that have none."""
+        return 1
+
+    def score_group(self, key_group: int) -> int:
+        """The sum of which the products with a group of keys are part."""
+        del key_group
+        return 0
+
+    @property
+    def unit(self) -> float:
+        """How many times too small converted keys and values are."""
+        return 1.0
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the buffer, as the kernel sees it."""
+        return jnp.dtype(jnp.uint8)
+
+    @property
+    def _convert(self) -> str:
+        """PTX that converts a word of four values to two words of float16 values."""
+        return E4M3_TO_F16
+
+    @property
+    def _pairs(self) -> lanes.Pairs:
+        """The order of keys: of every 8 columns, the pairs that share a register."""
+        return lanes.IN_ORDER
+
+    def is_wide(self, key_group: int) -> bool:
+        """Whether this group of keys is stored as bf16."""
+        del key_group
         return False
 
     @property
@@ -97,8 +138,9 @@ class Tiles:
         """Whether odd quads load the second token of a pair first."""
         return False
 
-    def stages(self, most: int) -> int:
-        """How many tiles fit in shared memory, up to `most`."""
+    def stages(self, most: int, consumers: int) -> int:
+        """How many tiles fit in shared memory, up to `most`: a multiple of `consumers`."""
+        del consumers
         return most
 
     def raw_types(self, stages: int) -> tuple[Any, ...]:
@@ -129,10 +171,10 @@ class Tiles:
         """The values of tokens 16 * `step` to 16 * `step` + 15 of a tile, as bytes."""
         raise NotImplementedError
 
-    def load_scales(self, raw, stage) -> list[Any]:
-        """The scales of a tile: a float32 array [64] per group of values.  Empty if tokens have no scales."""
+    def load_scales(self, raw, stage) -> tuple[list[Any], list[Any]]:
+        """The scales of a tile, float32 arrays [64]: of the first sums of scores, and of the groups of values."""
         del raw, stage
-        return []
+        return [], []
 
     def clear(self, raw, stage, first, end) -> None:
         """Zeroes the values of tokens `first` to `end` of a tile: their weights are 0, but 0 x NaN is NaN."""
@@ -143,14 +185,14 @@ class Tiles:
 
     def convert_keys(self, loaded, group: int) -> Any:
         """Converts what `load_keys` returned to a [64, 64] operand of 16-bit floats."""
-        wide = self.scaled and group == self.key_groups - 1
+        wide = self.is_wide(group)
         dtype = jnp.bfloat16 if wide else jnp.float16
 
         @plgpu.inline_mgpu(
             arg_types=(words(16 if wide else 8).layout,), return_type=Array((TILE, KEY_GROUP), dtype, layout=WGMMA)
         )
         def convert(_, loaded):
-            return lanes.convert_keys(loaded, WGMMA, wide=wide)
+            return lanes.convert_keys(loaded, WGMMA, self._convert, wide=wide)
 
         return convert(loaded)
 
@@ -159,21 +201,21 @@ class Tiles:
 
         @plgpu.inline_mgpu(arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.float16, layout=WGMMA))
         def convert(_, loaded):
-            return lanes.convert_values(loaded, WGMMA, group, swapped=self._swapped)
+            return lanes.convert_values(loaded, WGMMA, group, self._convert, swapped=self._swapped)
 
         return convert(loaded)
 
-    def over_warps(self, kind: str, x, stats, side: int) -> Any:
+    def over_warps(self, kind: str, x, stats, side) -> Any:
         """The `max` or sum (`add`) of a [64, 16] tile over its rows; rows of `stats` are scratch memory.
 
         Pallas's own reductions share scratch memory among warpgroups.
         """
 
-        @plgpu.inline_mgpu(arg_types=(WGMMA, PLAIN), return_type=Array((N,), jnp.float32, layout=COLUMN))
-        def reduce(_, x, stats):
-            return lanes.over_warps(x, stats, SCRATCH + 4 * side, kind, COLUMN)
+        @plgpu.inline_mgpu(arg_types=(WGMMA, PLAIN, SCALAR), return_type=Array((N,), jnp.float32, layout=COLUMN))
+        def reduce(_, x, stats, side):
+            return lanes.over_warps(x, stats, SCRATCH, side.registers.item(), kind, COLUMN)
 
-        return reduce(x, stats)
+        return reduce(x, stats, jnp.int32(side))
 
     def store_rows(self, ref, place, parts) -> None:
         """Stores [128, 16] tiles of 16 bits, in the order of values, to `ref` [n, rows, width] in device memory."""
@@ -213,6 +255,6 @@ class Tiles:
         @plgpu.inline_mgpu(arg_types=(types, PLAIN, SCALAR, self._queries.layout, PER_LANE, PER_LANE))
         def store(_, refs, stats, stage, loaded, factor, inverse):
             stage = stage.registers.item()
-            lanes.store_queries(refs, self.query_groups, stats, stage, loaded, factor, inverse, INVERSES)
+            lanes.store_queries(refs, self.query_groups, stats, stage, loaded, factor, inverse, INVERSES, self._pairs)
 
         store(list(refs), stats, stage, loaded, factor, inverse)

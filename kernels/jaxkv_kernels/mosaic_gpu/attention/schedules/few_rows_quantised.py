@@ -9,15 +9,15 @@ K and V' are register operands, converted as the bytes of the cache are loaded f
 (`quantised/tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are loaded from shared memory
 twice, once for K and once for V.
 
-Work.  A CTA of a producer and two consumer warpgroups owns a KV head (latents have one) and walks its partition of the
-plan: work tiles, each a range of key tiles of a request.  The consumers take alternate tiles, so that one converts
-while the other multiplies or waits.  With a window, the tiles of a request begin at the one with the first key that
+Work.  A CTA of a producer and two or three consumer warpgroups owns a KV head (latents have one) and walks its
+partition of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that
+one converts while another multiplies or waits.  With a window, a request begins at the tile with the first key that
 some row sees.
 
 Timeline of a work tile, downwards; `->` names the barrier that a line waits for.
 
     producer                                  consumer w
-    loads the queries to registers            every other tile: -> q_full[stage] once, k_full[stage]
+    loads the queries to registers            every second or third tile: -> q_full[stage] once, k_full[stage]
     first tile of entries (in the first         in a masked tile: zeroes values of unseen tokens
       work tile, as many as there are           S' = K Q'; mask; vote: does any score exceed the running max by more
       stages): a copy or two per page             than the threshold?  If so: new maximum over keys, rescale O' and
@@ -25,39 +25,41 @@ Timeline of a work tile, downwards; `->` names the barrier that a line waits for
     the queries, scaled and reordered, to       P = exp2(S' - running max) to shared memory
       shared memory, arrives q_full[stage]      O' += V' P', arrives k_free[stage] once the last values are in registers
       -> q_free[stage], of 2 work tiles ago   after the last tile: arrives q_free[stage];
-    the other tiles -> k_free[stage]            consumer 1: stores running max, row sums and O' to shared memory,
+    the other tiles -> k_free[stage]            consumer 1 (2): stores running max, row sums and O' to shared memory,
                                                   all of O' at once or, if it does not fit, a quarter at a time
-                                                  -> taken; arrives given
-                                                consumer 0: -> given; adds them to its own, arrives taken; stores the
-                                                  result
+                                                  -> taken[w - 1]; arrives given[w - 1]
+                                                consumer 0: -> given[0] ([1]); adds them to its own, arrives taken[0]
+                                                  ([1]); stores the result
 
 Before a batch of products is started, the warpgroup waits for the previous batch, which ran while the operands of this
 one were converted.  (If the wait left some products running, the compiler would serialize all of them.)
 
-Numerics.  Queries become float16, each row divided by a power of two that makes it fit.  The scores of the row are
-multiplied by that power.
+Numerics.  Queries become float16, each row divided by a power of two that makes it fit, which multiplies its scores.
 
-`fp8` entries have a scale of keys and one of values, which multiply scores and results.  Tokens of `fp8_ds_mla` have
-four scales.  S' is then the sum of four products, each times its scale, and of the product of the rotary parts, which
-stay bf16.  Each group of 128 latents has weights of its own, which must fit float16 whatever the scales are.  Let
-`largest` be the token's largest scale, rounded down to a power of two.  The running max is that of score +
-log2(largest), and P is exp2(score + log2(largest) - running max).  The weights of a group are P * scale / largest, and
-row sums are of P / largest.  Weights are multiplied by a power of two (`lift`), as large as float16 allows, before they
-are stored: many small weights add up, and float16 has few exponents below 1.
+`fp8` and `nvfp4` entries have a scale of keys and one of values, which multiply scores and results.  The scales of 16
+`nvfp4` values are multiplied into them as they are converted.  Tokens of `fp8_ds_mla` have four scales.  S' is then the
+sum of four products, each times its scale, and of the product of the rotary parts, which stay bf16.  Each group of 128
+latents has weights of its own, which must fit float16 whatever the scales are.  Let `largest` be the token's largest
+scale, rounded down to a power of two.  The running max is that of score + log2(largest), and P is exp2(score +
+log2(largest) - running max).  The weights of a group are P * scale / largest, and row sums are of P / largest.  Weights
+are multiplied by a power of two (`lift`), as large as float16 allows, before they are stored: many small weights add
+up, and float16 has few exponents below 1.  Tokens of `int8` entries have a scale of keys, which multiplies S', and one
+of values, which is treated like those of a single group.
 
 Barriers, and how many arrivals complete them.
     q_full[stage]    the queries are stored (1: the producer)
-    q_free[stage]    both consumers have multiplied with the queries for the last time (2)
+    q_free[stage]    the consumers have multiplied with the queries for the last time (1 per consumer)
     k_full[stage]    a tile of entries has landed (1 per copy)
-    k_free[stage]    the tile is in registers (1: its consumer; even stages are consumer 0's, odd ones consumer 1's)
-    given            consumer 1's result, or a quarter of it, is in `other` (1)
-    taken            consumer 0 has read `other` (1)
+    k_free[stage]    the tile is in registers (1: its consumer, which is `stage` modulo the number of consumers)
+    given[w - 1]     the result of consumer w > 0, or a quarter of it, is in `other` (1)
+    taken[w - 1]     consumer 0 has read it (1)
 Automatic barriers are off.  Within a consumer warpgroup, the vote is also a barrier: after it, all warps have finished
 with the previous tile's P.
 
-Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other`
-32 KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for consumers (O' takes 64, operands some 80),
-88 for the producer, which holds the queries of a work tile.
+Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other` 32
+KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two consumers (O' takes 64, operands some
+80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each; O' of 128 values takes
+16.
 """
 
 from functools import partial, reduce
@@ -95,9 +97,10 @@ def attend_few_rows_quantised(
     """
     batch, rows, _ = queries[0].shape
     dtype, width = queries[0].dtype, GROUP * tiles.value_groups
-    stages, query_stages = tiles.stages(config.stages), config.query_stages
+    consumers, query_stages = config.consumers, config.query_stages
+    stages = tiles.stages(config.stages, consumers)
     scaled = tiles.scaled
-    parts_at_once = 1 if scaled else tiles.value_groups  # parts of a result in `other`: as many as fit
+    parts_at_once = 1 if tiles.weight_groups > 1 else tiles.value_groups  # parts of a result in `other`: as many as fit
     lift = 2.0 ** (14 - config.rescale_threshold)
 
     def body(*refs, **scratch):
@@ -182,14 +185,14 @@ def attend_few_rows_quantised(
                 plgpu.barrier_wait(q_free.at[query_stage_of(n)])
 
         def consumer(side):
-            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
+            plgpu.set_max_registers(consumer_registers(config.producer_registers, consumers), action="increase")
             softmax = OnlineSoftmax(
                 keys=0, threshold=config.rescale_threshold, interpret=interpret,
                 max_over_keys=lambda s: tiles.over_warps("max", s, stats, side),
             )  # fmt: skip
             # One scale for all heads, or one for each.
             key_scale, value_scale = [ref[head if ref.shape[0] > 1 else 0] for ref in scale_refs] or (1.0, 1.0)
-            scale = scale_ref[0] * LOG2E * key_scale
+            scale = scale_ref[0] * LOG2E * (key_scale * tiles.unit)
 
             query_columns = [
                 lambda stage, ref=ref, n=n: ref.at[stage, :, pl.ds(KEY_GROUP * n, KEY_GROUP)]
@@ -212,7 +215,7 @@ def attend_few_rows_quantised(
                     plgpu.wgmma_wait(0)
 
             def scores(stage, z, query_stage, row_scale):
-                """Scores of a tile, to base 2, and the scales of its keys, if they have any."""
+                """Scores of a tile, to base 2, and the scales of its values, if tokens have any."""
 
                 def product(*accs):
                     loaded = [tiles.load_keys(raw, stage, n) for n in batches[0]]
@@ -221,19 +224,18 @@ def attend_few_rows_quantised(
                         loaded = [tiles.load_keys(raw, stage, n) for n in following]
                         wait_for_products()  # of the previous batch, which ran during the conversion
                         for operand, n in zip(operands, batch, strict=True):
-                            acc = accs[n * KEY_GROUP // GROUP if scaled else 0]
-                            multiply(acc, operand, query_columns[n](query_stage + z).transpose((1, 0)))
+                            columns = query_columns[n](query_stage + z).transpose((1, 0))
+                            multiply(accs[tiles.score_group(n)], operand, columns)
                     return [acc[...] for acc in accs]
 
                 size = config.keys_at_once
                 batches = [range(at, min(at + size, tiles.key_groups)) for at in range(0, tiles.key_groups, size)]
 
-                count = tiles.value_groups + 1 if scaled else 1
-                key_scales = tiles.load_scales(raw, stage)
-                *parts, s = pl.run_scoped(product, *[plgpu.ACC((TILE, N), jnp.float32)] * count)
-                for part, key_scale in zip(parts, key_scales, strict=True):
-                    s = s + part * over_columns(key_scale, N)
-                return s * over_rows(row_scale, TILE), key_scales
+                scales, weight_scales = tiles.load_scales(raw, stage)
+                sums = pl.run_scoped(product, *[plgpu.ACC((TILE, N), jnp.float32)] * tiles.score_groups)
+                scaled_sums = [x * over_columns(scale, N) for x, scale in zip(sums, scales, strict=False)]
+                *others, last = *scaled_sums, *sums[len(scales) :]
+                return reduce(jnp.add, others, last) * over_rows(row_scale, TILE), weight_scales
 
             def add_values(acc, stage, z):
                 """acc + V' P', with P in shared memory."""
@@ -250,7 +252,8 @@ def attend_few_rows_quantised(
                         operands = [tiles.convert_values(loaded, n) for n in range(tiles.value_groups)]
                         wait_for_products()
                         for n, (ref, operand) in enumerate(zip(refs, operands, strict=True)):
-                            multiply(ref, operand, p.at[z + side, n if scaled else 0, pl.ds(N * step, N)])
+                            weights = p.at[z + side, n if tiles.weight_groups > 1 else 0, pl.ds(N * step, N)]
+                            multiply(ref, operand, weights)
                         loaded = ahead
                     return [ref[...] for ref in refs]
 
@@ -270,7 +273,8 @@ def attend_few_rows_quantised(
             def step(request, origin, length, unmasked, query_stage, row_scale, begin, used, i, carry):
                 acc, running_max, row_sum = carry
                 stage = stage_of(used + i - begin)
-                z = opaque_zero(i)
+                # Otherwise the descriptors of latents would be hoisted out of the loop, and spill.
+                z = opaque_zero(i) if tiles.value_groups > 2 else 0
                 first_token = origin + i * TILE
                 masked = (i < unmasked[0]) | (i >= unmasked[1])
                 plgpu.barrier_wait(k_full.at[stage])
@@ -279,7 +283,7 @@ def attend_few_rows_quantised(
                 def _():
                     clear_unseen(stage, request, first_token, length)
 
-                s, key_scales = scores(stage, z, query_stage, row_scale)
+                s, weight_scales = scores(stage, z, query_stage, row_scale)
                 if logit_cap is not None:
                     s = cap_scores(s, logit_cap)
                 mask = partial(
@@ -287,7 +291,7 @@ def attend_few_rows_quantised(
                     tokens=tokens, heads=group, keys=0, window=window,
                 )  # fmt: skip
                 s = lax.cond(masked, mask, lambda s: s, s)
-                factor, logarithm = inverse_of_largest(key_scales) if scaled else (None, None)
+                factor, logarithm = inverse_of_largest(weight_scales) if scaled else (None, None)
                 if logarithm is not None:
                     s = s + over_columns(logarithm, N)
                 running_max, *acc, row_sum = softmax.update(s, running_max, *acc, row_sum)
@@ -295,60 +299,68 @@ def attend_few_rows_quantised(
                 if factor is None:
                     p.at[z + side, 0][...] = (w * lift).astype(p.dtype)
                 else:
-                    for n, key_scale in enumerate(key_scales):
-                        p.at[z + side, n][...] = (w * over_columns(key_scale * factor * lift, N)).astype(p.dtype)
+                    for n, weight_scale in enumerate(weight_scales):
+                        p.at[z + side, n][...] = (w * over_columns(weight_scale * factor * lift, N)).astype(p.dtype)
                     w = w * over_columns(factor, N)
                 plgpu.commit_smem()
                 acc = add_values(acc, stage, z)
                 return acc, running_max, row_sum + w
 
-            def inverse_of_largest(key_scales):
-                """For each key: the inverse and the logarithm of its largest scale, rounded down to a power of two."""
-                bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in key_scales]), jnp.int32)
+            def inverse_of_largest(weight_scales):
+                """The inverse and the logarithm of each token's largest scale, rounded down to a power of two."""
+                bits = lax.bitcast_convert_type(reduce(jnp.maximum, [jnp.abs(x) for x in weight_scales]), jnp.int32)
                 largest = jnp.clip(bits & EXPONENT, LEAST_FACTOR, MOST_FACTOR)
                 inverse = lax.bitcast_convert_type(INVERSE - largest, jnp.float32)
                 return inverse, ((largest >> 23) - 127).astype(jnp.float32)
 
-            def every_other(begin, end, used, step, carry):
-                """Runs `step` for the tiles of this side."""
-                mine = begin + lax.rem(used + side, jnp.int32(2))
-                count = lax.div(jnp.maximum(end - mine, 0) + 1, jnp.int32(2))
-                return lax.fori_loop(0, count, lambda n, carry: step(mine + 2 * n, carry), carry)
+            def of_this_consumer(begin, end, used, step, carry):
+                """Runs `step` for the tiles of this consumer: those with used + i - begin = side, modulo consumers."""
+                mine = begin + lax.rem((consumers - 1) * used + side, jnp.int32(consumers))
+                count = lax.div(jnp.maximum(end - mine, 0) + (consumers - 1), jnp.int32(consumers))
+                return lax.fori_loop(0, count, lambda n, carry: step(mine + consumers * n, carry), carry)
 
             rounds = [range(at, at + parts_at_once) for at in range(0, tiles.value_groups, parts_at_once)]
 
             def give(n, acc, running_max, row_sum):
+                giver = side - 1
                 for i, parts in enumerate(rounds):
 
                     @pl.when((n > first) | (i > 0))
                     def _():
-                        plgpu.barrier_wait(taken)
+                        plgpu.barrier_wait(taken.at[giver])
 
                     if i == 0:
-                        stats[0], stats[1] = running_max, row_sum
+                        stats[2 * giver], stats[2 * giver + 1] = running_max, row_sum
                     for place, part in enumerate(parts):
-                        other.at[place][...] = acc[part]
-                    plgpu.barrier_arrive(given)
+                        other.at[giver, place][...] = acc[part]
+                    plgpu.barrier_arrive(given.at[giver])
 
             def take(n, acc, running_max, row_sum):
-                """The result of both consumers, normalized, and its log-sum-exps."""
-                plgpu.barrier_wait(given)
-                theirs = [plgpu.load(stats.at[i], layout=COLUMN) for i in range(2)]
-                own, others, inverse, lse = softmax.merge(running_max, row_sum, *theirs)
-                inverse = inverse * ((1 / lift) * value_scale)
-                own, others = own * inverse, others * inverse
+                """The result of all consumers, normalized, and its log-sum-exps."""
+                givers = range(consumers - 1)
+                states = [(running_max, row_sum)]
+                for giver in givers:
+                    plgpu.barrier_wait(given.at[giver])
+                    their_max, their_sum = (plgpu.load(stats.at[2 * giver + i], layout=COLUMN) for i in range(2))
+                    states.append((their_max, their_sum))
+                factors, inverse, lse = softmax.merge(*states)
+                inverse = inverse * (tiles.unit / lift * value_scale)
+                own, *others = [over_rows(factor * inverse, GROUP) for factor in factors]
                 merged = []
                 for i, parts in enumerate(rounds):
-                    if i > 0:
-                        plgpu.barrier_wait(given)
-                    for place, part in enumerate(parts):
-                        theirs = plgpu.load(other.at[place], layout=WGMMA)
-                        merged.append(acc[part] * over_rows(own, GROUP) + theirs * over_rows(others, GROUP))
+                    sums = [acc[part] * own for part in parts]
+                    for giver, factor in zip(givers, others, strict=True):
+                        if i > 0:
+                            plgpu.barrier_wait(given.at[giver])
+                        for place in range(len(parts)):
+                            theirs = plgpu.load(other.at[giver, place], layout=WGMMA)
+                            sums[place] = sums[place] + theirs * factor
 
-                    @pl.when((n < work_end - 1) | (i < len(rounds) - 1))
-                    def _():
-                        plgpu.barrier_arrive(taken)
+                        @pl.when((n < work_end - 1) | (i < len(rounds) - 1))
+                        def _(giver=giver):
+                            plgpu.barrier_arrive(taken.at[giver])
 
+                    merged += sums
                 return merged, lse
 
             def store_result(request, split, acc, lse):
@@ -379,19 +391,19 @@ def attend_few_rows_quantised(
                 carry = [zeros(GROUP, N)] * tiles.value_groups, softmax.empty_max(N), zeros(TILE, N)
                 unmasked = unmasked_begin, unmasked_end
                 one = partial(step, request, origin, length, unmasked, query_stage, row_scale, begin, used)
-                acc, running_max, row_sum = every_other(begin, end, used, one, carry)
+                acc, running_max, row_sum = of_this_consumer(begin, end, used, one, carry)
                 plgpu.barrier_arrive(q_free.at[query_stage])
                 row_sum = tiles.over_warps("add", row_sum, stats, side)
-                if side == 1:
-                    give(n, acc, running_max, row_sum)
-                else:
-                    store_result(request, split, *take(n, acc, running_max, row_sum))
+                lax.cond(
+                    side == 0,
+                    lambda: store_result(request, split, *take(n, acc, running_max, row_sum)),
+                    lambda: give(n, acc, running_max, row_sum),
+                )
                 return used + end - begin, ahead
 
             lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
 
-        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
-        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
+        lax.cond(wg == consumers, producer, partial(consumer, wg))
 
     def narrow(*shape, dtype, swizzle):
         """Shared memory in swizzled tiles of 8 by 16."""
@@ -400,8 +412,8 @@ def attend_few_rows_quantised(
     # The interpreter needs register operands of wgmma in shared memory.
     operands = {}
     if interpret:
-        operands = {f"operand_keys_{d}": swizzled(2, TILE, KEY_GROUP, dtype=d) for d in ("float16", "bfloat16")}
-        operands["operand_values_float16"] = narrow(2, GROUP, N, dtype=jnp.float16, swizzle=32)
+        operands = {f"operand_keys_{d}": swizzled(consumers, TILE, KEY_GROUP, dtype=d) for d in ("float16", "bfloat16")}
+        operands["operand_values_float16"] = narrow(consumers, GROUP, N, dtype=jnp.float16, swizzle=32)
     return kernel(
         body,
         interpret=interpret,
@@ -412,7 +424,7 @@ def attend_few_rows_quantised(
         ),
         grid=(plan.num_partitions, pages.num_heads),
         grid_names=("partition", "head"),
-        num_threads=3,
+        num_threads=consumers + 1,
         thread_name="wg",
         kernel_name="decode_quantised",
         scratch_types={
@@ -421,15 +433,15 @@ def attend_few_rows_quantised(
                 for groups, d in zip(tiles.query_groups, tiles.query_dtypes, strict=True)
             ),
             "raw": tiles.raw_types(stages),
-            "p": narrow(2, tiles.value_groups if scaled else 1, TILE, N, dtype=jnp.float16, swizzle=32),
-            "other": narrow(parts_at_once, GROUP, N, dtype=jnp.float32, swizzle=64),
+            "p": narrow(consumers, tiles.weight_groups, TILE, N, dtype=jnp.float16, swizzle=32),
+            "other": narrow(consumers - 1, parts_at_once, GROUP, N, dtype=jnp.float32, swizzle=64),
             "stats": plgpu.SMEM((STATS, N), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=query_stages),
-            "q_free": plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
+            "q_free": plgpu.Barrier(num_arrivals=consumers, num_barriers=query_stages),
             "k_full": plgpu.Barrier(num_arrivals=tiles.copies(pages), num_barriers=stages),
             "k_free": plgpu.Barrier(num_barriers=stages),
-            "given": plgpu.Barrier(),
-            "taken": plgpu.Barrier(),
+            "given": plgpu.Barrier(num_barriers=consumers - 1),
+            "taken": plgpu.Barrier(num_barriers=consumers - 1),
             **operands,
         },
     )(

@@ -306,7 +306,7 @@ def attend_kv(
                     plgpu.barrier_arrive(both)
                     plgpu.barrier_wait(both)
                     theirs = [plgpu.load(stats.at[i], layout=ROW) for i in range(2)]
-                    own, others, inverse, lse = softmax.merge(running_max, row_sum, *theirs)
+                    (own, others), inverse, lse = softmax.merge((running_max, row_sum), theirs)
                     acc = acc * over_columns(own * inverse, value_dim)
                     acc = acc + plgpu.load(other, layout=WGMMA) * over_columns(others * inverse, value_dim)
 

@@ -165,7 +165,8 @@ def attend_slots(
 
         (q, q_in), (k, stages), (qr, qr_in) = views("q", k_dtype), views("k", k_dtype), views("qr", rows.rope_dtype)
         r: Any = scratch.get("r")  # without `qr` and `r`, rotary parts are in `q` and `k`
-        pdl_launch_dependents(split_requests_ref, interpret=interpret)
+        if not plan.whole:  # otherwise the next kernel may be one of XLA's, instead of `combine`
+            pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
         first_row = group * TILE
         k_full: Any = CopiedFull(stats) if copied else StoredFull([one.at[3 + n] for n in range(4)])

@@ -1,0 +1,106 @@
+"""What one lane does with e2m1 values and their scales (`rows.py`): MLIR and inline PTX.
+
+e2m1 values become e4m3 first: their four bits, moved to the right places of a byte, are an e4m3 value of 2**-6 times
+theirs.  Then they become float16, and are multiplied by their scale, which is e4m3.  All of this is exact.
+"""
+
+from typing import Any
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from jaxkv_kernels.mosaic_gpu.attention.quantised.lanes import Pairs, in_stage
+from jaxkv_kernels.mosaic_gpu.runtime.elements import (
+    WARP_ROWS,
+    Lane,
+    as_pair,
+    fragmented,
+    permuted,
+    registers_of,
+    words,
+)
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
+
+UNIT = 2.0**6
+"""What converted values must be multiplied by."""
+PAIRS: Pairs = ((0, 2), (4, 6), (1, 3), (5, 7))
+"""The values, of 8 in a word, in each of the four words of `CONVERT`."""
+CONVERT = (
+    "{ .reg .b32 even, odd, t; .reg .b16 a, b, c, d;"
+    " shl.b32 t, $4, 4; and.b32 t, t, 0x80808080; shl.b32 even, $4, 2; lop3.b32 even, even, 0x1C1C1C1C, t, 0xEA;"
+    " and.b32 t, $4, 0x80808080; shr.b32 odd, $4, 2; lop3.b32 odd, odd, 0x1C1C1C1C, t, 0xEA;"
+    " mov.b32 {a, b}, even; mov.b32 {c, d}, odd;"
+    " cvt.rn.f16x2.e4m3x2 $0, a; mul.rn.f16x2 $0, $0, $5; cvt.rn.f16x2.e4m3x2 $1, b; mul.rn.f16x2 $1, $1, $5;"
+    " cvt.rn.f16x2.e4m3x2 $2, c; mul.rn.f16x2 $2, $2, $5; cvt.rn.f16x2.e4m3x2 $3, d; mul.rn.f16x2 $3, $3, $5; }"
+)
+"""Eight e2m1 values of a word, times a pair of float16 scales, as four words of two float16 values."""
+SCALES = (
+    "{ .reg .b32 t; .reg .b16 low, high; mad.lo.u32 t, $2, 256, $1; mov.b32 {low, high}, t; "
+    "cvt.rn.f16x2.e4m3x2 $0, low; }"
+)
+"""Two e4m3 values, each in a word, as a pair of float16.  A `prmt` would take time of the unit that is busiest."""
+
+
+def load_keys(ref, stage, nbytes: int, scales_at: int, group: int) -> list[list[Any]]:
+    """Loads 64 columns of keys: of each of the lane's two rows, two words of 8 values, and the byte of their scale.
+
+    The scale is there twice, because registers are loaded in vectors of four.
+    """
+    lane = Lane()
+    row = arith.muli(arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row), c32(nbytes))
+    start = in_stage(ref, stage, nbytes, arith.addi(row, arith.shli(lane.quad, c32(3))))
+    scale = in_stage(ref, stage, nbytes, arith.addi(row, lane.quad))
+    found = []
+    for half in range(2):
+        offset = 8 * half * nbytes
+        load = f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset + 32 * group}];"
+        values = ptx(load, start, result_types=[i32()] * 2, has_side_effects=True)
+        own = _load("u8", scale, offset + scales_at + 4 * group)
+        found.append([*values, own, own])
+    return found
+
+
+def convert_keys(raw, layout) -> Any:
+    """A float16 [64, 64] tile of keys, for four products of 16 columns each, from loaded words."""
+    registers = registers_of(layout, (64, 64))
+    for half, register in enumerate(raw.registers.flat):
+        *values, scale, _ = words(register)
+        scale = ptx(SCALES, scale, scale, result_types=i32())
+        for n, word in enumerate(values):
+            for pair, both in enumerate(ptx(CONVERT, word, scale, result_types=[i32()] * 4)):
+                registers[0, 4 * n + pair, 0, 0, half, 0, 0, 0, 0] = as_pair(both, ir.F16Type.get())
+    return fragmented(registers, layout)
+
+
+def load_of_tokens(ref, stage, nbytes: int, values_at: int, scales_at: int, step: int, groups: int) -> list[list[Any]]:
+    """Loads values: per 128 columns, four values of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}, then scales."""
+    lane = Lane()
+    token = arith.muli(arith.addi(arith.shli(lane.quad, c32(1)), c32(16 * step)), c32(nbytes))
+    column = arith.addi(arith.shli(lane.warp, c32(4)), arith.shli(lane.row, c32(1)))
+    start = in_stage(ref, stage, nbytes, arith.addi(token, column))
+    tile = arith.addi(arith.shli(lane.warp, c32(1)), arith.shrui(lane.row, c32(2)))
+    scale = in_stage(ref, stage, nbytes, arith.addi(token, tile))
+    tokens = [nbytes * n for n in (0, 1, 8, 9)]
+    found = []
+    for group in range(groups):
+        found.append([_load("u16", start, values_at + 64 * group + offset) for offset in tokens])
+        found.append([_load("u8", scale, scales_at + 8 * group + offset) for offset in tokens])
+    return found
+
+
+def convert_values(raw, layout, group: int) -> Any:
+    """A float16 [128, 16] tile, values by tokens, from loaded words."""
+    values, scales = (words(register) for register in raw.registers.flat[2 * group : 2 * group + 2])
+    registers = registers_of(layout, (128, 16))
+    for pair in range(2):
+        # Bytes of both tokens alternate, so that the values in a word of the result are those of one column.
+        both = permuted(values[2 * pair], values[2 * pair + 1], c32(0x5140))
+        scale = ptx(SCALES, *scales[2 * pair : 2 * pair + 2], result_types=i32())
+        for (first, _), value in zip(PAIRS, ptx(CONVERT, both, scale, result_types=[i32()] * 4), strict=True):
+            tile, half = divmod(2 * (first // 4) + first % 2, 2)
+            registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = as_pair(value, ir.F16Type.get())
+    return fragmented(registers, layout)
+
+
+def _load(kind: str, start, offset: int) -> Any:
+    return ptx(f"ld.shared.{kind} $0, [$1 + {offset}];", start, result_types=i32(), has_side_effects=True)

@@ -1,0 +1,83 @@
+"""Attention to expanded keys whose rotary part is shared: interpreted on any machine, and on a Hopper GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+from jaxkv_kernels.mosaic_gpu import unsupported
+from jaxkv_kernels.mosaic_gpu.attention import expanded
+from support.compare import assert_close
+from support.hopper import on_hopper
+
+NOPE, ROPE, VALUE = unsupported.EXPANDED
+
+
+def arguments(tokens, keys, heads, lengths, dtype):
+    rng, batch = np.random.default_rng(0), len(lengths)
+    shapes = (
+        (batch, tokens, heads, NOPE + ROPE),
+        (batch, keys, heads, NOPE),
+        (batch, keys, ROPE),
+        (batch, keys, heads, VALUE),
+    )
+    return *(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes), jnp.asarray(lengths, jnp.int32)
+
+
+def check(tokens, keys, heads, lengths, dtype="bfloat16", *, splits):
+    """The splits together are the attention in float64; a split without keys is 0 and -inf."""
+    *arrays, lens = arguments(tokens, keys, heads, lengths, dtype)
+    out, lse = jax.jit(lambda *args: expanded.attend_expanded(*args, scale=0.07))(*arrays, lens)
+    assert out.shape == (splits, len(lengths), tokens, heads, VALUE)
+    assert out.dtype == dtype
+    assert lse.shape == out.shape[:-1]
+    q, k_nope, k_pe, v = (np.asarray(array.astype(jnp.float32), np.float64) for array in arrays)
+    scores = np.einsum("bqhd,bshd->bqhs", q[..., :NOPE], k_nope) + np.einsum("bqhd,bsd->bqhs", q[..., NOPE:], k_pe)
+    seen = np.arange(keys) < np.asarray(lens)[:, None]
+    weights = np.where(seen[:, None, None], np.exp(0.07 * scores), 0)
+    total = weights.sum(axis=-1)
+    expected = np.einsum("bqhs,bshd->bqhd", weights, v) / np.where(total, total, 1)[..., None]
+    shares = np.exp(np.asarray(lse, np.float64))
+    assert_close(jnp.asarray(shares.sum(axis=0), jnp.float32), total, roundings=64)
+    parts = np.asarray(out.astype(jnp.float32), np.float64) * shares[..., None]
+    found = jnp.asarray(parts.sum(axis=0) / np.where(total, total, 1)[..., None], jnp.float32)
+    assert_close(found, expected, dtype=dtype, roundings=4)
+    empty = np.isneginf(np.asarray(lse))
+    assert (np.asarray(out.astype(jnp.float32))[empty] == 0).all()
+
+
+@on_hopper
+class TestExpanded:
+    """Published sizes: a part of a tile, several tiles, more keys than tokens, splits without keys."""
+
+    @pytest.mark.parametrize(
+        ("tokens", "keys", "heads", "lengths", "splits"),
+        [
+            (512, 8192, 16, (8192,), 2),
+            (300, 4000, 4, (0, 1, 127, 128, 129, 4000), 2),
+            (1, 1024, 1, (1000,), 1),
+            (1024, 3000, 128, (2500,), 1),
+        ],
+    )
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_attention_is_that_of_float64(self, tokens, keys, heads, lengths, splits, dtype):
+        check(tokens, keys, heads, lengths, dtype, splits=splits)
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpreted:
+    """Two tiles of rows, the second one in part; splits, one of them without keys."""
+
+    def test_attention_is_that_of_float64(self, monkeypatch):
+        monkeypatch.setattr(expanded, "LEAST_KEYS", 128)
+        monkeypatch.setattr(expanded, "SPLITS", (1, 2))
+        check(130, 264, 1, (260,), splits=2)
+        check(3, 256, 1, (0, 100), splits=2)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "keys", "splits"), [(64, 32768, 2), (1, 32768, 8), (1, 3000, 2), (132, 32768, 1), (1024, 32768, 1)]
+)
+def test_splits_fill_the_gpu(tiles, keys, splits):
+    assert expanded.splits_of(tiles, keys) == splits
