@@ -271,9 +271,9 @@ class SparseConfig:
     divisor of the 4 units of a tile, so that each unit always has the same registers.  With 4, which need 104 registers
     of the producer, one request with 128 heads and `fp8_ds_mla` entries takes 0.0153 ms instead of 0.0145."""
     prefetch: bool = False
-    """Whether the rows of the tile after next are prefetched to the L2 cache.  Only `fp8_ds_mla` entries are faster
-    with it, if a CTA has many tiles; 128 requests with 128 heads and bf16 entries take 0.160 ms with it instead of
-    0.134.  The first two tiles of a CTA are not prefetched: one request took 0.0208 ms instead of 0.0145."""
+    """Whether the rows of the tile after next are prefetched to the L2 cache.  `fp8_ds_mla` entries are faster with
+    it if a CTA has many tiles, and `fp8_v4` entries if it has few; 128 requests with 128 heads and bf16 entries take
+    0.160 ms with it instead of 0.134.  The first two tiles of a CTA are not prefetched: one request took 0.0208 ms instead of 0.0145."""
     rescale_threshold: int = 8
     """As in WideConfig."""
     split_costs: SplitCosts = _SLOT_COSTS
@@ -292,11 +292,15 @@ def sparse_config(format: str, tiles: int) -> SparseConfig:
     Calls with few tiles per CTA are slower with prefetching: 8 requests with 128 heads and 2,048 slots (4 tiles) take
     0.0276 ms instead of 0.0215, and 32 requests (16 tiles) 0.0634 instead of 0.0594.  With an overhead of 2 steps, 64
     requests with 64 heads and 128 + 512 slots of `fp8_v4` entries stay whole, and take 0.0404 ms instead of 0.0354.
+    With prefetching, these took 0.0300 ms instead of 0.0303, later, and with 128 heads 0.0354 instead of 0.0356 (the
+    least of seven chains, beside other programs).  More tiles per CTA were not timed with the present loads.
     """
     if format in ("bf16", "f16"):
         return SparseConfig()
     if format == "fp8_v4":
-        return SparseConfig(producer_registers=88, split_costs=replace(_SLOT_COSTS, overhead=1))
+        return SparseConfig(
+            producer_registers=88, prefetch=tiles < PREFETCHED_TILES, split_costs=replace(_SLOT_COSTS, overhead=1)
+        )
     return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
 
 
