@@ -78,7 +78,7 @@ def test_published_sizes_lower():
 )
 def test_unsupported(tokens, dtypes, reason, monkeypatch):
     monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: [])
-    x, weight = (jax.ShapeDtypeStruct((tokens, 64), dtype) for dtype in dtypes)
+    x, weight = (jax.ShapeDtypeStruct((rows, 64), dtype) for rows, dtype in zip((tokens, 64), dtypes, strict=True))
     assert [*unsupported.swiglu_of_one(tokens, x, weight, weight, weight)] == [reason] * (reason is not None)
 
 
