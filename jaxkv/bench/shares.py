@@ -5,13 +5,13 @@ from collections.abc import Iterable
 
 KINDS = {
     "experts": r"experts_",
-    "collectives": r"nccl|all_?(reduce|gather|to_?all)",
+    "collectives": r"nccl|psum|all_?(reduce|gather|to_?all)",
     "attention": r"^_?(decode|plan|indexer|select|attend|combine|merge)_?|sdpa|fmha|flash|topk_",
-    "products": r"gemm|gemv|nvjet|cutlass|cublas|split_?k|dot",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|split_?k|dot|linear_",
 }
 """What a kernel computes, by a pattern that its name contains.  The first that fits is its kind.
 
-Products are those of dense weights, by XLA or cuBLAS.  Kernels that fit none are "others": XLA's fusions, among which
+Products are those of dense weights, by XLA, cuBLAS or `scaled_linear`; XLA fuses small sums over devices with other work.  Kernels that fit none are "others": XLA's fusions, among which
 are its products of a weight and a single token, and copies of entries.
 """
 

@@ -157,7 +157,8 @@ class _Case:
         return lax.optimization_barrier((hot, self._attend(hot.cache, slots)))
 
     def _attend(self, cache, slots):
-        return jaxkv.decode_mla_sparse(*self.queries, cache, slots, layer=self.layer, scale=192**-0.5)
+        q_nope, q_pe = self.queries
+        return jaxkv.decode_mla_sparse(q_nope, q_pe, cache, slots, layer=self.layer, scale=192**-0.5)
 
     def _hot_rows(self) -> offload.HotRows:
         requests, rows, tokens = self.args.requests, self.args.rows, self.args.tokens
@@ -184,9 +185,9 @@ def _filled(layout: jaxkv.CacheLayout, layer: int) -> jaxkv.KVCache:
     def fill():
         def block(i, cache):
             keys = zip(jax.random.split(jax.random.key(i)), layout.entry.sizes, strict=True)
-            parts = [jax.random.normal(key, (count, size), jnp.bfloat16) for key, size in keys]
+            latents, rotary = (jax.random.normal(key, (count, size), jnp.bfloat16) for key, size in keys)
             slots = i * count + jnp.arange(count, dtype=jnp.int32)  # those beyond the last block are skipped
-            return jaxkv.write_mla(cache, *parts, slots, layer=layer)
+            return jaxkv.write_mla(cache, latents, rotary, slots, layer=layer)
 
         count = min(2**16, layout.num_slots)
         return lax.fori_loop(0, -(-layout.num_slots // count), block, jaxkv.KVCache.zeros(layout))

@@ -32,7 +32,8 @@ class HostMemory:
         if device.platform == "gpu":
             self.address, free = _managed(nbytes, device)
             memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
-            weakref.finalize(memory, free).atexit = False  # when the last view of the bytes is deleted
+            freed: Any = weakref.finalize(memory, free)  # when the last view of the bytes is deleted
+            freed.atexit = False
             self.bytes = np.ctypeslib.as_array(memory)
             self.bytes[...] = 0  # pages exist, on the host, once they are written
         else:

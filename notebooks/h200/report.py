@@ -154,7 +154,7 @@ def _pair(values, digits: int) -> str:
 
 def models() -> str:
     """A Markdown table of times to first token, blocks in host memory, and V3.2's attention in all layers."""
-    found, sparse = read("models_and_offload.json"), read("sparse_step.json")
+    found, sparse, hot = (read(f"{name}.json") for name in ("models_and_offload", "sparse_step", "hot_rows"))
     ttft, offload = found["ttft"], found["offload"]
     v32, layer, limits = sparse["step"], sparse["seconds_per_layer"], sparse["limits"]
     serve = found["serve"]["tokens_per_s"]
@@ -185,6 +185,13 @@ def models() -> str:
             f"`jaxkv bench --sparse-step`; {v32['requests']} requests x {v32['tokens']:,} tokens, {v32['heads']} heads",
             f"{layer['burst'] * 1e6:.0f} us per layer, sustained {layer['sustained'] * 1e6:.0f} us; "
             f"its bytes and flops take {sum(limits.values()) * 1e6:.0f} us",
+        ),
+        (
+            f"sparse attention in a layer whose entries are in host memory (`HotRows`): `jaxkv hot-rows`; "
+            f"{hot['requests']} requests x {hot['tokens']:,} tokens, {hot['selected']:,} of them selected, "
+            f"{hot['heads']} heads, `{hot['entry']}`",
+            ", ".join(f"{row['us']:.0f} us at {row['hit_rate']:.0%} hits" for row in hot["hit_rates"])
+            + f"; {hot['fits_us']:.0f} us in a cache that fits",
         ),
     ]
     return "\n".join(["| what, and by which command | result |", "|---|---|", *(f"| {a} | {b} |" for a, b in lines)])

@@ -323,6 +323,13 @@ def test_draws_are_of_every_kind():
     assert {True, False} == {layout.blocks_are_runs for layout in layouts}
     assert any(layout.strides.token > layout.num_heads * layout.width for layout in layouts if layout.order[0] == "B")
     assert any(layout.dtype != layout.entry.dtype for layout in layouts)
+    assert any(layout.strides.part for layout in layouts), "keys and values in planes of their own"
+    extras = {name for case in drawn for name in case.extras}
+    assert {"cos_sin", "extra", "sinks", "cu_q_lens", "queries in e4m3"} <= extras
+    seconds = [
+        (case.layout.entry.format, dict(case.options)["extra"].entry.format) for case in drawn if "extra" in case.extras
+    ]
+    assert any(first != second for first, second in seconds)
     assert drawn[:20] == [families.draw_case(seed, "xla") for seed in range(20)]
 
     attention = next(

@@ -295,6 +295,7 @@ def test_drafts(tmp_path):
 
 
 def on_two_axes():
+    mesh_of(4)  # skips the test where there are not so many
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
     serving.Replicas(models.load(FOLDER / "deepseek_v3", parallel=models.DataExpertParallel(mesh, "x")), num_blocks=4)
 

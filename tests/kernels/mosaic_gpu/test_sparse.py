@@ -355,6 +355,28 @@ def test_lowers_for_hopper(form, case):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
 
 
+@pytest.mark.parametrize(("requests", "whole"), [(64, True), (8, False)])
+def test_requests_that_are_known_to_stay_whole_are_not_combined(requests, whole):
+    entry = jaxkv.MLAEntry.typical("bf16")
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4096, block_size=64, entry=entry)
+    shape = jax.ShapeDtypeStruct
+    arrays = (
+        shape((requests, 1, 128, 512), jnp.bfloat16),
+        shape((requests, 1, 128, 64), jnp.bfloat16),
+        shape((layout.size,), layout.dtype),
+        shape((requests, 1, 640), jnp.int32),
+    )
+
+    def decode(*arrays):
+        run = mosaic_gpu.KERNELS["decode_mla_sparse"].run
+        return run(*arrays, None, None, 0, 0.1, None, pages=layout.pages, entry=entry, logit_cap=None)
+
+    jaxpr = jax.make_jaxpr(decode)(*arrays).jaxpr
+    assert len(read_early(jaxpr)) == (1 if whole else 2)  # kernels
+    # The kernel after attention may start early only if it is `combine`, which waits.
+    assert ("griddepcontrol_launch_dependents" in str(jaxpr)) != whole
+
+
 SIZES = dict(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("fp8_ds_mla"))
 UNSUPPORTED = {
     "entries of format 'f32'": dict(entry=jaxkv.MLAEntry("f32")),

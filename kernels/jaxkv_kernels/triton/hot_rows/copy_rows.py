@@ -21,7 +21,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 ROWS, WARPS = 4, 4
 PROGRAMS = 2048
-"""Programs that load rows: as many as the GPU runs at once, because most reads wait for an address translation."""
+"""Programs that load rows: as many as the GPU runs at once."""
 WIDEST = 16
 """Bytes of the widest load or store of a thread."""
 LINE = tl.constexpr(128)
