@@ -86,12 +86,20 @@ def _spans(profile: ProfileData) -> Iterator[Span]:
 
 
 def _medians(spans: list[Span], repeats: int) -> KernelTimes:
-    """Medians over `repeats` calls; RuntimeError if the calls did not run the same kernels."""
+    """Medians over `repeats` calls; RuntimeError if the calls did not run the same kernels.
+
+    Kernels that run side by side may begin in another order in each call; then they are sorted by name.
+    """
     each, rest = divmod(len(spans), repeats)
     names = [name for name, *_ in spans]
-    if not each or rest or names != names[:each] * repeats:
+    calls = [names[first : first + each] for first in range(0, len(spans), max(each, 1))]
+    if not each or rest or any(sorted(call) != sorted(calls[0]) for call in calls):
         raise RuntimeError(f"the timeline has {len(spans)} kernels of {repeats} calls: expected the same of each")
     seconds = np.reshape(list(_added(spans)), (repeats, each)) / 1e9
+    if any(call != calls[0] for call in calls):
+        orders = [np.argsort(call, kind="stable") for call in calls]
+        seconds = np.stack([own[order] for own, order in zip(seconds, orders, strict=True)])
+        names = sorted(calls[0])
     medians = np.median(seconds, axis=0).tolist()
     return KernelTimes(float(np.median(seconds.sum(axis=1))), tuple(zip(names[:each], medians, strict=True)))
 

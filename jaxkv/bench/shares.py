@@ -27,8 +27,6 @@ def shares(kernels: Iterable[tuple[str, float]], seconds: float) -> dict[str, fl
     """The seconds of each kind of kernel, and of "gaps", in a step that takes `seconds`.
 
     `kernels` are those of `KernelTimes`.  Their times come from a profile, and `seconds` from a run without one.
-    Of kernels that run side by side (`Model.compiler_options`), each counts in full, so that the sum of all may exceed
-    `seconds`.
     """
     found = dict.fromkeys([*KINDS, "others"], 0.0)
     for name, took in kernels:

@@ -10,7 +10,7 @@ import jax
 from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch
 from jaxkv.models.layers.feed_forward import feed_forward
-from jaxkv.models.layers.linear import Normed, rms_norm
+from jaxkv.models.layers.linear import rms_norm
 from jaxkv.models.model import Model
 
 Part = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
@@ -19,13 +19,13 @@ Part = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
 def pre_norm(attention: Part) -> Part:
     """The layer function with the given attention.
 
-    It calls `attention(model, config.attention, weights, normed, cache, batch, layer)` with a `Normed`.  Both return
-    the cache, the slots selected for later layers (`Batch.selected`), and their output [B, Q, hidden].
+    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.  Both return the cache, the slots
+    selected for later layers (`Batch.selected`), and their output [B, Q, hidden].
     """
 
     def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer):
         config, total = model.config, model.parallel.total
-        normed = Normed(x, weights["attention_norm"], config.rms_norm_eps)
+        normed = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
         cache, selected, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
         x = x + total(out)
         normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
@@ -41,7 +41,7 @@ def pre_norm_store(store: Callable[..., KVCache]) -> Callable[..., KVCache]:
     """`Family.store` of such layers; it calls `store` with the arguments of `attention`, which it only stores."""
 
     def run(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> KVCache:
-        normed = Normed(x, weights["attention_norm"], model.config.rms_norm_eps)
+        normed = rms_norm(x, weights["attention_norm"], model.config.rms_norm_eps)
         return store(model, model.config.attention, weights["attention"], normed, cache, batch, layer)
 
     return run

@@ -13,7 +13,7 @@ from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch, joined
 from jaxkv.models.config import DeltaNet
 from jaxkv.models.layers.delta_rule import convolve, gated_delta_rule
-from jaxkv.models.layers.linear import Normed, linear, rms_norm, with_rank
+from jaxkv.models.layers.linear import linear, rms_norm, with_rank
 from jaxkv.models.model import STATE, Model
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.states import read_state, write_state
@@ -27,12 +27,12 @@ def delta_net_or(attention: Mixer) -> Mixer:
     kind: the cache counts layers of each kind.
     """
 
-    def mixer(model: Model, config, weights, normed: Normed, cache: KVCache, batch: Batch, layer):
+    def mixer(model: Model, config, weights, x, cache: KVCache, batch: Batch, layer):
         recurrent: Any = model.config.recurrent
         before = (jnp.asarray(recurrent.layers, jnp.int32) < layer).sum(dtype=jnp.int32)
         if "conv" in weights:
-            return delta_net(model, recurrent, weights, normed.array, cache, batch, before)
-        return attention(model, config, weights, normed, cache, batch, layer - before)
+            return delta_net(model, recurrent, weights, x, cache, batch, before)
+        return attention(model, config, weights, x, cache, batch, layer - before)
 
     return mixer
 

@@ -9,37 +9,26 @@ from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch, Part
 from jaxkv.models.config import GQA
 from jaxkv.models.layers import rope
-from jaxkv.models.layers.linear import Normed, linear, rms_norm, with_rank
+from jaxkv.models.layers.linear import linear, rms_norm, with_rank
 from jaxkv.models.model import Model
 from jaxkv.ops.writes import write_kv
 
 
 def attention(
-    model: Model,
-    config: GQA,
-    weights,
-    normed: Normed,
-    cache: KVCache,
-    batch: Batch,
-    layer,
-    *,
-    windowed=False,
-    rotated=True,
+    model: Model, config: GQA, weights, x, cache: KVCache, batch: Batch, layer, *, windowed=False, rotated=True
 ) -> tuple[KVCache, None, jax.Array]:
-    """Stores the keys and values of new tokens and attends to all cached tokens, or to those in the window.
+    """Stores the keys and values of x and attends to all cached tokens, or to those in the window.
 
-    The output, the last value returned, is [B, Q, hidden], as is the input `normed`.  `windowed` and `rotated`: whether
-    the layer has the window, and rotary embedding.
+    x and the output, the last value returned, are [B, Q, hidden].  `windowed` and `rotated`: whether the layer has the
+    window, and rotary embedding.
 
     If devices divide the heads, the result is this device's term of a sum over devices.
     """
-    shape, names = normed.x.shape[:2], ("q", "k", "v")
-    products = normed.times(*(weights[name] for name in names))
-    q, k, v = (_biased(weights, name, product) for name, product in zip(names, products, strict=True))
+    q, k, v = (_projected(weights, name, x) for name in ("q", "k", "v"))
     gate = None
     if config.gated:  # a head of queries, then its gate
-        q, gate = jnp.split(q.reshape(*shape, -1, 2 * config.head_dim), 2, axis=-1)
-    q, k, v = (heads.reshape(*shape, -1, config.head_dim) for heads in (q, k, v))
+        q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
+    q, k, v = (heads.reshape(*x.shape[:2], -1, config.head_dim) for heads in (q, k, v))
     if config.normed:
         q, k = (
             rms_norm(heads, weights[norm], model.config.rms_norm_eps) for heads, norm in ((q, "q_norm"), (k, "k_norm"))
@@ -62,16 +51,16 @@ def attention(
     out = batch.attend(attend, q)
     if gate is not None:
         out = out * jax.nn.sigmoid(gate)
-    return cache, None, _biased(weights, "o", linear(out.reshape(*shape, -1), weights["o"]))
+    return cache, None, _projected(weights, "o", out.reshape(*x.shape[:2], -1))
 
 
 def by_kind(
-    model: Model, config: GQA, weights, normed: Normed, cache: KVCache, batch: Batch, layer
+    model: Model, config: GQA, weights, x, cache: KVCache, batch: Batch, layer
 ) -> tuple[KVCache, None, jax.Array]:
     """`attention` of a layer whose weights have a kind, from `kind_of`."""
     ((kind, own),) = weights.items()
     options = {"windowed": "windowed" in kind, "rotated": "unrotated" not in kind}
-    return attention(model, config, own, normed, cache, batch, layer, **options)
+    return attention(model, config, own, x, cache, batch, layer, **options)
 
 
 def kind_of(config: GQA, layer: int) -> str:
@@ -80,7 +69,7 @@ def kind_of(config: GQA, layer: int) -> str:
     return " ".join(kind for kind, layers in kinds.items() if layer in layers) or "full"
 
 
-def _biased(weights, name: str, out) -> jax.Array:
-    """The product [..., out] of a matrix, plus its bias if there is one."""
-    bias = weights.get(f"{name}_bias")
+def _projected(weights, name: str, x) -> jax.Array:
+    """x [..., in] times a matrix, plus its bias if there is one."""
+    out, bias = linear(x, weights[name]), weights.get(f"{name}_bias")
     return out if bias is None else out + with_rank(bias, out.ndim)

@@ -1,17 +1,11 @@
 """Matrix products and norms, which all parts of a layer use."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.ops.products import scaled_linear
-from jaxkv_kernels.kernel import imported_when_called
-from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.tile_scaled import TileScaled
-
-normed_products = imported_when_called("jaxkv_kernels.mosaic_gpu.one_token.normed", "normed_products")
 
 
 def product(equation: str, *operands, dtype=None) -> jax.Array:
@@ -41,27 +35,6 @@ def rms_norm(x, weight, eps: float) -> jax.Array:
     The product is rounded to the dtype of x; a float32 `weight` is not rounded before.
     """
     return (with_rank(weight, x.ndim) * _normalised(x, eps).astype(weight.dtype)).astype(x.dtype)
-
-
-class Normed(NamedTuple):
-    """The input of an attention: x [B, Q, hidden] and the norm in front of it, which products may include."""
-
-    x: jax.Array
-    weight: jax.Array
-    eps: float
-
-    @property
-    def array(self) -> jax.Array:
-        """[B, Q, hidden] after the norm."""
-        return rms_norm(self.x, self.weight, self.eps)
-
-    def times(self, *weights) -> list[Any]:
-        """`linear(self.array, weight)` for each of the weights; for a single token, a kernel computes all of them."""
-        tokens = self.x.size // self.x.shape[-1]
-        if any(unsupported.normed_products(tokens, self.x, self.weight, weights)):
-            return [linear(self.array, weight) for weight in weights]
-        found = normed_products(self.x.reshape(-1), self.weight, weights, eps=self.eps)
-        return [product.reshape(*self.x.shape[:-1], -1) for product in found]
 
 
 def normalised(x, eps: float) -> jax.Array:

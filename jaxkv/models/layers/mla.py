@@ -10,7 +10,7 @@ from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch, Part
 from jaxkv.models.config import MLA, Rope, Yarn
 from jaxkv.models.layers import indexer, rope
-from jaxkv.models.layers.linear import Normed, linear, product, rms_norm
+from jaxkv.models.layers.linear import linear, product, rms_norm
 from jaxkv.models.model import Model
 from jaxkv.ops.writes import write_mla
 
@@ -22,9 +22,9 @@ LATENT_EPS = 1e-6
 
 
 def attention(
-    model: Model, config: MLA, weights, normed: Normed, cache: KVCache, batch: Batch, layer
+    model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer
 ) -> tuple[KVCache, jax.Array | None, jax.Array]:
-    """Stores the entries of new tokens and attends to all cached tokens.
+    """Stores the entries of x and attends to all cached tokens.
 
     If devices divide the heads, the output is this device's term of a sum over devices.
 
@@ -32,7 +32,7 @@ def attention(
       model: the model.
       config: the model's attention.
       weights: the weights of this layer's attention.
-      normed: the input [B, Q, hidden].
+      x: [B, Q, hidden].
       cache: the model's cache.
       batch: the new tokens.
       layer: traced int32 scalar.
@@ -40,18 +40,17 @@ def attention(
     Returns:
       The cache; the slots selected for later layers, as in `Batch.selected`; and the output [B, Q, hidden].
     """
-    shape, q_source = normed.x.shape[:2], normed
-    q, kv = normed.times(weights["q" if config.q_lora_rank is None else "q_a"], weights["kv_a"])
+    q_source = x
     if config.q_lora_rank is not None:
-        q_source = Normed(q, weights["q_a_norm"], LATENT_EPS)
-        (q,) = q_source.times(weights["q"])
-    q = q.reshape(*shape, model.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
+        q_source = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], LATENT_EPS)
+    q = linear(q_source, weights["q"])
+    q = q.reshape(*x.shape[:2], model.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
     if batch.query_scales is not None:
         q = q * batch.query_scales.astype(q.dtype)[:, :, None, None]
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     interleaved = model.config.rope.interleaved
     q_pe = rope.rotate_first(q_pe, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=interleaved)
-    cache = _store(model, config, weights, kv, cache, batch, layer)
+    cache = store(model, config, weights, x, cache, batch, layer)
 
     options = _options(model, layer) | {"scale": _softmax_scale(config, model.config.rope)}
     selected = None
@@ -61,24 +60,17 @@ def attention(
     else:
         slots = batch.selected
         if "indexer" in weights:
-            sources = normed.array, q_source.array
-            chosen = indexer.select_slots(model, config.indexer, weights["indexer"], *sources, cache, batch, layer)
+            chosen = indexer.select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
             cache, slots = chosen
         selected = None if config.indexer.layers is None else slots
         attend = partial(_attend_sparse, model, weights, cache, options=options)
         out = batch.attend(attend, q_nope, q_pe, slots)
-    return cache, selected, linear(out.reshape(*shape, -1), weights["o"])
+    return cache, selected, linear(out.reshape(*x.shape[:2], -1), weights["o"])
 
 
-def store(model: Model, config: MLA, weights, normed: Normed, cache: KVCache, batch: Batch, layer) -> KVCache:
-    """Stores the entries of new tokens; the arguments are those of `attention`.  Keys of an indexer are not stored."""
-    (kv,) = normed.times(weights["kv_a"])
-    return _store(model, config, weights, kv, cache, batch, layer)
-
-
-def _store(model: Model, config: MLA, weights, kv, cache: KVCache, batch: Batch, layer) -> KVCache:
-    """Stores entries, given the products kv [B, Q, R + P] with `kv_a`."""
-    kv_c, k_pe = jnp.split(kv, [config.kv_lora_rank], axis=-1)
+def store(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> KVCache:
+    """Stores the entries of x; the arguments are those of `attention`.  Keys of an indexer are not stored."""
+    kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
     kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
     k_pe = rope.rotate_first(k_pe, batch.cos, batch.sin, interleaved=model.config.rope.interleaved)
     tokens, options = len(batch.slots), _options(model, layer)

@@ -17,7 +17,7 @@ from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch
 from jaxkv.models.config import Experts
 from jaxkv.models.layers.feed_forward import dense, routed
-from jaxkv.models.layers.linear import Normed, rms_norm
+from jaxkv.models.layers.linear import rms_norm
 from jaxkv.models.layers.mla import attention
 from jaxkv.models.layers.routing import route
 from jaxkv.models.model import Model
@@ -32,7 +32,7 @@ def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tupl
 
     def half(i: int, x, cache: KVCache):
         part = weights["halves"][i]
-        normed = Normed(x, part["attention_norm"], config.rms_norm_eps)
+        normed = rms_norm(x, part["attention_norm"], config.rms_norm_eps)
         place = 2 * layer + jnp.int32(i)
         cache, _, out = attention(model, options, part["attention"], normed, cache, batch, place)
         x = x + total(out)

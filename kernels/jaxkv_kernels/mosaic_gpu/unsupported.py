@@ -49,7 +49,7 @@ WORD = 4
 SCORINGS = "softmax", "sigmoid"
 """How `select_experts` may score experts."""
 MOST_VALUES = 2048
-"""Values of an entry that a team of lanes keeps in registers, and of a row of weights that a warp does."""
+"""Values of an entry that a team of lanes keeps in registers."""
 
 
 def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -343,13 +343,6 @@ def attend_expanded(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
         yield f"queries of {jnp.dtype(dtype).name}: supports bfloat16 and float16"
     if (nope, rope, value) != EXPANDED:
         yield f"heads of {nope} + {rope} and {value} values: supports {EXPANDED[0]} + {EXPANDED[1]} and {EXPANDED[2]}"
-
-
-def normed_products(tokens: int, x, norm, matrices) -> Iterator[str]:
-    """Reasons against `normed_products`, which models use for arrays x [..., D]; also those of this machine."""
-    yield from _one_token(tokens, x, norm, *matrices)
-    if x.shape[-1] % VECTOR or x.shape[-1] > MOST_VALUES:
-        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR} up to {MOST_VALUES}"
 
 
 def swiglu_of_one(tokens: int, x, gate, up, down) -> Iterator[str]:

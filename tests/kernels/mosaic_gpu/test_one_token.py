@@ -8,12 +8,9 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.mosaic_gpu.one_token.experts import swiglu_of_one
-from jaxkv_kernels.mosaic_gpu.one_token.normed import normed_products
 from support import oracle
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper
-
-EPS = 1e-5
 
 
 def normal(seed, *shape, dtype):
@@ -22,20 +19,6 @@ def normal(seed, *shape, dtype):
 
 def in_float64(array):
     return np.asarray(array.astype(jnp.float32), np.float64)
-
-
-def check_normed(width, rows, dtype):
-    """The products are those of float64; the norm is rounded as `rms_norm` rounds it."""
-    x, norm = 30 * normal(0, width, dtype=dtype), 1 + normal(1, width, dtype=dtype)
-    matrices = [normal(2 + i, count, width, dtype=dtype) for i, count in enumerate(rows)]
-    found = jax.jit(lambda *args: normed_products(*args, eps=EPS))(x, norm, matrices)
-    wide = in_float64(x)
-    normalised = jnp.asarray(wide / np.sqrt((wide * wide).mean() + EPS), jnp.float32).astype(dtype)
-    normalised = in_float64(normalised * norm)
-    for product, matrix in zip(found, matrices, strict=True):
-        assert product.dtype == dtype
-        # A value of the norm may be rounded otherwise.
-        assert_close(product, in_float64(matrix) @ normalised, roundings=8, magnitude=width**0.5)
 
 
 def check_dense(width, inner, dtype, **limit):
@@ -56,18 +39,6 @@ class TestOneToken:
     """The kernels, at published sizes, and at sizes of which lanes and warps have unequal parts."""
 
     @pytest.mark.parametrize(
-        ("width", "rows", "dtype"),
-        [
-            (2048, (3072, 576), "bfloat16"),
-            (1536, (24576,), "float16"),
-            (704, (100, 30, 7), "bfloat16"),
-            (8, (1,), "bfloat16"),
-        ],
-    )
-    def test_products_after_a_norm(self, width, rows, dtype):
-        check_normed(width, rows, dtype)
-
-    @pytest.mark.parametrize(
         ("width", "inner", "dtype", "limit"),
         [
             (2048, 10944, "bfloat16", {}),
@@ -83,19 +54,12 @@ class TestOneToken:
 class TestInterpreted:
     """Which operands a kernel has; what lanes do is not interpreted."""
 
-    def test_products_after_a_norm(self):
-        check_normed(64, (24, 8), "bfloat16")
-
     def test_dense(self):
         check_dense(64, 4096 + 2048, "bfloat16", limit=0.5)
 
 
 def test_published_sizes_lower():
     shape = jax.ShapeDtypeStruct
-    matrices = [shape((count, 2048), jnp.bfloat16) for count in (3072, 576)]
-    vectors = [shape((2048,), jnp.bfloat16)] * 2
-    traced = jax.jit(lambda *args: normed_products(*args, eps=EPS)).trace(*vectors, matrices)
-    assert len(kernel_operands(traced.lower(lowering_platforms=("cuda",)).as_text())) == 1
     shapes = (1, 2048), (10944, 2048), (10944, 2048), (2048, 10944)
     traced = jax.jit(swiglu_of_one).trace(*(shape(size, jnp.bfloat16) for size in shapes))
     first, second = kernel_operands(traced.lower(lowering_platforms=("cuda",)).as_text())
@@ -104,20 +68,18 @@ def test_published_sizes_lower():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "dtypes", "reason"),
+    ("tokens", "dtypes", "reason"),
     [
-        (1, 2048, ("bfloat16", "bfloat16"), None),
-        (2, 2048, ("bfloat16", "bfloat16"), "2 tokens: supports 1"),
-        (1, 7168, ("bfloat16", "bfloat16"), "tokens of 7168 values: supports multiples of 8 up to 2048"),
-        (1, 2044, ("bfloat16", "bfloat16"), "tokens of 2044 values: supports multiples of 8 up to 2048"),
-        (1, 64, ("float32", "float32"), "weights of other dtypes than `x` of float32, or not bfloat16 or float16"),
-        (1, 64, ("bfloat16", "float16"), "weights of other dtypes than `x` of bfloat16, or not bfloat16 or float16"),
+        (1, ("bfloat16", "bfloat16"), None),
+        (2, ("bfloat16", "bfloat16"), "2 tokens: supports 1"),
+        (1, ("float32", "float32"), "weights of other dtypes than `x` of float32, or not bfloat16 or float16"),
+        (1, ("bfloat16", "float16"), "weights of other dtypes than `x` of bfloat16, or not bfloat16 or float16"),
     ],
 )
-def test_unsupported(tokens, width, dtypes, reason, monkeypatch):
+def test_unsupported(tokens, dtypes, reason, monkeypatch):
     monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: [])
-    x, weight = (jax.ShapeDtypeStruct((tokens, width), dtype) for dtype in dtypes)
-    assert [*unsupported.normed_products(tokens, x, weight, [weight])] == [reason] * (reason is not None)
+    x, weight = (jax.ShapeDtypeStruct((rows, 64), dtype) for rows, dtype in zip((tokens, 64), dtypes, strict=True))
+    assert [*unsupported.swiglu_of_one(tokens, x, weight, weight, weight)] == [reason] * (reason is not None)
 
 
 @pytest.mark.parametrize(("inner", "parts"), [(10944, 6), (2048, 1), (18432, 9), (2056, 257), (1004, 0), (40000, 20)])
