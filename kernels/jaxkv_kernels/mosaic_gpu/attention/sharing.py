@@ -26,9 +26,6 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, WGMMA, filled, over_
 
 PLACES = 2
 """Places in device memory for the results of successive work tiles."""
-LEAST_ROWS = 16
-"""The least width of log-sum-exps and scales: two times 16 float32 are 128 bytes, and copies to shared memory must
-begin at multiples of that."""
 
 
 def own_steps(tile: WorkTile, cta, step: int) -> WorkTile:
@@ -47,10 +44,10 @@ def own_steps(tile: WorkTile, cta, step: int) -> WorkTile:
 
 def exchange_types(partitions: int, rows: int, columns: int, dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Results of a kernel that are the places in device memory, and scratch types.  Both hold splits of each CTA."""
-    shape, width = (partitions, PLACES, CTAS), max(rows, LEAST_ROWS)
-    types = jax.ShapeDtypeStruct((*shape, rows, columns), dtype), jax.ShapeDtypeStruct((*shape, 2, width), jnp.float32)
+    shape = partitions, PLACES, CTAS
+    types = jax.ShapeDtypeStruct((*shape, rows, columns), dtype), jax.ShapeDtypeStruct((*shape, 2, rows), jnp.float32)
     return types, {
-        "rows": plgpu.SMEM((2, 2, width), jnp.float32),
+        "rows": plgpu.SMEM((2, 2, rows), jnp.float32),
         "sent": plgpu.ClusterBarrier(collective_axes=("cta",)),
         "arrived": plgpu.Barrier(num_arrivals=2),
     }
@@ -61,10 +58,10 @@ class Exchange:
     """Sends the results of a work tile to the other CTA, or receives them."""
 
     refs: tuple[Any, ...]
-    """The places of this cluster in device memory: values [PLACES, CTAS, rows, columns], and [PLACES, CTAS, 2, >= rows]
+    """The places of this cluster in device memory: values [PLACES, CTAS, rows, columns], and [PLACES, CTAS, 2, rows]
     log-sum-exps (base 2) and scales."""
     rows: Any
-    """Shared memory [2, 2, >= rows] for log-sum-exps and scales, sent and received."""
+    """Shared memory [2, 2, rows] for log-sum-exps and scales, sent and received."""
     sent: Any
     """Cluster barrier: both CTAs have sent (1 per CTA)."""
     arrived: Any

@@ -260,8 +260,8 @@ def attend_few_rows(
                     def _():
                         plgpu.barrier_wait(exchange.sent)  # the other CTA has read what is in this place
 
-                    staged.transpose((1, 0))[...], exchange.rows[0, 1, pl.ds(0, rows)] = as_split(values)
-                    exchange.rows[0, 0, pl.ds(0, rows)] = lse
+                    staged.transpose((1, 0))[...], exchange.rows[0, 1] = as_split(values)
+                    exchange.rows[0, 0] = lse
                     exchange.send(staged, place)
                     return values, lse
 
@@ -270,7 +270,7 @@ def attend_few_rows(
                     exchange.receive(staged, place)
                     others = plgpu.load(staged.transpose((1, 0)), layout=WGMMA)
                     others = lax.bitcast_convert_type(others, SPLIT_DTYPE).astype(jnp.float32)
-                    of_other = (plgpu.load(exchange.rows.at[1, i, pl.ds(0, rows)], layout=COLUMN) for i in range(2))
+                    of_other = (plgpu.load(exchange.rows.at[1, i], layout=COLUMN) for i in range(2))
                     own, other, merged = merge_factors(softmax, lse, filled(COLUMN, 1, rows), *of_other)
                     plgpu.commit_smem()  # all lanes have read `staged`
                     return values * over_rows(own, latent) + others * over_rows(other, latent), merged
