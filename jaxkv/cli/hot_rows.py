@@ -6,8 +6,10 @@ rate of one large array, plus attention in a cache that fits.
 """
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 
 import jax
@@ -76,7 +78,15 @@ def run(args: argparse.Namespace) -> int:
     print(f"{CHECKED} calls have the same bits as with a cache that fits")
     if args.json:
         sizes = {name: getattr(args, name) for name in SIZES}
-        about = {"device": device.device_kind, "jax": jax.__version__, **sizes, "entry": ENTRY.format}
+        date, command = datetime.now(UTC).date().isoformat(), shlex.join(["jaxkv", *args.argv])
+        about = {
+            "date": date,
+            "command": command,
+            "device": device.device_kind,
+            "jax": jax.__version__,
+            **sizes,
+            "entry": ENTRY.format,
+        }
         write_json(args.json, {**about, "load": rate, "fits_us": 1e6 * fits, "hit_rates": found})
     return 0
 

@@ -137,17 +137,6 @@ def shape_of(row: dict) -> str:
     return f"{row['requests']} x {row['heads']} x {row['q_len']} x {tokens}"
 
 
-def sparse() -> str:
-    """A Markdown table of sparse attention to entries of several formats."""
-    found = read("sparse_formats.json")
-    lines = ["| entries | requests x heads x query tokens x tokens | ms | of the limit |", "|---|---|---|---|"]
-    for row in found["rows"]:
-        fraction = limit(row, found["ceilings"]) / row["ms"]
-        cells = row["format"], shape_of(row), _pair((row["ms"], row["sustained_ms"]), 4), f"{fraction:.2f}"
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def _pair(values, digits: int) -> str:
     return ", ".join(f"{value:.{digits}f}" for value in values)
 
@@ -222,7 +211,6 @@ def step_name(row: dict) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed,
     "quantised": quantised,
-    "sparse": sparse,
     "models": models,
     "steps": steps,
 }

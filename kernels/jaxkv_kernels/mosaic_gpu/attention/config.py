@@ -191,7 +191,7 @@ class FewRowsQuantisedConfig:
     """In steps of one tile, which has half the bytes of a bf16 tile."""
 
     def __post_init__(self):
-        require(self.consumers in (2, 3, 4), self, "consumers", "2 or 3, which have registers for their results")
+        require(self.consumers in (2, 3, 4), self, "consumers", "2 to 4, which have registers for their results")
         most = 20 if isinstance(self, KVQuantisedConfig) else 4
         ok = self.stages % self.consumers == 0 and self.consumers <= self.stages <= most
         require(ok, self, "stages", f"a multiple of the {self.consumers} consumers, at most {most}")
@@ -205,9 +205,9 @@ class FewRowsQuantisedConfig:
 class KVQuantisedConfig(FewRowsQuantisedConfig):
     """`decode_kv` with quantised entries."""
 
-    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {**FewRowsQuantisedConfig.SEARCH, "stages": (6, 9, 15)}
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {**FewRowsQuantisedConfig.SEARCH, "stages": (4, 6, 8)}
 
-    stages: int = 15
+    stages: int = 6
     """The most tiles of keys and values in shared memory, 9 to 17 KiB each for heads of 128; larger ones leave room for
     fewer."""
     consumers: int = 3
@@ -216,9 +216,22 @@ class KVQuantisedConfig(FewRowsQuantisedConfig):
 def kv_quantised_config(entry) -> KVQuantisedConfig:
     """The default configuration of a `decode_kv` call with quantised entries.
 
-    With heads wider than 128, three consumers would spill registers.
+    64 requests of 8,192 tokens with 64 heads and 8 KV heads:
+
+    - `fp8` takes 0.248 ms with 3 consumers and 6 stages, 0.252 with 9 stages, and 0.254 with 2 consumers and 8 stages.
+    - `int8` takes 0.296 ms with 2 consumers and 4 stages, 0.314 with 6 stages, and 0.326 with 8.  Entries of 272 bytes
+      share lines of the L2 cache with those of other heads, which other CTAs load at about the same time.  The more is
+      loaded in advance, the more often a line is loaded twice.
+    - `nvfp4` is bound by instructions.  It takes 0.220 ms with 4 consumers, 0.225 with 3 and 0.275 with 2.
+    - With heads wider than 128, more than 2 consumers would spill registers.
     """
-    return KVQuantisedConfig() if max(entry.sizes) <= 128 else KVQuantisedConfig(consumers=2, stages=8)
+    if max(entry.sizes) > 128:
+        return KVQuantisedConfig(consumers=2, stages=8)
+    if entry.format == "int8":
+        return KVQuantisedConfig(consumers=2, stages=4)
+    if entry.format == "nvfp4":
+        return KVQuantisedConfig(consumers=4, stages=8, keys_at_once=1, producer_registers=72)
+    return KVQuantisedConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,9 +284,9 @@ class SparseConfig:
     divisor of the 4 units of a tile, so that each unit always has the same registers.  With 4, which need 104 registers
     of the producer, one request with 128 heads and `fp8_ds_mla` entries takes 0.0153 ms instead of 0.0145."""
     prefetch: bool = False
-    """Whether the rows of the tile after next are prefetched to the L2 cache.  Only `fp8_ds_mla` entries are faster
-    with it, if a CTA has many tiles; 128 requests with 128 heads and bf16 entries take 0.160 ms with it instead of
-    0.134.  The first two tiles of a CTA are not prefetched: one request took 0.0208 ms instead of 0.0145."""
+    """Whether the rows of the tile after next are prefetched to the L2 cache.  `fp8_ds_mla` entries are faster with
+    it if a CTA has many tiles, and `fp8_v4` entries if it has few; 128 requests with 128 heads and bf16 entries take
+    0.160 ms with it instead of 0.134.  The first two tiles of a CTA are not prefetched: one request took 0.0208 ms instead of 0.0145."""
     rescale_threshold: int = 8
     """As in WideConfig."""
     split_costs: SplitCosts = _SLOT_COSTS
@@ -292,11 +305,15 @@ def sparse_config(format: str, tiles: int) -> SparseConfig:
     Calls with few tiles per CTA are slower with prefetching: 8 requests with 128 heads and 2,048 slots (4 tiles) take
     0.0276 ms instead of 0.0215, and 32 requests (16 tiles) 0.0634 instead of 0.0594.  With an overhead of 2 steps, 64
     requests with 64 heads and 128 + 512 slots of `fp8_v4` entries stay whole, and take 0.0404 ms instead of 0.0354.
+    With prefetching, these took 0.0300 ms instead of 0.0303, later, and with 128 heads 0.0354 instead of 0.0356 (the
+    least of seven chains, beside other programs).  More tiles per CTA were not timed with the present loads.
     """
     if format in ("bf16", "f16"):
         return SparseConfig()
     if format == "fp8_v4":
-        return SparseConfig(producer_registers=88, split_costs=replace(_SLOT_COSTS, overhead=1))
+        return SparseConfig(
+            producer_registers=88, prefetch=tiles < PREFETCHED_TILES, split_costs=replace(_SLOT_COSTS, overhead=1)
+        )
     return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
 
 

@@ -18,9 +18,9 @@ integer operations (12 per 4 values, and a branch for NaN and large scales), loa
 `combine` ran although nothing was split: 43.9.  15 of them are the first pair of tiles, with launch, queries and
 results, and each other pair takes 7.  Without any work of the producer 22.4, without loads and conversion 24.4, without
 loads 30.6, without conversion 34.0.  With the hardware's conversions 38.6, without allocation in L1 40.5, without
-`combine` 43.3, all three 35.8.  No better: a second producer, so that each has one tile of a pair, 36.2 with all three
-(and 0.220 ms instead of 0.190 for 128 requests with 2,048 `fp8_ds_mla` entries: registers are spilled); float16
-instead of bf16 in shared memory, 1 us less at most.
+`combine` 43.3, all three 35.8; with prefetching 35.5.  No better: a second producer, so that each has one tile of a
+pair, 36.2 with all three (and 0.220 ms instead of 0.190 for 128 requests with 2,048 `fp8_ds_mla` entries: registers are
+spilled); float16 instead of bf16 in shared memory, 1 us less at most; four units ahead, 45.1 with the other three.
 """
 
 from dataclasses import dataclass

@@ -39,8 +39,8 @@ GROUP = 128
 STEPS = TILE // N
 """Products of 16 keys in a tile."""
 INVERSES, SCRATCH, STATS = 6, 8, 24
-"""Rows of `stats`, float32 [18, 16]: four that the schedule uses; the inverse factors of two stages of queries; scratch
-memory of `over_warps`, four rows for each of up to three consumers.  The last is the number of rows."""
+"""Rows of `stats`, float32 [24, 16]: six that the schedule uses; the inverse factors of two stages of queries; scratch
+memory of `over_warps`, four rows for each of up to four consumers.  The last is the number of rows."""
 PER_LANE = plgpu.Layout.WG_STRIDED((lanes.LANES,), 1)
 PLAIN = plgpu.RefType()
 Array = plgpu.ShapeDtypeStruct

@@ -9,15 +9,15 @@ K and V' are register operands, converted as the bytes of the cache are loaded f
 (`quantised/tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are loaded from shared memory
 twice, once for K and once for V.
 
-Work.  A CTA of a producer and two or three consumer warpgroups owns a KV head (latents have one) and walks its
-partition of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that
-one converts while another multiplies or waits.  With a window, a request begins at the tile with the first key that
-some row sees.
+Work.  A CTA of a producer and two to four consumer warpgroups owns a KV head (latents have one) and walks its partition
+of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that one
+converts while another multiplies or waits.  With a window, a request begins at the tile with the first key that some
+row sees.
 
 Timeline of a work tile, downwards; `->` names the barrier that a line waits for.
 
     producer                                  consumer w
-    loads the queries to registers            every second or third tile: -> q_full[stage] once, k_full[stage]
+    loads the queries to registers            every second to fourth tile: -> q_full[stage] once, k_full[stage]
     first tile of entries (in the first         in a masked tile: zeroes values of unseen tokens
       work tile, as many as there are           S' = K Q'; mask; vote: does any score exceed the running max by more
       stages): a copy or two per page             than the threshold?  If so: new maximum over keys, rescale O' and
@@ -25,11 +25,11 @@ Timeline of a work tile, downwards; `->` names the barrier that a line waits for
     the queries, scaled and reordered, to       P = exp2(S' - running max) to shared memory
       shared memory, arrives q_full[stage]      O' += V' P', arrives k_free[stage] once the last values are in registers
       -> q_free[stage], of 2 work tiles ago   after the last tile: arrives q_free[stage];
-    the other tiles -> k_free[stage]            consumer 1 (2): stores running max, row sums and O' to shared memory,
+    the other tiles -> k_free[stage]            consumers 1, ...: store running max, row sums and O' to shared memory,
                                                   all of O' at once or, if it does not fit, a quarter at a time
                                                   -> taken[w - 1]; arrives given[w - 1]
-                                                consumer 0: -> given[0] ([1]); adds them to its own, arrives taken[0]
-                                                  ([1]); stores the result
+                                                consumer 0: for each of them: -> given[w - 1]; adds theirs to its own,
+                                                  arrives taken[w - 1].  Stores the result
 
 Before a batch of products is started, the warpgroup waits for the previous batch, which ran while the operands of this
 one were converted.  (If the wait left some products running, the compiler would serialize all of them.)
@@ -58,8 +58,8 @@ with the previous tile's P.
 
 Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other` 32
 KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two consumers (O' takes 64, operands some
-80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each; O' of 128 values takes
-16.
+80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each, four 96; O' of 128
+values takes 16.
 """
 
 from functools import partial, reduce
