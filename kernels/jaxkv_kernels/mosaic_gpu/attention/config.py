@@ -286,7 +286,8 @@ class SparseConfig:
     prefetch: bool = False
     """Whether the rows of the tile after next are prefetched to the L2 cache.  `fp8_ds_mla` entries are faster with
     it if a CTA has many tiles, and `fp8_v4` entries if it has few; 128 requests with 128 heads and bf16 entries take
-    0.160 ms with it instead of 0.134.  The first two tiles of a CTA are not prefetched: one request took 0.0208 ms instead of 0.0145."""
+    0.160 ms with it instead of 0.134.  The first two tiles of a CTA are not prefetched: one request took 0.0208 ms
+    instead of 0.0145."""
     rescale_threshold: int = 8
     """As in WideConfig."""
     split_costs: SplitCosts = _SLOT_COSTS
