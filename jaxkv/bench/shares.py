@@ -12,8 +12,8 @@ KINDS = {
 """What a kernel computes, by a pattern that its name contains.  The first that fits is its kind.
 
 Products are those of dense weights, by XLA, cuBLAS or `scaled_linear`.  Small sums over devices are parts of XLA's
-fusions with other work.  Kernels that fit none are "others": XLA's fusions, among which are its products of a weight
-and a single token, and copies of entries.
+fusions.  Kernels that fit none are "others": XLA's fusions, among which are its products of a weight and a single
+token, and copies of entries.
 """
 
 
