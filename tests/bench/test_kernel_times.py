@@ -58,6 +58,13 @@ def test_what_overlaps_is_counted_once(profiled):
     assert found.median == pytest.approx(10e-6)
 
 
+def test_kernels_side_by_side_may_change_their_order(profiled):
+    profiled({STREAM: [("combine", 0, 2), ("attend", 3, 7), ("attend", 10, 16), ("combine", 17, 21)]})
+    assert timed(2) == KernelTimes(
+        pytest.approx(8e-6), (("attend", pytest.approx(5e-6)), ("combine", pytest.approx(3e-6)))
+    )
+
+
 def test_kernels_of_several_streams_are_listed_in_order(profiled):
     profiled({STREAM: [("combine", 5, 6)], "Stream #14(Compute)": [("attend", 1, 4)]})
     assert timed(1) == KernelTimes(
