@@ -100,9 +100,8 @@ class SpeculativeEngine:
         self.running: list[Request] = []
         self._drafts: dict[Request, list[int]] = {}
         """The drafts of requests whose prompt is complete."""
-        options = model.compiler_options
-        self._prefill = jax.jit(_prefill_step, donate_argnames="cache", compiler_options=options)
-        self._verify = jax.jit(_verify_step, donate_argnames="cache", compiler_options=options)
+        self._prefill = jax.jit(_prefill_step, donate_argnames="cache")
+        self._verify = jax.jit(_verify_step, donate_argnames="cache")
 
     def submit(
         self,
