@@ -40,7 +40,7 @@ class Model:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """`compiler_options` of `jit` with which kernels of a step that do not need each other's results run side by side.
+        """Options of `jit`, with which kernels of a step that do not need each other's results run side by side.
 
         XLA launches a step as a CUDA graph on GPUs.  By default, the graph is a chain.  With several devices, it stays
         one: the order of collectives must be the same on all of them.  `jaxkv step` uses these options.  The engines do
