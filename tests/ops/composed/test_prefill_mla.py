@@ -209,6 +209,9 @@ def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
     assert not prefers(LEAST_ON_GPUS)
     assert prefers(171, implementation="xla")
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter([]))
+    # The kernel needs a Hopper GPU.
+    assert not prefers(LEAST_ON_GPUS - 1)
+    monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: [])
     assert not prefers(LEAST_WITH_KERNEL - 1)
     assert prefers(LEAST_WITH_KERNEL)
     # Attention to other heads has no kernel of ours.
