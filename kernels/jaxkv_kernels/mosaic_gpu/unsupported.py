@@ -346,7 +346,7 @@ def scaled_linear(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iter
 
 
 def attend_expanded(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
-    """Reasons against `attend_expanded`, part of `prefill_mla`, for heads of these sizes; also those of this machine."""
+    """Reasons against `attend_expanded`, part of `prefill_mla`, for such heads; also those of this machine."""
     yield from unavailable_reasons(WGMMA)
     if dtype not in (jnp.bfloat16, jnp.float16):
         yield f"queries of {jnp.dtype(dtype).name}: supports bfloat16 and float16"
