@@ -134,7 +134,7 @@ class Workload:
             (DTYPE_NAMES.get(self.query_dtype, self.query_dtype), "bfloat16"),
             (self.blocks, "plain"),
             ("cold" * self.cold, ""),
-            (f"window{self.window}", "window0"),
+            (f"w{self.window}", "w0"),
         )
         sizes = f"{self.requests}x{queries}{self.tokens}{self.varlen}"
         return "-".join([self.operation, sizes, str(self.layers), *(name for name, usual in unusual if name != usual)])

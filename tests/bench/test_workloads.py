@@ -60,7 +60,7 @@ def test_sparse_decoding_moves_chosen_entries_only():
 
 
 def test_a_window_and_chosen_entries_are_two_lists():
-    workload = WORKLOADS["decode_mla_sparse-64x128x1x32768-1-fp8_v4-window128"]
+    workload = WORKLOADS["decode_mla_sparse-64x128x1x32768-1-fp8_v4-w128"]
     assert workload.flops == 2 * 64 * 128 * 640 * (512 + 512)
     assert workload.traffic == 64 * 640 * 584 + 64 * 128 * (512 + 512) * 2
     small = replace(workload, requests=2, heads=2, tokens=700)

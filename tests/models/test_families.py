@@ -311,15 +311,14 @@ class TestMistral4:
         right = 1 + 0.1 * np.log(np.asarray([1, 1, 1, 2, 3, 128]))
         np.testing.assert_allclose(query_scales(scale, positions), right, rtol=2**-22)
 
-    def test_hopper_kernels_reject_its_entries_with_a_reason(self):
+    def test_hopper_kernels_support_its_entries(self):
         config = models.ModelConfig.from_json(PUBLISHED["Mistral Small 4"])
         model = jax.eval_shape(partial(models.random_model, config))
         cache = jax.eval_shape(lambda: model.cache(8))
         q, q_pe = (jax.ShapeDtypeStruct((2, 32, size), "bfloat16") for size in (256, 64))
         index = jax.ShapeDtypeStruct((2, 4), "int32"), jax.ShapeDtypeStruct((2,), "int32")
         found = jaxkv.explain(jaxkv.decode_mla, q, q_pe, cache, *index, layer=0, scale=1.0)
-        assert "entries of 256 + 64 values: supports 512 + 64" in found.reasons["mosaic_gpu"]
-        assert found.chosen != "mosaic_gpu"
+        assert not [reason for reason in found.reasons["mosaic_gpu"] if not reason.startswith("needs an NVIDIA Hopper")]
 
     @pytest.mark.parametrize(
         ("values", "words"),

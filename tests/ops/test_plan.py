@@ -124,7 +124,7 @@ def plan_batch_invariant(form):
 
 def test_entries_without_batch_invariant_plans_are_named_with_what_to_do():
     message = (
-        r"mosaic_gpu: .*entries of format 'f32': supports bf16, f16, fp8, fp8_ds_mla; .*no implementation can be "
+        r"mosaic_gpu: .*entries of format 'f32': supports bf16, f16, fp8, fp8_ds_mla, .*no implementation can be "
         r"batch-invariant on this cache of MLAEntry\(format='f32', .*: plan without it, or use a cache that one of "
         r"them supports"
     )

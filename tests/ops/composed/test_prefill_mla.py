@@ -248,7 +248,8 @@ class TestCudnn:
         assert [*cudnn.unsupported_reasons(jnp.bfloat16, 192, 128)] == ["cuDNN 90900: expected 91000 or later"]
 
     @pytest.mark.parametrize(("implementation", "calls"), [(None, 1), ("xla", 0), (("xla",), 0)])
-    def test_lowers_for_cuda(self, implementation, calls):
+    def test_lowers_for_cuda(self, implementation, calls, monkeypatch):
+        monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: [])  # as on a Hopper GPU
         layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("bf16"))
         shapes = (2, 65, 4, 128), (2, 65, 4, 64), (4, 128, 512), (4, 128, 512), (layout.size,)
         given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
