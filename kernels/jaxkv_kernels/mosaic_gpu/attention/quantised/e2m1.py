@@ -19,16 +19,14 @@ from jaxkv_kernels.mosaic_gpu.runtime.elements import (
     registers_of,
     words,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import E2M1_TO_E4M3, c32, i32, ptx
 
 UNIT = 2.0**6
 """What converted values must be multiplied by."""
 PAIRS: Pairs = ((0, 2), (4, 6), (1, 3), (5, 7))
 """The values, of 8 in a word, in each of the four words of `CONVERT`."""
 CONVERT = (
-    "{ .reg .b32 even, odd, t; .reg .b16 a, b, c, d;"
-    " shl.b32 t, $4, 4; and.b32 t, t, 0x80808080; shl.b32 even, $4, 2; lop3.b32 even, even, 0x1C1C1C1C, t, 0xEA;"
-    " and.b32 t, $4, 0x80808080; shr.b32 odd, $4, 2; lop3.b32 odd, odd, 0x1C1C1C1C, t, 0xEA;"
+    f"{{ .reg .b32 even, odd, t; .reg .b16 a, b, c, d;{E2M1_TO_E4M3}"
     " mov.b32 {a, b}, even; mov.b32 {c, d}, odd;"
     " cvt.rn.f16x2.e4m3x2 $0, a; mul.rn.f16x2 $0, $0, $5; cvt.rn.f16x2.e4m3x2 $1, b; mul.rn.f16x2 $1, $1, $5;"
     " cvt.rn.f16x2.e4m3x2 $2, c; mul.rn.f16x2 $2, $2, $5; cvt.rn.f16x2.e4m3x2 $3, d; mul.rn.f16x2 $3, $3, $5; }"
