@@ -15,11 +15,9 @@ Each row is one call on random data with shuffled blocks.
 import argparse
 import math
 import os
-import shlex
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, fields
-from datetime import UTC, datetime
 from itertools import batched
 from typing import Any
 
@@ -36,7 +34,7 @@ from jaxkv.bench.tuning import Trial, configurations, search
 from jaxkv.bench.workload import Workload
 from jaxkv.bench.workloads import FAMILIES
 from jaxkv.cli.options import output_file, positive
-from jaxkv.terminal.files import write_json
+from jaxkv.terminal.files import when_and_how, write_json
 from jaxkv.terminal.formatting import size
 from jaxkv.terminal.memory import device_memory
 from jaxkv.terminal.progress import progress
@@ -107,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
         notice(f"jaxkv bench: no shape matches {selection}: expected some of {names}")
         return 2
     about: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(["jaxkv", *args.argv]),
+        **when_and_how(args.argv),
         "device": device.device_kind,
         "platform": device.client.platform_version,
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},

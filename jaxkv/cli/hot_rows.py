@@ -6,10 +6,8 @@ rate of one large array, plus attention in a cache that fits.
 """
 
 import argparse
-import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from typing import Any
 
 import jax
@@ -21,8 +19,8 @@ import jaxkv
 from jaxkv import offload
 from jaxkv.bench.timing import Chain
 from jaxkv.cli.offload import large_rates
-from jaxkv.cli.options import output_file, positive
-from jaxkv.terminal.files import write_json
+from jaxkv.cli.options import Sizes, add_sizes, output_file, with_defaults
+from jaxkv.terminal.files import when_and_how, write_json
 from jaxkv.terminal.memory import require_memory
 
 BLOCK_SIZE = 64
@@ -35,7 +33,7 @@ LEAST = 5e-5
 CHECKED = 6
 """Calls whose results are compared with those of a cache that fits."""
 
-SIZES = {
+SIZES: Sizes = {
     "layers": ("layers in host memory, of which one is used (2)", 2, 2),
     "requests": ("requests (16; 2 on CPUs)", 16, 2),
     "tokens": ("tokens of each (131072; 2048 on CPUs)", 131072, 2048),
@@ -44,22 +42,18 @@ SIZES = {
     "heads": ("query heads (128; 16 on CPUs)", 128, 16),
     "repeats": ("repetitions of each measurement (5; 1 on CPUs)", 5, 1),
 }
-"""Options: help text, default on GPUs, default on CPUs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options: sizes, whose defaults depend on the device."""
-    for name, (description, *_) in SIZES.items():
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help=description)
+    add_sizes(parser, SIZES)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the results")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compares results with those of a cache that fits, then prints the times; 1 if results differ."""
     device = jax.devices()[0]
-    for name, (_, gpu_default, cpu_default) in SIZES.items():
-        default = cpu_default if device.platform == "cpu" else gpu_default
-        setattr(args, name, getattr(args, name) or default)
+    sizes = with_defaults(args, SIZES, device)
     print(f"{device.device_kind}, jax {jax.__version__}")
     case = _Case(args)
     rate = large_rates(case.link_bytes, args.repeats)["load"]
@@ -77,16 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"{CHECKED} calls have the same bits as with a cache that fits")
     if args.json:
-        sizes = {name: getattr(args, name) for name in SIZES}
-        date, command = datetime.now(UTC).date().isoformat(), shlex.join(["jaxkv", *args.argv])
-        about = {
-            "date": date,
-            "command": command,
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            **sizes,
-            "entry": ENTRY.format,
-        }
+        about = {"device": device.device_kind, "jax": jax.__version__, **sizes, "entry": ENTRY.format}
+        about = {**when_and_how(args.argv), **about}
         write_json(args.json, {**about, "load": rate, "fits_us": 1e6 * fits, "hit_rates": found})
     return 0
 

@@ -18,7 +18,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv import offload
-from jaxkv.cli.options import output_file, positive
+from jaxkv.cli.options import Sizes, add_sizes, output_file, with_defaults
 from jaxkv.offload import transfers
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted
@@ -39,7 +39,7 @@ STEPS = 20
 """Consecutive decode steps."""
 
 
-SIZES = {
+SIZES: Sizes = {
     "layers": ("layers of latents of 512 + 64 bf16 values, in blocks of 64 tokens (61; 4 on CPUs)", 61, 4),
     "blocks": ("blocks to move (2048; 64 on CPUs)", 2048, 64),
     "requests": ("requests to decode (64; 2 on CPUs)", 64, 2),
@@ -47,22 +47,18 @@ SIZES = {
     "heads": ("query heads (128; 4 on CPUs)", 128, 4),
     "repeats": ("repetitions of each measurement (5; 3 on CPUs)", 5, 3),
 }
-"""Options: help text, default on GPUs, default on CPUs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options: the blocks, and the batch that is decoded meanwhile.  Defaults depend on the device."""
-    for name, (description, *_) in SIZES.items():
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help=description)
+    add_sizes(parser, SIZES)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the results")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the rates, as fractions of the ceiling, and the times of decode steps."""
     device = jax.devices()[0]
-    cpu = device.platform == "cpu"
-    for name, (_, gpu_default, cpu_default) in SIZES.items():
-        setattr(args, name, getattr(args, name) or (cpu_default if cpu else gpu_default))
+    sizes = with_defaults(args, SIZES, device)
     layout = _layout(args, "BLNHC", args.blocks)
     require_memory(f"a cache of {args.blocks} blocks", layout.nbytes)
     batch = args.requests * _per_request(args)
@@ -70,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     pool = offload.HostPool(layout, args.blocks)
     blocks = counted(args.blocks, "blocks")
     print(f"{device.device_kind}, jax {jax.__version__}: {blocks} of {layout.block_nbytes / 1e6:.2f} MB")
-    large = large_rates(min(CPU_LARGE_BYTES if cpu else LARGE_BYTES, layout.nbytes), args.repeats)
+    large = large_rates(min(CPU_LARGE_BYTES if device.platform == "cpu" else LARGE_BYTES, layout.nbytes), args.repeats)
     print("one large array: to the host {store:.1f} GB/s, back {load:.1f} GB/s".format(**large))
     rows = {}
     for order in ("BLNHC", "LBNHC"):
@@ -88,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
         f"{steps['store']:.1f} GB/s"
     )
     if args.json:
-        sizes = {name: getattr(args, name) for name in SIZES}
         found = {"block_bytes": layout.block_nbytes, "large": large, "rows": rows, "steps": steps}
         about = {"device": device.device_kind, "jax": jax.__version__}
         write_json(args.json, {**about, **sizes, **found})

@@ -2,8 +2,10 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import jax
 
 import jaxkv
 
@@ -31,6 +33,24 @@ positive = integer(1)
 
 seed = integer(0, 2**32 - 1)
 """Parses the seed of random numbers."""
+
+
+Sizes = Mapping[str, tuple[str, int, int]]
+"""Options by name: help text, default on GPUs, default on CPUs."""
+
+
+def add_sizes(parser: argparse.ArgumentParser, sizes: Sizes) -> None:
+    """Adds options whose defaults depend on the device; `with_defaults` sets those that are not given."""
+    for name, (description, *_) in sizes.items():
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help=description)
+
+
+def with_defaults(args: argparse.Namespace, sizes: Sizes, device: jax.Device) -> dict[str, int]:
+    """Sets the sizes that were not given to their defaults for `device`; returns all of them by name."""
+    for name, (_, gpu_default, cpu_default) in sizes.items():
+        default = cpu_default if device.platform == "cpu" else gpu_default
+        setattr(args, name, getattr(args, name) or default)
+    return {name: getattr(args, name) for name in sizes}
 
 
 ENTRY_FORMATS = tuple(dict.fromkeys((*jaxkv.MLAEntry.formats, *jaxkv.KVEntry.formats)))

@@ -1,8 +1,10 @@
-"""Writing results to files."""
+"""Writing results to files, with what they need to be repeated."""
 
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,11 @@ def write_json(path: Path, found: Mapping[str, Any]) -> None:
     """Writes `found` as JSON; an OSError names the file."""
     with named(path):
         path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def when_and_how(argv: Sequence[str]) -> dict[str, str]:
+    """The date and the command of a measurement, to be written with it; `argv` are the arguments of `jaxkv`."""
+    return {"date": datetime.now(UTC).date().isoformat(), "command": shlex.join(["jaxkv", *argv])}
 
 
 @contextmanager
