@@ -124,11 +124,11 @@ class Steps:
             own, blocks = np.split(blocks, [requests // caches * len(held)], axis=1)
             tables[table.name] = np.full((requests, table.up_to(tokens)), -1, np.int32)
             tables[table.name][:, held] = own.reshape(requests, -1)
-        first, *others = (jnp.asarray(table) for table in tables.values())
+        tables = {name: jnp.asarray(table) for name, table in tables.items()}
+        first = next(iter(tables.values()))
         positions = jnp.broadcast_to(jnp.arange(tokens - new_tokens, tokens), (requests, new_tokens))
         slots = jaxkv.slots_for(first, positions, block_size=model.usual_block_size)
-        held = dict(zip(tables, (first, *others), strict=True)) if others else first
-        self._index = jnp.full(requests, tokens, jnp.int32), held, slots
+        self._index = jnp.full(requests, tokens, jnp.int32), tables if len(tables) > 1 else first, slots
         self._tokens = jnp.zeros((requests, new_tokens), jnp.int32)
         self._run: Any = jax.jit(_step, donate_argnums=(1, 2), compiler_options=model.compiler_options)
 

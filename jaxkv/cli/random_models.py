@@ -15,7 +15,7 @@ from jaxkv.cli.options import add_entry_format
 from jaxkv.terminal.memory import nbytes, require_memory
 
 if TYPE_CHECKING:
-    from jaxkv.models import Model
+    from jaxkv.models import Model, ModelConfig
     from jaxkv.models.parallel.base import Parallel
 
 
@@ -33,29 +33,27 @@ def described_model(args: argparse.Namespace, parallel: "Parallel | None" = None
 
     ValueError if the configuration is invalid, or cannot be divided as `parallel` requires.
     """
-    return jax.eval_shape(_maker(args, parallel))
+    from jaxkv import models
+
+    return jax.eval_shape(_maker(args, models.ModelConfig.read(args.config), parallel))
 
 
 def random_model(
-    args: argparse.Namespace,
-    num_blocks: int,
-    block_size: int,
-    order: str = "BLNHC",
-    parallel: "Parallel | None" = None,
+    args: argparse.Namespace, described: "Model", num_blocks: int, block_size: int, order: str = "BLNHC"
 ) -> "Model":
-    """The model with random weights, after a check that it fits beside a cache of `num_blocks` blocks.
+    """The model that `described_model` describes, after a check that it fits beside a cache of `num_blocks` blocks.
 
-    ValueError as in `described_model`, or if a device's parts of model and cache together exceed its memory.  It is
-    raised before any weights are drawn.
+    ValueError if a device's parts of model and cache together exceed its memory.  It is raised before any weights are
+    drawn.
     """
-    model = described_model(args, parallel)
-    layout = jax.eval_shape(lambda: model.cache(num_blocks, block_size, order)).layout  # of one device's cache
-    needed = nbytes(_on_one_device(model)) + layout.nbytes
+    layout = jax.eval_shape(lambda: described.cache(num_blocks, block_size, order)).layout  # of one device's cache
+    needed = nbytes(_on_one_device(described)) + layout.nbytes
     require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
-    return _maker(args, parallel)()  # weight by weight: XLA would compile a program that makes them all for minutes
+    # Weight by weight: XLA would compile a program that makes them all for minutes.
+    return _maker(args, described.config, described.parallel)()
 
 
-def _maker(args: argparse.Namespace, parallel: "Parallel | None") -> Callable[[], "Model"]:
+def _maker(args: argparse.Namespace, config: "ModelConfig", parallel: "Parallel | None") -> Callable[[], "Model"]:
     from jaxkv import models
 
     options = {
@@ -64,7 +62,7 @@ def _maker(args: argparse.Namespace, parallel: "Parallel | None") -> Callable[[]
         "parallel": parallel,
         "fp8_weights": args.fp8_weights,
     }
-    return partial(models.random_model, models.ModelConfig.read(args.config), **options)
+    return partial(models.random_model, config, **options)
 
 
 def _on_one_device(model: "Model") -> Any:

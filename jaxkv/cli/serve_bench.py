@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     mean = float(np.mean(lengths.prompts + lengths.outputs))
     num_blocks = args.blocks or args.max_requests * held(ROOM * mean + block_size)
     num_blocks = max(num_blocks, held(lengths.longest))
-    model = random_models.random_model(args, num_blocks, block_size)
+    model = random_models.random_model(args, described, num_blocks, block_size)
     print(_about(model, lengths))
     alone = serving.Alone(model, lengths, args.max_requests)
     sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}

@@ -55,17 +55,14 @@ def run(args: argparse.Namespace) -> int:
     parallel, devices = _parallel(args)
     described = random_models.described_model(args, parallel)
     num_blocks = model_steps.blocks_per_cache(described, args.requests, args.tokens, args.new_tokens)
-    model = random_models.random_model(args, num_blocks, described.usual_block_size, parallel=parallel)
+    model = random_models.random_model(args, described, num_blocks, described.usual_block_size)
     config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
     if args.new_tokens > 1:
         batch += f", {args.new_tokens:,} of them new"
     # Raises here, before anything is printed, if the model does not fit.
     cache = jax.block_until_ready(model_steps.filled(model, num_blocks))
-    on = (
-        jax.devices()[0].device_kind
-        if devices == 1
-        else f"{devices} x {jax.devices()[0].device_kind}, {args.parallel} parallel"
-    )
+    kind = jax.devices()[0].device_kind
+    on = kind if devices == 1 else f"{devices} x {kind}, {args.parallel} parallel"
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {on}")
     print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
     sizes = {"requests": args.requests, "tokens": args.tokens, "new_tokens": args.new_tokens}

@@ -62,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one line per case; returns 1 if their tokens differ or the prefix was not found."""
     _check(args)
-    model = random_models.random_model(args, _num_blocks(args.prefix), BLOCK_SIZE, args.order)
+    described = random_models.described_model(args)
+    model = random_models.random_model(args, described, _num_blocks(args.prefix), BLOCK_SIZE, args.order)
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(model, args.prefix, args.chunk, args.order, args.disk or Path(scratch))
         print(bench)

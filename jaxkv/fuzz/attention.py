@@ -18,7 +18,7 @@ NUMBERS = "bfloat16", "float16", "float32"
 """The dtypes of entries that are not quantised: queries represent them exactly in the same dtype, and in float32."""
 F32 = jnp.dtype("float32")
 MOST_EXTRA_BYTES = 2**21
-"""The largest second cache of sparse attention, which every call makes anew."""
+"""The most bytes of the second cache of sparse attention: each call fills a new one."""
 
 
 class Queries(Case):

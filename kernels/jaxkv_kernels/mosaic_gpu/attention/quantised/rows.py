@@ -1,7 +1,8 @@
 """Tiles of quantised keys and values of one KV head whose tokens have scales: whole entries, one after the other.
 
-TMA copies an entry as one run of words.  An entry is an odd number of units of 16 bytes long (`int8`: 17 with 128 + 128
-values, `nvfp4`: 9), so that lanes that read the same columns of successive tokens hardly ever use the same banks.
+TMA copies the words of an entry as one contiguous range.  With 128 + 128 values, an entry takes an odd number of
+16-byte units: 17 for `int8`, 9 for `nvfp4`.  Lanes that read the same columns of successive tokens therefore rarely use
+the same banks of shared memory.
 """
 
 import jax.numpy as jnp
