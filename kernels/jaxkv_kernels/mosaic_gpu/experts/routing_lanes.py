@@ -1,11 +1,7 @@
 """What one lane does to choose experts (`routing.py`), and to list those that are chosen (`listing.py`): inline PTX."""
 
-import struct
-
-from jax.experimental.mosaic import gpu as mgpu
-
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import constant, emit, over_warp
 
 LANES, WARPGROUP = 32, 128
 OUT = "0x80000000"
@@ -78,36 +74,29 @@ def select(refs, first_token, tokens, count, *, per_token, scoring, groups, grou
         code.append(f"and.b32 i, first, {LANES - 1}; shfl.sync.idx.b32 x, x, i, 31, -1; add.f32 sum, sum, x;\n")
         code.append(f"setp.eq.u32 q, lane, {choice}; selp.b32 mine, first, mine, q; selp.f32 own, x, own, q;\n")
     if normalize:
-        code.append(f"add.f32 sum, sum, {_hex(1e-20)}; div.rn.f32 own, own, sum;\n")
-    code.append(f"mul.f32 own, own, {_hex(scale)};\n")
+        code.append(f"add.f32 sum, sum, {constant(1e-20)}; div.rn.f32 own, own, sum;\n")
+    code.append(f"mul.f32 own, own, {constant(scale)};\n")
     ids = len(refs) - 2
     code.append(STORE.format(chosen=per_token, bytes=4 * per_token, ids=ids, weights=ids + 1))
-    pointers = (mgpu.utils.memref_ptr(ref) for ref in refs)
-    ptx("{" + "".join(code) + "}", *pointers, first_token, result_types=None, has_side_effects=True, convergent=True)
+    emit(code, refs, first_token)
 
 
 def _softmax(registers):
     """Replaces the logits by their softmax."""
     yield "mov.f32 x, s0;\n"
     yield from (f"max.f32 x, x, s{r};\n" for r in registers)
-    yield from _over_warp("max.f32", "x")
+    yield from over_warp("max.f32", "x", "y")
     yield "mov.f32 sum, 0f00000000;\n"
     for r in registers:
-        yield f"sub.f32 s{r}, s{r}, x; mul.f32 s{r}, s{r}, {_hex(LOG2E)}; ex2.approx.f32 s{r}, s{r};\n"
+        yield f"sub.f32 s{r}, s{r}, x; mul.f32 s{r}, s{r}, {constant(LOG2E)}; ex2.approx.f32 s{r}, s{r};\n"
         yield f"add.f32 sum, sum, s{r};\n"
-    yield from _over_warp("add.f32", "sum")
+    yield from over_warp("add.f32", "sum", "y")
     yield from (f"div.rn.f32 s{r}, s{r}, sum;\n" for r in registers)
 
 
 def _sigmoids(registers):
     """Replaces the logits by their sigmoids."""
-    return (SIGMOID.format(r=r, minus_log2e=_hex(-LOG2E)) for r in registers)
-
-
-def _over_warp(operation: str, of: str):
-    """Reduces a register over the warp; all lanes get the same bits."""
-    for lanes in (16, 8, 4, 2, 1):
-        yield f"shfl.sync.bfly.b32 y, {of}, {lanes}, 31, -1; {operation} {of}, {of}, y;\n"
+    return (SIGMOID.format(r=r, minus_log2e=constant(-LOG2E)) for r in registers)
 
 
 def _largest(registers):
@@ -142,11 +131,6 @@ def _best_groups(registers, groups: int, kept: int, leaders: int):
         yield from (f"selp.b32 k{r}, {OUT}, k{r}, q;\n" for r in own)
 
 
-def _hex(value: float) -> str:
-    """A float32 constant in PTX."""
-    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
-
-
 def list_chosen(refs, choices: int, count: int, more: int, size: int) -> None:
     """Stores the tiles of the chosen experts; `refs` are the choices, the four results and words in shared memory."""
     always = ((1 << more) - 1) << count
@@ -164,5 +148,4 @@ def list_chosen(refs, choices: int, count: int, more: int, size: int) -> None:
     code.append("shfl.sync.idx.b32 id, before, 31, 31, -1; sub.s32 before, before, total;\n")
     code.append("setp.eq.u32 q, thread, 0; @q st.global.b32 [$4], id;\n")
     code += (PLACE.format(word=word, start=LANES * word, size=size) for word in words)
-    pointers = (mgpu.utils.memref_ptr(ref) for ref in refs)
-    ptx("{" + "".join(code) + "}", *pointers, result_types=None, has_side_effects=True, convergent=True)
+    emit(code, refs)

@@ -9,17 +9,15 @@ from jaxkv_kernels.mosaic_gpu.one_token.lanes import (
     WAIT,
     WARPS,
     cleared,
-    constant,
     declared,
-    emit,
     loaded,
     multiplied,
-    over_warp,
     stored,
     summed,
     vectors_of,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import constant, emit, over_warp
 
 
 def gate_up(refs, cta, *, dtype, choices, experts, more, inner, width, limit) -> None:
@@ -117,7 +115,7 @@ def down(refs, cta, *, dtype, choices, experts, more, inner, width) -> None:
         if slot + ahead < slots:
             code += load(slot + ahead)
         code += add(slot)
-    code += over_warp("sum")
+    code += over_warp("add.f32", "sum", "other")
     code += stored(dtype, "sum", out)
     code.append(f"add.u32 n, n, {ALL_WARPS}; bra.uni NEXT; DONE:\n")
     emit(code, refs, cta)

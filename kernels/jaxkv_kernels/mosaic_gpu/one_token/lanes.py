@@ -3,12 +3,8 @@
 A warp multiplies a row: lane l has the vectors l, l + 32, l + 64, ... of 8 values, of the row and of the token.
 """
 
-import struct
-
-from jax.experimental.mosaic import gpu as mgpu
-
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import over_warp
 
 LANES, VECTOR, WARPS = 32, 8, 16
 """Lanes of a warp, values of a vector, warps of a CTA."""
@@ -73,27 +69,10 @@ def multiplied(dtype: str, token: str, *rows):
 
 def summed(of: str, to: str):
     """The sum of all lanes, in all lanes."""
-    return [f"add.f32 {to}, {of}_even, {of}_odd;\n", *over_warp(to)]
-
-
-def over_warp(of: str, lanes: int = LANES):
-    """Sums `of` over a warp whose groups of `lanes` have equal values."""
-    while lanes := lanes // 2:
-        yield f"shfl.sync.bfly.b32 other, {of}, {lanes}, 31, -1; add.f32 {of}, {of}, other;\n"
+    return [f"add.f32 {to}, {of}_even, {of}_odd;\n", *over_warp("add.f32", to, "other")]
 
 
 def stored(dtype: str, value: str, to: str):
     """The first lane stores a value to element `n`."""
     yield f"{ROUND[dtype]} short, {value}; mul.wide.u32 first, n, 2; add.s64 first, first, {to};\n"
     yield "setp.eq.u32 q, lane, 0; @q st.global.b16 [first], short;\n"
-
-
-def emit(code, refs, cta) -> None:
-    """The code of a kernel with these operands; that of CTA `cta` is the next operand."""
-    pointers = (mgpu.utils.memref_ptr(ref) for ref in refs)
-    ptx("{" + "".join(code) + "}", *pointers, cta, result_types=None, has_side_effects=True, convergent=True)
-
-
-def constant(value: float) -> str:
-    """A float32 constant in PTX."""
-    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"

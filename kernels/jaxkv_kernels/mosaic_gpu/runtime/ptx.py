@@ -1,5 +1,7 @@
-"""Types and constants of MLIR for inline PTX, and the function that emits it."""
+"""Types and constants of MLIR for inline PTX, and what several kernels' PTX has in common."""
 
+import struct
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
@@ -59,3 +61,20 @@ def c64(value: int) -> Any:
 def at(pointer, offset) -> Any:
     """The address `offset` bytes, a register, after a pointer."""
     return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
+
+
+def constant(value: float) -> str:
+    """A float32 constant in PTX."""
+    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
+
+
+def over_warp(operation: str, of: str, other: str) -> Iterator[str]:
+    """PTX that reduces a register over the warp, by another one; all lanes get the same bits."""
+    for lanes in (16, 8, 4, 2, 1):
+        yield f"shfl.sync.bfly.b32 {other}, {of}, {lanes}, 31, -1; {operation} {of}, {of}, {other};\n"
+
+
+def emit(code: Iterable[str], refs, *operands) -> None:
+    """Emits the code of a whole kernel, whose operands are pointers to `refs`, and then `operands`."""
+    pointers = (mgpu.utils.memref_ptr(ref) for ref in refs)
+    ptx("{" + "".join(code) + "}", *pointers, *operands, result_types=None, has_side_effects=True, convergent=True)
