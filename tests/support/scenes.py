@@ -82,11 +82,16 @@ def packed_twin(layout):
 
 
 def window(layout, buffer):
-    """The entries of a NumPy byte buffer as a writable view [L, B, H, N, nbytes]; indexer pages: see `place`."""
+    """The entries of a NumPy byte buffer as a writable view [L, B, H, N, nbytes]; indexer pages: see `place`.
+
+    If keys and values lie apart, the view is [L, B, H, N, 2, nbytes / 2].
+    """
     strides = layout.strides
     item = layout.itemsize
     shape = (layout.num_layers, layout.num_blocks, layout.num_heads, layout.block_size, layout.entry.nbytes)
     steps = (strides.layer * item, strides.block * item, strides.head * item, strides.token * item, 1)
+    if strides.part:
+        shape, steps = (*shape[:-1], 2, shape[-1] // 2), (*steps[:-1], strides.part * item, 1)
     return np.lib.stride_tricks.as_strided(buffer[layout.offset * item :], shape, steps)
 
 

@@ -154,6 +154,9 @@ class TestInterpretedBlocks(Mosaic, suites.BlockChecks):
         self.check_copy(*case)
         self.check_travel(*case)
 
+    def test_values_that_lie_apart(self):
+        self.check_values_that_lie_apart("bf16")
+
     @pytest.mark.parametrize("name", ["BLNHC", "packed, uint8"])
     def test_entries_of_any_width(self, name):
         self.check_copy(*self.make(name, suites.scenes.INDEXER_ENTRY, num_blocks=7))

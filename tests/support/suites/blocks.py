@@ -53,6 +53,16 @@ class BlockChecks(Suite):
         target[2], target[last] = source[5], source[0]
         assert_same_bits(scenes.to_bytes(after), expected)
 
+    def check_values_that_lie_apart(self, form):
+        """Keys of all blocks in one plane, values in another: a block is several runs."""
+        sizes = dict(num_layers=2, num_blocks=16, block_size=8, num_heads=2, entry=jaxkv.KVEntry(form, 16))
+        steps = dict(layer=2 * 16 * 8 * 2 * 16, part=16 * 8 * 2 * 16, block=8 * 2 * 16, token=2 * 16, head=16)
+        layout = jaxkv.CacheLayout.from_strides(**sizes, strides=steps, size=2 * steps["layer"])
+        assert not layout.blocks_are_runs
+        before = scenes.garbage(layout, np.random.default_rng(2), "random")
+        self.check_copy(layout, before)
+        self.check_travel(layout, before)
+
 
 class Blocks(BlockChecks):
     """The same on every layout."""
@@ -66,6 +76,10 @@ class Blocks(BlockChecks):
     @on_layouts(entries)
     def test_blocks_travel(self, entry, name):
         self.check_travel(*self.make(name, entry))
+
+    @pytest.mark.parametrize("form", ["bf16", "fp8"])
+    def test_values_that_lie_apart(self, form):
+        self.check_values_that_lie_apart(form)
 
     @formats(entries)
     def test_equal_fingerprints_exchange_rows(self, entry):

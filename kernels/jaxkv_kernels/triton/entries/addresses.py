@@ -14,7 +14,7 @@ from jaxkv_kernels.addressing.pages import Pages
 
 def in_bytes(pages: Pages, itemsize: int) -> Pages:
     """`pages` with strides in bytes, for elements of `itemsize` bytes.  Kernels receive it as a constant."""
-    steps = ("layer_stride", "block_stride", "head_stride", "token_stride", "offset", "width", "size")
+    steps = ("layer_stride", "block_stride", "head_stride", "token_stride", "part_stride", "offset", "width", "size")
     return replace(pages, **{name: getattr(pages, name) * itemsize for name in steps})
 
 
