@@ -37,12 +37,6 @@ EXPANDED = (128, 64, 128)
 """Values of a key without and in its rotary part, and of a value, for attention to expanded keys: DeepSeek's."""
 TILE_ROWS = 8
 """Keys of a chunk come in multiples of it: TMA clips copies of tiles only then."""
-NOT_RUN_ON_GPUS = True
-"""Whether dense attention to latents of 64 values, or without a rotary part, is rejected.
-
-The kernels lower, and pass their tests in the interpreter.  Set it to False, and then remove it, when
-`test_sizes_of_entries_and_blocks` has passed on a GPU for all of them.
-"""
 SPARSE_LATENTS = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
 """Latents of sparse attention, by format, if not of 512 values."""
 HEAD_DIMS = (64, 128, 192, 256)
@@ -210,8 +204,6 @@ def _attention(entry, pages, buffer) -> Iterator[str]:
         latent, rope = entry.sizes
         if latent % TILE_COLUMNS or latent > LATENT or rope not in ROPES:
             yield f"{_values_of(entry)}: supports multiples of {TILE_COLUMNS} up to {LATENT}, + 0, 16, 32 or 64"
-        elif NOT_RUN_ON_GPUS and (latent == TILE_COLUMNS or not rope):
-            yield f"{_values_of(entry)}, which have not run on a GPU: supports latents from 128, + 16, 32 or 64"
     elif not {*entry.sizes} <= {*HEAD_DIMS}:
         yield f"{_values_of(entry)}: supports 64, 128, 192 and 256 of each"
     yield from _block_sizes(pages)

@@ -10,7 +10,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu import interpreting, unsupported
+from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
@@ -24,12 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 
 SIZES_OF_ENTRIES = [(512, 0), (128, 32), (192, 16), (64, 64)]
 """Besides 512 + 64: without a rotary part, with narrow ones, and with latents that are not multiples of 128."""
-
-
-@pytest.fixture(autouse=True)
-def all_that_is_implemented(monkeypatch):
-    """Also what has not run on a GPU yet, so that it is tested where there is one."""
-    monkeypatch.setattr(unsupported, "NOT_RUN_ON_GPUS", False)
 
 
 class Mosaic:
@@ -308,20 +302,6 @@ def test_explain_reports_why_a_layout_is_unsupported(reason):
         found = jaxkv.explain(jaxkv.decode_mla, *q, cache, tables, lengths, layer=0, scale=1.0)
         assert found.chosen == "xla"
         assert any(given.startswith(reason) for given in found.reasons["mosaic_gpu"]), found
-
-
-@pytest.mark.parametrize("sizes", [(512, 0), (64, 64)])
-def test_what_has_not_run_on_a_gpu_is_rejected(sizes, monkeypatch):
-    monkeypatch.undo()
-    layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16", *sizes))
-    q = [jax.ShapeDtypeStruct((1, 16, n), jnp.bfloat16) for n in sizes]
-    index = jax.ShapeDtypeStruct((1, 4), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
-    with interpreting(True):
-        found = jaxkv.explain(jaxkv.decode_mla, *q, cache, *index, layer=0, scale=1.0).reasons["mosaic_gpu"]
-        plan = jaxkv.explain(jaxkv.plan_decode, cache, *index, num_heads=16).reasons["mosaic_gpu"]
-    shown = "entries of {} + {} values, which have not run on a GPU: supports latents from 128, + 16, 32 or 64"
-    assert found == plan == (shown.format(*sizes),)
 
 
 def test_without_a_hopper_gpu_the_reason_is_the_device():

@@ -23,8 +23,12 @@ ROUNDED = [(-9, -8), (-17, -16)]
 """Exponents of scales with a mantissa: as quantisers choose them, and too small to be multiplied into values."""
 
 
-E8M0_EXPONENTS = [(-8, -5), (-12, 6), (-40, 40)]
-"""Of tokens: as encoders write them, of which float16 holds some as they are, and none."""
+E8M0_EXPONENTS = [((-8, -5), 4), ((-12, 6), 1), ((-40, 40), 1)]
+"""(exponents of tokens, magnitude of values): as encoders write them, of which float16 holds some, and none.
+
+With the first, values have a root mean square of 4, and the kernel rounds their weights to 16 bits.  With the others,
+one token has all of the weight, which is exact.
+"""
 NARROW = ["fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla"]
 """Formats with scales of one byte."""
 
@@ -211,9 +215,10 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
         self.sparse("fp8_ds_mla", (190, 64), 128, 200, scene=scene)
 
     @pytest.mark.parametrize("form", ["fp8_v4", "mxfp4_ds_mla"])
-    @pytest.mark.parametrize("exponents", E8M0_EXPONENTS)
-    def test_any_e8m0_scales(self, form, exponents):
-        self.sparse(form, (190, 64), 128, 200, scene=self.with_e8m0_scales(form, exponents))
+    @pytest.mark.parametrize(("exponents", "magnitude"), E8M0_EXPONENTS)
+    def test_any_e8m0_scales(self, form, exponents, magnitude):
+        scene = self.with_e8m0_scales(form, exponents)
+        self.sparse(form, (190, 64), 128, 200, scene=scene, magnitude=magnitude)
 
     @pytest.mark.parametrize("form", NARROW)
     def test_a_nan_scale(self, form):

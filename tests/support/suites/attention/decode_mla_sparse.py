@@ -42,17 +42,18 @@ class DecodeMLASparseChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_mla_sparse, *q, cache, jnp.asarray(slots), layer=layer, **keywords)
 
-    def check(self, q, cache, slots, layer, scene, counts=None, sinks=None, **keywords):
+    def check(self, q, cache, slots, layer, scene, counts=None, sinks=None, magnitude=1, **keywords):
         """Compares with float64; returns the result."""
         given = {"counts": counts, "sinks": sinks, **keywords}
         out, lse = self.decode(q, cache, slots, layer, scene, **given)
-        self.compare(q, (out, lse), self.truth(q, slots, scene, **given))
+        self.compare(q, (out, lse), self.truth(q, slots, scene, **given), magnitude)
         return out, lse
 
-    def compare(self, q, found, right):
-        """Compares out and lse with those in float64."""
+    def compare(self, q, found, right, magnitude=1):
+        """Compares out and lse with those in float64; `magnitude` is the root mean square of the values."""
         (out, lse), (right_out, right_lse), dtype = found, right, str(q[0].dtype)
-        assert_close(out, right_out, dtype=dtype, roundings=64 if dtype == "float32" else 4, magnitude=1, what="out")
+        roundings = 64 if dtype == "float32" else 4
+        assert_close(out, right_out, dtype=dtype, roundings=roundings, magnitude=magnitude, what="out")
         assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
 
     def truth(self, q, slots, scene, counts=None, sinks=None, extra=None, **keywords):
