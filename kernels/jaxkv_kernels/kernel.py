@@ -32,7 +32,8 @@ class Kernel:
 def apart(options: Mapping[str, Any]) -> Iterator[str]:
     """A reason against a call on a cache whose keys and values lie apart."""
     if options["pages"].num_parts > 1:
-        yield "keys and values that lie apart: supports values that follow their keys"
+        entry = options["entry"]
+        yield f"keys and values of format {entry.format!r} that lie apart: supports values that follow their keys"
 
 
 def nothing(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[str]:

@@ -24,6 +24,8 @@ def entry_of(kind, name, *sizes):
 
 MLA_ENTRIES = [entry_of(jaxkv.MLAEntry, name, 128, 16) for name in jaxkv.MLAEntry.formats]
 KV_ENTRIES = [entry_of(jaxkv.KVEntry, name, 16, 8) for name in jaxkv.KVEntry.formats]
+APART_ENTRIES = [jaxkv.KVEntry("bf16", 16), jaxkv.KVEntry("fp8", 16)]
+"""Whose keys and values may lie apart, in the layouts `APART`."""
 INDEXER_ENTRY = jaxkv.IndexerEntry()
 INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.formats]
 
@@ -34,7 +36,10 @@ def is_split(entry):
 
 
 def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
-    """Every kind of layout by name: the six orders, padded, explicit strides, in a packed block, in a byte buffer."""
+    """Every kind of layout by name: the six orders, padded, explicit strides, in a packed block, in a byte buffer.
+
+    `apart` has others, of keys and values that lie apart.
+    """
     sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, entry=entry)
     pad = 16 // entry.dtype.itemsize
     found = {order: jaxkv.CacheLayout(**sizes, order=order) for order in jaxkv.ORDERS}
@@ -59,6 +64,23 @@ def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=6
             size=num_blocks * block,
         )
     return found
+
+
+APART = {"keys and values in planes": "L2BNHC", "keys and values in halves of blocks": "BL2HNC"}
+"""The axes of layouts whose keys and values lie apart, outermost first, by name."""
+
+
+def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
+    """A layout of `APART`, with a gap before each plane of keys, or half of a block."""
+    sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, entry=entry)
+    counts = dict(zip("LBNH2", (num_layers, num_blocks, block_size, num_heads, 2), strict=True))
+    names = {"L": "layer", "B": "block", "N": "token", "H": "head", "2": "part"}
+    pad = 16 // entry.dtype.itemsize
+    steps, step = {}, entry.sizes[0]
+    for axis in reversed(APART[name][:-1]):
+        steps[names[axis]] = step
+        step = step * counts[axis] + (pad if axis == "2" else 0)
+    return jaxkv.CacheLayout.from_strides(**sizes, strides=steps, offset=pad, size=step)
 
 
 def layout_names(entry):
@@ -105,7 +127,7 @@ def place(layout, buffer, layer, entries):
             flat = np.concatenate([part.reshape(*source.shape[:2], -1) for part in parts], axis=-1)
             pages[...] = flat.reshape(source.shape)
         else:
-            pages[...] = source
+            pages[...] = source.reshape(pages.shape)
     return written
 
 
@@ -113,7 +135,7 @@ def fetch(layout, buffer, layer):
     """What `place` stores: entries [B, H, N, nbytes] of `layer`."""
     pages = window(layout, np.asarray(buffer))[layer]
     if not is_split(layout.entry):
-        return pages.copy()
+        return pages.reshape(*pages.shape[:3], -1).copy()
     flat = pages.reshape(*pages.shape[:2], -1)
     parts = np.split(flat, [edge * layout.block_size for edge in _edges(layout.entry)], axis=-1)
     return np.concatenate([part.reshape(*pages.shape[:3], -1) for part in parts], axis=-1)

@@ -65,9 +65,9 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
-    yield from apart(options)
     entry, q = options["entry"], arrays["q"]
     if entry.quantised:
+        yield from apart(options)
         yield from _quantised_kv(entry, options["pages"], arrays["buffer"], q.shape[1] * q.shape[2])
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
@@ -130,9 +130,9 @@ def select_topk(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
-    yield from apart(options)
     entry, pages = options["entry"], options["pages"]
     if entry.quantised:
+        yield from apart(options)
         reasons = _quantised_mla if entry.one_head else _quantised_kv
         yield from reasons(entry, pages, arrays["buffer"], options["tokens"] * options["heads"])
     else:
@@ -212,7 +212,8 @@ def _attention(entry, pages, buffer) -> Iterator[str]:
 
 def _origins(pages, buffer) -> Iterator[str]:
     """Reasons against copying from where the strides put pages."""
-    yield from _unaligned({**_steps(pages, ("layer", "token", "head")), "buffer": pages.size}, buffer.dtype.itemsize)
+    steps = _steps(pages, ("layer", "token", "head", "part"))
+    yield from _unaligned({**steps, "buffer": pages.size}, buffer.dtype.itemsize)
     if pages.size // origin_step(pages) >= ROW_LIMIT:
         yield (
             f"a buffer of {pages.size} elements whose strides are multiples of {origin_step(pages)} only: supports "
@@ -388,11 +389,10 @@ def copied(entry, dtypes) -> bool:
 def _entries_moved(arrays, options, dtypes) -> Iterator[str]:
     """Reasons against moving entries between the cache and arrays of their values, of `dtypes`."""
     entry, pages, itemsize = options["entry"], options["pages"], arrays["buffer"].dtype.itemsize
-    if pages.num_parts > 1:
-        yield from apart(options)
-        return
     if copied(entry, dtypes):
         yield from _entries_copied(entry, pages, itemsize)
+    elif pages.num_parts > 1:
+        yield from apart(options)
     else:
         yield from _entries_converted(entry, pages, itemsize)
 
@@ -407,7 +407,7 @@ def _entries_copied(entry, pages, itemsize) -> Iterator[str]:
     """Reasons against moving entries by bulk copies."""
     yield from _empty_parts(entry)
     yield from _unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
-    yield from _unaligned(_steps(pages, ("layer", "token", "head")), itemsize)
+    yield from _unaligned(_steps(pages, ("layer", "token", "head", "part")), itemsize)
     token = pages.num_heads * entry.nbytes
     if token * token_ways(pages.num_heads) > MOST_BYTES:
         most = MOST_BYTES // token_ways(pages.num_heads)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
 
 RUN_LIMIT = 2**31 - 2**13
@@ -28,7 +27,6 @@ read_blocks = write_blocks = copy_blocks
 def write_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a call that moves entries."""
     del arrays
-    yield from apart(options)
     for size in options["entry"].sizes:
         if size > TILE_LIMIT:
             yield f"part of {size} values: supports at most {TILE_LIMIT}, which is what a tile may have in Triton"
@@ -95,7 +93,6 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
-    yield from apart(options)
     yield from _empty(arrays, "q", "block_tables")
     dtype = arrays["q"].dtype if "q" in arrays else options["dtype"]
     if options["entry"].format == "int8" and dtype == "float16":

@@ -18,6 +18,7 @@ from support.suites.gathers import OF_144_BYTES
 from support.suites.states import PLAIN as PLAIN_STATE
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
+APART = suites.scenes.APART
 
 
 class Mosaic:
@@ -30,14 +31,18 @@ class Mosaic:
 class TestWrites(Mosaic, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
     """The whole suite, on the GPU."""
 
-    gaps = ("entries of format", "part of")  # of values that are none, or not multiples of 8
+    gaps = (
+        "entries of format",
+        "part of",  # values that are none, or not multiples of 8
+        "keys and values of format 'fp8' that lie apart",
+    )
 
 
 @on_hopper
 class TestGathers(Mosaic, suites.Gathers, suites.GatherEntries):
     """The whole suite, on the GPU."""
 
-    gaps = ("entries of format", "part of", "split pages")  # parts of values that are none, or not multiples of 8
+    gaps = (*TestWrites.gaps, "split pages")
 
 
 @on_hopper
@@ -97,6 +102,11 @@ class TestInterpretedWrites(Mosaic, suites.WriteChecks):
         layout = suites.layout_of(name, jaxkv.KVEntry("f16", head_dim=16, value_dim=8), num_heads=heads, block_size=16)
         self.check(layout, 2, self.slots(layout, np.random.default_rng(0), count=33), "random")
 
+    @pytest.mark.parametrize("name", APART)
+    def test_keys_and_values_that_lie_apart(self, name):
+        layout = suites.layout_of(name, KV, num_heads=2, block_size=16)
+        self.check(layout, 2, self.slots(layout, np.random.default_rng(0), count=33), "random")
+
     test_traced_layer_outside_the_cache_writes_nothing = (
         suites.Writes.test_traced_layer_outside_the_cache_writes_nothing
     )
@@ -120,6 +130,10 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
     )
     def test_keys_and_values(self, name, heads):
         self.case(name, jaxkv.KVEntry("f16", head_dim=16, value_dim=8), heads)
+
+    @pytest.mark.parametrize("name", APART)
+    def test_keys_and_values_that_lie_apart(self, name):
+        self.case(name, KV, 2)
 
     def test_many_requests(self):
         rng = np.random.default_rng(0)
@@ -154,8 +168,10 @@ class TestInterpretedBlocks(Mosaic, suites.BlockChecks):
         self.check_copy(*case)
         self.check_travel(*case)
 
-    def test_values_that_lie_apart(self):
-        self.check_values_that_lie_apart("bf16")
+    @pytest.mark.parametrize("name", APART)
+    def test_keys_and_values_that_lie_apart(self, name):
+        layout = suites.layout_of(name, KV, num_heads=2, num_blocks=7, block_size=4)
+        self.check_copy(layout, suites.scenes.garbage(layout, np.random.default_rng(2), "random"))
 
     @pytest.mark.parametrize("name", ["BLNHC", "packed, uint8"])
     def test_entries_of_any_width(self, name):
@@ -219,6 +235,15 @@ QUANTISED = [jaxkv.MLAEntry("fp8_ds_mla"), jaxkv.KVEntry("fp8", head_dim=128), j
 
 @on_layouts([MLA, KV, *QUANTISED, PLAIN_STATE])
 def test_lowers_for_hopper_in_place(name, entry):
+    check_lowering(name, entry)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_keys_and_values_that_lie_apart_lower_for_hopper_in_place(name):
+    check_lowering(name, KV)
+
+
+def check_lowering(name, entry):
     layout = suites.layout_of(name, entry, num_heads=1 if entry.one_head else 8, num_layers=61, num_blocks=4096)
     buffer = shape(layout.size, dtype=layout.dtype)
     for operation, (call, arrays) in calls(layout).items():

@@ -28,6 +28,7 @@ class Mosaic:
         "`q` of",  # queries of another dtype than the entries
         "blocks of",  # TMA tiles are of whole 16-token pages
         "`logit_cap` of",  # too large for tanh by way of exp2
+        "keys and values of format 'fp8' that lie apart",
     )
 
 
@@ -78,6 +79,10 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
 
     def test_heads_in_the_row_and_lengths_round_the_edges(self):
         self.case((0, 1, 64, 65, 130), 2, 4)
+
+    @pytest.mark.parametrize("name", suites.scenes.APART)
+    def test_keys_and_values_that_lie_apart(self, name):
+        self.check_layout(name, jaxkv.KVEntry("bf16", 128), lengths=(0, 1, 200))
 
     def test_keys_of_very_low_scores_count(self):
         self.check_low_scores("BLNHC", 8, lengths=(0, 1, 600))  # the last is split
@@ -165,12 +170,15 @@ def test_lowers_for_hopper(order, case):
     assert_lowers("bf16", order, case)
 
 
-def assert_lowers(form, order, case):
+@pytest.mark.parametrize("name", suites.scenes.APART)
+def test_keys_and_values_that_lie_apart_lower_for_hopper(name):
+    assert_lowers("bf16", name, CASES[0])
+
+
+def assert_lowers(form, name, case):
     sizes, heads, group, tokens, block_size, keywords = case
     entry = jaxkv.KVEntry(form, *sizes)
-    layout = jaxkv.CacheLayout(
-        num_layers=32, num_blocks=4096, block_size=block_size, num_heads=heads, entry=entry, order=order
-    )
+    layout = suites.layout_of(name, entry, num_layers=32, num_blocks=4096, block_size=block_size, num_heads=heads)
     shape = jax.ShapeDtypeStruct
     arrays = (
         shape((4, tokens, heads * group, sizes[0]), jnp.bfloat16),

@@ -41,7 +41,7 @@ def assert_a_scan_stacks(call, cache):
 
 def layout_of(name, entry, **sizes):
     """The layout of that name."""
-    return scenes.layouts(entry, **sizes)[name]
+    return scenes.apart(entry, name, **sizes) if name in scenes.APART else scenes.layouts(entry, **sizes)[name]
 
 
 def formats(entries):

@@ -53,16 +53,6 @@ class BlockChecks(Suite):
         target[2], target[last] = source[5], source[0]
         assert_same_bits(scenes.to_bytes(after), expected)
 
-    def check_values_that_lie_apart(self, form):
-        """Keys of all blocks in one plane, values in another: a block is several runs."""
-        sizes = dict(num_layers=2, num_blocks=16, block_size=8, num_heads=2, entry=jaxkv.KVEntry(form, 16))
-        steps = dict(layer=2 * 16 * 8 * 2 * 16, part=16 * 8 * 2 * 16, block=8 * 2 * 16, token=2 * 16, head=16)
-        layout = jaxkv.CacheLayout.from_strides(**sizes, strides=steps, size=2 * steps["layer"])
-        assert not layout.blocks_are_runs
-        before = scenes.garbage(layout, np.random.default_rng(2), "random")
-        self.check_copy(layout, before)
-        self.check_travel(layout, before)
-
 
 class Blocks(BlockChecks):
     """The same on every layout."""
@@ -77,9 +67,13 @@ class Blocks(BlockChecks):
     def test_blocks_travel(self, entry, name):
         self.check_travel(*self.make(name, entry))
 
-    @pytest.mark.parametrize("form", ["bf16", "fp8"])
-    def test_values_that_lie_apart(self, form):
-        self.check_values_that_lie_apart(form)
+    @pytest.mark.parametrize("name", scenes.APART)
+    @formats(scenes.APART_ENTRIES)
+    def test_keys_and_values_that_lie_apart(self, entry, name):
+        layout = layout_of(name, entry, num_heads=2)
+        before = scenes.garbage(layout, np.random.default_rng(2), "random")
+        self.check_copy(layout, before)
+        self.check_travel(layout, before)
 
     @formats(entries)
     def test_equal_fingerprints_exchange_rows(self, entry):

@@ -69,6 +69,11 @@ class Gathers(GatherChecks):
         scene = scenes.scene(entry, num_heads=heads)
         self.check(scene, layout_of(name, entry, num_heads=heads), 1)
 
+    @pytest.mark.parametrize("name", scenes.APART)
+    @formats(scenes.APART_ENTRIES)
+    def test_keys_and_values_that_lie_apart(self, entry, name):
+        self.check(scenes.scene(entry, num_heads=2), layout_of(name, entry, num_heads=2), 1)
+
     def test_latents_without_a_rotary_part(self):
         entry = jaxkv.MLAEntry("bf16", latent=128, rope=0)
         self.check(scenes.scene(entry), layout_of("BLNHC", entry), 1)

@@ -133,6 +133,12 @@ class Writes(WriteChecks):
         layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
 
+    @pytest.mark.parametrize("name", scenes.APART)
+    @formats(scenes.APART_ENTRIES)
+    def test_keys_and_values_that_lie_apart(self, entry, name):
+        layout = layout_of(name, entry, num_heads=2)
+        self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "random")
+
     def test_latents_without_a_rotary_part(self):
         layout = layout_of("BLNHC", jaxkv.MLAEntry("bf16", latent=128, rope=0))
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")

@@ -29,5 +29,6 @@ def block_runs(pages: Pages) -> BlockRuns:
     """The runs of the blocks of `pages`; ValueError where a row of the view is too long for int32."""
     runs = runs_of(pages)
     if pages.blocks_are_runs:
-        pages = replace(pages, num_layers=1, num_heads=1, block_size=1, offset=0, width=runs.length)
+        one = dict.fromkeys(("num_layers", "num_heads", "block_size", "num_parts"), 1)
+        pages = replace(pages, **one, offset=0, width=runs.length)
     return BlockRuns(runs.axes, runs.length, runs.offset, row_view(pages))

@@ -5,7 +5,8 @@ Work.  A CTA of one warpgroup has up to four consecutive rows of the result; eac
 
 Timeline of a warp:
 
-    find the places of its tokens; start the copies of their entries, one per run of adjacent heads
+    find the places of its tokens; start the copies of their entries, one per run of adjacent heads (two if keys and
+      values lie apart)
     together with the other warps: write zeros to shared memory
     find the places again, which is cheaper than keeping them
     per token -> full: start the copies of the entry's parts, or of zeros, to their rows of the result
@@ -38,9 +39,10 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "interpret"))
 def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, interpret):
     """The entry's parts [total, (H,) n_i] of the tokens of ragged runs; 0 in rows without a token."""
-    view, dtype, heads, width = row_view(pages), buffer.dtype, pages.num_heads, pages.width
+    view, dtype, heads, width, runs = row_view(pages), buffer.dtype, pages.num_heads, pages.width, pages.num_parts
     sizes = [size * entry.dtype.itemsize // dtype.itemsize for size in entry.sizes]
-    share = warp_share(total, heads, heads * width * dtype.itemsize, interpret=interpret, least=token_ways(heads))
+    token_bytes = runs * heads * width * dtype.itemsize
+    share = warp_share(total, heads, token_bytes, interpret=interpret, least=token_ways(heads))
     together = share.heads if pages.head_stride == width else 1
     starts = [] if seq_starts is None else [seq_starts]
 
@@ -63,15 +65,17 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
 
                 def fetch(i, _, token=token, place=place, landed=landed):
                     head = share.first_head(warp) + i * together
-                    *row, column = view.index(
+                    entry_at = dict(
                         layer=jnp.where(in_cache, layer, 0), block=place.block, head=head, token=place.token
                     )
-                    plgpu.copy_gmem_to_smem(
-                        cache_ref.at[*row, pl.ds(column, together * width)],
-                        stage.at[token, pl.ds(head * width, together * width)],
-                        landed,
-                        oob_mode=IN_BOUNDS,
-                    )
+                    for run in range(runs):
+                        *row, column = view.index(**entry_at, part=run)
+                        plgpu.copy_gmem_to_smem(
+                            cache_ref.at[*row, pl.ds(column, together * width)],
+                            stage.at[token, pl.ds((run * heads + head) * width, together * width)],
+                            landed,
+                            oob_mode=IN_BOUNDS,
+                        )
                     return ()
 
                 lax.fori_loop(0, share.heads // together, fetch, ())
@@ -88,7 +92,7 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
                     for ref, size in zip(out_refs, sizes, strict=True):
                         source = stage.at[token, pl.ds(column, size)] if live else zeros.at[pl.ds(0, size)]
                         plgpu.copy_smem_to_gmem(source, ref.at[first + token, head])
-                        column = column + size
+                        column = column + (size if runs == 1 else heads * width)
                     return ()
 
                 lax.fori_loop(0, share.heads, one, ())
@@ -111,9 +115,9 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
         num_threads=1,
         thread_name="wg",
         scratch_types=(
-            plgpu.SMEM((share.tokens, heads * width), dtype),
+            plgpu.SMEM((share.tokens, runs * heads * width), dtype),
             plgpu.SMEM((-(-max(sizes) // 128) * 128,), dtype),
-            plgpu.Barrier(num_arrivals=share.heads // together, num_barriers=WARPS * share.rounds),
+            plgpu.Barrier(num_arrivals=runs * share.heads // together, num_barriers=WARPS * share.rounds),
         ),
     )(buffer.reshape(view.shape), block_tables, cu_seq_lens, jnp.reshape(layer, (1,)), *starts)
     rows = (total,) if entry.one_head else (total, heads)

@@ -31,7 +31,10 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 @partial(jax.jit, static_argnames=("pages", "interpret"))
 def store_entries(buffer, parts, slots, layer, *, pages, interpret):
-    """The buffer with parts [T, (H,) n_i] side by side at slots [T] of a layer; slots outside the cache are skipped."""
+    """The buffer with parts [T, (H,) n_i] at slots [T] of a layer; slots outside the cache are skipped.
+
+    The parts of an entry are side by side, or in runs of their own if keys and values lie apart.
+    """
     count = slots.shape[0]
     if not count:
         return buffer
@@ -62,10 +65,11 @@ def store_entries(buffer, parts, slots, layer, *, pages, interpret):
             def send(i, _, token, slot):
                 head, block = share.first_head(warp) + i, floordiv(slot, pages.block_size)
                 in_block = slot - block * pages.block_size
-                *row, column = view.index(layer=layer, block=block, head=head, token=in_block)
-                for stage, size in zip(staged, sizes, strict=True):
-                    plgpu.copy_smem_to_gmem(stage.at[token, head], cache_ref.at[*row, pl.ds(column, size)])
-                    column = column + size
+                before = 0
+                for part, (stage, size) in enumerate(zip(staged, sizes, strict=True)):
+                    *row, column = view.index(layer=layer, block=block, head=head, token=in_block, part=part)
+                    plgpu.copy_smem_to_gmem(stage.at[token, head], cache_ref.at[*row, pl.ds(column + before, size)])
+                    before += size if pages.num_parts == 1 else 0
                 return ()
 
             for token, slot, keep in found:

@@ -24,6 +24,7 @@ from jaxkv_kernels.triton.attention.plan_decode import plan_or_default
 from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3
 from jaxkv_kernels.triton.entries.addresses import in_bytes
 from jaxkv_kernels.triton.entries.tiles import load_pieces
+from jaxkv_kernels.triton.entries.two_parts import second_part
 from jaxkv_kernels.triton.runtime.dtypes import element_type
 from jaxkv_kernels.triton.runtime.launch import launch
 
@@ -42,7 +43,7 @@ def decode_kv(
     config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
     in_memory = in_bytes(pages, buffer.dtype.itemsize)
-    loads = _loads(entry, in_memory, element_type(q.dtype))
+    loads = _loads(entry, in_memory, element_type(q.dtype), second_part(entry, pages, buffer.dtype.itemsize))
     one = (1,)
     scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (k_scale, v_scale)]
     split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
@@ -65,7 +66,7 @@ def decode_kv(
     return out, lse
 
 
-def _loads(entry, in_memory, dtype) -> EntryLoads:
+def _loads(entry, in_memory, dtype, second_at) -> EntryLoads:
     least = {"nvfp4": 64, "int8": 32}.get(entry.format, 16)  # columns of the smallest product, 16, of each tile
     first, second = entry.sizes
     steps = (in_memory.layer_stride, in_memory.block_stride, in_memory.head_stride, in_memory.token_stride)
@@ -73,7 +74,7 @@ def _loads(entry, in_memory, dtype) -> EntryLoads:
         format=entry.format, latents=False, first=first, second=second,
         first_columns=max(least, next_power_of_two(first)), second_columns=max(least, next_power_of_two(second)),
         stored=element_type(entry.dtype), dtype=dtype, native=has_e4m3(),
-        even=not any(n % 2 for n in (in_memory.offset, *steps, *entry.sizes)),
+        even=not any(n % 2 for n in (in_memory.offset, *steps, *entry.sizes)), second_at=second_at,
     )  # fmt: skip
 
 

@@ -43,6 +43,8 @@ class EntryLoads:
     """Whether the GPU has instructions that convert e4m3."""
     even: bool
     """Whether all sizes and strides are even numbers of bytes."""
+    second_at: int = 0
+    """Bytes from the start of a plain or e4m3 entry to its value, which may lie apart."""
 
     @property
     def loads(self) -> int:
@@ -134,7 +136,8 @@ def load_keys_and_values(entry, known, LOADS: tl.constexpr):
         factors += (tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0))
     else:
         keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
-        values = (_plain_tile(entry, known, LOADS.first, LOADS.second, LOADS.second_columns, LOADS),)
+        value = entry + tl.full((), LOADS.second_at, tl.int64)
+        values = (_plain_tile(value, known, 0, LOADS.second, LOADS.second_columns, LOADS),)
     return keys, values, factors
 
 

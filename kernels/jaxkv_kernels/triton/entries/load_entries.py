@@ -1,4 +1,4 @@
-"""Reads plain and e4m3 entries, whose parts are adjacent, of ragged runs of tokens.
+"""Reads plain and e4m3 entries of ragged runs of tokens.
 
 A program writes consecutive rows of the results; a row is one head of one token.  It finds the requests of its tokens
 by binary search and their slots in the tables, loads, decodes and stores.
@@ -44,7 +44,7 @@ def load_entries(
 @triton.jit
 def _load_entries(
     buffer, first_scale, second_scale, tables, sums, starts, layers, first, second,
-    PAGES: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
+    PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
     RUNS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -54,7 +54,7 @@ def _load_entries(
     slot, known = ragged_slots(row // PAGES.num_heads, tables, sums, starts, layer, RUNS, PAGES)
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
     tile = load_pieces(place, known, SIZES[0], COLUMNS[0])
-    other = load_pieces(place + SIZES[0], known, SIZES[1], COLUMNS[1])
+    other = load_pieces(place + tl.full((), SECOND, tl.int64), known, SIZES[1], COLUMNS[1])
     if SCALE_STEPS is not None:
         tile = from_e4m3(tile, NATIVE) * scales[0][:, None]
         other = from_e4m3(other, NATIVE) * scales[1][:, None]

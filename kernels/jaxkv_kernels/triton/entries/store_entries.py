@@ -1,4 +1,4 @@
-"""Stores plain and e4m3 entries, whose parts are adjacent, at slots of a layer, in place.
+"""Stores plain and e4m3 entries at slots of a layer, in place.
 
 A program stores consecutive rows; a row is one head of one token.  It loads slots and values together, encodes, and
 stores each part at its slot.  No two programs write the same bytes, unless a slot is given twice.
@@ -52,7 +52,7 @@ def store_entries(buffer, parts, slots, layer, scales=(), cos_sin=None, *, pages
 @triton.jit
 def _store_entries(
     first, second, cos_sin, first_scale, second_scale, slots, layers, buffer,
-    PAGES: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
+    PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
     COUNT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def _store_entries(
     else:
         tile, other = _quantised(tile, scales[0], NATIVE), _quantised(other, scales[1], NATIVE)
     store_pieces(place, tile, keep, SIZES[0], COLUMNS[0])
-    store_pieces(place + SIZES[0], other, keep, SIZES[1], COLUMNS[1])
+    store_pieces(place + tl.full((), SECOND, tl.int64), other, keep, SIZES[1], COLUMNS[1])
 
 
 @triton.jit

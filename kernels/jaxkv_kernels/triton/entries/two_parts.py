@@ -1,4 +1,4 @@
-"""Operands and constants of the kernels that move plain and e4m3 entries, which are one or two adjacent parts."""
+"""Operands and constants of the kernels that move plain and e4m3 entries, which are one or two parts."""
 
 from typing import Any
 
@@ -11,6 +11,11 @@ from jaxkv_kernels.triton.codecs.e4m3 import has_e4m3
 from jaxkv_kernels.triton.entries.addresses import in_bytes
 from jaxkv_kernels.triton.entries.tiles import tile_shape
 from jaxkv_kernels.triton.runtime.dtypes import element_type
+
+
+def second_part(entry: Entry, pages: Pages, itemsize: int) -> int:
+    """Bytes from the start of an entry to its second part, which may lie apart."""
+    return pages.part_stride * itemsize if pages.num_parts > 1 else entry.sizes[0] * entry.dtype.itemsize
 
 
 def two_parts(entry: Entry, pages: Pages, itemsize: int, rows: int, scales) -> tuple[list[jax.Array], dict[str, Any]]:
@@ -30,6 +35,7 @@ def two_parts(entry: Entry, pages: Pages, itemsize: int, rows: int, scales) -> t
     return scales, {
         "PAGES": in_bytes(pages, itemsize),
         "SIZES": sizes,
+        "SECOND": second_part(entry, pages, itemsize) // entry.dtype.itemsize,
         "DTYPE": element_type(entry.dtype),
         "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
         "COUNT": rows,

@@ -17,6 +17,7 @@ from support.suites.base import (
     Suite,
     check_ragged,
     dtype_of,
+    formats,
     full_tables,
     last_tokens,
     layout_of,
@@ -68,6 +69,15 @@ class DecodeKVChecks(Suite):
         assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
         return out, lse
 
+    def check_layout(self, name, entry, **sizes):
+        """Compares with float64 and, bit for bit, with a packed cache."""
+        scene = scenes.scene(entry, num_heads=2, **sizes)
+        layout = layout_of(name, entry, num_heads=2)
+        q = self.query(entry, len(scene.lengths), 2, 6)
+        found = self.check(q, scene.cache(layout, 1), scene, 1)
+        for a, b in zip(found, self.decode(q, scene.twin(layout), scene, 0), strict=True):
+            assert_same_bits(a, b)
+
     def check_low_scores(self, layout, heads, **sizes):
         """Keys count however low their finite scores are, and a query without keys is one none the less."""
         entry = self.entry()
@@ -82,13 +92,12 @@ class DecodeKV(DecodeKVChecks):
 
     @on_layouts(scenes.KV_ENTRIES)
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
-        entry = self.entry(entry.format)
-        scene = scenes.scene(entry, num_heads=2)
-        layout = layout_of(name, entry, num_heads=2)
-        q = self.query(entry, len(scene.lengths), 2, 6)
-        found = self.check(q, scene.cache(layout, 1), scene, 1)
-        for a, b in zip(found, self.decode(q, scene.twin(layout), scene, 0), strict=True):
-            assert_same_bits(a, b)
+        self.check_layout(name, self.entry(entry.format))
+
+    @pytest.mark.parametrize("name", scenes.APART)
+    @formats(scenes.APART_ENTRIES)
+    def test_keys_and_values_that_lie_apart(self, entry, name):
+        self.check_layout(name, jaxkv.KVEntry(entry.format, self.head_dim))
 
     @pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (4, 32), (1, 5)])
     def test_mha_gqa_mqa(self, heads, query_heads):

@@ -37,11 +37,15 @@ class TokenRows:
         """The strides of the axes of `shape`, in elements."""
         return self.step, self.pages.token_stride, 1
 
-    def index(self, layer, block, token, head=0):
-        """The origin of a page, and the row of `token`, a multiple of 8."""
+    def index(self, layer, block, token, head=0, part=0):
+        """The origin of a page, and the row of `token`, a multiple of 8.
+
+        `part` 1 is the page of the values, if keys and values lie apart.
+        """
         from jax.experimental import pallas as pl
 
-        origin, indices = self.pages.offset // self.step, {"layer": layer, "block": block, "head": head}
+        origin = self.pages.offset // self.step
+        indices = {"layer": layer, "block": block, "head": head, "part": part}
         for axis, (count, stride) in _origin_axes(self.pages).items():
             origin = origin + indices[axis] * (stride // self.step if count > 1 else 0)
         return origin, pl.multiple_of(token, TILE_ROWS)
@@ -72,20 +76,20 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class InterpretedRows(TokenRows):
-    """The same for Pallas's interpreter, which has no strides: a copy of the pages, by layer, block and head."""
+    """The same for Pallas's interpreter, which has no strides: a copy of the pages, by part, layer, block and head."""
 
-    def index(self, layer, block, token, head=0):
+    def index(self, layer, block, token, head=0, part=0):
         """The number of a page, and the row of `token`."""
         pages = self.pages
-        return (layer * pages.num_blocks + block) * pages.num_heads + head, token
+        return ((part * pages.num_layers + layer) * pages.num_blocks + block) * pages.num_heads + head, token
 
     def of(self, buffer):
         """The pages of the buffer, copied."""
         pages = self.pages
-        page = jnp.arange(pages.num_layers * pages.num_blocks * pages.num_heads)
+        page = jnp.arange(pages.num_parts * pages.num_layers * pages.num_blocks * pages.num_heads)
         head, block = page % pages.num_heads, page // pages.num_heads % pages.num_blocks
         layer = page // (pages.num_heads * pages.num_blocks)
-        origin, _ = super().index(layer, block, 0, head)
+        origin, _ = super().index(layer % pages.num_layers, block, 0, head, layer // pages.num_layers)
         token, column = jnp.arange(pages.block_size), jnp.arange(pages.width)
         return buffer[(origin * self.step)[:, None, None] + (token * pages.token_stride)[:, None] + column]
 
@@ -106,7 +110,7 @@ def origin_step(pages: Pages) -> int:
 def in_entries_dtype(buffer: jax.Array, pages: Pages, dtype: Any) -> tuple[jax.Array, Pages]:
     """The buffer as elements of `dtype`, the entries' own, and the pages in such elements; no copy."""
     old, new = buffer.dtype.itemsize, jnp.dtype(dtype).itemsize
-    sizes = ("layer_stride", "block_stride", "head_stride", "token_stride", "offset", "width", "size")
+    sizes = ("layer_stride", "block_stride", "head_stride", "token_stride", "part_stride", "offset", "width", "size")
     return view_as(buffer, dtype), replace(pages, **{name: getattr(pages, name) * old // new for name in sizes})
 
 
@@ -116,4 +120,5 @@ def _origin_axes(pages: Pages) -> dict[str, tuple[int, int]]:
         "layer": (pages.num_layers, pages.layer_stride),
         "block": (pages.num_blocks, pages.block_stride),
         "head": (pages.num_heads, pages.head_stride),
+        "part": (pages.num_parts, pages.part_stride),
     }

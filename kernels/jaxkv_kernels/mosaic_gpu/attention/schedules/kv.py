@@ -10,8 +10,8 @@ at the one with the first key that some row sees.
 Timeline, downwards; `->` names the barrier that a line waits for.
 
     producer                                     consumer w
-    pair of tiles, one copy per page,
-      keys and values together                   tile w of each pair: S = Q K'  -> q_full[stage] once, kv_full[stage]
+    pair of tiles, one copy per page, keys and
+      values together (two if they lie apart)    tile w of each pair: S = Q K'  -> q_full[stage] once, kv_full[stage]
       -> kv_free[stage]                          mask; vote: does any score exceed the running max by more than the
     queries of the next work tile,                 threshold?  If so: rescale O and the row sums
       while this one is computed                 P = exp2(S - running max), in registers
@@ -31,7 +31,7 @@ Then the producer stores it.
 Barriers, and how many arrivals complete them: TMA copies for `full`, consumers for the others.
     q_full[stage]    the queries have landed (1 per 64 columns)
     kv_full[stage], kv_free[stage]
-                     a tile has landed (1 per page); it has been multiplied (1).  Even stages are consumer 0's, odd
+                     a tile has landed (1 per copy); it has been multiplied (1).  Even stages are consumer 0's, odd
                      stages consumer 1's
     both             both consumers have finished a work tile, and consumer 1's part of it is in `other` and `stats`
                      (2).  Only consumer 0 waits for it
@@ -111,6 +111,8 @@ def attend_kv(
     stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, including those that TMA clips
     per_tile = min(padded, TILE)  # the same for arrays with one value per row: TMA does not clip copies to them
     view = token_rows(pages)
+    apart = pages.num_parts > 1  # keys and values, each in a tile of its own; otherwise side by side in one tile
+    first_value = 0 if apart else head_dim
     stages, query_stages = _stages(config, head_dim, value_dim, dtype.itemsize)
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
@@ -126,6 +128,12 @@ def attend_kv(
         table = PageTable(table_ref, pages)
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         first, work_end, first_tile = load_work_range(partitions_ref, partition)
+
+        def keys_at(stage):
+            return (stage, 0) if apart else (stage,)
+
+        def values_at(stage):
+            return (stage, 1) if apart else (stage,)
 
         def query_stage_of(n):
             return lax.rem(n - first, jnp.int32(query_stages))
@@ -151,7 +159,11 @@ def attend_kv(
                 def _():
                     plgpu.barrier_wait(kv_free.at[stage])
 
-                paged.fetch(found, first_token, Columns(0, head_dim + value_dim, kv.at[stage], kv_full.at[stage]))
+                if apart:
+                    fetched = [Columns(0, head_dim, kv.at[stage, p], kv_full.at[stage], p) for p in range(2)]
+                else:
+                    fetched = [Columns(0, head_dim + value_dim, kv.at[stage], kv_full.at[stage])]
+                paged.fetch(found, first_token, *fetched)
 
             def store_result(n):
                 request, *_, split, _ = load_work_tile(work_tiles_ref, n)
@@ -256,7 +268,8 @@ def attend_kv(
                     def product(acc):
                         plgpu.barrier_wait(kv_full.at[stage])
                         for c, columns in enumerate(chunks_of(head_dim)):
-                            plgpu.wgmma(acc, q.at[query_stage + z, c], kv.at[stage, :, columns].transpose((1, 0)))
+                            keys = kv.at[*keys_at(stage), :, columns]
+                            plgpu.wgmma(acc, q.at[query_stage + z, c], keys.transpose((1, 0)))
                         return acc[...]
 
                     s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
@@ -279,11 +292,11 @@ def attend_kv(
                     def _():
                         first_token = first_token_of(tile, i, side)
                         clear_values(
-                            kv, (stage,), head_dim, value_dim, table, request, first_token, length,
+                            kv, values_at(stage), first_value, value_dim, table, request, first_token, length,
                             first_seen=first_seen, interpret=interpret,
                         )  # fmt: skip
 
-                    values = kv.at[stage, :, pl.ds(head_dim, value_dim)]
+                    values = kv.at[*values_at(stage), :, pl.ds(first_value, value_dim)]
                     acc, _ = multiply_add(acc, w.astype(dtype), values, scratch=scratch)
                     plgpu.barrier_arrive(kv_free.at[stage])
                     return acc, running_max, row_sum + fold_columns(jnp.add, w)
@@ -355,12 +368,12 @@ def attend_kv(
         scratch_types={
             # In chunks of columns, so that it holds both queries, as wide as keys, and results, as wide as values.
             "q": swizzled(query_stages, max(head_dim, value_dim) // CHUNK, TILE, CHUNK, dtype=dtype),
-            "kv": swizzled(2 * stages, TILE, head_dim + value_dim, dtype=dtype),
+            "kv": swizzled(2 * stages, *((2, TILE, head_dim) if apart else (TILE, head_dim + value_dim)), dtype=dtype),
             "other": swizzled(TILE, value_dim, dtype=jnp.float32),
             "stats": plgpu.SMEM((2 + 2 * query_stages, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=head_dim // CHUNK, num_barriers=query_stages),
             "done": plgpu.Barrier(num_barriers=query_stages),
-            "kv_full": plgpu.Barrier(num_arrivals=copies_per_tile(pages), num_barriers=2 * stages),
+            "kv_full": plgpu.Barrier(num_arrivals=pages.num_parts * copies_per_tile(pages), num_barriers=2 * stages),
             "kv_free": plgpu.Barrier(num_barriers=2 * stages),
             "both": plgpu.Barrier(num_arrivals=2),
             "taken": plgpu.Barrier(),
