@@ -140,6 +140,7 @@ def _models() -> Iterator[Workload]:
         yield model(requests=64, heads=32, tokens=8192, kv_heads=32)
         yield model(requests=1, heads=32, tokens=65536, kv_heads=8)
         yield model(requests=64, heads=64, tokens=4096, kv_heads=8, format="fp8")
+    yield model(requests=64, heads=64, tokens=4096, kv_heads=8, blocks="planes")
     for entries in ("fp8", "int8", "nvfp4"):
         yield workload(
             suite="models", operation="decode_kv", layers=1,

@@ -104,7 +104,8 @@ class Workload:
     """Of the entries; by default `usual_format`."""
     query_dtype: str = "bfloat16"
     blocks: str = "plain"
-    """`plain`; `packed`: latents and indexer keys of all layers share a block; `padded` to a multiple of 4 KiB."""
+    """`plain`; `packed`: latents and indexer keys of all layers share a block; `padded` to a multiple of 4 KiB;
+    `planes`: the keys of a layer, then its values."""
     cold: bool = False
     """Whether successive calls use other values and results, so that the GPU's L2 cache has none of their data."""
     block_size: int = 64
@@ -239,6 +240,14 @@ class Workload:
         plain = jaxkv.CacheLayout(entry=self.entry, **heads, **sizes)
         if self.blocks == "plain":
             return plain
+        if self.blocks == "planes":  # [layers, 2, blocks, tokens, heads, values], as vLLM allocates a layer
+            head = self.entry.sizes[0]
+            token, block = self.kv_heads * head, self.block_size * self.kv_heads * head
+            plane = num_blocks * block
+            strides = {"layer": 2 * plane, "part": plane, "block": block, "token": token, "head": head}
+            return jaxkv.CacheLayout.from_strides(
+                entry=self.entry, strides=strides, size=2 * plane * self.layers, **heads, **sizes
+            )
         padding = -plain.block_nbytes % PADDED_TO or PADDED_TO
         return jaxkv.CacheLayout(entry=self.entry, block_padding=padding // plain.itemsize, **heads, **sizes)
 
