@@ -27,7 +27,7 @@ LEAST_SECONDS = 0.2
 """Consecutive steps are timed for at least this long."""
 
 Parts = tuple[jax.Array, jax.Array]
-"""Results bf16 [requests, heads, latent] and their log-sum-exps float32 [requests, heads], of one device."""
+"""Results bf16 [requests, heads, values] and their log-sum-exps float32 [requests, heads], of one device."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class Sizes:
 
     def flops(self, devices: int) -> int:
         """Flops of one layer on one of `devices` devices, for both products of attention."""
-        return 2 * self.requests * self.heads * self.tokens * (2 * self.entry.latent + self.entry.rope) // devices
+        products = sum(self.entry.sizes) + self.entry.value_dim
+        return 2 * self.requests * self.heads * self.tokens * products // devices
 
 
 class Division:
@@ -126,7 +127,9 @@ class Division:
 
         specs = self._heads, self._heads, self._cache_spec, P()
         program = self._on_each(layers, specs, self._heads)
-        parts = self._placed((jnp.zeros_like(self._q[0]), jnp.zeros(self._q[0].shape[:2])), self._heads)
+        shape = self._q[0].shape[:2]
+        out = jnp.zeros((*shape, self._sizes.entry.value_dim), self._q[0].dtype)
+        parts = self._placed((out, jnp.zeros(shape)), self._heads)
 
         def run(count: int) -> float:
             nonlocal parts
@@ -146,10 +149,9 @@ class Division:
 
     def _attend(self, q, cache, index, plan, layer, parts) -> Parts:
         q_latent, q_pe = q
+        q_latent += parts[0][..., : q_latent.shape[-1]]
         options: Any = {"plan": plan, "implementation": self._implementation, **self._sizes.scales}
-        return jaxkv.decode_mla(
-            q_latent + parts[0], q_pe, cache, *index, layer=layer, scale=SCALE, return_lse=True, **options
-        )
+        return jaxkv.decode_mla(q_latent, q_pe, cache, *index, layer=layer, scale=SCALE, return_lse=True, **options)
 
     def _unite(self, out, lse) -> Parts:
         if self._sizes.divided == "context":

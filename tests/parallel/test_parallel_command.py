@@ -35,6 +35,14 @@ def test_the_command(divided, tmp_path, monkeypatch, capsys):
         assert (row["collective_ms"] is None) == (row["devices"] == 1)
 
 
+def test_values_may_be_wider_than_latents(monkeypatch, capsys):
+    """Attention to V4's entries also sums their rotary parts."""
+    monkeypatch.setattr(command, "measure_ceilings", lambda *_, **__: Ceilings(1e9, 1e9, 1e12))
+    sizes = "--requests 1 --tokens 70 --heads 2 --layers 2 --repeats 1 --devices 2 1 --format fp8_v4"
+    assert main(["parallel", "context", *sizes.split()]) == 0
+    assert float(capsys.readouterr().out.split("results differ by ")[1].split()[0]) < 1e-2
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
