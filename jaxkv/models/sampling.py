@@ -1,6 +1,5 @@
 """From logits to tokens: greedy, temperature, top-p."""
 
-import math
 import numbers
 from dataclasses import dataclass
 
@@ -10,13 +9,17 @@ from jax import lax
 
 from jaxkv_kernels.addressing.integers import as_int
 
+MOST = float(jnp.finfo(jnp.float32).max)
+"""Temperatures are float32 on the device."""
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How a request's tokens are chosen.
 
     Args:
-      temperature: logits are divided by it before the softmax; 0 selects the most likely token (greedy).
+      temperature: logits are divided by it before the softmax; 0 selects the most likely token (greedy).  A number that
+        is finite in float32.
       top_p: draw from the smallest set of most likely tokens whose probabilities sum to at least this value (nucleus
         sampling, arXiv:1904.09751); 1 draws from all tokens.
       seed: an int, 0 to 2**32 - 1.  A request's random numbers depend on its seed, not on the other requests in the
@@ -31,8 +34,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not (_is_real(self.temperature) and self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"`temperature` is {self.temperature!r}: expected a finite number, 0 (greedy) or more")
+        if not (_is_real(self.temperature) and 0 <= self.temperature <= MOST):
+            raise ValueError(
+                f"`temperature` is {self.temperature!r}: expected a finite number, 0 (greedy) to {MOST:.3g}"
+            )
         if not (_is_real(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"`top_p` is {self.top_p!r}: expected more than 0, at most 1")
         seed = as_int(self.seed)

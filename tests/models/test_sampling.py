@@ -55,8 +55,10 @@ def test_rows_are_drawn_each_in_its_way():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.5}, "`temperature` is -0.5: expected a finite number, 0 .greedy. or more"),
+        ({"temperature": -0.5}, "`temperature` is -0.5: expected a finite number, 0 .greedy. to 3.4e.38"),
         ({"temperature": float("nan")}, "`temperature` is nan"),
+        ({"temperature": 1e39}, r"`temperature` is 1e\+39: expected .* to 3.4e\+38"),
+        ({"temperature": 10**400}, "`temperature` is 1000"),
         ({"top_p": 0}, "`top_p` is 0: expected more than 0, at most 1"),
         ({"top_p": 1.5}, "`top_p` is 1.5"),
         ({"temperature": True}, "`temperature` is True"),
