@@ -30,6 +30,7 @@ from jaxkv.terminal.formatting import size
 if TYPE_CHECKING:
     from jaxkv.models import Model
     from jaxkv.serving import Engine
+    from jaxkv.serving.table import TableKind
 
 BLOCK_SIZE = 64
 NEW_TOKENS = 16
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints one line per case; returns 1 if their tokens differ or the prefix was not found."""
     _check(args)
     described = random_models.described_model(args)
-    model = random_models.random_model(args, described, _num_blocks(args.prefix), BLOCK_SIZE, args.order)
+    model = random_models.random_model(args, described, _num_blocks(described, args.prefix), BLOCK_SIZE, args.order)
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(model, args.prefix, args.chunk, args.order, args.disk or Path(scratch))
         print(bench)
@@ -111,9 +112,16 @@ def _check(args: argparse.Namespace) -> None:
             ) from None
 
 
-def _num_blocks(prefix: int) -> int:
-    """Blocks of a request."""
-    return -(-(prefix + NEW_TOKENS) // BLOCK_SIZE)
+def _tables(model: "Model") -> "tuple[TableKind, ...]":
+    """The block tables of a request."""
+    from jaxkv.serving.table import tables_of
+
+    return tables_of(model.layout(1, BLOCK_SIZE), BLOCK_SIZE)
+
+
+def _num_blocks(model: "Model", prefix: int) -> int:
+    """Blocks of a request in all its tables, those that expire included: none is evicted before it is found again."""
+    return sum(table.up_to(prefix + NEW_TOKENS) for table in _tables(model))
 
 
 class Bench:
@@ -123,12 +131,12 @@ class Bench:
         from jaxkv.models import fingerprint
 
         self._model, self._prefix, self._chunk, self._order = model, prefix, chunk, order
-        self._num_blocks = _num_blocks(prefix) * len(model.tables)
+        self._num_blocks = _num_blocks(model, prefix)
         self._layout = model.layout(self._num_blocks, BLOCK_SIZE, order)
         self._disk = DiskPool(folder, self._layout, model=fingerprint(model))
         self._host = self._pool()
-        self.nbytes = prefix // BLOCK_SIZE * self._host.block_nbytes
-        """Bytes of the prefix."""
+        self.nbytes = sum(len(table.needed(prefix)) for table in _tables(model)) * self._host.block_nbytes
+        """Bytes of the blocks of the prefix that a request needs to go on."""
 
     def __str__(self):
         config = self._model.config
@@ -177,7 +185,7 @@ class Bench:
             "max_chunks": 1,
             "max_requests": 1,
         }
-        max_len = self._num_blocks * BLOCK_SIZE
+        max_len = self._prefix + NEW_TOKENS
         engine = Engine(self._model, **sizes, order=self._order, max_len=max_len, offload=host)
         engine.warm_up()
         return engine

@@ -28,6 +28,22 @@ def test_each_case_finds_its_prefix_and_draws_the_same_tokens(tmp_path, capsys):
     assert len(list((tmp_path / "blocks").rglob("*.block"))) == 3 * 2
 
 
+@pytest.mark.slow  # compiles the programs of an engine three times
+@pytest.mark.parametrize("family", ["kimi_linear", "deepseek_v4"])
+def test_models_with_several_tables(family, capsys):
+    assert main(["ttft", str(MODELS / family), "--prefix", "128", "--chunk", "64", "--rounds", "1"]) == 0
+    assert "every case found the expected prefix" in capsys.readouterr().out
+
+
+def test_a_cache_has_the_blocks_of_all_tables():
+    """Tables of DeepSeek V4 have blocks of different numbers of tokens."""
+    config = models.ModelConfig.read(MODELS / "deepseek_v4")
+    model = jax.eval_shape(lambda: models.random_model(config))
+    rows = {name: table.block_size for name, table in model.layout(1, 64).tables.items()}
+    assert rows == {"": 64, "window": 8, "csa_rows": 4, "hca_rows": 8}
+    assert ttft._num_blocks(model, 128) == 3 + 18 + 36 + 18
+
+
 def test_shares_of_the_kernels_of_a_cold_prompt(monkeypatch, capsys, tmp_path):
     def timed(run, *, repeats):
         run()
