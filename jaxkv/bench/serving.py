@@ -47,13 +47,19 @@ class Lengths(NamedTuple):
         """Lengths of `count` requests from a file, from the start again if it has fewer.
 
         Raises:
-          ValueError: the file is empty, or a line does not have two positive integers (prompt and output tokens),
-            separated by a comma or spaces.  The message names the file and the line.
+          ValueError: the file is empty or not UTF-8, or a line does not have two positive integers (prompt and output
+            tokens) below 2**31, separated by a comma or spaces.  The message names the file and the line.
         """
+        try:
+            lines = path.read_text("utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not UTF-8: expected a line of two numbers for each request") from None
         pairs = []
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(lines, 1):
             words = line.replace(",", " ").split()
-            if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
+            # Ten digits at most: Python does not convert thousands of them.
+            known = [word.isdecimal() and len(word) <= 10 and 0 < int(word) < 2**31 for word in words]
+            if len(words) != 2 or not all(known):
                 raise ValueError(f"{path}, line {number}: {line!r} is not the prompt and output tokens of a request")
             pairs.append([int(word) for word in words])
         if not pairs:
@@ -133,7 +139,9 @@ class Served:
     """From when as many requests had ended as may run at once, until none waited any more."""
 
     def throughput(self, start: float, end: float) -> float:
-        """Output tokens per second between two times."""
+        """Output tokens per second between two times; 0 if the second is not later."""
+        if end <= start:
+            return 0.0
         times = np.concatenate([np.asarray(times) for times in self.tokens])
         return float(((start < times) & (times <= end)).sum() / (end - start))
 

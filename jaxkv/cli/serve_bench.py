@@ -83,6 +83,11 @@ def run(args: argparse.Namespace) -> int:
     count = len(lengths.prompts)
     served = serving.serve(engine, lengths, np.zeros(count))
     saturation = served.throughput(*served.saturated)
+    if not saturation:
+        raise ValueError(
+            f"no tokens were timed while some of the {count} requests waited and {args.max_requests} had ended: choose "
+            "more --requests, longer outputs, or a smaller --max-requests"
+        )
     print(f"saturation: {saturation:,.0f} output tokens/s, {saturation / allowed:.0%} of what is allowed")
     print("load  requests/s  output tokens/s  first token, ms: median, p99  between tokens, ms: median, p99")
     loads = []

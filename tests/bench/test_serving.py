@@ -32,10 +32,13 @@ def test_lengths_are_read_from_a_file(tmp_path):
     file.write_text("5, 7\n11 13\n")
     lengths = Lengths.read(file, 3)
     assert (lengths.prompts.tolist(), lengths.outputs.tolist()) == ([5, 11, 5], [7, 13, 7])
-    for text in ("5", "5 6 7", "5 0", "a b"):
+    for text in ("5", "5 6 7", "5 0", "a b", "5 2147483648", "5 " + "9" * 5000):
         file.write_text(f"1 2\n{text}\n")
         with pytest.raises(ValueError, match=f"lengths, line 2: '{text}' is not the prompt and output tokens"):
             Lengths.read(file, 3)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="lengths is not UTF-8"):
+        Lengths.read(file, 3)
     file.write_text("")
     with pytest.raises(ValueError, match="lengths is empty: expected a line"):
         Lengths.read(file, 3)
@@ -56,6 +59,7 @@ def test_what_the_rates_allow():
 def test_what_is_counted():
     served = Served(np.asarray([0.0, 1.0]), [[0.5, 0.75, 1.5], [3.0]], (0.5, 2.5))
     assert served.throughput(*served.saturated) == 2 / 2
+    assert served.throughput(1.5, 1.5) == 0
     assert served.first.tolist() == [0.5, 2.0]
     assert served.between.tolist() == [0.25, 0.75]
     assert serving.percentiles(served.between)["median"] == 500

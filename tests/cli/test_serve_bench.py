@@ -42,6 +42,14 @@ def test_models_with_several_tables(family, capsys, monkeypatch):
     assert "saturation: " in capsys.readouterr().out
 
 
+def test_requests_that_never_saturate_the_engine_are_rejected(monkeypatch):
+    monkeypatch.setattr(model_steps, "LEAST_SECONDS", 0.01)
+    # The third request starts when the first two have ended, which is the last time that one waits.
+    sizes = ["--max-requests", "2", "--requests", "3", "--chunk", "16", "--max-chunks", "2"]
+    with pytest.raises(SystemExit, match="jaxkv serve-bench: no tokens were timed while some of"):
+        main(["serve-bench", str(MODELS / "youtu"), *sizes, "--prompt", "8", "--output", "1"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
