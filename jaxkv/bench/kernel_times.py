@@ -28,15 +28,25 @@ class KernelTimes:
     """The median over calls of the time of all kernels together."""
     kernels: tuple[tuple[str, float], ...]
     """(name, median) of each kernel, in order of start times.  Overlapping time counts for the earlier kernel only."""
+    whole: tuple[tuple[str, float], ...] = ()
+    """The same from each kernel's start to its end, so that overlapping time counts for every kernel.
+
+    Kernels that run side by side overlap, and those that start while the kernel before them ends, and wait for it.
+    """
 
     def divided(self, calls: int) -> "KernelTimes":
         """The times per call if `calls` calls were timed as one: of each kernel by name."""
         if calls == 1:
             return self
-        seconds: dict[str, float] = {}
-        for name, took in self.kernels:
-            seconds[name] = seconds.get(name, 0) + took / calls
-        return KernelTimes(self.median / calls, tuple(seconds.items()))
+        return KernelTimes(self.median / calls, _by_name(self.kernels, calls), _by_name(self.whole, calls))
+
+
+def _by_name(kernels: tuple[tuple[str, float], ...], calls: int) -> tuple[tuple[str, float], ...]:
+    """The sum of the times of each name, divided by `calls`."""
+    seconds: dict[str, float] = {}
+    for name, took in kernels:
+        seconds[name] = seconds.get(name, 0) + took / calls
+    return tuple(seconds.items())
 
 
 def time_kernels(call: Callable[..., Any], *args, repeats: int) -> KernelTimes | None:
@@ -95,13 +105,16 @@ def _medians(spans: list[Span], repeats: int) -> KernelTimes:
     calls = [names[first : first + each] for first in range(0, len(spans), max(each, 1))]
     if not each or rest or any(sorted(call) != sorted(calls[0]) for call in calls):
         raise RuntimeError(f"the timeline has {len(spans)} kernels of {repeats} calls: expected the same of each")
-    seconds = np.reshape(list(_added(spans)), (repeats, each)) / 1e9
+    times = [list(_added(spans)), [end - begin for _, begin, end in spans]]
+    added, whole = np.reshape(times, (2, repeats, each)) / 1e9
     if any(call != calls[0] for call in calls):
         orders = [np.argsort(call, kind="stable") for call in calls]
-        seconds = np.stack([own[order] for own, order in zip(seconds, orders, strict=True)])
+        added, whole = (np.take_along_axis(times, np.stack(orders), axis=1) for times in (added, whole))
         names = sorted(calls[0])
-    medians = np.median(seconds, axis=0).tolist()
-    return KernelTimes(float(np.median(seconds.sum(axis=1))), tuple(zip(names[:each], medians, strict=True)))
+    kernels, whole = (
+        tuple(zip(names[:each], np.median(times, axis=0).tolist(), strict=True)) for times in (added, whole)
+    )
+    return KernelTimes(float(np.median(added.sum(axis=1))), kernels, whole)
 
 
 def _added(spans: Iterable[Span]) -> Iterator[float]:

@@ -23,16 +23,22 @@ def kind(kernel: str) -> str:
     return next(found, "others")
 
 
+def by_kind(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The seconds of each kind of kernel, of (name, seconds) of each kernel; without kinds that take none."""
+    found = dict.fromkeys([*KINDS, "others"], 0.0)
+    for name, took in kernels:
+        found[kind(name)] += took
+    return {name: took for name, took in found.items() if took}
+
+
 def shares(kernels: Iterable[tuple[str, float]], seconds: float) -> dict[str, float]:
     """The seconds of each kind of kernel, and of "gaps", in a step that takes `seconds`.
 
     `kernels` are those of `KernelTimes`.  Their times come from a profile, and `seconds` from a run without one.
     """
-    found = dict.fromkeys([*KINDS, "others"], 0.0)
-    for name, took in kernels:
-        found[kind(name)] += took
-    found["gaps"] = max(seconds - sum(found.values()), 0.0)
-    return {name: took for name, took in found.items() if took}
+    found = by_kind(kernels)
+    gaps = seconds - sum(found.values())
+    return {**found, "gaps": gaps} if gaps > 0 else found
 
 
 def described(found: dict[str, float], seconds: float) -> str:

@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 
 import jaxkv
 from jaxkv.cli.options import add_entry_format
+from jaxkv.terminal.files import when_and_how
 from jaxkv.terminal.memory import nbytes, require_memory
 
 if TYPE_CHECKING:
@@ -76,9 +77,10 @@ def _on_one_device(model: "Model") -> Any:
     return jax.tree.map_with_path(part, model.params)
 
 
-def described(model: "Model") -> dict[str, Any]:
-    """Device, versions and model, for a file of measurements."""
+def described(args: argparse.Namespace, model: "Model") -> dict[str, Any]:
+    """Date, command, device, versions and model, for a file of measurements."""
     return {
+        **when_and_how(args.argv),
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
         "model": {

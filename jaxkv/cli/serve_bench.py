@@ -81,6 +81,18 @@ def run(args: argparse.Namespace) -> int:
     print(f"alone: prefill {rates.prefill:,.0f} tokens/s, decode {rates.decode:,.0f} tokens/s")
     print(f"these allow {allowed:,.0f} output tokens/s")
     count = len(lengths.prompts)
+    about: dict[str, Any] = {
+        **random_models.described(args, model),
+        "engine": {"num_blocks": num_blocks, **sizes},
+        "requests": {
+            "count": count,
+            "prompt_tokens": float(lengths.prompts.mean()),
+            "output_tokens": float(lengths.outputs.mean()),
+        },
+        "alone": {"prefill": rates.prefill, "decode": rates.decode},
+        "allowed": allowed,
+    }
+    _record(args.json, about)
     served = serving.serve(engine, lengths, np.zeros(count))
     saturation = served.throughput(*served.saturated)
     if not saturation:
@@ -88,34 +100,28 @@ def run(args: argparse.Namespace) -> int:
             f"no tokens were timed while some of the {count} requests waited and {args.max_requests} had ended: choose "
             "more --requests, longer outputs, or a smaller --max-requests"
         )
+    about["saturation"] = {
+        "output_tokens_per_s": saturation,
+        "fraction": saturation / allowed,
+        "between_tokens_ms": serving.percentiles(served.between),
+    }
+    _record(args.json, about)
     print(f"saturation: {saturation:,.0f} output tokens/s, {saturation / allowed:.0%} of what is allowed")
     print("load  requests/s  output tokens/s  first token, ms: median, p99  between tokens, ms: median, p99")
-    loads = []
+    about["loads"] = []
     for load in args.loads:
         rate = load * saturation / float(lengths.outputs.mean())
         found = serving.serve(engine, lengths, serving.poisson(count, rate))
-        loads.append(_summary(load, rate, found))
-        print(_line(loads[-1]))
-    if args.json:
-        about = {
-            **random_models.described(model),
-            "engine": {"num_blocks": num_blocks, **sizes},
-            "requests": {
-                "count": count,
-                "prompt_tokens": float(lengths.prompts.mean()),
-                "output_tokens": float(lengths.outputs.mean()),
-            },
-            "alone": {"prefill": rates.prefill, "decode": rates.decode},
-            "allowed": allowed,
-            "saturation": {
-                "output_tokens_per_s": saturation,
-                "fraction": saturation / allowed,
-                "between_tokens_ms": serving.percentiles(served.between),
-            },
-            "loads": loads,
-        }
-        write_json(args.json, about)
+        about["loads"].append(_summary(load, rate, found))
+        _record(args.json, about)
+        print(_line(about["loads"][-1]))
     return 0
+
+
+def _record(file: Path | None, about: dict[str, Any]) -> None:
+    """Writes what has been measured so far, because loads take minutes, and a run may be ended before the last."""
+    if file:
+        write_json(file, about)
 
 
 def _load(text: str) -> float:

@@ -5,7 +5,7 @@ GPUs, the time of a step is divided into kinds of kernels, and the gaps between 
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -71,17 +71,17 @@ def run(args: argparse.Namespace) -> int:
     seconds = steps.seconds()
     rate = args.requests * args.new_tokens / seconds
     print(f"a step of {batch}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
-    found = _shares(steps, seconds)
+    divided = _divided(steps, seconds)
     if args.json:
         about = {
-            **random_models.described(model),
+            **random_models.described(args, model),
             "bytes": {"weights": nbytes(model.params), "cache": steps.cache.buffer.nbytes},
             "fp8_weights": args.fp8_weights,
             "parallel": args.parallel,
             "devices": devices,
             **sizes,
             "ms": 1e3 * seconds,
-            "shares_ms": {name: 1e3 * took for name, took in found.items()},
+            **divided,
         }
         write_json(args.json, about)
     return 0
@@ -103,11 +103,22 @@ def _parallel(args: argparse.Namespace) -> tuple["Parallel", int]:
     return getattr(models, WAYS[args.parallel])(mesh, "x"), devices
 
 
-def _shares(steps: "Steps", seconds: float) -> dict[str, float]:
-    """Prints and returns how a step of `seconds` is spent, as `shares` does; empty if kernels cannot be timed."""
+def _divided(steps: "Steps", seconds: float) -> dict[str, Any]:
+    """Prints and returns how a step of `seconds` is spent, in ms; empty if kernels cannot be timed.
+
+    - "busy_ms": the time in which at least one kernel runs.
+    - "shares_ms": this time by kind of kernel, in which overlapping time counts for the earlier kernel, and the gaps.
+    - "whole_ms": by kind of kernel, the sum of the times from each kernel's start to its end.
+    """
     found = kernels_of(steps, repeats=3)
     if found is None:
         return {}
-    divided = shares.shares(found.kernels, seconds)
+    divided, whole = shares.shares(found.kernels, seconds), shares.by_kind(found.whole)
     print(f"{len(found.kernels)} kernels per step: {shares.described(divided, seconds)}")
-    return divided
+    print(f"each kernel from its start to its end: {shares.described(whole, seconds)}")
+    print(f"these sum to {1e3 * sum(whole.values()):.3f} ms; at least one kernel runs for {1e3 * found.median:.3f} ms")
+    return {
+        "busy_ms": 1e3 * found.median,
+        "shares_ms": {name: 1e3 * took for name, took in divided.items()},
+        "whole_ms": {name: 1e3 * took for name, took in whole.items()},
+    }

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(wrong) or f"every case found the expected prefix and generated the same {NEW_TOKENS} tokens")
     if args.json:
         about = {
-            **random_models.described(model),
+            **random_models.described(args, model),
             "prefix": {"tokens": args.prefix, "bytes": bench.nbytes, "order": args.order, "chunk": args.chunk},
             "ms": ms,
             "cold_shares_ms": {name: 1e3 * took for name, took in divided.items()},

@@ -55,21 +55,28 @@ def test_what_overlaps_is_counted_once(profiled):
     profiled({STREAM: [("attend", 0, 10), ("combine", 4, 13), ("attend", 12, 20), ("combine", 15, 18)]})
     found = timed(2)
     assert [seconds for _, seconds in found.kernels] == pytest.approx([8.5e-6, 1.5e-6])
+    assert [seconds for _, seconds in found.whole] == pytest.approx([9e-6, 6e-6])
     assert found.median == pytest.approx(10e-6)
 
 
 def test_kernels_side_by_side_may_change_their_order(profiled):
     profiled({STREAM: [("combine", 0, 2), ("attend", 3, 7), ("attend", 10, 16), ("combine", 17, 21)]})
-    assert timed(2) == KernelTimes(
-        pytest.approx(8e-6), (("attend", pytest.approx(5e-6)), ("combine", pytest.approx(3e-6)))
-    )
+    kernels = ("attend", pytest.approx(5e-6)), ("combine", pytest.approx(3e-6))
+    assert timed(2) == KernelTimes(pytest.approx(8e-6), kernels, whole=kernels)
+
+
+def test_whole_times_of_kernels_that_overlap_and_change_their_order(profiled):
+    profiled({STREAM: [("combine", 0, 4), ("attend", 3, 7), ("attend", 10, 16), ("combine", 12, 18)]})
+    found = timed(2)
+    assert dict(found.kernels) == pytest.approx({"attend": 4.5e-6, "combine": 3e-6})
+    assert dict(found.whole) == pytest.approx({"attend": 5e-6, "combine": 5e-6})
+    assert found.median == pytest.approx(7.5e-6)
 
 
 def test_kernels_of_several_streams_are_listed_in_order(profiled):
     profiled({STREAM: [("combine", 5, 6)], "Stream #14(Compute)": [("attend", 1, 4)]})
-    assert timed(1) == KernelTimes(
-        pytest.approx(4e-6), (("attend", pytest.approx(3e-6)), ("combine", pytest.approx(1e-6)))
-    )
+    kernels = ("attend", pytest.approx(3e-6)), ("combine", pytest.approx(1e-6))
+    assert timed(1) == KernelTimes(pytest.approx(4e-6), kernels, whole=kernels)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +109,6 @@ def test_there_are_none_on_cpus(profiled, monkeypatch):
 
 
 def test_times_of_several_calls_are_divided_by_their_number():
-    found = KernelTimes(9e-6, (("write", 1e-6), ("fill", 3e-6), ("write", 5e-6)))
+    found = KernelTimes(9e-6, (("write", 1e-6), ("fill", 3e-6), ("write", 5e-6)), (("write", 8e-6), ("write", 2e-6)))
     assert found.divided(1) == found
-    assert found.divided(2) == KernelTimes(4.5e-6, (("write", 3e-6), ("fill", 1.5e-6)))
+    assert found.divided(2) == KernelTimes(4.5e-6, (("write", 3e-6), ("fill", 1.5e-6)), (("write", 5e-6),))

@@ -110,7 +110,7 @@ def test_shares_are_printed_and_recorded(monkeypatch, capsys, tmp_path):
 
     def timed(run, *, repeats):
         jax.block_until_ready(run())
-        return KernelTimes(10e-3, kernels)
+        return KernelTimes(10e-3, kernels, whole=(*kernels, ("nvjet", 2e-3)))
 
     monkeypatch.setattr(step, "kernels_of", timed)
     monkeypatch.setattr(model_steps.Steps, "seconds", lambda steps: 20e-3)
@@ -124,11 +124,15 @@ def test_shares_are_printed_and_recorded(monkeypatch, capsys, tmp_path):
         "others 1.000 ms (5%), gaps 10.000 ms (50%)"
     )
     assert expected in printed
+    assert "from its start to its end: experts 4.000 ms (20%), attention 3.000 ms (15%), products 4.000 ms" in printed
+    assert "these sum to 12.000 ms; at least one kernel runs for 10.000 ms" in printed
     recorded = json.loads(file.read_text())
     assert recorded["ms"] == 20
     assert recorded["shares_ms"] == pytest.approx(
         {"experts": 4, "attention": 3, "products": 2, "others": 1, "gaps": 10}
     )
+    assert recorded["busy_ms"] == pytest.approx(10)
+    assert recorded["whole_ms"] == pytest.approx({"experts": 4, "attention": 3, "products": 4, "others": 1})
     assert (recorded["requests"], recorded["tokens"], recorded["new_tokens"]) == (1, 1, 1)
 
 
