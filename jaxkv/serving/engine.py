@@ -136,7 +136,7 @@ class Engine:
         self._new: list[tuple[Request, int]] = []
         """Tokens that have been read, and that `step` has not returned yet."""
         # The cache is donated, so that it is updated in place.
-        self._layers = jax.jit(program.run_layers, donate_argnames="cache")
+        self._layers = jax.jit(program.run_layers, donate_argnames="cache", compiler_options=model.compiler_options)
         self._likeliest, self._draw = (
             jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)
         )

@@ -100,8 +100,10 @@ class SpeculativeEngine:
         self.running: list[Request] = []
         self._drafts: dict[Request, list[int]] = {}
         """The drafts of requests whose prompt is complete."""
-        self._prefill = jax.jit(_prefill_step, donate_argnames="cache")
-        self._verify = jax.jit(_verify_step, donate_argnames="cache")
+        self._prefill, self._verify = (
+            jax.jit(step, donate_argnames="cache", compiler_options=model.compiler_options)
+            for step in (_prefill_step, _verify_step)
+        )
 
     def submit(
         self,

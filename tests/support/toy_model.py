@@ -34,6 +34,10 @@ class ToyModel:
     implementation: Any = field(default=None, metadata={"static": True})
     parallel: OneDevice = field(default=OneDevice(), metadata={"static": True})
 
+    @property
+    def compiler_options(self):
+        return {}
+
     def layout(self, num_blocks, block_size, order="BLNHC"):
         entry = jaxkv.MLAEntry("f32", latent=LATENT, rope=ROPE)
         return jaxkv.CacheLayout(
