@@ -47,9 +47,9 @@ class Row:
         return burst, sustained
 
 
-def read(name: str) -> dict:
-    """A recorded measurement, by the name of its file."""
-    return json.loads((FOLDER / name).read_text())
+def read(name: str, gpu: str = "h200") -> dict:
+    """A recorded measurement, by the names of its file and of the folder of its GPU."""
+    return json.loads((FOLDER.parent / gpu / name).read_text())
 
 
 FLASH_MLA = {"decode_mla": "bf16", "decode_mla_sparse": "fp8_ds_mla"}
@@ -146,7 +146,7 @@ def models() -> str:
     found, sparse, hot = (read(f"{name}.json") for name in ("models_and_offload", "sparse_step", "hot_rows"))
     ttft, offload = found["ttft"], found["offload"]
     v32, layer, limits = sparse["step"], sparse["seconds_per_layer"], sparse["limits"]
-    serve = found["serve"]["tokens_per_s"]
+    serve, h100 = found["serve"]["tokens_per_s"], read("serve_bench.json", "h100")
     ms, large, whole = ttft["ms"], offload["large"], offload["rows"]
 
     def rates(order: str) -> str:
@@ -169,6 +169,7 @@ def models() -> str:
             f"{serve['allowed']:,} output tokens/s, and {serve['saturation']:,} were generated at saturation "
             f"({serve['saturation'] / serve['allowed']:.0%})",
         ),
+        (f"the same on an {h100['device']}, {h100['date']}, with random arrivals: `{h100['command']}`", served(h100)),
         (
             "DeepSeek-V3.2's attention in all layers of one packed cache, in a scan, in place: "
             f"`jaxkv bench --sparse-step`; {v32['requests']} requests x {v32['tokens']:,} tokens, {v32['heads']} heads",
@@ -186,6 +187,24 @@ def models() -> str:
     return "\n".join(["| what, and by which command | result |", "|---|---|", *(f"| {a} | {b} |" for a, b in lines)])
 
 
+def served(found: dict) -> str:
+    """What `jaxkv serve-bench` measured: rates alone and at saturation, and latencies with random arrivals."""
+    alone, saturation = found["alone"], found["saturation"]
+    parts = [
+        f"prefill alone {alone['prefill']:,.0f} tokens/s, decode alone {alone['decode']:,.0f}; these allow "
+        f"{found['allowed']:,.0f} output tokens/s, and {saturation['output_tokens_per_s']:,.0f} were generated at "
+        f"saturation ({saturation['fraction']:.0%})"
+    ]
+    for load in found["loads"]:
+        first, between = load["first_token_ms"], load["between_tokens_ms"]
+        parts.append(
+            f"{load['requests_per_s']:.1f} requests/s, {load['load']:.0%} of saturation: first token after "
+            f"{first['median']:.0f} ms (99th percentile {first['p99']:.0f}), {between['median']:.1f} ms between tokens "
+            f"({between['p99']:.1f})"
+        )
+    return "; ".join(parts)
+
+
 def steps() -> str:
     """A Markdown table of steps of a whole model: what each spends on its kinds of kernels."""
     rows = read("model_steps.json")["rows"]
@@ -196,6 +215,19 @@ def steps() -> str:
         cells = [step_name(row), f"{row['ms']:.2f}"]
         cells += [f"{took:.2f}" if (took := row["shares_ms"].get(kind)) else "-" for kind in kinds]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def concurrent_steps() -> str:
+    """A Markdown table of steps whose kernels run side by side: each kernel counts from its start to its end."""
+    rows = read("model_steps.json", "h100")["rows"]
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row["whole_ms"]))
+    heading = "requests x tokens", "ms", "busy", *kinds, "their sum"
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    for row in rows:
+        whole = row["whole_ms"]
+        times = row["ms"], row["busy_ms"], *(whole[kind] for kind in kinds), sum(whole.values())
+        lines.append(f"| {' | '.join([step_name(row), *(f'{time:.2f}' for time in times)])} |")
     return "\n".join(lines)
 
 
@@ -213,6 +245,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantised": quantised,
     "models": models,
     "steps": steps,
+    "concurrent_steps": concurrent_steps,
 }
 """The table between each pair of marks."""
 

@@ -76,6 +76,7 @@ TABLES = [
     ("notebooks/README.md", "quantised"),
     ("notebooks/README.md", "models"),
     ("jaxkv/models/README.md", "steps"),
+    ("jaxkv/models/README.md", "concurrent_steps"),
 ]
 
 
