@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call
-from jaxkv.dispatch.validate import Dims, int32
+from jaxkv.dispatch.validate import Dims, int32, static_bool
 from jaxkv_kernels.addressing.slots import lengths_in_table
 
 TILE_ROWS = 64
@@ -108,8 +108,7 @@ def arrange(
     Raises:
       ValueError: `causal` is not a bool, or `cu_q_lens` has the wrong shape or dtype.
     """
-    if not isinstance(causal, bool):
-        raise ValueError(f"`causal` is {causal!r}: expected True or False (it is static)")
+    causal = static_bool("causal", causal)
     if cu_q_lens is not None:
         dims.check_running_sum("cu_q_lens", cu_q_lens)
         cu_q_lens = int32(cu_q_lens)

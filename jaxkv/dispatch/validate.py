@@ -211,6 +211,13 @@ def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
     return number
 
 
+def static_bool(name: str, value) -> bool:
+    """`value` as a Python bool; ValueError unless it is one, or NumPy's."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"`{name}` is {value!r}: expected True or False (it is static)")
+    return bool(value)
+
+
 def window_of(window, causal, capacity: int) -> int | None:
     """`window` as kernels expect it; ValueError unless it is None or, with a causal mask, a positive int of any size.
 

@@ -18,6 +18,7 @@ from jaxkv.dispatch.validate import (
     logit_cap_of,
     mla_dims,
     softmax_scale,
+    static_bool,
     window_of,
 )
 from jaxkv.ops.operation import Operation
@@ -97,6 +98,7 @@ def decode_mla(
       ValueError: a shape, dtype, static layer or scale is wrong, there is a `window` without a causal mask, or `plan`
         was made for another shape or dtype.
     """
+    return_lse = static_bool("return_lse", return_lse)
     call = _bind_mla(
         q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, window, causal, sinks,
         cu_q_lens, plan,
@@ -178,6 +180,7 @@ def decode_kv(
       ValueError: a shape, dtype, static layer or scale is wrong, there is a `window` without a causal mask, or `plan`
         was made for another shape or dtype.
     """
+    return_lse = static_bool("return_lse", return_lse)
     call = _bind_kv(
         q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, causal, sinks, cu_q_lens,
         plan,
@@ -225,6 +228,8 @@ def query_axes(name, q, *, ragged: bool = False) -> str:
     if rank not in ((3,) if ragged else (3, 4)):
         raise ValueError(f"`{name}` has {rank} axes: expected {expected}")
     if ragged:
+        if not q.shape[0]:
+            raise ValueError(f"`{name}` has shape {tuple(q.shape)}: expected [T, Hq, …] with T at least 1")
         return "T Hq"
     return "B Hq" if rank == 3 else "B Q Hq"
 

@@ -52,9 +52,10 @@ def _stacked(name, parts, dtypes):
             )
     if not several:
         return parts
-    shapes = {tuple(part.shape) for part in parts}
-    if len(shapes) != 1:
-        raise ValueError(f"`{name}` have shapes {sorted(shapes)}: expected at least one array, all of one shape")
+    kinds = {(tuple(part.shape), str(part.dtype)) for part in parts}
+    if len(kinds) != 1:
+        found = ", ".join(map(describe, parts)) or "no arrays"
+        raise ValueError(f"`{name}` has {found}: expected at least one array, all of one shape and dtype")
     return jnp.stack(parts)
 
 

@@ -9,7 +9,7 @@ from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.arrangement import ArrangedCall, Groups, arrange
 from jaxkv.dispatch.backends import BACKENDS, Call, choose
-from jaxkv.dispatch.validate import Dims, check_cache, float_dtype, int32, positive_int, window_of
+from jaxkv.dispatch.validate import Dims, check_cache, float_dtype, int32, positive_int, static_bool, window_of
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import HEADS, PAGED
 from jaxkv_kernels.addressing.pages import Pages
@@ -154,7 +154,7 @@ def _bind(
         "tokens": arrangement.kernel_q_len,
         "window": window,
         "dtype": float_dtype("dtype", cache.layout.entry.input_dtype if dtype is None else dtype),
-        "batch_invariant": bool(batch_invariant),
+        "batch_invariant": static_bool("batch_invariant", batch_invariant),
     }
     tables, lengths = arrangement.requests(int32(block_tables), int32(seq_lens), pages.block_size)
     arrays = {"buffer": cache.buffer, "block_tables": tables, "seq_lens": lengths}

@@ -101,12 +101,8 @@ def _bind(x, experts, weights, gate, up, down, shared=None, limit=None, alpha=No
             _check_scaled(dims, name, matrix, axes)
         else:
             raise ValueError(f"`{name}` is {describe(matrix)}: expected a TileScaled, as `{min(scaled)}` is one")
-    if shared is not None:
-        for number, (matrix, axes) in enumerate(zip(shared, ("S D", "S D", "D S"), strict=True)):
-            dims.check(f"shared[{number}]", matrix, axes, (str(x.dtype),))
-    if biases is not None:
-        for number, (bias, axes) in enumerate(zip(biases, ("E I", "E I", "E D"), strict=True)):
-            dims.check(f"biases[{number}]", bias, axes, (str(x.dtype),))
+    _check_three(dims, "shared", shared, ("S D", "S D", "D S"), str(x.dtype))
+    _check_three(dims, "biases", biases, ("E I", "E I", "E D"), str(x.dtype))
     experts = int32(experts)
     if checking():
         require(experts < dims["E"], "experts", experts, f"there are {dims['E']} experts")
@@ -114,6 +110,17 @@ def _bind(x, experts, weights, gate, up, down, shared=None, limit=None, alpha=No
     arrays |= {"shared": shared, "biases": biases}
     options = {name: positive_number(name, value) for name, value in (("limit", limit), ("alpha", alpha))}
     return Call("grouped_swiglu", arrays, options)
+
+
+def _check_three(dims: Dims, name: str, arrays, axes: tuple[str, str, str], dtype: str) -> None:
+    """ValueError unless `arrays` is None, or has an array for each of `axes`."""
+    if arrays is None:
+        return
+    if not isinstance(arrays, tuple | list) or len(arrays) != len(axes):
+        found = f"{len(arrays)} elements" if isinstance(arrays, tuple | list) else describe(arrays)
+        raise ValueError(f"`{name}` is {found}: expected arrays for gate, up and down")
+    for number, (matrix, names) in enumerate(zip(arrays, axes, strict=True)):
+        dims.check(f"{name}[{number}]", matrix, names, (dtype,))
 
 
 def _check_scaled(dims: Dims, name: str, matrix: TileScaled, axes: str) -> None:

@@ -3,7 +3,7 @@
 import jax
 
 from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, positive_int, static_scale
+from jaxkv.dispatch.validate import Dims, positive_int, static_bool, static_scale
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array
 
@@ -79,7 +79,7 @@ def _bind(logits, per_token, bias=None, scoring="softmax", groups=1, groups_per_
         "scoring": scoring,
         "groups": groups,
         "groups_per_token": groups_per_token,
-        "normalize": bool(normalize),
+        "normalize": static_bool("normalize", normalize),
         "scale": static_scale(scale),
     }
     return Call("select_experts", {"logits": logits, "bias": bias}, options)

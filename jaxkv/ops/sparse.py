@@ -16,6 +16,7 @@ from jaxkv.dispatch.validate import (
     logit_cap_of,
     mla_dims,
     softmax_scale,
+    static_bool,
 )
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array, sample_options, sample_queries
@@ -90,6 +91,7 @@ def decode_mla_sparse(
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong, or the two caches have entries of different sizes.
     """
+    return_lse = static_bool("return_lse", return_lse)
     call = _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, extra, sinks, logit_cap, batch_invariant)
     out, lse = run(call, implementation)
     return (out, lse) if return_lse else out
@@ -121,7 +123,7 @@ def _bind(
         "pages": first.pages,
         "entry": first.entry,
         "logit_cap": logit_cap_of(logit_cap),
-        "batch_invariant": bool(batch_invariant),
+        "batch_invariant": static_bool("batch_invariant", batch_invariant),
     }
     return Call("decode_mla_sparse", arrays, options)
 

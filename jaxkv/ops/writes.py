@@ -3,7 +3,7 @@
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, layer_index, mla_dims
+from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, layer_index, mla_dims, static_bool
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array, sample_new, sample_options
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
@@ -53,6 +53,7 @@ def _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, interle
     dims = mla_dims(cache)
     dims.check("kv_c", kv_c, "T R")
     dims.check("k_pe", k_pe, "T P")
+    interleaved = static_bool("interleaved", interleaved)
     if cos_sin is not None:
         dims.check("cos_sin", cos_sin, "T P", ("float32",))
         if not dims["P"] or dims["P"] % 2:
@@ -60,7 +61,7 @@ def _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, interle
     elif interleaved:
         raise ValueError("`interleaved` is set: expected `cos_sin` too, because keys are not rotated without it")
     arrays = {"kv_c": kv_c, "k_pe": k_pe, "kv_scale": entry_scale("kv_scale", kv_scale, cache), "cos_sin": cos_sin}
-    options = {"interleaved": bool(interleaved)}
+    options = {"interleaved": interleaved}
     return bind_slots("write_mla", cache, dims, arrays, "slot_mapping", slot_mapping, layer, **options)
 
 

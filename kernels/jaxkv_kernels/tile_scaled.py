@@ -35,7 +35,12 @@ class TileScaled:
 
     @classmethod
     def of(cls, weight) -> "TileScaled":
-        """Quantises a weight [..., out, in]: the largest magnitude of a tile becomes 448, the largest e4m3 value."""
+        """Quantises a weight [..., out, in]: the largest magnitude of a tile becomes 448, the largest e4m3 value.
+
+        ValueError if the weight has fewer than two axes.
+        """
+        if weight.ndim < 2:
+            raise ValueError(f"`weight` has shape {tuple(weight.shape)}: expected [..., out, in]")
         *stack, rows, columns = weight.shape
         down, across = num_tiles(rows), num_tiles(columns)
         padding = [(0, 0)] * len(stack) + [(0, down * TILE - rows), (0, across * TILE - columns)]

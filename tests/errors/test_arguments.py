@@ -1,5 +1,6 @@
 """Wrong static arguments, caches and entries: each is a ValueError that names the argument and what is expected."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -231,6 +232,29 @@ STATICS = [
         lambda a: select_experts(a, scoring="sigmoid", groups=20, groups_per_token=4),
         ["`groups`", "is 20:", "2 or more"],
     ),
+    *(
+        (
+            f"{name} of {wrong!r} in {run.__name__}",
+            lambda a, run=run, name=name, wrong=wrong: run(a, **{name: wrong}),
+            [f"`{name}`", "True or"],
+        )
+        for run, name in (
+            (decode_mla, "return_lse"),
+            (decode_kv, "return_lse"),
+            (decode_mla_sparse, "return_lse"),
+            (prefill_mla, "return_lse"),
+            (prefill_kv, "return_lse"),
+            (decode_mla_sparse, "batch_invariant"),
+            (write_mla, "interleaved"),
+            (select_experts, "normalize"),
+        )
+        for wrong in ("no", 1)
+    ),
+    (
+        "return_lse of a tracer",
+        lambda a: jax.jit(lambda x: decode_mla(a, return_lse=x))(True),
+        ["`return_lse`", "Tracer", "True or False (it is static)"],
+    ),
     ("k 0", lambda a: select_topk(a, k=0), ["`k`", "is 0:", "positive int"]),
     ("k of a float", lambda a: select_topk(a, k=2.0), ["`k`", "2.0", "positive int"]),
     ("block_size 0", lambda a: positions_to_slots(a, block_size=0), ["`block_size`", "is 0:", "positive int"]),
@@ -307,6 +331,12 @@ HELPERS = [
     ("outs of lists", lambda a: merge_states(a, outs=[[1.0, 2.0]] * 2), ["`outs`", "[1.0, 2.0]", "array"]),
     ("lses of numbers", lambda a: merge_states(a, lses=[1.0, 2.0]), ["`lses`", "float"]),
     ("outs of a number", lambda a: merge_states(a, outs=1.0), ["`outs`", "float"]),
+    (
+        "outs of two dtypes",
+        lambda a: merge_states(a, outs=[a.outs[0], a.outs[1].astype("bfloat16")], lses=[a.lses[0], a.lses[1]]),
+        ["`outs`", "float32[3, 4]", "bfloat16[3, 4]", "one shape and dtype"],
+    ),
+    ("a weight of one axis", lambda a: jaxkv.TileScaled.of(a.x[0]), ["`weight`", "(8,)", "[..., out, in]"]),
     ("outs of rank 0", lambda a: merge_states(a, outs=a.lses[0, 0], lses=a.lses[0, 0]), ["`outs`", "()"]),
     ("an array of no parts", lambda a: merge_states(a, outs=a.outs[:0], lses=a.lses[:0]), ["`outs`", "(0, 3, 4)", "1"]),
     ("view of no layout", lambda a: a.mla.view(None), ["`layout`", "None", "CacheLayout"]),

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, layer_index, positive_int, static_scale
+from jaxkv.dispatch.validate import (
+    Dims,
+    check_cache,
+    entry_scale,
+    int32,
+    layer_index,
+    positive_int,
+    static_bool,
+    static_scale,
+)
 from jaxkv.ops.attention import check_entries
 from jaxkv.ops.composed.parts import CHUNK_BYTES, Context, aligned, running_sum
 from jaxkv.ops.gathers import gather_kv
@@ -77,7 +86,7 @@ def prefill_kv(
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
     check_cache(cache, KVEntry)
-    layout = cache.layout
+    return_lse, layout = static_bool("return_lse", return_lse), cache.layout
     dims = Dims(D=(layout.entry.sizes[0], "the entry's head_dim"))
     dims.check("q", q, "B Q Hq D")
     if dims["Hq"] % layout.num_heads:

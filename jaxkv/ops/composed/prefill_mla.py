@@ -10,7 +10,16 @@ from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import check_cache, entry_scale, int32, layer_index, mla_dims, positive_int, static_scale
+from jaxkv.dispatch.validate import (
+    check_cache,
+    entry_scale,
+    int32,
+    layer_index,
+    mla_dims,
+    positive_int,
+    static_bool,
+    static_scale,
+)
 from jaxkv.ops.attention import check_entries, decode_mla
 from jaxkv.ops.composed.parts import (
     CHUNK_BYTES,
@@ -153,6 +162,7 @@ def prefill_mla(
       ValueError: a shape, dtype, static layer or scale is wrong; `num_decodes` exceeds the requests or the rows;
         `num_decodes` or `plan` is passed without `cu_q_lens`, or `plan` was made for another shape or dtype.
     """
+    return_lse = static_bool("return_lse", return_lse)
     check_cache(cache, MLAEntry)
     dims, dtype = mla_dims(cache), (str(getattr(q_nope, "dtype", None)),)
     rows = "B Q" if cu_q_lens is None else "T"
@@ -167,6 +177,8 @@ def prefill_mla(
     block_tables, seq_lens, layer = int32(block_tables), int32(seq_lens), layer_index(layer, cache)
     options = {"layer": layer, "kv_scale": entry_scale("kv_scale", kv_scale, cache), "implementation": implementation}
     if cu_q_lens is not None:
+        if not dims["T"]:
+            raise ValueError(f"`q_nope` has shape {tuple(q_nope.shape)}: expected [T, H, N] with T at least 1")
         dims.check_running_sum("cu_q_lens", cu_q_lens)
         cu_q_lens = int32(cu_q_lens)
     _check_decodes(num_decodes, plan, cu_q_lens, dims)
