@@ -48,5 +48,6 @@ def chunk_slots(block_tables: jax.Array, i, *, chunk: int, block_size: int) -> t
 
 def walk(first, last, step: Callable[[Any, Any], Any], state):
     """A `lax.fori_loop` that also works in `shard_map`, where a carry must vary over the mesh from the start."""
-    typed = jax.tree.map(lambda s, made: jnp.where(False, made, s), state, step(jnp.int32(0), state))
-    return lax.fori_loop(first, last, step, typed)
+    if jax.sharding.get_abstract_mesh().manual_axes:  # elsewhere, a second copy of the step only takes time to compile
+        state = jax.tree.map(lambda s, made: jnp.where(False, made, s), state, step(jnp.int32(0), state))
+    return lax.fori_loop(first, last, step, state)
