@@ -1,5 +1,6 @@
 """Strict JAX, quick compilations, a repeatable hypothesis."""
 
+import gc
 import itertools
 import os
 from pathlib import Path
@@ -48,6 +49,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(INTERPRETED_SECONDS))
     config.hook.pytest_deselected(items=deselected)
     items[:] = selected
+
+
+def pytest_collection_finish():
+    """Collects garbage rarely: tracing makes millions of small objects, few of which are in cycles."""
+    gc.collect()
+    gc.freeze()  # modules and test items, which live as long as the process
+    gc.set_threshold(100_000, 20, 100)
 
 
 MOST_MAPPINGS = 20_000

@@ -50,6 +50,9 @@ PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "kimi_linear", "qwen3_next"}
 HEADS = {"gpt_oss", "llama", "qwen3_next", "smollm3"}
 """Families whose cache has several heads, so that all six orders differ."""
 
+SAME_LAYERS = ("axk1", "deepseek_v3_sharded", "deepseek_v3_yarn", "kimi", "kimi_k25", "moonlight")
+"""Families whose layers are those of `deepseek_v3` with other numbers, rotary embeddings or names of weights."""
+
 families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [
     ("deepseek_v2_lite", "LBNHC"),
@@ -58,7 +61,7 @@ WHOLE_PROMPTS = [
     ("gpt_oss", "LBHNC"),
     ("smollm3", "LHBNC"),
 ]
-"""All families run in chunks, on block-major caches."""
+"""All families but `SAME_LAYERS` run in chunks, on block-major caches."""
 LAYOUTS = [
     (family, order) if (family, order) in WHOLE_PROMPTS else slow(family, order)
     for family in FAMILIES
@@ -155,15 +158,25 @@ class Requests:
             if any(new):
                 self.step(decode, new, 1)
 
-    def check(self):
-        """Tokens are the recorded ones, and logits are, at every position."""
-        assert self.tokens == self.truth["tokens"].tolist()
-        for i, prompt in enumerate(self.prompts):
-            logits = np.stack(self.logits[i])
-            expected = np.concatenate((self.truth["logits"][i, : len(prompt)], self.truth["step_logits"][i, 1:]))
-            assert logits.shape == expected.shape
-            error = np.abs(logits - expected).max(-1) / np.abs(expected).max(-1)
-            assert error.max() < TOLERANCE, (i, int(error.argmax()), error.max())
+    def run_prompts(self):
+        """Computes all prompts whole, and the first token after each."""
+        self.step(prefill, self.prompts, max(map(len, self.prompts)))
+        return self
+
+    def errors(self, i):
+        """Errors of the logits of request i, at its positions so far, relative to the largest logit of each."""
+        prompt = self.truth["logits"][i, : len(self.prompts[i])]
+        logits = np.stack(self.logits[i])
+        expected = np.concatenate((prompt, self.truth["step_logits"][i, 1 : len(self.tokens[i])]))
+        assert logits.shape == expected.shape
+        return np.abs(logits - expected).max(-1) / np.abs(expected).max(-1)
+
+    def check(self, count=STEPS):
+        """`count` tokens of each request are the recorded ones, and so are logits at every position."""
+        assert self.tokens == self.truth["tokens"][:, :count].tolist()
+        for i in range(len(self.prompts)):
+            errors = self.errors(i)
+            assert errors.max() < TOLERANCE, (i, int(errors.argmax()), errors.max())
 
 
 @pytest.mark.parametrize(("family", "order"), LAYOUTS)
@@ -171,7 +184,12 @@ def test_whole_prompts_and_64_tokens(family, order):
     Requests(family, order).run(chunk=200).check()
 
 
-@families
+@pytest.mark.parametrize("family", SAME_LAYERS)
+def test_whole_prompts(family):
+    Requests(family).run_prompts().check(count=1)
+
+
+@pytest.mark.parametrize("family", [slow(family) if family in SAME_LAYERS else family for family in FAMILIES])
 def test_prompts_in_chunks_and_requests_that_join_and_leave_at_different_steps(family):
     Requests(family).run(chunk=48, joins=(10, 3, 0, 7, 5)).check()
 
@@ -210,14 +228,14 @@ def test_strict_programs_may_run_every_model(family):
         jax.eval_shape(jaxkv.models.decode, model, cache, requests, requests, tables, requests)
 
 
-def test_the_sparse_path_decides_tokens():
+def test_the_sparse_path_decides_logits():
     requests = Requests("deepseek_v32")
     config = requests.model.config
     everything = dataclasses.replace(config.indexer, topk=requests.tables[""].shape[1] * BLOCK_SIZE)
     attention = dataclasses.replace(config.attention, indexer=everything)
     requests.model = dataclasses.replace(requests.model, config=dataclasses.replace(config, attention=attention))
-    requests.run(chunk=200)
-    expected = requests.truth["tokens"].tolist()
-    assert config.indexer.topk < len(requests.prompts[-1])
-    assert requests.tokens[0][:1] == expected[0][:1]  # so short that there is nothing to select
-    assert requests.tokens[-1] != expected[-1]
+    topk = config.indexer.topk
+    first, *_, last = map(requests.run_prompts().errors, range(len(requests.prompts)))
+    assert len(first) < topk < len(last)
+    assert first.max() < TOLERANCE  # so short that there is nothing to select
+    assert last[:topk].max() < TOLERANCE < last[topk:].max()

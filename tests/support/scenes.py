@@ -1,6 +1,7 @@
 """Caches full of garbage with one layer of known entries in them, on every kind of layout, and their packed twins."""
 
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,7 @@ def is_split(entry):
     return not isinstance(entry, jaxkv.StateEntry) and oracle.FORMATS[entry.format].page_parts is not None
 
 
+@cache
 def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
     """Every kind of layout by name: the six orders, padded, explicit strides, in a packed block, in a byte buffer.
 
@@ -83,6 +85,7 @@ def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_si
     return jaxkv.CacheLayout.from_strides(**sizes, strides=steps, offset=pad, size=step)
 
 
+@cache
 def layout_names(entry):
     """Names of the kinds of layout that differ for an entry: with one head, the six orders are two layouts."""
     names = {}
@@ -220,6 +223,7 @@ class Scene:
         return {name: jnp.asarray(s, jnp.float32) for name, s in zip(("k_scale", "v_scale"), self.scales, strict=True)}
 
 
+@lru_cache(maxsize=32)
 def scene(entry, *, num_heads=1, block_size=64, lengths=None, num_blocks=BLOCKS, seed=0, kind="nan"):
     """Requests of lengths round a block's edge (or those given) on shuffled blocks."""
     rng = np.random.default_rng(seed)
@@ -241,4 +245,6 @@ def scene(entry, *, num_heads=1, block_size=64, lengths=None, num_blocks=BLOCKS,
         tables[request, :count] = [next(blocks) for _ in range(count)]
         slots = draft.slots(request)
         entries[slots // n, :, slots % n] = encoded[slots // n, :, slots % n]
+    for array in (tables, entries):
+        array.setflags(write=False)  # tests share scenes
     return replace(draft, entries=entries)

@@ -315,7 +315,7 @@ def test_without_a_hopper_gpu_the_reason_is_the_device():
 
 @pytest.mark.parametrize(
     ("rows", "slots", "count"),
-    [(24, 4, 2), (8, 20, 9), (5, 5, 2), (5, 4, 1), (64, 64, 33), (8, 140, 133), (8, 40, 38)],
+    [(24, 4, 2), (8, 20, 9), (5, 5, 2), (5, 4, 1), (40, 64, 33), (8, 140, 133), (8, 40, 38)],
     ids=[
         *("a warp has two rows", "a warp has a row", "odd rows", "one split"),
         *("two warpgroups have a row", "four warpgroups have a row", "the last of all splits"),

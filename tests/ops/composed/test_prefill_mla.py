@@ -42,13 +42,16 @@ def arguments(entry, tokens, dtype, requests=6):
     ]
 
 
-def prefill(scene, cache, given, layer, **options):
-    """out and lse."""
+def program(scene, given, **options):
+    """A compiled function of a cache and a layer that returns out and lse."""
     requests = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
     options = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **options}
-    return jax.jit(lambda cache, layer: jaxkv.prefill_mla(*given, cache, *requests, layer=layer, **options))(
-        cache, layer
-    )
+    return jax.jit(lambda cache, layer: jaxkv.prefill_mla(*given, cache, *requests, layer=layer, **options))
+
+
+def prefill(scene, cache, given, layer, **options):
+    """out and lse."""
+    return program(scene, given, **options)(cache, layer)
 
 
 def truth(scene, given):
@@ -78,14 +81,19 @@ def check(scene, cache, given, **options):
     return out, lse
 
 
+@cache
+def of_packed_cache(entry):
+    """out and lse, which are compared with those of every layout."""
+    scene = scenes.scene(entry, lengths=LENGTHS)
+    twin = scene.twin(scenes.layouts(entry)["BLNHC"])
+    return prefill(scene, twin, arguments(entry, 70, entry.input_dtype), 0, expanded_bytes=FEW_BYTES)
+
+
 @on_layouts(scenes.MLA_ENTRIES, composed=True)
 def test_equals_the_packed_cache_and_the_truth(entry, name):
     scene, layout = scenes.scene(entry, lengths=LENGTHS), scenes.layouts(entry)[name]
-    given = arguments(entry, 70, entry.input_dtype)
-    found = check(scene, scene.cache(layout, 1), given, expanded_bytes=FEW_BYTES)
-    for actual, expected in zip(
-        found, prefill(scene, scene.twin(layout), given, 0, expanded_bytes=FEW_BYTES), strict=True
-    ):
+    found = check(scene, scene.cache(layout, 1), arguments(entry, 70, entry.input_dtype), expanded_bytes=FEW_BYTES)
+    for actual, expected in zip(found, of_packed_cache(entry), strict=True):
         assert_same_bits(actual, expected)
 
 
@@ -146,13 +154,11 @@ def test_in_chunks_as_at_once(form):
 
 def test_a_token_has_no_influence_on_those_before_it():
     scene = scenes.scene(ENTRY, lengths=(150, 90))
-    given = arguments(ENTRY, 70, "float32", 2)
-    layout = scenes.layouts(ENTRY)["BLNHC"]
+    layout, run = scenes.layouts(ENTRY)["BLNHC"], program(scene, arguments(ENTRY, 70, "float32", 2))
+    expected = run(scene.cache(layout, 1), 1)
     for position in (120, 30):  # among the last 70 tokens, and before them
         bad = scene.holding(np.nan, 0, position)
-        for found, right in zip(
-            prefill(bad, bad.cache(layout, 1), given, 1), prefill(scene, scene.cache(layout, 1), given, 1), strict=True
-        ):
+        for found, right in zip(run(bad.cache(layout, 1), 1), expected, strict=True):
             first = max(position - 80, 0)
             assert np.isnan(found[0, first:]).all()
             assert_same_bits(found[0, :first], right[0, :first])

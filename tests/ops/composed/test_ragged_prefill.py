@@ -78,14 +78,22 @@ def check(scene, cache, given, q_lens, **options):
     return out, lse
 
 
+OPTIONS = {"expanded_bytes": FEW_BYTES, "num_decodes": 4}
+
+
+@cache
+def of_packed_cache(entry):
+    """out and lse, which are compared with those of every layout."""
+    scene, given = scenes.scene(entry, lengths=LENGTHS), arguments(entry, sum(Q_LENS) + 5, entry.input_dtype)
+    return prefill(scene, scene.twin(scenes.layouts(entry)["BLNHC"]), given, Q_LENS, layer=0, **OPTIONS)
+
+
 @on_layouts(scenes.MLA_ENTRIES, composed=True)
 def test_equals_the_packed_cache_and_the_truth(entry, name):
     scene, layout = scenes.scene(entry, lengths=LENGTHS), scenes.layouts(entry)[name]
     given = arguments(entry, sum(Q_LENS) + 5, entry.input_dtype)
-    options = {"expanded_bytes": FEW_BYTES, "num_decodes": 4}
-    found = check(scene, scene.cache(layout, 1), given, Q_LENS, **options)
-    packed = prefill(scene, scene.twin(layout), given, Q_LENS, layer=0, **options)
-    for actual, expected in zip(found, packed, strict=True):
+    found = check(scene, scene.cache(layout, 1), given, Q_LENS, **OPTIONS)
+    for actual, expected in zip(found, of_packed_cache(entry), strict=True):
         assert_same_bits(actual, expected)
 
 
