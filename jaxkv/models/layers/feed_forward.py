@@ -8,7 +8,7 @@ from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.products import grouped_swiglu
 from jaxkv_kernels.kernel import imported_when_called
-from jaxkv_kernels.mosaic_gpu import unsupported
+from jaxkv_kernels.mosaic_gpu.experts import unsupported
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.xla.experts.swiglu import gated
 

@@ -11,6 +11,7 @@ from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED
+from jaxkv_kernels.mosaic_gpu.experts import unsupported as unsupported_experts
 from jaxkv_kernels.mosaic_gpu.runtime.available import BULK_COPIES, REDUX, WGMMA, unavailable_reasons
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting as interpreting
 
@@ -61,8 +62,8 @@ KERNELS: dict[str, Kernel] = {
     "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
     "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
     "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),
-    "select_experts": _kernel("experts.routing.select_experts", {}, unsupported.select_experts, REDUX),
-    "grouped_swiglu": _kernel("experts.swiglu.grouped_swiglu", {}, unsupported.grouped_swiglu, WGMMA),
-    "scaled_linear": _kernel("experts.linear.scaled_linear", {}, unsupported.scaled_linear, WGMMA),
+    "select_experts": _kernel("experts.routing.select_experts", {}, unsupported_experts.select_experts, REDUX),
+    "grouped_swiglu": _kernel("experts.swiglu.grouped_swiglu", {}, unsupported_experts.grouped_swiglu, WGMMA),
+    "scaled_linear": _kernel("experts.linear.scaled_linear", {}, unsupported_experts.scaled_linear, WGMMA),
 }
 """Operations that are not listed have no kernel here."""

@@ -1,4 +1,4 @@
-"""The reasons against calls whose entries are supported: a function per operation."""
+"""The reasons against calls on caches whose entries are supported: a function per operation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,19 +16,11 @@ from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
-from jaxkv_kernels.mosaic_gpu.experts.config import FEATURES, STEP
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
 from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
-from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
-MOST_PARTS, MOST_INNER = 16, 2048
-"""The most experts of a single token, shared ones included, for its own kernels; and the most values of an expert."""
-VECTOR = 8
-"""Values that a lane loads at once."""
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
-MOST_EXPERTS, LANES = 1024, 32
-"""Experts whose scores fit in the registers of a warp; lanes of a warp."""
 LATENT, ROPE = 512, 64
 """The sizes of DeepSeek's entries, which are the largest."""
 ROPES = (0, 16, 32, 64)
@@ -46,8 +38,6 @@ PLAIN = ("bf16", "f16", "f32")
 """Formats of entries that can be copied as they are."""
 WORD = 4
 """Bytes: addresses of entries that lanes convert are multiples of it."""
-SCORINGS = "softmax", "sigmoid"
-"""How `select_experts` may score experts."""
 MOST_VALUES = 2048
 """Values of an entry that a team of lanes keeps in registers."""
 
@@ -301,43 +291,6 @@ def write_state(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 read_state = write_state
 
 
-def select_experts(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `select_experts` call."""
-    experts, groups = arrays["logits"].shape[1], options["groups"]
-    if options["scoring"] not in SCORINGS:
-        yield f"`scoring` {options['scoring']!r}: supports {' and '.join(map(repr, SCORINGS))}"
-    if experts > MOST_EXPERTS:
-        yield f"{experts} experts: supports up to {MOST_EXPERTS}"
-    if options["per_token"] > LANES:
-        yield f"{options['per_token']} experts per token: supports up to {LANES}"
-    if groups > options["groups_per_token"] and experts // groups % LANES:
-        yield f"groups of {experts // groups} experts: supports multiples of {LANES}"
-
-
-def grouped_swiglu(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `grouped_swiglu` call."""
-    del options
-    x, gate = arrays["x"], arrays["gate"]
-    if arrays["biases"] is not None and isinstance(gate, TileScaled):
-        yield "`biases`: supports weights in float8 without biases"
-    yield from _tokens(x)
-    step, kind = (TILE, " with weights in float8") if isinstance(gate, TileScaled) else (STEP, "")
-    for name, size in (("tokens", x.shape[1]), ("inner sizes", gate.shape[1])):
-        if size % step:
-            yield f"{name} of {size} values: supports multiples of {step}{kind}"
-
-
-def scaled_linear(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `scaled_linear` call."""
-    del options
-    x, weight = arrays["x"], arrays["weight"]
-    yield from _tokens(x)
-    if x.shape[1] % TILE:
-        yield f"tokens of {x.shape[1]} values: supports multiples of {TILE}"
-    if weight.shape[0] % FEATURES:
-        yield f"results of {weight.shape[0]} values: supports multiples of {FEATURES}"
-
-
 def attend_expanded(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
     """Reasons against `attend_expanded`, part of `prefill_mla`, for such heads; also those of this machine."""
     yield from unavailable_reasons(WGMMA)
@@ -345,37 +298,6 @@ def attend_expanded(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
         yield f"queries of {jnp.dtype(dtype).name}: supports bfloat16 and float16"
     if (nope, rope, value) != EXPANDED:
         yield f"heads of {nope} + {rope} and {value} values: supports {EXPANDED[0]} + {EXPANDED[1]} and {EXPANDED[2]}"
-
-
-def swiglu_of_one(tokens: int, x, gate, up, down) -> Iterator[str]:
-    """Reasons against `swiglu_of_one`, which models use for arrays x [..., D]; also those of this machine."""
-    yield from _one_token(tokens, x, gate, up, down)
-    if x.shape[-1] % VECTOR:
-        yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR}"
-    if not inner_parts(gate.shape[0]):
-        yield f"an inner size of {gate.shape[0]} values: supports up to {MOST_PARTS} equal parts of up to {MOST_INNER}"
-
-
-def inner_parts(inner: int) -> int:
-    """The fewest equal parts of `inner` values of up to `MOST_INNER`, in multiples of 8; 0 if there are none."""
-    counts = range(-(-inner // MOST_INNER), MOST_PARTS + 1)
-    return next((parts for parts in counts if inner % (VECTOR * parts) == 0), 0)
-
-
-def _one_token(tokens: int, x, *weights) -> Iterator[str]:
-    yield from unavailable_reasons(WGMMA)
-    if tokens != 1:
-        yield f"{tokens} tokens: supports 1"
-    if any(isinstance(weight, TileScaled) for weight in weights):
-        yield "weights in float8"
-    elif {weight.dtype for weight in weights} != {x.dtype} or x.dtype not in (jnp.bfloat16, jnp.float16):
-        yield f"weights of other dtypes than `x` of {x.dtype}, or not bfloat16 or float16"
-
-
-def _tokens(x) -> Iterator[str]:
-    """A reason against tokens of such a dtype."""
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        yield f"`x` of {x.dtype}: supports bfloat16 and float16"
 
 
 def copied(entry, dtypes) -> bool:
