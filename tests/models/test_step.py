@@ -1,8 +1,5 @@
 """`models.step`: chunks of prompts and the next tokens of other requests, processed at once."""
 
-from functools import cache
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -13,18 +10,10 @@ from jaxkv.models import NewTokens
 from jaxkv.models.batch import Part
 from support.cases import slow
 from support.many_devices import mesh_of, on_several_devices
+from support.recorded import FOLDER, recorded
 
-FOLDER = Path(__file__).parents[1] / "data" / "models"
 BLOCK, TABLE = 16, 14
 TOLERANCE = 1e-4  # of logits, relative to the largest, as in `test_models.py`
-
-
-@cache
-def recorded(family):
-    """(prompt, the tokens that follow) of requests of 1, 63, 64, 65 and 200 tokens."""
-    with np.load(FOLDER / family / "truth.npz") as truth:
-        prompts, lengths, tokens = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
-    return [(prompt[:length], right) for prompt, length, right in zip(prompts, lengths, tokens, strict=True)]
 
 
 def rows(spans, columns):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ from jaxkv.serving.step_inputs import Rows
 from support import toy_model
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
+from support.recorded import FOLDER, recorded
 
 pytestmark = on_several_devices
 
-FOLDER = Path(__file__).parents[1] / "data" / "models"
 BLOCK = 16
 SMALL = "youtu"
 """Has no experts."""
@@ -41,14 +40,6 @@ def data(devices):
 @cache
 def load(family, divided=None):
     return models.load(FOLDER / family, parallel=divided)
-
-
-@cache
-def recorded(family):
-    """(prompt, the 64 tokens that follow) of requests of 1, 63, 64, 65 and 200 tokens."""
-    with np.load(FOLDER / family / "truth.npz") as truth:
-        prompts, lengths, tokens = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
-    return [(prompt[:length], right) for prompt, length, right in zip(prompts, lengths, tokens, strict=True)]
 
 
 def serve(engine, family, count=12):

@@ -1,7 +1,6 @@
 """The engine with models that have states: the tokens are Hugging Face's, also with prefixes from each tier."""
 
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,22 +8,9 @@ import pytest
 from jaxkv import models, serving
 from jaxkv.offload import DiskPool, HostPool
 from support.cases import slow
+from support.recorded import model, recorded
 
-FOLDER = Path(__file__).parents[1] / "data" / "models"
 BLOCK = 16
-
-
-@cache
-def model(family):
-    return models.load(FOLDER / family)
-
-
-@cache
-def recorded(family):
-    """Prompts of 1, 63, 64, 65 and 200 tokens, and the 64 tokens that follow each."""
-    with np.load(FOLDER / family / "truth.npz") as found:
-        prompts, lengths, tokens = (found[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
-    return [(prompt[:length], right) for prompt, length, right in zip(prompts, lengths, tokens, strict=True)]
 
 
 def engine(family, offload=None, num_blocks=40, chunk=64, block_size=BLOCK, order="BLNHC"):

@@ -2,35 +2,21 @@
 
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxkv import models, serving
 from jaxkv.offload import DiskPool, HostPool
 from support.cases import slow
+from support.recorded import model, recorded
 
-FOLDER = Path(__file__).parents[1] / "data" / "models"
 BLOCK = 16
-
-
-@cache
-def model(family):
-    return models.load(FOLDER / family)
-
-
-@cache
-def recorded(family):
-    """A prompt of 200 tokens, and the 64 that follow."""
-    with np.load(FOLDER / family / "truth.npz") as found:
-        return found["prompts"][4].tolist(), found["tokens"][4].tolist()
 
 
 def serve(family, engine):
     """How many of the prompt's tokens were found; its continuation must be right."""
-    prompt, tokens = recorded(family)
+    prompt, tokens = recorded(family)[-1]
     before = engine.prefix_stats.found
     request = engine.submit(prompt, max_tokens=len(tokens), stop=())
     for _ in engine.run():

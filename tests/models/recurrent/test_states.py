@@ -2,7 +2,6 @@
 
 import json
 from functools import cache, partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,10 @@ import safetensors.numpy
 import jaxkv
 from jaxkv import models
 from jaxkv.models import NewTokens
+from support import recorded as recordings
 from support.many_devices import mesh_of, on_several_devices
 
-FOLDER = Path(__file__).parents[2] / "data" / "models" / "qwen3_next"
+FOLDER = recordings.FOLDER / "qwen3_next"
 BLOCK, COLUMNS, BLOCKS, CHUNK = 32, 7, 64, 64
 STATE = "state"
 
@@ -25,10 +25,7 @@ step = jax.jit(models.step, donate_argnums=1)
 @cache
 def recorded():
     """The model, and (prompt, the tokens that follow) of requests of 1, 63, 64, 65 and 200 tokens."""
-    with np.load(FOLDER / "truth.npz") as truth:
-        prompts, lengths, tokens = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
-    pairs = [(prompt[:length], right) for prompt, length, right in zip(prompts, lengths, tokens, strict=True)]
-    return models.load(FOLDER, dtype="float32"), pairs
+    return models.load(FOLDER, dtype="float32"), recordings.recorded(FOLDER.name)
 
 
 def filled(model, value=0xFF):
