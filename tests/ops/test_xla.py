@@ -1,4 +1,4 @@
-"""Every operation on the XLA implementation, which has no gaps."""
+"""The suites of all operations on XLA, which supports every call."""
 
 import jax.numpy as jnp
 import numpy as np

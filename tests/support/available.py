@@ -1,4 +1,4 @@
-"""Kernels of devices that this machine does not have."""
+"""Makes kernels available whose devices this machine does not have."""
 
 from dataclasses import replace
 

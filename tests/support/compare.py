@@ -1,4 +1,4 @@
-"""Comparison in three steps: where inf and NaN are, element by element, the whole."""
+"""Comparison in three steps: the positions of inf and NaN, each element, the whole array."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Programs that the older emitters of XLA, which `conftest.py` chooses, do not serve."""
+"""For programs that do not work with the older emitters of XLA, which `conftest.py` selects."""
 
 DEFAULT_EMITTERS = {"xla_backend_extra_options": ""}
 """`compiler_options` of such programs.

@@ -1,6 +1,8 @@
-"""One abstract suite an operation.  An implementation subclasses them and says its name and its gaps.
+"""The tests that every implementation of an operation must pass: an abstract class per family of operations.
 
-class TestWriteMLA(suites.WriteMLA):
+The tests of an implementation subclass them, and name the implementation and its gaps:
+
+class TestWrites(suites.Writes):
     implementation = "xla"
 """
 

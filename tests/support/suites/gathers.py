@@ -1,4 +1,4 @@
-"""Gathers: bit-equal to the packed cache, right against the oracle, with garbage round about."""
+"""Gathers: bit-identical to the packed cache, equal to the oracle up to rounding, with garbage in all other memory."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Decode over keys and values: MHA and GQA, windows, scales a head."""
+"""Attention to keys and values: MHA and GQA, windows, scales per head."""
 
 import itertools
 from dataclasses import replace
@@ -30,7 +30,7 @@ every_format = pytest.mark.parametrize("form", jaxkv.KVEntry.formats)
 
 
 class DecodeKVChecks(Suite):
-    """How a result of `decode_kv` is held against the truth."""
+    """Compares results of `decode_kv` with the oracle."""
 
     head_dim, value_dim = 16, 8
     exact = "f32"

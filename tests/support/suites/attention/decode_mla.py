@@ -1,4 +1,4 @@
-"""Dense MLA decode: bit-equal to the packed cache, right against the oracle, deaf to poison."""
+"""Dense MLA decode: bit-identical to the packed cache, equal to the oracle up to rounding, with NaN in unused slots."""
 
 import itertools
 from dataclasses import replace
@@ -61,7 +61,7 @@ def assert_batch_invariant(lengths, heads, form="bf16"):
 
 
 class DecodeMLAChecks(Suite):
-    """How a result of `decode_mla` is held against the truth."""
+    """Compares results of `decode_mla` with the oracle."""
 
     latent, rope = 128, 16
     exact = "f32"
@@ -70,7 +70,7 @@ class DecodeMLAChecks(Suite):
     heads = 3
 
     def entry(self, name=None):
-        """An entry of that format, in the sizes that the implementation takes."""
+        """An entry of that format, in sizes that the implementation supports."""
         return scenes.entry_of(jaxkv.MLAEntry, name or self.exact, self.latent, self.rope)
 
     def decode(self, q, cache, scene, layer, **keywords):

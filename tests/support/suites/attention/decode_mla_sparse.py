@@ -1,4 +1,4 @@
-"""Sparse MLA decode: chosen slots, counts, sinks, rows without a key."""
+"""Sparse MLA decode: selected slots, counts of slots, sinks, and rows that see no key."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ LENGTHS = (190, 64, 1)
 
 
 class DecodeMLASparseChecks(Suite):
-    """How a result of `decode_mla_sparse` is held against the truth."""
+    """Compares results of `decode_mla_sparse` with the oracle."""
 
     latent, rope = 128, 16
     exact = "f32"

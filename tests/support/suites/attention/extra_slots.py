@@ -16,7 +16,7 @@ LENGTHS, MORE_LENGTHS = (70, 64, 1), (190, 3, 20)
 
 
 class ExtraSlotsChecks(DecodeMLASparseChecks):
-    """How a result for two caches is held against the truth, which knows one list of keys."""
+    """Compares results for two caches with the oracle, which has one list of keys."""
 
     def extra(self, scene, cache, slots, layer, counts=None):
         """The argument `extra`."""
