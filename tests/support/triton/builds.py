@@ -54,9 +54,8 @@ def builds(capability, operation, *args, **kwargs):
     built = []
 
     def compile(kernel, operands, results, updated, grid, warps, stages, constants):
-        before = () if updated is None else (updated,)
-        built.append(_compile(capability, kernel, (*operands, *before, *results), warps, stages, constants))
-        return tuple(jnp.zeros(x.shape, x.dtype) for x in (*before, *results))
+        built.append(_compile(capability, kernel, (*operands, *updated, *results), warps, stages, constants))
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in (*updated, *results))
 
     def run(arrays):
         return kernel.run(**arrays, **call.options)

@@ -47,7 +47,7 @@ def combine(out, lse, split_out, split_lse, plan, sinks=None):
             split_lse if sinks is None else sinks,
         ),
         (jax.ShapeDtypeStruct(lse.shape, lse.dtype),),
-        updated=out, grid=(min(units, MAX_PROGRAMS),),
+        updated=(out,), grid=(min(units, MAX_PROGRAMS),),
         ROWS=q_len * heads, HEADS=heads, SIZE=size, DTYPE=element_type(out.dtype), SINKS=sinks is not None,
         ALL=batch * q_len * heads, GROUP=group, COLUMNS=columns, BLOCK=LSE_TILE,
     )  # fmt: skip

@@ -17,7 +17,7 @@ def write_blocks(buffer, blocks, data, *, pages):
         return buffer
     runs = block_runs(pages, buffer.dtype.itemsize)
     grid = (blocks.size * runs.count * runs.chunks,)
-    return launch(_write_blocks, (data, blocks), updated=buffer, grid=grid, warps=WARPS, RUNS=runs)[0]
+    return launch(_write_blocks, (data, blocks), updated=(buffer,), grid=grid, warps=WARPS, RUNS=runs)[0]
 
 
 @triton.jit

@@ -45,7 +45,7 @@ def store_ds_mla(buffer, kv_c, k_pe, slots, layer, cos_sin=None, *, pages, entry
     }
     operands = (kv_c, k_pe, k_pe if cos_sin is None else cos_sin, slots, jnp.reshape(layer, (1,)))
     grid = (triton.cdiv(slots.size, shape["ROWS"]),)
-    return launch(_store_ds_mla, operands, updated=buffer, grid=grid, warps=WARPS, **constants, **shape)[0]
+    return launch(_store_ds_mla, operands, updated=(buffer,), grid=grid, warps=WARPS, **constants, **shape)[0]
 
 
 @triton.jit

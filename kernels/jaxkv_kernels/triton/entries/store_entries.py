@@ -46,7 +46,7 @@ def store_entries(buffer, parts, slots, layer, scales=(), cos_sin=None, *, pages
     angles = parts[-1] if cos_sin is None else cos_sin
     operands = (parts[0], parts[-1], angles, *scales, slots, jnp.reshape(layer, (1,)))
     grid = (triton.cdiv(rows, constants["ROWS"]),)
-    return launch(_store_entries, operands, updated=buffer, grid=grid, warps=WARPS, **constants)[0]
+    return launch(_store_entries, operands, updated=(buffer,), grid=grid, warps=WARPS, **constants)[0]
 
 
 @triton.jit

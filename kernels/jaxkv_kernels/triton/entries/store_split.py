@@ -37,7 +37,7 @@ def store_split(buffer, k, slots, layer, *, pages, entry):
     }
     operands = (k, slots, jnp.reshape(layer, (1,)))
     grid = (triton.cdiv(slots.size, shape["ROWS"]),)
-    return launch(_store_split, operands, updated=buffer, grid=grid, warps=WARPS, **constants, **shape)[0]
+    return launch(_store_split, operands, updated=(buffer,), grid=grid, warps=WARPS, **constants, **shape)[0]
 
 
 @triton.jit

@@ -1,21 +1,192 @@
-"""Gives a row on the device to each selected token, and copies tokens that had none from host memory."""
+"""Gives a row on the device to each selected token, and copies tokens that had none from host memory.
+
+Several programs share the tokens of one request.  All of them look up all tokens, and copy a part of the missing ones.
+The map (`addressing/hot_map.py`) is updated in place by the one that arrives last, when the others have read it:
+
+    look up the row of each token, and which token that row holds: hits and misses
+    barrier
+    mark the rows of hits;  of equal misses, find the first
+    barrier
+    number the misses
+    barrier
+    arrive;  request the words of the first misses from the host
+    in the order of use, the rows without a mark are evicted, one per miss
+    barrier
+    the last program: each miss takes the row of its number;  used rows move to the end of the order
+    store the words;  copy the other misses
+
+What bounds it: the link to the host, after the latency of four dependent loads and two prefix sums.  What is indexed by
+rows is read as a whole, and elements are taken from shared memory.  Launching the copy as a second kernel, with the
+assigned rows in memory, would take as long again as a lookup.
+"""
 
 from functools import partial
 
 import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
 
-from jaxkv_kernels.triton.hot_rows.assign_rows import assign_rows
-from jaxkv_kernels.triton.hot_rows.copy_rows import load_rows
+from jaxkv_kernels.triton.entries.addresses import token_address
+from jaxkv_kernels.triton.hot_rows.copy_rows import copy_runs, host_memory, load_words, store_words
+from jaxkv_kernels.triton.runtime.launch import launch
+
+WARPS = 16
+"""Warps of a program: each copies one entry at a time."""
+PROGRAMS = 128
+"""Programs of all requests, as many as a GPU runs at once."""
 
 
 @partial(jax.jit, static_argnames=("pages", "host_pages", "entry", "hot", "copied"))
 def fetch_rows(buffer, maps, address, writes, positions, block_tables, layer, *, pages, host_pages, entry, hot, copied):
-    """Returns the buffer, the maps and the slots [B, N] of the rows of tokens; see the function of `xla`."""
-    maps, slots, counts, sources, targets = assign_rows(
-        maps, positions, block_tables, layer, hot=hot, host_pages=host_pages
+    """Returns the buffer, the maps and the slots [B, N] of the rows of tokens; see the function of `xla`.
+
+    `writes` is an operand only because host memory must be read after them.
+    """
+    requests, count = positions.shape
+    shares = max(1, min(PROGRAMS // requests, triton.cdiv(count, WARPS))) if copied else 1
+
+    runs = copy_runs(pages, host_pages, entry, buffer.dtype.itemsize) if copied else []
+
+    def result(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct((requests, *shape), dtype)
+
+    first, second = (*runs, None, None)[:2]
+    scratch = result(shares, count), result(shares, count), result(shares, hot.rows, dtype=jnp.uint8)
+    buffer, maps, slots, *_ = launch(
+        _fetch_rows,
+        (address, writes, positions, block_tables, jnp.reshape(layer, (1,))),
+        (result(count), *scratch),
+        updated=(buffer, maps),
+        grid=(requests, shares),
+        warps=WARPS,
+        HOT=hot,
+        COUNT=count,
+        TABLE=block_tables.shape[1],
+        HOST_PAGES=host_pages,
+        FIRST=first,
+        SECOND=second,
+        TOKENS=_tile(count),
+        COLUMNS=_tile(hot.rows),
+        TILE=WARPS,
     )
-    if copied:
-        buffer = load_rows(
-            buffer, address, writes, counts, sources, targets, layer, pages=pages, host_pages=host_pages, entry=entry
-        )
     return buffer, maps, slots
+
+
+def _tile(count: int) -> int:
+    """Elements of a tile: at least one per thread, because threads with copies would repeat what others do."""
+    return max(triton.next_power_of_2(count), 32 * WARPS)
+
+
+@triton.jit
+def _fetch_rows(
+    address, writes, positions, block_tables, layers, buffer, maps, slots, sources, evicted, marks,
+    HOT: tl.constexpr, COUNT: tl.constexpr, TABLE: tl.constexpr, HOST_PAGES: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    request, share, shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    layer = tl.load(layers)
+    known = (layer >= 0) & (layer < HOST_PAGES.num_layers)
+    of_layer = tl.where(known, layer, 0).to(tl.int64)
+    place = maps + (of_layer * tl.num_programs(0) + request) * HOT.width
+    held = place + HOT.positions
+    order = held + HOT.rows
+    arrivals = order + HOT.rows
+    own = request.to(tl.int64) * shares + share
+    sources, evicted, marks = sources + own * COUNT, evicted + own * COUNT, marks + own * HOT.rows
+    # All tiles have one layout if Triton does not know this 0: then no load or store is of vectors, and no barriers
+    # are needed between layouts.
+    zero = tl.minimum(request, 0)
+    n = tl.arange(0, TOKENS) ^ zero
+    j = tl.arange(0, COLUMNS) ^ zero
+    here = request.to(tl.int64) * COUNT + n
+    position = tl.load(positions + here, mask=n < COUNT, other=-1)
+    holds = tl.load(held + j, mask=j < HOT.rows, other=-1)
+    old = tl.load(order + j, mask=j < HOT.rows, other=0)
+    tl.store(marks + j, tl.zeros_like(j).to(tl.uint8), mask=j < HOT.rows)
+    inside = (position >= 0) & (position < tl.where(known, HOT.positions, 0))
+    column = position // HOST_PAGES.block_size
+    block = tl.load(block_tables + request.to(tl.int64) * TABLE + column, mask=inside & (column < TABLE), other=-1)
+    row = tl.load(place + position, mask=inside, other=0)
+    live = (block >= 0) & (block < HOST_PAGES.num_blocks)
+    # Another program may already have written the number of a miss, which is no row.
+    hit = live & (row < HOT.rows) & (tl.gather(holds, tl.minimum(row, HOT.rows - 1), 0) == position)
+    miss = live & (hit == 0)
+    tl.debug_barrier()
+    tl.store(marks + row, tl.full(n.shape, 1, tl.uint8), mask=hit)
+    # Among equal misses the first has the largest of these numbers, which are no rows.
+    tl.atomic_max(place + position, HOT.rows + TOKENS - n, mask=miss, sem="relaxed")
+    tl.debug_barrier()
+    first = tl.where(miss, HOT.rows + TOKENS - tl.load(place + position, mask=miss, other=0), n)
+    used = tl.load(marks + j, mask=j < HOT.rows, other=1)
+    new = miss & (first == n)
+    rank, count = _ranks(new, n, TOKENS)
+    slot = block * HOST_PAGES.block_size + position % HOST_PAGES.block_size
+    tl.store(sources + rank, slot, mask=new)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals + tl.zeros_like(n), 1, mask=n == 0, sem="release")
+    if FIRST is not None:
+        host = host_memory(address)
+        first_tile = share * TILE
+        words, column = _load(host, layer, sources, first_tile, count, FIRST, TILE)
+    free = (j < HOT.rows) & (tl.gather(used, old, 0) == 0)
+    free_rank, free_count = _ranks(free, j, COLUMNS)
+    leaves = free & (free_rank < count)
+    tl.store(evicted + free_rank, old, mask=leaves)
+    tl.debug_barrier()
+    first_row = request * HOT.rows
+    if tl.max(tl.where(n == 0, arrived, 0), 0) == shares - 1:
+        tl.store(arrivals, 0)
+        taken = tl.load(evicted + rank, mask=new, other=0)
+        tl.store(held + taken, position, mask=new)
+        tl.store(place + position, taken, mask=new)
+        # In the new order, rows that are kept come first.
+        before = tl.maximum(free_rank - count, 0)  # kept rows before a used one
+        moved = tl.where(free & (leaves == 0), free_rank - count, free_count - count + j - before)
+        tl.store(order + moved, old, mask=j < HOT.rows)
+        found = tl.where(hit, row, tl.gather(taken, first, 0))
+        tl.store(slots + here, tl.where(live, first_row + found, -1), mask=n < COUNT)
+    if FIRST is not None:
+        _store(words, column, buffer, layer, evicted, first_row, first_tile, count, FIRST, TILE)
+        _copy(host, buffer, layer, sources, evicted, first_row, first_tile + shares * TILE, count, FIRST, TILE)
+    if SECOND is not None:
+        _copy(host, buffer, layer, sources, evicted, first_row, first_tile, count, SECOND, TILE)
+
+
+@triton.jit
+def _load(host, layer, sources, tile, count, RUN: tl.constexpr, TILE: tl.constexpr):
+    """The words, and their columns, of a run of TILE missing tokens."""
+    n = tile + tl.arange(0, TILE)
+    source = tl.load(sources + n, mask=n < count, other=0)
+    host_pages: tl.constexpr = RUN.host_pages
+    return load_words(token_address(host, layer, source, 0, host_pages), n < count, RUN)
+
+
+@triton.jit
+def _store(words, column, buffer, layer, evicted, first_row, tile, count, RUN: tl.constexpr, TILE: tl.constexpr):
+    n = tile + tl.arange(0, TILE)
+    target = first_row + tl.load(evicted + n, mask=n < count, other=0)
+    pages: tl.constexpr = RUN.pages
+    store_words(token_address(buffer, layer, target, 0, pages), words, column, n < count, RUN)
+
+
+@triton.jit
+def _copy(host, buffer, layer, sources, evicted, first_row, tile, count, RUN: tl.constexpr, TILE: tl.constexpr):
+    """Copies a run of this program's tokens, from `tile` on."""
+    for at in range(tile, count, tl.num_programs(1) * TILE):
+        words, column = _load(host, layer, sources, at, count, RUN, TILE)
+        _store(words, column, buffer, layer, evicted, first_row, at, count, RUN, TILE)
+
+
+@triton.jit
+def _ranks(chosen, at, SIZE: tl.constexpr):
+    """How many elements before each one are chosen, and how many of all; `at` has the numbers of the elements.
+
+    A prefix sum over all elements would combine 32 elements at a time with those of each earlier warp.
+    """
+    chosen = chosen.to(tl.int32)
+    rows = tl.reshape(chosen, [SIZE // 32, 32])  # a row is in one warp
+    within = tl.reshape(tl.cumsum(rows, 1), [SIZE])
+    sums = tl.gather(tl.sum(rows, 1), tl.arange(0, SIZE // 32), 0)
+    before = tl.cumsum(sums, 0) - sums
+    return within - chosen + tl.gather(before, at // 32, 0), tl.sum(sums, 0)

@@ -16,8 +16,7 @@ def interpret(kernel, operands, results, updated, grid, constants) -> tuple[jax.
 
     Bytes of the results that the kernel does not write are 0xFF, which makes floats NaN.
     """
-    before = () if updated is None else (updated,)
-    shapes = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in before), *results)
+    shapes = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated), *results)
 
     def run(*arrays):
         arrays = [np.array(array) for array in arrays]
@@ -26,7 +25,7 @@ def interpret(kernel, operands, results, updated, grid, constants) -> tuple[jax.
         _THREAD.submit(_run_quietly, kernel[grid], memory, constants).result()
         return (*arrays[len(operands) :], *made)
 
-    return tuple(jax.pure_callback(run, shapes, *operands, *before))
+    return tuple(jax.pure_callback(run, shapes, *operands, *updated))
 
 
 def _run_quietly(program, memory, constants) -> None:

@@ -15,27 +15,27 @@ def launch(
     operands: Sequence[jax.Array],
     results: Sequence[jax.ShapeDtypeStruct] = (),
     *,
-    updated: jax.Array | None = None,
+    updated: Sequence[jax.Array] = (),
     grid: tuple[int, ...],
     warps: int = 4,
     stages: int = 3,
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
-    """Runs `kernel(*operands, updated, *results, **constants)` on a grid of programs.
+    """Runs `kernel(*operands, *updated, *results, **constants)` on a grid of programs.
 
     Args:
       kernel: a function decorated with `triton.jit`.  Its parameters are pointers to the arrays in the order shown
-        above (none for `updated` if that is None), then constants.
+        above, then constants.
       operands: arrays that the kernel reads.  Traced scalars must be passed as arrays of one element.
       results: shapes and dtypes of the arrays that the kernel writes.  It must write all of their elements.
-      updated: an array of which the kernel writes any part.  It is updated in place, unless it is used afterwards.
+      updated: arrays of which the kernel writes any part.  They are updated in place, unless they are used afterwards.
       grid: numbers of programs along up to three axes, at least 1 each.
       warps: warps per program.
       stages: stages of the loops that Triton pipelines.
       **constants: values of the kernel's `tl.constexpr` parameters, by name; they must be hashable.
 
     Returns:
-      `updated` after the kernel's writes (unless it is None), then the results.
+      `updated` after the kernel's writes, then the results.
     """
     if interpreting.value:
         from jaxkv_kernels.triton.runtime.interpreter import interpret
@@ -60,26 +60,20 @@ def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages,
     # Set explicitly, because Triton 3.10 will no longer fuse products and sums by default, and 3.9 warns about it.
     fused = {"enable_fp_fusion": True}
     if _takes_refs():
+        refs = [jax.new_ref(array) for array in updated]
         options["backend_options"] = fused
-        if updated is None:
-            return tuple(jax_triton.triton_call(*operands, out_type=tuple(results), **options))
-        ref = jax.new_ref(updated)
-        found = jax_triton.triton_call(*operands, ref, out_type=tuple(results), **options)
-        return _settled(jax.freeze(ref)), *found
+        found = jax_triton.triton_call(*operands, *refs, out_type=tuple(results), **options)
+        return *(_settled(jax.freeze(ref)) for ref in refs), *found
     options |= fused
-    if updated is None:
-        return tuple(jax_triton.triton_call(*operands, out_shape=tuple(results), **options))
-    from jaxkv_kernels.triton.runtime.result_parameter import with_result_parameter
+    if updated:
+        from jaxkv_kernels.triton.runtime.result_parameters import with_result_parameters
 
-    # In jax-triton 0.3, the updated array is also a result, and every result has a parameter.
-    options["kernel"] = with_result_parameter(kernel)
-    *found, after = jax_triton.triton_call(
-        *operands, updated,
-        out_shape=(*results, jax.ShapeDtypeStruct(updated.shape, updated.dtype)),
-        input_output_aliases={len(operands): len(results)},
-        **options,
-    )  # fmt: skip
-    return _settled(after), *found
+        # In jax-triton 0.3, an updated array is also a result, and every result has a parameter.
+        options["kernel"] = with_result_parameters(kernel, len(updated))
+        options["input_output_aliases"] = {len(operands) + i: len(results) + i for i in range(len(updated))}
+    shapes = *results, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in updated)
+    found = jax_triton.triton_call(*operands, *updated, out_shape=shapes, **options)
+    return *(_settled(array) for array in found[len(results) :]), *found[: len(results)]
 
 
 @cache

@@ -8,7 +8,7 @@ from jaxkv_kernels.triton.runtime.launch import launch
 
 def incremented(x):
     """x + 1 for int32 [16]."""
-    return launch(_increment, (), updated=x, grid=(1,), warps=1, COUNT=16)[0]
+    return launch(_increment, (), updated=(x,), grid=(1,), warps=1, COUNT=16)[0]
 
 
 @triton.jit
