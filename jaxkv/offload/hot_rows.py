@@ -107,7 +107,7 @@ class HotRows:
     def zeros(cls, host: HostEntries, *, num_requests: int, rows: int, max_tokens: int) -> "HotRows":
         """Rows that hold no tokens.
 
-        The device stores `num_requests * rows` entries and `num_requests * (max_tokens + 2 * rows + 1)` int32 per layer.
+        Per layer and request, the device stores `rows` entries and `max_tokens + 2 * rows + 1` int32.
 
         Args:
           host: the host memory; keep it as long as the result is in use.

@@ -14,9 +14,10 @@ from jaxkv.fuzz import families
 from jaxkv.fuzz.case import Case
 from jaxkv.support import sample_calls
 from jaxkv_kernels import triton as kernels
+from jaxkv_kernels.addressing.hot_map import HotMap
 from jaxkv_kernels.triton.runtime import available
 from support.available import assume_available
-from support.triton.builds import SHARED, builds, without_a_gpu
+from support.triton.builds import SHARED, builds, kernel_builds, without_a_gpu
 from support.triton.runs import compiles, lowers
 
 DRAWS = 2
@@ -116,6 +117,44 @@ def test_lowers_in_place_through_jax_triton(operation, form):
     large = re.findall(rf"^ *%\S+ = (\S+) .*tensor<{layout.size}x\w+>\)?$", text, re.MULTILINE)
     assert {*large} <= {"stablehlo.custom_call", "stablehlo.optimization_barrier", "call"}
     assert large
+
+
+def hot_rows(form):
+    """Arrays and options of `fetch_rows`, whose first two arrays are updated, and of `store_rows`."""
+    entry = jaxkv.MLAEntry(form)
+    here, host = (
+        jaxkv.CacheLayout(num_layers=2, num_blocks=count, block_size=64, entry=entry) for count in (16 * 64, 16 * 2048)
+    )
+    hot, options = HotMap(131072, 4096), dict(pages=here.pages, host_pages=host.pages, entry=entry)
+    memory = dict(address=shape(2), writes=shape(1))
+    buffer, maps = shape(here.size, dtype=here.dtype), shape(2, 16, hot.width)
+    selected = dict(positions=shape(16, 2048), block_tables=shape(16, 2048), layer=shape())
+    fetch = {"buffer": buffer, "maps": maps, **memory, **selected}, {**options, "hot": hot, "copied": True}
+    store = {"buffer": buffer, **memory, "slots": shape(16), "host_slots": shape(16), "layer": shape()}, options
+    return {"fetch_rows": fetch, "store_rows": store}
+
+
+@compiles
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("form", ["fp8_ds_mla", "fp8_v4"])
+@pytest.mark.parametrize("operation", ["fetch_rows", "store_rows"])
+def test_hot_rows_compile_within_the_gpus_limits(operation, form, capability):
+    for built in kernel_builds(capability, operation, *hot_rows(form)[operation]):
+        assert built.shared <= SHARED[capability] * 1024, built.name
+        assert built.stack == 0, f"{built.name} spills {built.stack} bytes a thread, with {built.registers} registers"
+
+
+@lowers
+def test_hot_rows_are_fetched_in_place_by_one_kernel():
+    arrays, options = hot_rows("fp8_ds_mla")["fetch_rows"]
+    fetch = kernels.HOT_ROWS["fetch_rows"].run
+    with without_a_gpu():
+        jitted = jax.jit(lambda *arrays: fetch(*arrays, **options), donate_argnums=(0, 1))
+        text = jitted.trace(*arrays.values()).lower(lowering_platforms=("cuda",)).as_text()
+    (launch,) = re.findall("custom_call @triton_kernel_call.*", text)
+    assert launch.count("output_operand_alias<") == 2
+    main = next(line for line in text.splitlines() if "@main" in line)
+    assert all("tf.aliasing_output" in re.search(f"%arg{i}: ([^%]*)", main)[1] for i in range(2))
 
 
 def reasons():

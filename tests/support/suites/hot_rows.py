@@ -20,8 +20,8 @@ LAYERS, REQUESTS, BLOCK, ROWS, TOKENS = 2, 3, 8, 24, 120
 class PythonLRU:
     """The rows of one request and layer: position -> row, the least recently used first; free rows are negative."""
 
-    def __init__(self):
-        self._rows = OrderedDict((-1 - row, row) for row in range(ROWS))
+    def __init__(self, rows):
+        self._rows = OrderedDict((-1 - row, row) for row in range(rows))
 
     def use(self, positions):
         """The row of each position after one call; None for negative positions."""
@@ -40,11 +40,11 @@ class HotRowsChecks:
 
     implementation: str
 
-    def make(self, entry, dtype=None):
+    def make(self, entry, dtype=None, *, rows=ROWS, tokens=TOKENS):
         """Host memory of random entries, a cache that holds the same, block tables, and empty rows."""
         rng = np.random.default_rng(0)
         layout = jaxkv.CacheLayout(
-            num_layers=LAYERS, num_blocks=REQUESTS * TOKENS // BLOCK, block_size=BLOCK, entry=entry, dtype=dtype
+            num_layers=LAYERS, num_blocks=REQUESTS * tokens // BLOCK, block_size=BLOCK, entry=entry, dtype=dtype
         )
         parts = [jnp.asarray(rng.standard_normal((LAYERS, layout.num_slots, n)), jnp.bfloat16) for n in entry.sizes]
         full = jaxkv.KVCache.zeros(layout)
@@ -55,7 +55,7 @@ class HotRowsChecks:
         blocks = rng.permutation(layout.num_blocks)
         host.store(full, blocks, blocks)
         tables = jnp.asarray(rng.permutation(layout.num_blocks).reshape(REQUESTS, -1), jnp.int32)
-        hot = offload.HotRows.zeros(host, num_requests=REQUESTS, rows=ROWS, max_tokens=TOKENS)
+        hot = offload.HotRows.zeros(host, num_requests=REQUESTS, rows=rows, max_tokens=tokens)
         return host, full, tables, hot
 
     def fetch(self, hot, positions, tables, layer):
@@ -76,19 +76,24 @@ class HotRowsChecks:
 class HotRows(HotRowsChecks):
     """What an implementation of `fetch_rows` and `store_rows` has to do."""
 
-    @pytest.mark.parametrize("q_len", [1, 2])
-    def test_rows_are_those_of_an_lru_cache(self, q_len):
-        _host, full, tables, hot = self.make(jaxkv.MLAEntry("bf16", 16, 8))
+    @pytest.mark.parametrize(
+        ("rows", "tokens", "few", "shape"),
+        [
+            (ROWS, TOKENS, 30, (REQUESTS, 1, 12)),
+            (ROWS, TOKENS, 30, (REQUESTS, 2, 12)),
+            slow(1024, 4096, 900, (REQUESTS, 1, 1000)),  # several programs per request
+        ],
+    )
+    def test_rows_are_those_of_an_lru_cache(self, rows, tokens, few, shape):
+        _host, full, tables, hot = self.make(jaxkv.MLAEntry("bf16", 16, 8), rows=rows, tokens=tokens)
         rng = np.random.default_rng(1)
-        oracle = [[PythonLRU() for _ in range(REQUESTS)] for _ in range(LAYERS)]
+        oracle = [[PythonLRU(rows) for _ in range(REQUESTS)] for _ in range(LAYERS)]
         for step in range(6):
             for layer in range(LAYERS):
-                few = rng.random() < 0.5
-                shape = REQUESTS, q_len, 12
-                positions = rng.integers(-1, 30 if few else TOKENS, shape)  # with equal ones
+                positions = rng.integers(-1, few if rng.random() < 0.5 else tokens, shape)  # with equal ones
                 hot, slots = self.fetch(hot, positions, tables, jnp.int32(layer))
-                rows = [oracle[layer][b].use(positions[b].reshape(-1).tolist()) for b in range(REQUESTS)]
-                expected = [[-1 if row is None else b * ROWS + row for row in found] for b, found in enumerate(rows)]
+                used = [oracle[layer][b].use(positions[b].reshape(-1).tolist()) for b in range(REQUESTS)]
+                expected = [[-1 if row is None else b * rows + row for row in found] for b, found in enumerate(used)]
                 assert np.asarray(slots).reshape(REQUESTS, -1).tolist() == expected, (step, layer)
                 self.assert_same_entries(hot, slots, full, tables, positions, layer)
 

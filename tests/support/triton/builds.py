@@ -48,8 +48,13 @@ class Built:
 def builds(capability, operation, *args, **kwargs):
     """The kernels that `operation(*args, **kwargs)` launches, compiled for `capability`; arrays may be shapes."""
     call = call_of(operation, *args, **kwargs)
-    kernel = kernels.KERNELS[call.operation]
-    reasons = kernel.reasons_against(call.arrays, call.options)
+    return kernel_builds(capability, call.operation, call.arrays, call.options)
+
+
+def kernel_builds(capability, operation, arrays, options):
+    """The same for a call whose arrays and options are known by name."""
+    kernel = (kernels.KERNELS | kernels.HOT_ROWS)[operation]
+    reasons = kernel.reasons_against(arrays, options)
     assert not reasons, reasons
     built = []
 
@@ -58,15 +63,15 @@ def builds(capability, operation, *args, **kwargs):
         return tuple(jnp.zeros(x.shape, x.dtype) for x in (*updated, *results))
 
     def run(arrays):
-        return kernel.run(**arrays, **call.options)
+        return kernel.run(**arrays, **options)
 
     with (
         building(capability),
         mock.patch("jaxkv_kernels.triton.runtime.launch._through_jax_triton", compile),
         mock.patch("jaxkv_kernels.triton.runtime.launch._capability", return_value=capability),
     ):
-        jax.eval_shape(run, call.arrays)
-    assert built, f"{call.operation} launches nothing"
+        jax.eval_shape(run, arrays)
+    assert built, f"{operation} launches nothing"
     return built
 
 

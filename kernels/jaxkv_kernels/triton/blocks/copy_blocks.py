@@ -28,7 +28,8 @@ def copy_blocks(buffer, src, dst, *, pages):
     now, later = jnp.where(good & ~awaited, dst, -1), jnp.where(good & awaited, dst, -1)
     rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), buffer.dtype)
     grid = (src.size * runs.count * runs.chunks,)
-    buffer, held = launch(_copy_blocks, (src, now, later), (rows,), updated=(buffer,), grid=grid, warps=WARPS, RUNS=runs)
+    operands = src, now, later
+    buffer, held = launch(_copy_blocks, operands, (rows,), updated=(buffer,), grid=grid, warps=WARPS, RUNS=runs)
     return write_blocks(buffer, later, held, pages=pages)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import triton
 from triton.runtime.jit import KernelParam
 
+
 @cache
 def with_result_parameters(kernel: Any, count: int) -> Any:
     """`kernel` with `count` additional, unused parameters between its pointers and its constants."""
