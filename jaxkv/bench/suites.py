@@ -121,6 +121,8 @@ def _copies() -> Iterator[Workload]:
     mla = partial(workload, suite="copies", layers=MLA_LAYERS)
     yield mla(operation="write_mla", requests=8, tokens=1024)
     yield mla(operation="write_mla", requests=128, tokens=1)
+    yield mla(operation="write_mla", requests=8, tokens=1024, rotated=True)
+    yield mla(operation="write_mla", requests=128, tokens=1, rotated=True)
     yield mla(operation="gather_mla", requests=8, tokens=1024)
     yield mla(operation="write_kv", requests=8, tokens=1024, kv_heads=8)
     yield mla(operation="gather_kv", requests=8, tokens=1024, kv_heads=8)

@@ -108,6 +108,8 @@ class Workload:
     `planes`: the keys of a layer, then its values."""
     cold: bool = False
     """Whether successive calls use other values and results, so that the GPU's L2 cache has none of their data."""
+    rotated: bool = False
+    """Whether `write_mla` rotates the rotary keys that it stores."""
     block_size: int = 64
 
     has_queries: ClassVar[bool] = False
@@ -134,6 +136,7 @@ class Workload:
             (self.format, self.usual_format),
             (DTYPE_NAMES.get(self.query_dtype, self.query_dtype), "bfloat16"),
             (self.blocks, "plain"),
+            ("rotated" * self.rotated, ""),
             ("cold" * self.cold, ""),
             (f"w{self.window}", "w0"),
         )

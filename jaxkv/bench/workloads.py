@@ -16,8 +16,9 @@ class Write(Workload):
 
     @property
     def value_shapes(self) -> Shapes:
-        """Shapes and dtypes of the parts of new entries."""
-        return self.entry_shapes(int(self.lengths.sum()))
+        """Shapes and dtypes of the parts of new entries, and of the cosines and sines by which keys are rotated."""
+        parts = self.entry_shapes(int(self.lengths.sum()))
+        return [*parts, (parts[1][0], "float32")] if self.rotated else parts
 
     def index(self, requests, rng):
         """The slots of all tokens."""
@@ -25,10 +26,17 @@ class Write(Workload):
         rows = np.repeat(np.arange(self.requests), requests.lengths)
         return [], [requests.slots(rows, np.arange(sums[-1]) - sums[rows])]
 
+    def arguments(self, cache, values, index, layer):
+        """The cache, the parts of new entries, and slots."""
+        values, angles = (values[:-1], {"cos_sin": values[-1]}) if self.rotated else (values, {})
+        positional, options = super().arguments(cache, values, index, layer)
+        return positional, {**options, **angles}
+
     @property
     def traffic(self) -> int:
-        """Bytes of the entries, and of their values in bf16."""
-        return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes))
+        """Bytes of the entries, of their values in bf16, and of cosines and sines."""
+        angles = 4 * self.entry.sizes[1] if self.rotated else 0
+        return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes) + angles)
 
 
 class Gather(Workload):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv.bench.inputs import arguments, filled, inputs
 from jaxkv.bench.suites import SHAPES, WORKLOADS
 from jaxkv.ops import OPERATIONS
@@ -76,6 +77,7 @@ def test_a_window_and_chosen_entries_are_two_lists():
     ("name", "traffic"),
     [
         ("write_mla-128x1-61", 2 * 128 * 1152),
+        ("write_mla-128x1-61-rotated", 128 * (2 * 1152 + 4 * 64)),
         ("gather_kv-8x1024-61", 2 * 8192 * 8 * 512),
         ("write_indexer_k-8x1024-61", 8192 * (256 + 132)),
         ("copy_blocks-1x4096-61", 2 * 64 * 61 * 64 * 1152),
@@ -85,6 +87,15 @@ def test_a_window_and_chosen_entries_are_two_lists():
 def test_copies_count_bytes_read_and_written(name, traffic):
     assert WORKLOADS[name].traffic == traffic
     assert WORKLOADS[name].flops == 0
+
+
+def test_rotated_writes_pass_cosines_and_sines():
+    small = replace(WORKLOADS["write_mla-8x1024-61-rotated"], requests=2, tokens=20, layers=2)
+    (cache, *new, slots), options = arguments(small, filled(small), *inputs(small), 1)
+    assert [x.shape for x in (*new, options["cos_sin"], slots)] == [(40, 512), (40, 64), (40, 64), (40,)]
+    assert options["cos_sin"].dtype == "float32"
+    written = jaxkv.write_mla(cache, *new, slots, **options, implementation="xla")
+    assert (np.asarray(written.buffer) != np.asarray(cache.buffer)).any()
 
 
 def test_lengths_vary_and_repeat():
