@@ -15,9 +15,8 @@ The map (`addressing/hot_map.py`) is updated in place by the one that arrives la
     the last program: each miss takes the row of its number;  used rows move to the end of the order
     store the words;  copy the other misses
 
-What bounds it: the link to the host, after the latency of four dependent loads and two prefix sums.  What is indexed by
-rows is read as a whole, and elements are taken from shared memory.  Launching the copy as a second kernel, with the
-assigned rows in memory, would take as long again as a lookup.
+What bounds it: the link to the host, after the latency of four dependent loads and a prefix sum.  What is indexed by
+rows is read as a whole, and elements are taken from shared memory.
 """
 
 from functools import partial
@@ -45,13 +44,11 @@ def fetch_rows(buffer, maps, address, writes, positions, block_tables, layer, *,
     """
     requests, count = positions.shape
     shares = max(1, min(PROGRAMS // requests, triton.cdiv(count, WARPS))) if copied else 1
-
-    runs = copy_runs(pages, host_pages, entry, buffer.dtype.itemsize) if copied else []
+    first, second = (*copy_runs(pages, host_pages, entry, buffer.dtype.itemsize), None)[:2]
 
     def result(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((requests, *shape), dtype)
 
-    first, second = (*runs, None, None)[:2]
     scratch = result(shares, count), result(shares, count), result(shares, hot.rows, dtype=jnp.uint8)
     buffer, maps, slots, *_ = launch(
         _fetch_rows,
@@ -66,6 +63,7 @@ def fetch_rows(buffer, maps, address, writes, positions, block_tables, layer, *,
         HOST_PAGES=host_pages,
         FIRST=first,
         SECOND=second,
+        COPIED=copied,
         TOKENS=_tile(count),
         COLUMNS=_tile(hot.rows),
         TILE=WARPS,
@@ -82,7 +80,7 @@ def _tile(count: int) -> int:
 def _fetch_rows(
     address, writes, positions, block_tables, layers, buffer, maps, slots, sources, evicted, marks,
     HOT: tl.constexpr, COUNT: tl.constexpr, TABLE: tl.constexpr, HOST_PAGES: tl.constexpr, FIRST: tl.constexpr,
-    SECOND: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    SECOND: tl.constexpr, COPIED: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     request, share, shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     layer = tl.load(layers)
@@ -125,10 +123,8 @@ def _fetch_rows(
     tl.store(sources + rank, slot, mask=new)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals + tl.zeros_like(n), 1, mask=n == 0, sem="release")
-    if FIRST is not None:
-        host = host_memory(address)
-        first_tile = share * TILE
-        words, column = _load(host, layer, sources, first_tile, count, FIRST, TILE)
+    host, tile, copies = host_memory(address), share * TILE, count if COPIED else 0
+    words, column = _load(host, layer, sources, tile, copies, FIRST, TILE)
     free = (j < HOT.rows) & (tl.gather(used, old, 0) == 0)
     free_rank, free_count = _ranks(free, j, COLUMNS)
     leaves = free & (free_rank < count)
@@ -146,27 +142,27 @@ def _fetch_rows(
         tl.store(order + moved, old, mask=j < HOT.rows)
         found = tl.where(hit, row, tl.gather(taken, first, 0))
         tl.store(slots + here, tl.where(live, first_row + found, -1), mask=n < COUNT)
-    if FIRST is not None:
-        _store(words, column, buffer, layer, evicted, first_row, first_tile, count, FIRST, TILE)
-        _copy(host, buffer, layer, sources, evicted, first_row, first_tile + shares * TILE, count, FIRST, TILE)
+    _store(words, column, buffer, layer, evicted, first_row, tile, copies, FIRST, TILE)
+    _copy(host, buffer, layer, sources, evicted, first_row, tile + shares * TILE, copies, FIRST, TILE)
     if SECOND is not None:
-        _copy(host, buffer, layer, sources, evicted, first_row, first_tile, count, SECOND, TILE)
+        _copy(host, buffer, layer, sources, evicted, first_row, tile, copies, SECOND, TILE)
 
 
 @triton.jit
 def _load(host, layer, sources, tile, count, RUN: tl.constexpr, TILE: tl.constexpr):
-    """The words, and their columns, of a run of TILE missing tokens."""
+    """Loads a run of TILE missing tokens of `count`: the words, and their columns."""
     n = tile + tl.arange(0, TILE)
+    host_pages: tl.constexpr = RUN.host_pages  # Triton 3.6 cannot pass attributes on
     source = tl.load(sources + n, mask=n < count, other=0)
-    host_pages: tl.constexpr = RUN.host_pages
     return load_words(token_address(host, layer, source, 0, host_pages), n < count, RUN)
 
 
 @triton.jit
 def _store(words, column, buffer, layer, evicted, first_row, tile, count, RUN: tl.constexpr, TILE: tl.constexpr):
+    """Stores what `_load` has loaded."""
     n = tile + tl.arange(0, TILE)
-    target = first_row + tl.load(evicted + n, mask=n < count, other=0)
     pages: tl.constexpr = RUN.pages
+    target = first_row + tl.load(evicted + n, mask=n < count, other=0)
     store_words(token_address(buffer, layer, target, 0, pages), words, column, n < count, RUN)
 
 
