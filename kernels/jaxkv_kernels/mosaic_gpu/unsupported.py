@@ -153,10 +153,6 @@ def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such keys and values, quantised, with so many query tokens x heads per request."""
     if not {*entry.sizes} <= {128, 256}:
         yield f"{_values_of(entry)}: supports 128 and 256 of each, if quantised"
-    elif entry.format != "fp8" and entry.sizes != (128, 128):
-        # Wider ones lower and pass their tests in the interpreter, but have not run on a GPU.  Their entries must be
-        # multiples of 16 bytes.
-        yield f"{_values_of(entry)}: supports 128 + 128 with entries of format {entry.format!r}"
     if rows // pages.num_heads > FEW_ROWS:
         yield (
             f"query tokens x heads of {rows // pages.num_heads} per KV head: supports up to {FEW_ROWS} with entries of "

@@ -66,6 +66,31 @@ def test_sizes_of_entries_and_blocks(sizes, block_size):
         suite.check(suite.query(entry, 4, 2, 10), scene.cache(layout, 1), scene, 1, **keywords)
 
 
+@on_hopper
+class TestLargeQuantisedHeads(Mosaic, suites.DecodeKV):
+    """The whole suite in the largest sizes that quantised entries have."""
+
+    head_dim, value_dim = 256, 256
+
+
+WIDE = [("int8", (256, 256)), ("int8", (256, 128)), ("int8", (128, 256)), ("nvfp4", (256, 256))]
+"""Sizes of large heads whose entries are multiples of 16 bytes, by format."""
+
+
+@on_hopper
+@pytest.mark.parametrize(("form", "sizes"), WIDE)
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_sizes_of_quantised_heads(form, sizes, block_size):
+    suite = TestDecodeKV()
+    suite.head_dim, suite.value_dim = sizes
+    entry = suite.entry(form)
+    lengths = (0, 700, block_size + 1, 129)
+    scene = suites.scenes.scene(entry, num_heads=2, block_size=block_size, lengths=lengths, num_blocks=80)
+    layout = suites.layout_of("BLHNC", entry, num_heads=2, block_size=block_size, num_blocks=80)
+    for keywords in ({}, {"window": 300, "logit_cap": 2.0}):
+        suite.check(suite.query(entry, 4, 2, 10), scene.cache(layout, 1), scene, 1, **keywords)
+
+
 @pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
@@ -156,7 +181,8 @@ CASES = [
 
 
 SMALL, LARGE = ((128, 128), 8, 8, 2, 16, {"window": 100}), ((256, 128), 2, 5, 1, 256, {"logit_cap": 30.0})
-QUANTISED = [("fp8", SMALL), ("fp8", LARGE), ("int8", SMALL), ("int8", LARGE), ("nvfp4", SMALL)]
+LARGEST = ((256, 256), 2, 5, 1, 256, {})
+QUANTISED = [("fp8", SMALL), ("fp8", LARGE), ("int8", SMALL), ("int8", LARGE), ("nvfp4", SMALL), ("nvfp4", LARGEST)]
 """The same by format."""
 
 
