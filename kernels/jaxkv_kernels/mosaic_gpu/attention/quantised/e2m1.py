@@ -1,7 +1,8 @@
 """What one lane does with e2m1 values and their scales (`rows.py`): MLIR and inline PTX.
 
-e2m1 values become e4m3 first: their four bits, moved to the right places of a byte, are an e4m3 value of 2**-6 times
-theirs.  Then they become float16, and are multiplied by their scale, which is e4m3.  All of this is exact.
+The sign, two bits of exponent and one of mantissa, moved to their places in a float16, are 2**-14 times the e2m1 value;
+so are subnormals.  Such values are then multiplied by their scale, which is e4m3.  Products are multiples of 2**-24,
+with up to six significant bits, so float16 represents all of them exactly.
 """
 
 from typing import Any
@@ -15,28 +16,35 @@ from jaxkv_kernels.mosaic_gpu.runtime.elements import (
     Lane,
     as_pair,
     fragmented,
-    permuted,
     registers_of,
     words,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import E2M1_TO_E4M3, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
 
-UNIT = 2.0**6
+UNIT = 2.0**14
 """What converted values must be multiplied by."""
-PAIRS: Pairs = ((0, 2), (4, 6), (1, 3), (5, 7))
+PAIRS: Pairs = ((0, 4), (1, 5), (2, 6), (3, 7))
 """The values, of 8 in a word, in each of the four words of `CONVERT`."""
 CONVERT = (
-    f"{{ .reg .b32 even, odd, t; .reg .b16 a, b, c, d;{E2M1_TO_E4M3}"
-    " mov.b32 {a, b}, even; mov.b32 {c, d}, odd;"
-    " cvt.rn.f16x2.e4m3x2 $0, a; mul.rn.f16x2 $0, $0, $5; cvt.rn.f16x2.e4m3x2 $1, b; mul.rn.f16x2 $1, $1, $5;"
-    " cvt.rn.f16x2.e4m3x2 $2, c; mul.rn.f16x2 $2, $2, $5; cvt.rn.f16x2.e4m3x2 $3, d; mul.rn.f16x2 $3, $3, $5; }"
+    "{ .reg .b32 low, high, t;"
+    " shl.b32 low, $4, 4; shl.b32 t, $4, 1; lop3.b32 low, low, t, 0x80808080, 0xE4;"
+    " shr.b32 t, $4, 3; lop3.b32 high, $4, t, 0x80808080, 0xE4;"
+    " shl.b32 t, low, 8; and.b32 t, t, 0x8E008E00; mul.rn.f16x2 $0, t, $5;"
+    " shl.b32 t, high, 8; and.b32 t, t, 0x8E008E00; mul.rn.f16x2 $1, t, $5;"
+    " and.b32 t, low, 0x8E008E00; mul.rn.f16x2 $2, t, $5;"
+    " and.b32 t, high, 0x8E008E00; mul.rn.f16x2 $3, t, $5; }"
 )
-"""Eight e2m1 values of a word, times a pair of float16 scales, as four words of two float16 values."""
+"""Eight e2m1 values of a word, times a pair of float16 scales, as four words of two float16 values.
+
+The first byte of each half of `low` and `high` has the bits of values 0 and 1 in the places of float16, the second byte
+those of values 2 and 3, with other bits between them, which are masked at the end."""
 SCALES = (
     "{ .reg .b32 t; .reg .b16 low, high; mad.lo.u32 t, $2, 256, $1; mov.b32 {low, high}, t; "
     "cvt.rn.f16x2.e4m3x2 $0, low; }"
 )
 """Two e4m3 values, each in a word, as a pair of float16.  A `prmt` would take time of the unit that is busiest."""
+JOIN = "mad.lo.u32 $0, $2, 65536, $1;"
+"""Four values of each of two tokens as a word, whose pairs are then values of one column."""
 
 
 def load_keys(ref, stage, nbytes: int, scales_at: int, group: int) -> list[list[Any]]:
@@ -91,11 +99,10 @@ def convert_values(raw, layout, group: int) -> Any:
     values, scales = (words(register) for register in raw.registers.flat[2 * group : 2 * group + 2])
     registers = registers_of(layout, (128, 16))
     for pair in range(2):
-        # Bytes of both tokens alternate, so that the values in a word of the result are those of one column.
-        both = permuted(values[2 * pair], values[2 * pair + 1], c32(0x5140))
+        both = ptx(JOIN, *values[2 * pair : 2 * pair + 2], result_types=i32())
         scale = ptx(SCALES, *scales[2 * pair : 2 * pair + 2], result_types=i32())
-        for (first, _), value in zip(PAIRS, ptx(CONVERT, both, scale, result_types=[i32()] * 4), strict=True):
-            tile, half = divmod(2 * (first // 4) + first % 2, 2)
+        for column, value in enumerate(ptx(CONVERT, both, scale, result_types=[i32()] * 4)):
+            tile, half = divmod(column, 2)
             registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = as_pair(value, ir.F16Type.get())
     return fragmented(registers, layout)
 

@@ -179,4 +179,4 @@ class InterpretedNvfp4(InterpretedRows, Nvfp4Tiles):
     def _ordered(self, x):
         rows, columns = x.shape
         x = x.reshape(rows, columns // 64, 4, 2, 2, 2, 2)  # quads, words, and the bits of a value's place in a word
-        return x.transpose(0, 1, 3, 6, 4, 2, 5).reshape(rows, columns)
+        return x.transpose(0, 1, 3, 5, 6, 2, 4).reshape(rows, columns)
