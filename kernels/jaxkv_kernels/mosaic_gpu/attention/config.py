@@ -182,6 +182,8 @@ class FewRowsQuantisedConfig:
     keys_at_once: int = 2
     """Groups of 64 columns of keys that are converted at once, while the products of the previous groups run.  Each
     converted group takes 16 registers per lane."""
+    values_at_once: int = 1
+    """Groups of 16 tokens whose values are converted at once, likewise.  128 columns of them take 8 registers per lane."""
     producer_registers: int = 88
     """As in WideConfig.  The producer holds the queries of a work tile while it scales them."""
     rescale_threshold: int = 4
@@ -197,6 +199,7 @@ class FewRowsQuantisedConfig:
         require(ok, self, "stages", f"a multiple of the {self.consumers} consumers, at most {most}")
         require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
         require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
+        require(self.values_at_once in (1, 2, 4), self, "values_at_once", "1, 2 or 4, divisors of the 4 of a tile")
         _check_registers(self, 72, 88, 104)
         _check_threshold(self)
 
@@ -230,7 +233,7 @@ def kv_quantised_config(entry) -> KVQuantisedConfig:
     if entry.format == "int8":
         return KVQuantisedConfig(consumers=2, stages=4)
     if entry.format == "nvfp4":
-        return KVQuantisedConfig(consumers=4, stages=8, keys_at_once=1, producer_registers=72)
+        return KVQuantisedConfig(consumers=4, stages=8, values_at_once=4, producer_registers=72)
     return KVQuantisedConfig()
 
 

@@ -244,16 +244,19 @@ def attend_few_rows_quantised(
                     for ref, x in zip(refs, acc, strict=True):
                         if not interpret:
                             ref[...] = x
-                    loaded = tiles.load_values(raw, stage, 0)
-                    for step in range(STEPS):
-                        ahead = tiles.load_values(raw, stage, step + 1) if step + 1 < STEPS else None
-                        if ahead is None:
+                    size = config.values_at_once
+                    batches = [range(at, at + size) for at in range(0, STEPS, size)]
+                    loaded = [tiles.load_values(raw, stage, step) for step in batches[0]]
+                    for batch, following in zip(batches, [*batches[1:], []], strict=True):
+                        ahead = [tiles.load_values(raw, stage, step) for step in following]
+                        if not ahead:
                             plgpu.barrier_arrive(k_free.at[stage])
-                        operands = [tiles.convert_values(loaded, n) for n in range(tiles.value_groups)]
+                        operands = [[tiles.convert_values(x, n) for n in range(tiles.value_groups)] for x in loaded]
                         wait_for_products()
-                        for n, (ref, operand) in enumerate(zip(refs, operands, strict=True)):
-                            weights = p.at[z + side, n if tiles.weight_groups > 1 else 0, pl.ds(N * step, N)]
-                            multiply(ref, operand, weights)
+                        for step, own in zip(batch, operands, strict=True):
+                            for n, (ref, operand) in enumerate(zip(refs, own, strict=True)):
+                                weights = p.at[z + side, n if tiles.weight_groups > 1 else 0, pl.ds(N * step, N)]
+                                multiply(ref, operand, weights)
                         loaded = ahead
                     return [ref[...] for ref in refs]
 
