@@ -1,5 +1,6 @@
 """How random calls with queries are drawn: attention, dense and sparse, its plans, and scores of the indexer."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,12 @@ import numpy as np
 
 import jaxkv
 from jaxkv.fuzz.case import PER_HEAD, Case, Index, Shapes
-from jaxkv.fuzz.indices import FAR, draw_lengths, draw_tables, reveal
+from jaxkv.fuzz.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
 from jaxkv.fuzz.layouts import draw_entry_beside, draw_layout, pick
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Format
 
+INVARIANT = "batch_invariant"
 NUMBERS = "bfloat16", "float16", "float32"
 """The dtypes of entries that are not quantised: queries represent them exactly in the same dtype, and in float32."""
 F32 = jnp.dtype("float32")
@@ -40,7 +42,7 @@ class Queries(Case):
         window = dict(self.options).get("window")
         first = 0 if window is None else lengths - (q_lens - 1) - window
         reveal(live, self.layout, tables, first, lengths)
-        return tables, lengths
+        return tables, past_the_limits(rng, lengths, self.columns * self.layout.block_size)
 
 
 class DecodeMLA(Queries):
@@ -119,7 +121,7 @@ class Plan(Case):
     @classmethod
     def optional(cls):
         """`batch_invariant`, and what the attention has."""
-        return ("batch_invariant", *DecodeMLA.optional())
+        return (INVARIANT, *DecodeMLA.optional())
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -145,7 +147,7 @@ class Plan(Case):
     def arguments(self, cache, values, draw, layer):
         """The arguments of `plan_decode`."""
         keywords = {name: dict(self.options)[name] for name in ("window", "causal")}
-        keywords |= {"num_heads": self.heads, "dtype": self.dtype, "batch_invariant": "batch_invariant" in self.extras}
+        keywords |= {"num_heads": self.heads, "dtype": self.dtype, INVARIANT: INVARIANT in self.extras}
         if "cu_q_lens" in self.extras:
             tokens = {"cu_q_lens": draw.keywords["cu_q_lens"], "total": self.attention.total}
         else:
@@ -168,8 +170,8 @@ class Sparse(DecodeMLA):
 
     @classmethod
     def optional(cls):
-        """`counts` (how many slots are used), `sinks`, and `extra` (slots of another cache)."""
-        return ("counts", "sinks", "extra")
+        """`counts` (how many slots are used), `sinks`, `extra` (slots of another cache), and `batch_invariant`."""
+        return ("counts", "sinks", "extra", INVARIANT)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -235,7 +237,12 @@ class Sparse(DecodeMLA):
             other = jax.eval_shape(fill, *arrays) if abstract else fill(*arrays)
             counts = more["extra_counts"] if "counts" in self.extras else None
             found["extra"] = jaxkv.ExtraCache(other, more["extra_slots"], more["extra_layer"], counts, scale)
-        return args, found
+        return args, {**found, INVARIANT: INVARIANT in self.extras}
+
+    def expected(self, cache, values, draw, layer):
+        """The same call by `xla`, which is not batch-invariant."""
+        case = replace(self, extras=tuple(name for name in self.extras if name != INVARIANT))
+        return case.run(cache, values, draw, layer, "xla")
 
 
 def _filled(kv_c, k_pe, slots, layer, *, layout, scale):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jaxkv.fuzz.layouts import pick
 from jaxkv.layout.layout import CacheLayout
 
 FAR = (-1, -7, -(2**31), 2**31 - 1)
@@ -14,6 +15,13 @@ def draw_lengths(rng: np.random.Generator, requests: int, most: int, block_size:
     near += rng.integers(-1, 2, requests)
     found = np.where(rng.random(requests) < 0.5, near, rng.integers(most + 1, size=requests))
     return np.clip(np.where(rng.random(requests) < 0.1, most, found), 0, most)
+
+
+def past_the_limits(rng: np.random.Generator, lengths: np.ndarray, most: int) -> np.ndarray:
+    """The same lengths, after they have been clamped: some of the first and last are replaced by ones outside."""
+    changed = rng.random(lengths.shape) < pick(rng, 0, 0, 0.3)
+    below, above = (rng.choice(values, lengths.shape) for values in ((-1, -(2**31)), (most + 1, 2**31 - 1)))
+    return np.where(changed & (lengths == 0), below, np.where(changed & (lengths == most), above, lengths))
 
 
 def draw_tables(rng: np.random.Generator, layout: CacheLayout, columns: int, lengths: np.ndarray) -> np.ndarray:

@@ -60,7 +60,9 @@ class Experts(Case):
         experts = rng.integers(max(count // pick(rng, 1, 1, 4), 1), size=(self.count, chosen))
         missing = rng.random(experts.shape) < pick(rng, 0, 0.1, 1)
         experts = np.where(missing, rng.choice([*FAR, count], experts.shape), experts)
-        return (experts,), {"weights": rng.random(experts.shape, np.float32)}
+        weights = rng.random(experts.shape, np.float32)
+        # As routers make them: with a sum of 1, results and their errors have the size of one expert's.
+        return (experts,), {"weights": weights / weights.sum(axis=-1, keepdims=True)}
 
     def arguments(self, cache, values, draw, layer):
         """Tokens, experts and their weights."""

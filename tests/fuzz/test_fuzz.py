@@ -326,6 +326,7 @@ def test_draws_are_of_every_kind():
     assert any(layout.strides.part for layout in layouts), "keys and values in planes of their own"
     extras = {name for case in drawn for name in case.extras}
     assert {"cos_sin", "extra", "sinks", "cu_q_lens", "queries in e4m3"} <= extras
+    assert {(512, 0), (64, 64), (64, 0)} <= {layout.entry.sizes for layout in layouts}
     seconds = [
         (case.layout.entry.format, dict(case.options)["extra"].entry.format) for case in drawn if "extra" in case.extras
     ]
@@ -340,12 +341,30 @@ def test_draws_are_of_every_kind():
     calls = [attention.draw(np.random.default_rng([0, call])) for call in range(300)]
     lengths = np.stack([call.index[1] for call in calls])
     size = attention.layout.block_size
-    assert {0, 1, size, attention.columns * size} <= set(lengths.ravel().tolist())
+    most = attention.columns * size
+    assert {0, 1, size, most, most + 1, 2**31 - 1, -1, -(2**31)} <= set(lengths.ravel().tolist())
     layers = {int(call.layer) for call in calls}
     assert {*range(attention.layout.num_layers), -1, attention.layout.num_layers} <= layers
     tables = np.stack([call.index[0] for call in calls])
-    used = np.arange(attention.columns) * size < lengths[..., None]
+    used = np.arange(attention.columns) * size < np.clip(lengths, 0, most)[..., None]
     unknown = (tables < 0) | (tables >= attention.layout.num_blocks)
     assert (unknown & used).any(), "blocks that the cache does not have, among those that are read"
     assert unknown[~used].mean() > 0.5
     assert 0.1 < np.mean([call.live.mean() for call in calls]) < 0.9
+
+
+def test_weights_of_experts_sum_to_1():
+    seed = families.OPERATIONS.index("grouped_swiglu")
+    for number in range(10):
+        case = families.draw_case(seed + number * len(families.OPERATIONS), "xla")
+        weights = case.draw(np.random.default_rng(number)).keywords["weights"]
+        np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-6)
+
+
+def test_sparse_attention_is_batch_invariant_where_it_is_supported(monkeypatch):
+    assume_available(monkeypatch, mosaic_gpu)
+    seeds = range(
+        families.OPERATIONS.index("decode_mla_sparse"), 20 * len(families.OPERATIONS), len(families.OPERATIONS)
+    )
+    assert {"batch_invariant" in families.draw_case(seed, "mosaic_gpu").extras for seed in seeds} == {False, True}
+    assert not any("batch_invariant" in families.draw_case(seed, "xla").extras for seed in seeds)

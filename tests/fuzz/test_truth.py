@@ -187,7 +187,7 @@ def seen_by_dense(case, draw, parts, queries):
     edges = draw.keywords.get("cu_q_lens", np.arange(case.requests + 1) * case.q_len)
     for request, (first, last) in enumerate(itertools.pairwise(edges)):
         for token in range(last - first):
-            length = int(lengths[request])
+            length = int(np.clip(lengths[request], 0, case.columns * case.layout.block_size))
             end = max(length - (last - first) + 1 + token, 0) if options["causal"] else length
             begin = 0 if options["window"] is None else max(end - options["window"], 0)
             slots = slots_of(case, tables[request], np.arange(begin, end))
