@@ -200,7 +200,7 @@ class FewRowsQuantisedConfig:
         require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
         require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
         require(self.values_at_once in (1, 2, 4), self, "values_at_once", "1, 2 or 4, divisors of the 4 of a tile")
-        _check_registers(self, 72, 88, 104)
+        _check_registers(self, 24, 40, 56, 72, 88, 104)
         _check_threshold(self)
 
 

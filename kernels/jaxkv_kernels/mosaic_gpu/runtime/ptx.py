@@ -25,13 +25,6 @@ INT8_TO_F16 = (
 A byte of 128 more than the value is the low byte of a float16 between 1,024 (0x6400) and 2,048, from which 1,152
 (0x6480) is subtracted."""
 
-E2M1_TO_E4M3 = (
-    " shl.b32 t, $4, 4; and.b32 t, t, 0x80808080; shl.b32 even, $4, 2; lop3.b32 even, even, 0x1C1C1C1C, t, 0xEA;"
-    " and.b32 t, $4, 0x80808080; shr.b32 odd, $4, 2; lop3.b32 odd, odd, 0x1C1C1C1C, t, 0xEA;"
-)
-"""Moves the even and the odd ones of a word $4 of eight e2m1 values to words `even` and `odd` of four e4m3 values each,
-2**-6 times theirs.  A part of conversions, which declare the registers `even`, `odd` and `t`."""
-
 
 def i32() -> Any:
     """The type."""

@@ -24,15 +24,19 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import (
 )
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import E8M0_RANGE
 from jaxkv_kernels.mosaic_gpu.runtime.elements import words
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import E2M1_TO_E4M3, at, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, i32, ptx
 
 CONVERT_E2M1 = (
-    f"{{ .reg .b32 even, odd, t; .reg .b16 a, b, c, d;{E2M1_TO_E4M3}"
+    "{ .reg .b32 even, odd, t; .reg .b16 a, b, c, d;"
+    " shl.b32 t, $4, 4; and.b32 t, t, 0x80808080; shl.b32 even, $4, 2; lop3.b32 even, even, 0x1C1C1C1C, t, 0xEA;"
+    " and.b32 t, $4, 0x80808080; shr.b32 odd, $4, 2; lop3.b32 odd, odd, 0x1C1C1C1C, t, 0xEA;"
     " prmt.b32 t, even, odd, 0x5140; mov.b32 {a, b}, t; prmt.b32 t, even, odd, 0x7362; mov.b32 {c, d}, t;"
     " cvt.rn.f16x2.e4m3x2 even, a; mul.rn.f16x2 $0, even, $5; cvt.rn.f16x2.e4m3x2 odd, b; mul.rn.f16x2 $1, odd, $5;"
     " cvt.rn.f16x2.e4m3x2 even, c; mul.rn.f16x2 $2, even, $5; cvt.rn.f16x2.e4m3x2 odd, d; mul.rn.f16x2 $3, odd, $5; }"
 )
-"""Eight e2m1 values of a word, times a pair of equal float16 scales, as four words of two float16 values."""
+"""Eight e2m1 values of a word, times a pair of equal float16 scales, as four words of two float16 values.
+
+`even` and `odd` are the even and the odd ones of the values as e4m3."""
 LOAD_PAIR = "ld.global.L1::evict_last.L2::256B.v2.b32 {{$0, $1}}, [$2 + {offset}];"
 
 
