@@ -233,7 +233,7 @@ def kv_quantised_config(entry) -> KVQuantisedConfig:
     if entry.format == "int8":
         return KVQuantisedConfig(consumers=2, stages=4)
     if entry.format == "nvfp4":
-        return KVQuantisedConfig(consumers=4, stages=8, values_at_once=4, producer_registers=72)
+        return KVQuantisedConfig(consumers=4, stages=8, values_at_once=4, producer_registers=24)
     return KVQuantisedConfig()
 
 

@@ -38,19 +38,18 @@ CONVERT = (
 
 The first byte of each half of `low` and `high` has the bits of values 0 and 1 in the places of float16, the second byte
 those of values 2 and 3, with other bits between them, which are masked at the end."""
-SCALES = (
-    "{ .reg .b32 t; .reg .b16 low, high; mad.lo.u32 t, $2, 256, $1; mov.b32 {low, high}, t; "
-    "cvt.rn.f16x2.e4m3x2 $0, low; }"
-)
-"""Two e4m3 values, each in a word, as a pair of float16.  A `prmt` would take time of the unit that is busiest."""
-JOIN = "mad.lo.u32 $0, $2, 65536, $1;"
-"""Four values of each of two tokens as a word, whose pairs are then values of one column."""
+JOIN_SCALES = "mad.lo.u32 $0, $2, 256, $1;"
+"""Two bytes, each in a word, as the first bytes of a word.  A `prmt` would take time of the unit that is busiest."""
+CONVERT_SCALES = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, low; }"
+"""Two e4m3 values, the first bytes of a word, as a pair of float16."""
+LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {{$0, $1}}, [$2 + {offset}];"
+"""Loads 16 bytes of each of 16 tokens: of tokens 2 `quad` + {0, 1}, and 8 more, the four values from 4 `row` on."""
 
 
 def load_keys(ref, stage, nbytes: int, scales_at: int, group: int) -> list[list[Any]]:
-    """Loads 64 columns of keys: of each of the lane's two rows, two words of 8 values, and the byte of their scale.
+    """Loads 64 columns of keys: of each of the lane's two rows, two words of 8 values, and their scale, as a pair.
 
-    The scale is there twice, because registers are loaded in vectors of four.
+    The pair is there twice, because registers are loaded in vectors of four.
     """
     lane = Lane()
     row = arith.muli(arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row), c32(nbytes))
@@ -61,8 +60,9 @@ def load_keys(ref, stage, nbytes: int, scales_at: int, group: int) -> list[list[
         offset = 8 * half * nbytes
         load = f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset + 32 * group}];"
         values = ptx(load, start, result_types=[i32()] * 2, has_side_effects=True)
-        own = _load("u8", scale, offset + scales_at + 4 * group)
-        found.append([*values, own, own])
+        own = _load_scale(scale, offset + scales_at + 4 * group)
+        pair = ptx(JOIN_SCALES, own, own, result_types=i32())
+        found.append([*values, pair, pair])
     return found
 
 
@@ -71,7 +71,7 @@ def convert_keys(raw, layout) -> Any:
     registers = registers_of(layout, (64, 64))
     for half, register in enumerate(raw.registers.flat):
         *values, scale, _ = words(register)
-        scale = ptx(SCALES, scale, scale, result_types=i32())
+        scale = ptx(CONVERT_SCALES, scale, result_types=i32())
         for n, word in enumerate(values):
             for pair, both in enumerate(ptx(CONVERT, word, scale, result_types=[i32()] * 4)):
                 registers[0, 4 * n + pair, 0, 0, half, 0, 0, 0, 0] = as_pair(both, ir.F16Type.get())
@@ -79,33 +79,38 @@ def convert_keys(raw, layout) -> Any:
 
 
 def load_of_tokens(ref, stage, nbytes: int, values_at: int, scales_at: int, step: int, groups: int) -> list[list[Any]]:
-    """Loads values: per 128 columns, four values of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}, then scales."""
+    """Loads values of 16 tokens: per 128 columns, two words of four values of each of two tokens, and their scales.
+
+    The tokens are 16 `step` + 2 `quad` + {0, 1}, and 8 more.
+    """
     lane = Lane()
+    own = arith.addi(arith.andi(lane.lane, c32(15)), c32(16 * step))
+    start = arith.addi(arith.muli(own, c32(nbytes)), arith.shli(lane.warp, c32(4)))
+    start = in_stage(ref, stage, nbytes, start)
     token = arith.muli(arith.addi(arith.shli(lane.quad, c32(1)), c32(16 * step)), c32(nbytes))
-    column = arith.addi(arith.shli(lane.warp, c32(4)), arith.shli(lane.row, c32(1)))
-    start = in_stage(ref, stage, nbytes, arith.addi(token, column))
     tile = arith.addi(arith.shli(lane.warp, c32(1)), arith.shrui(lane.row, c32(2)))
     scale = in_stage(ref, stage, nbytes, arith.addi(token, tile))
-    tokens = [nbytes * n for n in (0, 1, 8, 9)]
     found = []
     for group in range(groups):
-        found.append([_load("u16", start, values_at + 64 * group + offset) for offset in tokens])
-        found.append([_load("u8", scale, scales_at + 8 * group + offset) for offset in tokens])
+        load = LOAD_TRANSPOSED.format(offset=values_at + 64 * group)
+        values = ptx(load, start, result_types=[i32()] * 2, has_side_effects=True, convergent=True)
+        scales = [_load_scale(scale, scales_at + 8 * group + nbytes * n) for n in (0, 1, 8, 9)]
+        pairs = [ptx(JOIN_SCALES, *scales[n : n + 2], result_types=i32()) for n in (0, 2)]
+        found.append([*values, *pairs])
     return found
 
 
 def convert_values(raw, layout, group: int) -> Any:
     """A float16 [128, 16] tile, values by tokens, from loaded words."""
-    values, scales = (words(register) for register in raw.registers.flat[2 * group : 2 * group + 2])
+    *values, first, second = words(raw.registers.flat[group])
     registers = registers_of(layout, (128, 16))
-    for pair in range(2):
-        both = ptx(JOIN, *values[2 * pair : 2 * pair + 2], result_types=i32())
-        scale = ptx(SCALES, *scales[2 * pair : 2 * pair + 2], result_types=i32())
-        for column, value in enumerate(ptx(CONVERT, both, scale, result_types=[i32()] * 4)):
+    for pair, (word, scales) in enumerate(zip(values, (first, second), strict=True)):
+        scales = ptx(CONVERT_SCALES, scales, result_types=i32())
+        for column, value in enumerate(ptx(CONVERT, word, scales, result_types=[i32()] * 4)):
             tile, half = divmod(column, 2)
             registers[tile, pair, 0, 0, half, 0, 0, 0, 0] = as_pair(value, ir.F16Type.get())
     return fragmented(registers, layout)
 
 
-def _load(kind: str, start, offset: int) -> Any:
-    return ptx(f"ld.shared.{kind} $0, [$1 + {offset}];", start, result_types=i32(), has_side_effects=True)
+def _load_scale(start, offset: int) -> Any:
+    return ptx(f"ld.shared.u8 $0, [$1 + {offset}];", start, result_types=i32(), has_side_effects=True)

@@ -122,10 +122,6 @@ class Nvfp4Tiles(RowTiles):
     def _pairs(self):
         return e2m1.PAIRS
 
-    @property
-    def _values(self):
-        return words(8 * self.value_groups)
-
     def load_keys(self, raw, stage, group):
         """Loads 64 columns of keys, and their scales."""
         held = words(8)
