@@ -183,7 +183,7 @@ class FewRowsQuantisedConfig:
     """Groups of 64 columns of keys that are converted at once, while the products of the previous groups run.  Each
     converted group takes 16 registers per lane."""
     values_at_once: int = 1
-    """Groups of 16 tokens whose values are converted at once, likewise.  128 columns of them take 8 registers a lane."""
+    """Groups of 16 tokens whose values are converted at once, likewise.  128 columns take 8 registers per lane."""
     producer_registers: int = 88
     """As in WideConfig.  The producer holds the queries of a work tile while it scales them."""
     rescale_threshold: int = 4

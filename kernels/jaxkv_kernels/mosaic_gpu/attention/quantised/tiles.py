@@ -13,6 +13,7 @@ wgmma assigns to it, so the columns of K and of V are permuted in the products:
              stored from this order
 
 For values, the bytes of two tokens are interleaved before they are converted: a register of wgmma holds a pair of keys.
+`e2m1.py` has another order of keys; its values, in the order above, are transposed by `ldmatrix`.
 """
 
 from typing import Any
@@ -122,6 +123,14 @@ class Tiles:
     def key_groups(self) -> int:
         """The number of groups of 64 columns in the key of a token."""
         return sum(self.query_groups)
+
+    def key_batches(self, size: int) -> list[tuple[range, range]]:
+        """The groups of keys, up to `size` at once, each time with those that follow."""
+        return _in_batches(self.key_groups, size)
+
+    def value_batches(self, size: int) -> list[tuple[range, range]]:
+        """The steps of 16 tokens' values, up to `size` at once, each time with those that follow."""
+        return _in_batches(STEPS, size)
 
     @property
     def _values(self) -> Any:
@@ -258,3 +267,8 @@ class Tiles:
             lanes.store_queries(refs, self.query_groups, stats, stage, loaded, factor, inverse, INVERSES, self._pairs)
 
         store(list(refs), stats, stage, loaded, factor, inverse)
+
+
+def _in_batches(count: int, size: int) -> list[tuple[range, range]]:
+    batches = [range(at, min(at + size, count)) for at in range(0, count, size)]
+    return list(zip(batches, [*batches[1:], range(0)], strict=True))

@@ -32,7 +32,8 @@ Timeline of a work tile, downwards; `->` names the barrier that a line waits for
                                                   arrives taken[w - 1].  Stores the result
 
 Before a batch of products is started, the warpgroup waits for the previous batch, which ran while the operands of this
-one were converted.  (If the wait left some products running, the compiler would serialize all of them.)
+one were converted.  (If the wait left some products running, the compiler would serialize all of them.)  The compiler
+starts the products of a batch between the conversions of their operands, so K and V' may be a batch each.
 
 Numerics.  Queries become float16, each row divided by a power of two that makes it fit, which multiplies its scores.
 
@@ -58,8 +59,8 @@ with the previous tile's P.
 
 Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other` 32
 KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two consumers (O' takes 64, operands some
-80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each, four 96; O' of 128
-values takes 16.
+80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each.  With heads of 128,
+queries take 8 and O' 16: four consumers have 112, and the producer 24.
 """
 
 from functools import partial, reduce
@@ -75,7 +76,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import EXPONENT, INVERSE,
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, STATS, STEPS, N, Tiles
+from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, STATS, N, Tiles
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
@@ -139,9 +140,8 @@ def attend_few_rows_quantised(
             def fetch(request, origin, step, carry):
                 used, found = carry
                 stage = stage_of(used)
-                ahead = paged.look_up(
-                    request, origin + (step + 1) * TILE
-                )  # the loads proceed while the producer waits for k_free
+                # These loads proceed while the producer waits for k_free.
+                ahead = paged.look_up(request, origin + (step + 1) * TILE)
 
                 @pl.when(used >= stages)
                 def _():
@@ -218,8 +218,8 @@ def attend_few_rows_quantised(
                 """Scores of a tile, to base 2, and the scales of its values, if tokens have any."""
 
                 def product(*accs):
-                    loaded = [tiles.load_keys(raw, stage, n) for n in batches[0]]
-                    for batch, following in zip(batches, [*batches[1:], []], strict=True):
+                    loaded = [tiles.load_keys(raw, stage, n) for n in batches[0][0]]
+                    for batch, following in batches:
                         operands = [tiles.convert_keys(x, n) for x, n in zip(loaded, batch, strict=True)]
                         loaded = [tiles.load_keys(raw, stage, n) for n in following]
                         wait_for_products()  # of the previous batch, which ran during the conversion
@@ -228,9 +228,7 @@ def attend_few_rows_quantised(
                             multiply(accs[tiles.score_group(n)], operand, columns)
                     return [acc[...] for acc in accs]
 
-                size = config.keys_at_once
-                batches = [range(at, min(at + size, tiles.key_groups)) for at in range(0, tiles.key_groups, size)]
-
+                batches = tiles.key_batches(config.keys_at_once)
                 scales, weight_scales = tiles.load_scales(raw, stage)
                 sums = pl.run_scoped(product, *[plgpu.ACC((TILE, N), jnp.float32)] * tiles.score_groups)
                 scaled_sums = [x * over_columns(scale, N) for x, scale in zip(sums, scales, strict=False)]
@@ -244,10 +242,9 @@ def attend_few_rows_quantised(
                     for ref, x in zip(refs, acc, strict=True):
                         if not interpret:
                             ref[...] = x
-                    size = config.values_at_once
-                    batches = [range(at, at + size) for at in range(0, STEPS, size)]
-                    loaded = [tiles.load_values(raw, stage, step) for step in batches[0]]
-                    for batch, following in zip(batches, [*batches[1:], []], strict=True):
+                    batches = tiles.value_batches(config.values_at_once)
+                    loaded = [tiles.load_values(raw, stage, step) for step in batches[0][0]]
+                    for batch, following in batches:
                         ahead = [tiles.load_values(raw, stage, step) for step in following]
                         if not ahead:
                             plgpu.barrier_arrive(k_free.at[stage])
