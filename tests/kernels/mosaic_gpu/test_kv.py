@@ -67,10 +67,11 @@ def test_sizes_of_entries_and_blocks(sizes, block_size):
 
 
 @on_hopper
-class TestLargeQuantisedHeads(Mosaic, suites.DecodeKV):
-    """The whole suite in the largest sizes that quantised entries have."""
+class TestLargeHeads(Mosaic, suites.DecodeKVChecks):
+    """All layouts and formats in the largest sizes that quantised entries have."""
 
     head_dim, value_dim = 256, 256
+    test_equals_the_packed_cache_and_the_oracle = suites.DecodeKV.test_equals_the_packed_cache_and_the_oracle
 
 
 WIDE = [("int8", (256, 256)), ("int8", (256, 128)), ("int8", (128, 256)), ("nvfp4", (256, 256))]
