@@ -200,7 +200,7 @@ class FewRowsQuantisedConfig:
         require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
         require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
         require(self.values_at_once in (1, 2, 4), self, "values_at_once", "1, 2 or 4, divisors of the 4 of a tile")
-        _check_registers(self, 24, 40, 56, 72, 88, 104)
+        _check_registers(self, 72, 88, 104)
         _check_threshold(self)
 
 
@@ -208,7 +208,11 @@ class FewRowsQuantisedConfig:
 class KVQuantisedConfig(FewRowsQuantisedConfig):
     """`decode_kv` with quantised entries."""
 
-    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {**FewRowsQuantisedConfig.SEARCH, "stages": (4, 6, 8)}
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **FewRowsQuantisedConfig.SEARCH,
+        "stages": (3, 4, 6, 8, 9),
+        "values_at_once": (1, 2, 4),
+    }
 
     stages: int = 6
     """The most tiles of keys and values in shared memory, 9 to 17 KiB each for heads of 128; larger ones leave room for
@@ -221,19 +225,23 @@ def kv_quantised_config(entry) -> KVQuantisedConfig:
 
     64 requests of 8,192 tokens with 64 heads and 8 KV heads:
 
-    - `fp8` takes 0.248 ms with 3 consumers and 6 stages, 0.252 with 9 stages, and 0.254 with 2 consumers and 8 stages.
-    - `int8` takes 0.296 ms with 2 consumers and 4 stages, 0.314 with 6 stages, and 0.326 with 8.  Entries of 272 bytes
-      share lines of the L2 cache with those of other heads, which other CTAs load at about the same time.  The more is
+    - `fp8` takes 0.248 ms on an H200 with 3 consumers and 6 stages, 0.252 with 9 stages, and 0.254 with 2 consumers
+      and 8 stages.
+    - `int8` takes 0.420 ms on an H100 with 3 consumers and 3 stages, 0.432 with 2 and 4, and 0.444 with 4 and 4; on an
+      H200, 0.296 ms with 2 consumers and 4 stages, 0.314 with 6 stages, and 0.326 with 8.  Entries of 272 bytes share
+      lines of the L2 cache with those of other heads, which other CTAs load at about the same time.  The more is
       loaded in advance, the more often a line is loaded twice.
-    - `nvfp4` is bound by instructions.  It takes 0.220 ms with 4 consumers, 0.225 with 3 and 0.275 with 2.
+    - `nvfp4` takes 0.239 ms on an H100 with 3 consumers and 6 stages, 0.257 with 9 stages, 0.262 with 2 consumers
+      and 8, and 0.267 with 4 and 8.  With each head's entries of a block in one piece (`BLHNC`), it takes 0.229 with 4
+      and 8.  A kernel that converts nothing takes as long as these last two.
     - With heads wider than 128, more than 2 consumers would spill registers.
     """
     if max(entry.sizes) > 128:
         return KVQuantisedConfig(consumers=2, stages=8)
     if entry.format == "int8":
-        return KVQuantisedConfig(consumers=2, stages=4)
+        return KVQuantisedConfig(stages=3, values_at_once=4)
     if entry.format == "nvfp4":
-        return KVQuantisedConfig(consumers=4, stages=8, values_at_once=4, producer_registers=24)
+        return KVQuantisedConfig(values_at_once=4)
     return KVQuantisedConfig()
 
 

@@ -59,8 +59,8 @@ with the previous tile's P.
 
 Budget, for latents.  Shared memory: entries 4 x 36 KiB (fp8_ds_mla 41) + queries 2 x 18 KiB + P 4 KiB (16) + `other` 32
 KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two consumers (O' takes 64, operands some
-80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each.  With heads of 128,
-queries take 8 and O' 16: four consumers have 112, and the producer 24.
+80), 88 for the producer, which holds the queries of a work tile.  Three consumers have 136 each, four 96; O' of 128
+values takes 16.
 """
 
 from functools import partial, reduce
