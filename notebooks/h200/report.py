@@ -143,7 +143,8 @@ def _pair(values, digits: int) -> str:
 
 def models() -> str:
     """A Markdown table of times to first token, blocks in host memory, and V3.2's attention in all layers."""
-    found, sparse, hot = (read(f"{name}.json") for name in ("models_and_offload", "sparse_step", "hot_rows"))
+    found, sparse = (read(f"{name}.json") for name in ("models_and_offload", "sparse_step"))
+    hot, later_hot = (read("hot_rows.json", gpu) for gpu in ("h200", "h100"))
     ttft, offload = found["ttft"], found["offload"]
     v32, layer, limits = sparse["step"], sparse["seconds_per_layer"], sparse["limits"]
     serve, h100 = found["serve"]["tokens_per_s"], read("serve_bench.json", "h100")
@@ -180,11 +181,26 @@ def models() -> str:
             f"sparse attention in a layer whose entries are in host memory (`HotRows`): `jaxkv hot-rows`; "
             f"{hot['requests']} requests x {hot['tokens']:,} tokens, {hot['selected']:,} of them selected, "
             f"{hot['heads']} heads, `{hot['entry']}`",
-            ", ".join(f"{row['us']:.0f} us at {row['hit_rate']:.0%} hits" for row in hot["hit_rates"])
-            + f"; {hot['fits_us']:.0f} us in a cache that fits",
+            fetched(hot),
+        ),
+        (
+            f"the same on an {later_hot['device']}, {later_hot['date']}, since one kernel does all of a fetch",
+            fetched(later_hot),
         ),
     ]
     return "\n".join(["| what, and by which command | result |", "|---|---|", *(f"| {a} | {b} |" for a, b in lines)])
+
+
+def fetched(found: dict) -> str:
+    """What `jaxkv hot-rows` measured; in brackets, as a multiple of its limit."""
+    times = (
+        f"{row['us']:.0f} us ({row['us'] / row['limit_us']:.2f}) at {row['hit_rate']:.0%} hits"
+        for row in found["hit_rates"]
+    )
+    return (
+        f"{', '.join(times)}; in brackets: relative to the time of the link plus attention in a cache that fits, "
+        f"which takes {found['fits_us']:.0f} us"
+    )
 
 
 def served(found: dict) -> str:
