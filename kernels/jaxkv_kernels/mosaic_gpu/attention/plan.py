@@ -42,10 +42,6 @@ from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tuning import configuration
 
-MOST_UNSHARED = 8
-"""Rows up to which CTAs do not share keys: copies to shared memory must begin at multiples of 128 bytes, and the values
-per row that they would exchange begin at 64."""
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -97,8 +93,7 @@ def plan_decode(
     step = PAIR if isinstance(config, WideConfig | QuantisedWideConfig | KVConfig) else TILE
     costs, shared = config.split_costs, False
     # A batch-invariant plan must not depend on how many requests there are.
-    may_share = row_tiles == 1 and tokens * heads > MOST_UNSHARED and not batch_invariant
-    if isinstance(config, WideConfig | FewRowsConfig) and may_share:
+    if isinstance(config, WideConfig | FewRowsConfig) and row_tiles == 1 and not batch_invariant:
         shared = shares_keys(seq_lens.size, partitions)
     if shared:
         partitions, costs = partitions // CTAS, costs.of_shared_steps()

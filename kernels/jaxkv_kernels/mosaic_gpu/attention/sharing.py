@@ -27,6 +27,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, WGMMA, filled, over_
 PLACES = 2
 """Places in device memory for the results of successive work tiles."""
 
+ALIGNMENT = 128
+"""Copies to shared memory begin at multiples of this many bytes."""
+
 
 def own_steps(tile: WorkTile, cta, step: int) -> WorkTile:
     """The part of a work tile that one of the CTAs attends to: at least one step of `step` tokens.
@@ -44,10 +47,11 @@ def own_steps(tile: WorkTile, cta, step: int) -> WorkTile:
 
 def exchange_types(partitions: int, rows: int, columns: int, dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Results of a kernel that are the places in device memory, and scratch types.  Both hold splits of each CTA."""
-    shape = partitions, PLACES, CTAS
-    types = jax.ShapeDtypeStruct((*shape, rows, columns), dtype), jax.ShapeDtypeStruct((*shape, 2, rows), jnp.float32)
+    # Of short vectors, more are copied than the two that are used, for the sake of the alignment.
+    shape, vectors = (partitions, PLACES, CTAS), (max(2, ALIGNMENT // (4 * rows)), rows)
+    types = jax.ShapeDtypeStruct((*shape, rows, columns), dtype), jax.ShapeDtypeStruct((*shape, *vectors), jnp.float32)
     return types, {
-        "rows": plgpu.SMEM((2, 2, rows), jnp.float32),
+        "rows": plgpu.SMEM((2, *vectors), jnp.float32),
         "sent": plgpu.ClusterBarrier(collective_axes=("cta",)),
         "arrived": plgpu.Barrier(num_arrivals=2),
     }
@@ -58,10 +62,10 @@ class Exchange:
     """Sends the results of a work tile to the other CTA, or receives them."""
 
     refs: tuple[Any, ...]
-    """The places of this cluster in device memory: values [PLACES, CTAS, rows, columns], and [PLACES, CTAS, 2, rows]
+    """The places of this cluster in device memory: values [PLACES, CTAS, rows, columns], and [PLACES, CTAS, >= 2, rows]
     log-sum-exps (base 2) and scales."""
     rows: Any
-    """Shared memory [2, 2, rows] for log-sum-exps and scales, sent and received."""
+    """Shared memory [2, >= 2, rows] for log-sum-exps and scales, sent and received."""
     sent: Any
     """Cluster barrier: both CTAs have sent (1 per CTA)."""
     arrived: Any
