@@ -22,7 +22,15 @@ class KVCache:
 
     @classmethod
     def zeros(cls, layout: CacheLayout, *, device=None) -> "KVCache":
-        """A cache of zeros, on `device` (or with that sharding)."""
+        """A cache of zeros, on `device` (or with that sharding).
+
+        All groups of a `PackedLayout` have one buffer: a cache of any of them can be viewed as one of the others.
+        ValueError unless `layout` is a CacheLayout.
+        """
+        if not isinstance(layout, CacheLayout):
+            raise ValueError(
+                f"`layout` is a {type(layout).__name__}: expected a CacheLayout, such as packed[name] of a PackedLayout"
+            )
         return cls(jnp.zeros((layout.size,), layout.dtype, device=device), layout)
 
     def __repr__(self):

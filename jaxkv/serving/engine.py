@@ -24,7 +24,7 @@ from jaxkv.serving.block_tables import BlockTables
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix
 from jaxkv.serving.prefix_stats import PrefixCacheStats
-from jaxkv.serving.request import Request, uncancelled
+from jaxkv.serving.request import Request, token_ids, uncancelled
 from jaxkv.serving.step_inputs import NOTHING, Choices, Rows, Span, Spans
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
@@ -165,14 +165,12 @@ class Engine:
           The request.  `step` and `run` append its tokens.
 
         Raises:
-          TypeError: a token id or `priority` is not an integer, or `sampling` is not a Sampling.
+          TypeError: a token id (of `prompt`, `stop`) or `priority` is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
             would exceed the block table or the cache.
         """
         vocabulary = self.model.config.vocab_size
-        if isinstance(prompt, str):
-            raise TypeError(f"`prompt` is {prompt!r}: expected token ids; tokenize the text first")
-        prompt = tuple(map(operator.index, prompt))
+        prompt = token_ids("prompt", prompt)
         outside = [token for token in prompt if not 0 <= token < vocabulary]
         if not prompt or outside:
             problem = f"has token id {outside[0]}" if outside else "is empty"
@@ -187,7 +185,7 @@ class Engine:
             )
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
-        stop = self.model.config.stop_tokens if stop is None else stop
+        stop = self.model.config.stop_tokens if stop is None else token_ids("stop", stop)
         self._submitted += 1
         options = {"priority": operator.index(priority), "number": self._submitted}
         request = Request(prompt, max_tokens, sampling, frozenset(stop), **options)

@@ -1,5 +1,6 @@
 """`Request`: a prompt with its options and its progress."""
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -89,6 +90,16 @@ class Request:
             self.finish_reason = "stop"
         elif len(self.tokens) == len(self.prompt) + self.max_tokens:
             self.finish_reason = "length"
+
+
+def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    """`values` as Python ints; TypeError unless they are integers."""
+    if isinstance(values, str):
+        raise TypeError(f"`{name}` is {values!r}: expected token ids; tokenize the text first")
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        raise TypeError(f"`{name}` is {values!r}: expected token ids, which are integers") from None
 
 
 def uncancelled(drawn: Iterable[tuple[Request, int]]) -> Iterator[tuple[Request, int]]:

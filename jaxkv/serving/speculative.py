@@ -17,7 +17,7 @@ from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling, sample
 from jaxkv.models.speculative import draft, verify
 from jaxkv.serving.pool import BlockPool
-from jaxkv.serving.request import Held, Request
+from jaxkv.serving.request import Held, Request, token_ids
 from jaxkv.serving.table import tables_of
 
 GREEDY = Sampling()
@@ -116,10 +116,11 @@ class SpeculativeEngine:
         """Queues a request; the arguments and the result are those of `Engine.submit`.
 
         Raises:
+          TypeError: a token id (of `prompt`, `stop`) is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens` and the
             drafts after them, it would exceed the cache or the model's `max_position_embeddings`.
         """
-        vocabulary, prompt = self.model.config.vocab_size, tuple(prompt)
+        vocabulary, prompt = self.model.config.vocab_size, token_ids("prompt", prompt)
         if not prompt or not all(0 <= token < vocabulary for token in prompt):
             raise ValueError(f"`prompt` is {prompt!r}: expected one or more token ids from 0 to {vocabulary - 1}")
         entries = self._entries(len(prompt), positive_int("max_tokens", max_tokens))
@@ -128,7 +129,9 @@ class SpeculativeEngine:
                 f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries with those of "
                 f"drafts: a request's table holds {table}; shorten them, or make the engine with more blocks"
             )
-        stop = self.model.config.stop_tokens if stop is None else stop
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
+        stop = self.model.config.stop_tokens if stop is None else token_ids("stop", stop)
         request = Request(prompt, max_tokens, sampling, frozenset(stop))
         self.waiting.append(request)
         return request

@@ -339,6 +339,13 @@ HELPERS = [
     ("a weight of one axis", lambda a: jaxkv.TileScaled.of(a.x[0]), ["`weight`", "(8,)", "[..., out, in]"]),
     ("outs of rank 0", lambda a: merge_states(a, outs=a.lses[0, 0], lses=a.lses[0, 0]), ["`outs`", "()"]),
     ("an array of no parts", lambda a: merge_states(a, outs=a.outs[:0], lses=a.lses[:0]), ["`outs`", "(0, 3, 4)", "1"]),
+    (
+        "zeros of all groups",
+        lambda a: jaxkv.KVCache.zeros(
+            jaxkv.PackedLayout(groups={"a": jaxkv.Group(1, jaxkv.IndexerEntry())}, num_blocks=2, block_size=4)
+        ),
+        ["`layout` is a PackedLayout", "packed[name]"],
+    ),
     ("view of no layout", lambda a: a.mla.view(None), ["`layout`", "None", "CacheLayout"]),
     ("slots_for of lists", lambda a: jaxkv.slots_for([[0]], [[0]], block_size=4), ["`block_tables` is a list"]),
     (

@@ -204,6 +204,15 @@ def test_a_stop_token_or_nan_ends_the_request():
     assert engine.pool.num_free == engine.pool.num_blocks
 
 
+def test_prompts_and_stops_are_token_ids():
+    engine = serving.SpeculativeEngine(predictable(), num_speculative_tokens=2, **SIZES)
+    for wrong in ({"prompt": "hi"}, {"prompt": [1.5]}, {"prompt": [1], "stop": "x"}):
+        with pytest.raises(TypeError, match="expected token ids"):
+            engine.submit(**wrong)
+    with pytest.raises(TypeError, match=r"`sampling` is 0.5: expected a Sampling"):
+        engine.submit([1], sampling=0.5)
+
+
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.8, 1.0), (1.3, 0.8)])
 def test_accepted_and_rejected_drafts_together_have_the_models_distribution(temperature, top_p):
     """Chi-square of the tokens of 20,000 seeds, fixed ones, after 1 token and 2 drafts of a vocabulary of 6."""

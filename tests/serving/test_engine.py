@@ -204,6 +204,12 @@ def test_a_request_that_can_never_be_served_is_rejected_at_once():
         served.submit((3, 97))
     with pytest.raises(TypeError, match="`prompt` is 'hello': expected token ids; tokenize the text first"):
         served.submit("hello")
+    for wrong in (3, None, [1.5], [[1]], [np.ones(2, int)]):
+        with pytest.raises(TypeError, match=r"`prompt` is .*: expected token ids, which are integers"):
+            served.submit(wrong)
+    for wrong in (3, "x", ["x"]):
+        with pytest.raises(TypeError, match=r"`stop` is .*: expected token ids"):
+            served.submit([1], max_tokens=1, stop=wrong)
     with pytest.raises(TypeError, match="`sampling` is None: expected a Sampling"):
         served.submit([1], max_tokens=1, sampling=None)
     with pytest.raises(ValueError, match="`max_tokens` is 0"):
