@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 
+import jaxkv
 from jaxkv.terminal import streams
 
 COMMANDS = (
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="jaxkv", description="Paged KV caches for JAX, with explicit strides.")
+    parser.add_argument("--version", action="version", version=f"jaxkv {jaxkv.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in COMMANDS:
         module = importlib.import_module(f"jaxkv.cli.{name.replace('-', '_')}")

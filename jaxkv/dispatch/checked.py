@@ -24,9 +24,9 @@ def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     beyond the table, lengths other than those that a plan was made for, traced layers out of range, and NaN in entries
     that a decode reads.
 
-    It works through `jit` and `scan`, but not `vmap`, and costs time and memory.  All arguments of `function` are
-    traced and none is donated; put static arguments into a closure: `jaxkv.checked(lambda cache:
-    jaxkv.decode_mla(q_latent, q_pe, cache, ..., return_lse=True))(cache)`.
+    `function` may use `jit` and `scan`, but not `vmap`.  Call the result outside of `jit`: there, it could not raise.
+    The checks cost time and memory.  All arguments of `function` are traced and none is donated; put static arguments
+    into a closure: `jaxkv.checked(lambda cache: jaxkv.decode_mla(q_latent, q_pe, cache, ..., return_lse=True))(cache)`.
     """
 
     compiled = jax.jit(checkify.checkify(function, errors=checkify.user_checks))

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import jaxkv
 from jaxkv.bench import timing
 from jaxkv.cli import COMMANDS, bench, demo, layout, main, verify
 from jaxkv.terminal import files, streams
@@ -199,6 +200,13 @@ def test_streams_end_as_those_of_unix_tools(redirected, status, output, errors):
     assert ended.returncode == status
     assert output in ended.stdout
     assert ended.stderr == errors
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"jaxkv {jaxkv.__version__}\n"
 
 
 def test_ctrl_c_prints_a_line(monkeypatch, capsys):
