@@ -123,7 +123,9 @@ def arrange(
 def _computed(function, *args):
     """`function(*args)`; only its shapes and dtypes if an argument is a `jax.ShapeDtypeStruct` (`explain`)."""
     described = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
-    return jax.eval_shape(function, *args) if described else function(*args)
+    # As for kernels: the user's program may have stricter rules than JAX's default ones.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return jax.eval_shape(function, *args) if described else function(*args)
 
 
 def _check_rises(cu_q_lens, total: int) -> None:

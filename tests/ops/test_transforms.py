@@ -77,6 +77,24 @@ def test_strict_programs_may_call():
         assert_same_bits(call(), expected)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_strict_programs_may_attend_to_ragged_batches(causal):
+    entry = jaxkv.KVEntry("f32", head_dim=8)
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=3, block_size=4, num_heads=2, entry=entry)
+    requests = jnp.asarray([[1], [2]]), jnp.asarray([2, 3])
+    ragged = {"cu_q_lens": jnp.asarray([0, 1, 3]), "causal": causal}
+
+    def call():
+        cache = jaxkv.KVCache.zeros(layout)
+        plan = jaxkv.plan_decode(cache, *requests, num_heads=4, total=3, **ragged)
+        q = jnp.arange(96.0).reshape(3, 4, 8)
+        return jaxkv.decode_kv(q, cache, *requests, layer=0, scale=0.1, plan=plan, **ragged)
+
+    expected = call()
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        assert_same_bits(call(), expected)
+
+
 def test_equal_zeros_keep_their_order():
     logits = jnp.asarray([[-0.0, 0.0, -0.0, 0.0]])
     assert_same_bits(jaxkv.select_topk(logits, 4), np.asarray([[0, 1, 2, 3]], np.int32))
