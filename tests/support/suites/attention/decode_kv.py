@@ -248,7 +248,9 @@ class DecodeKV(DecodeKVChecks):
         entry = self.entry()
         scene = scenes.scene(entry, block_size=16, lengths=(1500, 1300), num_blocks=180)
         slots = scene.slots(0)[: 1500 - 40]
-        scene.entries[slots // 16, :, slots % 16] = 0xFF  # NaN in entries that have left the window
+        entries = scene.entries.copy()
+        entries[slots // 16, :, slots % 16] = 0xFF  # NaN in entries that have left the window
+        scene = replace(scene, entries=entries)
         layout = layout_of("BLNHC", entry, block_size=16, num_blocks=180)
         q = self.query(entry, 2, 1, 2)
         _, lse = self.decode(q, scene.cache(layout, 0), scene, 0, window=40)
