@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +17,8 @@ from models.checkpoints.mtp import with_mtp
 from support.cases import slow
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
+from support.recorded import FOLDER, recorded
 
-RECORDED = Path(__file__).parents[1] / "data" / "models"
 FILE = "model.safetensors"
 ATTENTION = "model.layers.{}.self_attn."
 BLOCK = 64
@@ -30,7 +28,7 @@ LARGE = 2000.0
 
 def checkpoint(folder, family, change=lambda weights: None, **config):
     """A copy of a recorded checkpoint with other weights and keys of config.json."""
-    shutil.copytree(RECORDED / family, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("truth.npz"))
+    shutil.copytree(FOLDER / family, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("truth.npz"))
     weights = safetensors.numpy.load_file(folder / FILE)
     change(weights)
     safetensors.numpy.save_file(weights, folder / FILE)
@@ -51,11 +49,8 @@ def enlarge(weights):
             weights[name] = weight / np.float32(LARGE)
 
 
-@cache
 def prompts(family):
-    with np.load(RECORDED / family / "truth.npz") as truth:
-        lengths = truth["prompt_lens"]
-        return [prompt[:length].tolist() for prompt, length in zip(truth["prompts"], lengths, strict=True)]
+    return [prompt for prompt, _ in recorded(family)]
 
 
 def logits(model, prompt):
@@ -83,8 +78,8 @@ def test_calibrated_scales_beat_scale_1_on_a_model_with_large_entries(family, tm
     model = models.load(folder, dtype="float32", entry_format="fp8")
     # Not the prompt that is measured.
     calibrated = models.calibrate(model, [short, *prompts(family)[1:3]])
-    usual = models.load(RECORDED / family, dtype="float32", entry_format="fp8")
-    usual_error = error(usual, logits(models.load(RECORDED / family, dtype="float32"), long), long)
+    usual = models.load(FOLDER / family, dtype="float32", entry_format="fp8")
+    usual_error = error(usual, logits(models.load(FOLDER / family, dtype="float32"), long), long)
     saturated, found = error(model, right, long), error(calibrated, right, long)
     print(f"{family}: scale 1 {saturated:.4f}, calibrated {found:.4f}; of the recorded weights {usual_error:.4f}")
     assert found < saturated / 4
@@ -108,9 +103,9 @@ def expected(model, prompt):
 
 @pytest.mark.parametrize("family", ["youtu", "llama"])
 def test_scales_have_room_for_twice_the_largest_values(family):
-    model = models.load(RECORDED / family, dtype="float32", entry_format="fp8")
+    model = models.load(FOLDER / family, dtype="float32", entry_format="fp8")
     prompt = prompts(family)[-1]
-    keys, values = expected(models.load(RECORDED / family, dtype="float32"), prompt)
+    keys, values = expected(models.load(FOLDER / family, dtype="float32"), prompt)
     right = {"k_scale": keys, "v_scale": values} if family == "llama" else {"kv_scale": np.maximum(keys, values)}
     exact = models.calibrate(model, [prompt], powers_of_two=False).params["entry_scales"]
     found = models.calibrate(model, [prompt]).params["entry_scales"]
@@ -123,7 +118,7 @@ def test_scales_have_room_for_twice_the_largest_values(family):
 
 
 def test_calibration_changes_the_scales_only():
-    model = models.load(RECORDED / "deepseek_v3", entry_format="fp8")
+    model = models.load(FOLDER / "deepseek_v3", entry_format="fp8")
     calibrated = models.calibrate(model, [[1, 2, 3]])
     assert jax.tree.structure(model) == jax.tree.structure(calibrated)  # no retrace
     for name, weights in model.params.items():
@@ -225,7 +220,7 @@ def test_scales_of_checkpoints_are_used(family, spelling, tmp_path):
         assert scales["kv_scale"].tolist() == keys  # 1 without a scale
     plain = models.load(folder)
     assert plain.params["entry_scales"] == {}
-    assert models.fingerprint(plain) == models.fingerprint(models.load(RECORDED / family))
+    assert models.fingerprint(plain) == models.fingerprint(models.load(FOLDER / family))
 
 
 def test_scales_per_head(tmp_path):
@@ -275,7 +270,7 @@ def test_wrong_scales_are_rejected(family, scales, words, tmp_path):
 
 
 def test_a_scale_that_the_index_does_not_name_is_rejected(tmp_path):
-    folder = shutil.copytree(RECORDED / "deepseek_v3_sharded", tmp_path, dirs_exist_ok=True)
+    folder = shutil.copytree(FOLDER / "deepseek_v3_sharded", tmp_path, dirs_exist_ok=True)
     name, shard = ATTENTION.format(0) + "k_scale", folder / "model-00001-of-00002.safetensors"
     weights = safetensors.numpy.load_file(shard)
     safetensors.numpy.save_file({**weights, name: np.ones(1, np.float32)}, shard)
@@ -284,7 +279,7 @@ def test_a_scale_that_the_index_does_not_name_is_rejected(tmp_path):
 
 
 def test_what_cannot_be_calibrated_is_rejected():
-    plain, model = (models.load(RECORDED / "deepseek_v3", entry_format=form) for form in (None, "fp8"))
+    plain, model = (models.load(FOLDER / "deepseek_v3", entry_format=form) for form in (None, "fp8"))
     with pytest.raises(ValueError, match="`model` has entries of format 'f32', which has no scales: expected 'fp8'"):
         models.calibrate(plain, [[1]])
     with pytest.raises(ValueError, match="`prompts` is empty"):

@@ -14,6 +14,7 @@ from jaxkv.models.speculative import accept
 from models.checkpoints.mtp import FOLDER, LAYER, with_mtp
 from models.checkpoints.published import PUBLISHED
 from support.compare import assert_close
+from support.recorded import recorded
 
 BLOCK = 16
 
@@ -134,13 +135,11 @@ def generate(engine, prompts, count, samplings=None):
 def test_tokens_are_the_recorded_ones(checkpoint):
     """Random drafts, nearly all of which are wrong; requests wait for blocks; prompts in chunks."""
     model = models.load(checkpoint[0], mtp=True)
-    with np.load(FOLDER / "truth.npz") as truth:
-        prompts = [row[:n].tolist() for row, n in zip(truth["prompts"], truth["prompt_lens"], strict=True)]
-        tokens = truth["tokens"].tolist()
+    prompts, tokens = zip(*recorded(FOLDER.name), strict=True)
     engine = serving.SpeculativeEngine(
         model, num_blocks=20, block_size=BLOCK, num_speculative_tokens=3, max_requests=3, chunk=48
     )
-    assert generate(engine, prompts, 64) == tokens
+    assert generate(engine, prompts, 64) == [*tokens]
     assert engine.acceptance.drafted == 3 * engine.acceptance.steps
 
 

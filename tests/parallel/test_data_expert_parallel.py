@@ -3,8 +3,7 @@
 import json
 import re
 import shutil
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,10 @@ from models.checkpoints.mtp import with_mtp
 from support.cases import slow
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
+from support.recorded import FOLDER, recorded
 
 pytestmark = on_several_devices
 
-FOLDER = Path(__file__).parents[1] / "data" / "models"
 BLOCK = 64
 
 
@@ -55,13 +54,6 @@ def with_24_experts(folder, family):
             weights[name] = weight
     safetensors.numpy.save_file(weights, folder / "model.safetensors")
     return folder
-
-
-@cache
-def recorded(family):
-    with np.load(FOLDER / family / "truth.npz") as truth:
-        prompts, lengths, tokens = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
-    return [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)], tokens
 
 
 def generate(model, prompts, count):
@@ -103,7 +95,7 @@ def generate(model, prompts, count):
 def test_tokens_on_eight_devices(family, room, tmp_path, monkeypatch):
     """Tokens are gathered, or sent: with room for 5 tokens per pair of devices, a prefill takes several rounds."""
     monkeypatch.setattr(exchange, "capacity", lambda *sizes: room)
-    prompts, right = recorded(family)
+    prompts, right = zip(*recorded(family), strict=True)
     model = models.load(with_24_experts(tmp_path, family), dtype="float32", parallel=divided(8))
     assert generate(model, prompts, 12) == [tokens[:12] for tokens in right]
 
@@ -112,7 +104,7 @@ def test_tokens_on_eight_devices(family, room, tmp_path, monkeypatch):
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("family", ["deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "longcat_flash"])
 def test_tokens_with_several_requests_per_device(family, devices):
-    prompts, right = recorded(family)
+    prompts, right = zip(*recorded(family), strict=True)
     model = models.load(FOLDER / family, dtype="float32", parallel=divided(devices))
     assert generate(model, prompts, 12) == [tokens[:12] for tokens in right]
 
@@ -243,7 +235,7 @@ class TestServing:
         served = serving.Replicas(model, **SIZES)
         served.warm_up()
         assert [engine.cache.buffer.devices() for engine in served.engines] == [{x} for x in jax.devices()[:devices]]
-        prompts, right = recorded(family)
+        prompts, right = zip(*recorded(family), strict=True)
         order = [4, 0, 1, 2, 3, 0, 2]
         requests = [served.submit(prompts[i], max_tokens=8 + i, stop=()) for i in order]
         stream = list(served.run())
@@ -257,7 +249,7 @@ class TestServing:
     def test_requests_join_while_others_run(self):
         model = models.load(FOLDER / "deepseek_v2_lite", dtype="float32", parallel=divided(2))
         served = serving.Replicas(model, **SIZES)
-        prompts, right = recorded("deepseek_v2_lite")
+        prompts, right = zip(*recorded("deepseek_v2_lite"), strict=True)
         first = served.submit(prompts[0], max_tokens=12, stop=())
 
         def places():

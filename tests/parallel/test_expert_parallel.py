@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,9 @@ from jaxkv import models, serving
 from models.checkpoints.mtp import with_mtp
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
+from support.recorded import FOLDER, recorded
 
 pytestmark = on_several_devices
-
-FOLDER = Path(__file__).parents[1] / "data" / "models"
 
 
 @cache
@@ -26,14 +24,9 @@ def load(family, devices):
 
 def served(engine, family, count):
     """The tokens of the recorded prompts, and the recorded ones."""
-    with np.load(FOLDER / family / "truth.npz") as truth:
-        prompts, lengths, tokens = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
-    todo = [
-        engine.submit(prompt[:length], max_tokens=count, stop=())
-        for prompt, length in zip(prompts, lengths, strict=True)
-    ]
+    todo = [engine.submit(prompt, max_tokens=count, stop=()) for prompt, _ in recorded(family)]
     list(engine.run())
-    return [request.generated for request in todo], [right[:count] for right in tokens]
+    return [request.generated for request in todo], [right[:count] for _, right in recorded(family)]
 
 
 @pytest.mark.parametrize(
