@@ -50,7 +50,7 @@ PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "kimi_linear", "qwen3_next"}
 HEADS = {"gpt_oss", "llama", "qwen3_next", "smollm3"}
 """Families whose cache has several heads, so that all six orders differ."""
 
-SAME_LAYERS = ("axk1", "deepseek_v3_sharded", "deepseek_v3_yarn", "kimi", "kimi_k25", "moonlight")
+SAME_LAYERS = ("deepseek_v3_sharded", "deepseek_v3_yarn", "kimi", "kimi_k25")
 """Families whose layers are those of `deepseek_v3` with other numbers, rotary embeddings or names of weights."""
 
 families = pytest.mark.parametrize("family", FAMILIES)
