@@ -124,7 +124,14 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         # results is wider than this.
         size = 1 + 4 / 64 * cap if dtype == "float32" else 1
         return [
-            _excess(found[0], expected[0], roundings=64 if dtype == "float32" else 4, dtype=dtype, magnitude=size),
+            _excess(
+                found[0],
+                expected[0],
+                roundings=64 if dtype == "float32" else 4,
+                dtype=dtype,
+                magnitude=size,
+                floor=size - 1,
+            ),
             _excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=scores, floor=scores),
         ]
 
@@ -191,7 +198,7 @@ def _excess(found, expected, *, roundings: int, dtype: str, magnitude: float, fl
 
     `magnitude` is the size of the terms that were summed, which is the absolute part of an element's tolerance.
     `floor` is the absolute part of the norm's tolerance, for results that may be small by chance, such as a request's
-    only score.
+    only score, and for errors that do not depend on the results, such as those of capped scores.
     """
     assert found.shape == expected.shape
     a, e = found.astype(jnp.float32), expected.astype(jnp.float32)

@@ -216,6 +216,7 @@ def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
     assert prefers(171, implementation="xla")
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter([]))
     # The kernel needs a Hopper GPU.
+    monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: ["needs another GPU"])
     assert not prefers(LEAST_ON_GPUS - 1)
     monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: [])
     assert not prefers(LEAST_WITH_KERNEL - 1)
@@ -267,8 +268,9 @@ class TestCudnn:
 
         text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("@__cudnn$fmhaSoftmax(") == calls
-        # That of earlier tokens; the entries are read by XLA on a machine without GPUs.
-        assert text.count("custom_call @mosaic_gpu") == calls
+        # That of earlier tokens, and on a Hopper GPU those that gather entries.
+        kernels = text.count("custom_call @mosaic_gpu")
+        assert kernels == calls or (kernels > calls > 0 and jax.default_backend() == "gpu")
 
     def test_results_without_keys_are_replaced(self, monkeypatch):
         def attention(
