@@ -231,9 +231,8 @@ def kv_quantised_config(entry) -> KVQuantisedConfig:
       H200, 0.296 ms with 2 consumers and 4 stages, 0.314 with 6 stages, and 0.326 with 8.  Entries of 272 bytes share
       lines of the L2 cache with those of other heads, which other CTAs load at about the same time.  The more is
       loaded in advance, the more often a line is loaded twice.
-    - `nvfp4` takes 0.239 ms on an H100 with 3 consumers and 6 stages, 0.257 with 9 stages, 0.262 with 2 consumers
-      and 8, and 0.267 with 4 and 8.  With each head's entries of a block in one piece (`BLHNC`), it takes 0.229 with 4
-      and 8.  A kernel that converts nothing takes as long as these last two.
+    - `nvfp4` takes 0.239 ms on an H100 with 3 consumers and 6 stages, and 0.257 with 4 and 8.  It is bound by copies,
+      which alone take 0.243 and 0.254; with each head's entries of a block in one piece (`BLHNC`), it takes 0.220 ms.
     - With heads wider than 128, more than 2 consumers would spill registers.
     """
     if max(entry.sizes) > 128:
