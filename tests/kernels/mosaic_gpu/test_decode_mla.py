@@ -86,17 +86,17 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
 @on_hopper
 @pytest.mark.parametrize(("latent", "rope"), [(256, 64), *SIZES_OF_ENTRIES])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
-def test_sizes_of_entries_and_blocks(latent, rope, block_size):
+@pytest.mark.parametrize("layout", ["BLNHC", "gaps, offset"])
+def test_sizes_of_entries_and_blocks(latent, rope, block_size, layout):
     suite = TestDecodeMLA()
     suite.latent, suite.rope = latent, rope
     lengths = (0, 700, block_size + 1, 129)
     entry, sizes = suite.entry(), {"block_size": block_size, "num_blocks": 80}
-    for layout in ("BLNHC", "gaps, offset"):
-        scene = suites.scenes.scene(entry, lengths=lengths, **sizes)
-        cache = scene.cache(suites.layout_of(layout, entry, **sizes), 1)
-        for heads, tokens in ((5, 1), (16, 1), (20, 3), (128, 1)):
-            for keywords in ({}, {"window": 300, "logit_cap": 2.0}):
-                suite.check(suites.queries(entry, 4, tokens, heads), cache, scene, 1, **keywords)
+    scene = suites.scenes.scene(entry, lengths=lengths, **sizes)
+    cache = scene.cache(suites.layout_of(layout, entry, **sizes), 1)
+    for heads, tokens in ((5, 1), (16, 1), (20, 3), (128, 1)):
+        for keywords in ({}, {"window": 300, "logit_cap": 2.0}):
+            suite.check(suites.queries(entry, 4, tokens, heads), cache, scene, 1, **keywords)
 
 
 @on_hopper
