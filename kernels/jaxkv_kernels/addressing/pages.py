@@ -34,6 +34,26 @@ class Pages:
         width = self.width // num_parts
         return replace(self, width=width, num_parts=num_parts, part_stride=width)
 
+    def resized(self, old: int, new: int) -> "Pages":
+        """The same addresses, counted in elements of `new` bytes instead of `old`, which must divide them."""
+        steps = (
+            "layer_stride",
+            "block_stride",
+            "head_stride",
+            "token_stride",
+            "part_stride",
+            "offset",
+            "width",
+            "size",
+        )
+        return replace(self, **{name: getattr(self, name) * old // new for name in steps})
+
+    @property
+    def whole_blocks(self) -> "Pages":
+        """Whole blocks as single entries; only if `blocks_are_runs`."""
+        one = dict.fromkeys(("num_layers", "num_heads", "block_size", "num_parts"), 1)
+        return replace(self, **one, offset=0, width=self.block_stride)
+
     @property
     def num_slots(self) -> int:
         """Slots of one layer: blocks times tokens per block."""

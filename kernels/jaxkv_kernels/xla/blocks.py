@@ -1,6 +1,5 @@
 """Copying, reading and writing whole blocks, all layers and groups at once."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,10 +11,7 @@ from jaxkv_kernels.addressing.rows import read_entries, write_entries
 
 def _moved(pages: Pages) -> Pages:
     """Addresses of the units that are moved: if blocks are runs, whole blocks as single entries; otherwise entries."""
-    if not pages.blocks_are_runs:
-        return pages
-    one = dict.fromkeys(("num_layers", "num_heads", "block_size", "num_parts"), 1)
-    return replace(pages, **one, offset=0, width=pages.block_stride)
+    return pages.whole_blocks if pages.blocks_are_runs else pages
 
 
 def _grid(pages, blocks):

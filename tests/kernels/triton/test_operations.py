@@ -49,7 +49,7 @@ def test_compiles_within_the_gpus_limits(sample, capability):
     function, args, kwargs = sample
     for built in builds(capability, function, *args, **kwargs):
         assert built.shared <= SHARED[capability] * 1024, built.name
-        assert built.stack == 0, f"{built.name} spills {built.stack} bytes a thread, with {built.registers} registers"
+        assert built.stack == 0, f"{built.name} spills {built.stack} bytes per thread, with {built.registers} registers"
 
 
 @compiles
@@ -141,7 +141,7 @@ def hot_rows(form):
 def test_hot_rows_compile_within_the_gpus_limits(operation, form, capability):
     for built in kernel_builds(capability, operation, *hot_rows(form)[operation]):
         assert built.shared <= SHARED[capability] * 1024, built.name
-        assert built.stack == 0, f"{built.name} spills {built.stack} bytes a thread, with {built.registers} registers"
+        assert built.stack == 0, f"{built.name} spills {built.stack} bytes per thread, with {built.registers} registers"
 
 
 @lowers

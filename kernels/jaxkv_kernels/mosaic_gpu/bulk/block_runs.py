@@ -1,6 +1,6 @@
 """The runs of a whole block, as kernels index them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jax import lax
 
@@ -28,7 +28,5 @@ class BlockRuns(Runs):
 def block_runs(pages: Pages) -> BlockRuns:
     """The runs of the blocks of `pages`; ValueError where a row of the view is too long for int32."""
     runs = runs_of(pages)
-    if pages.blocks_are_runs:
-        one = dict.fromkeys(("num_layers", "num_heads", "block_size", "num_parts"), 1)
-        pages = replace(pages, **one, offset=0, width=runs.length)
-    return BlockRuns(runs.axes, runs.length, runs.offset, row_view(pages))
+    view = row_view(pages.whole_blocks if pages.blocks_are_runs else pages)
+    return BlockRuns(runs.axes, runs.length, runs.offset, view)

@@ -4,8 +4,6 @@ Layers, blocks, slots and heads are int32, with shapes that broadcast.  Addresse
 slots outside the cache are computed as well, but must not be dereferenced.
 """
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
 
@@ -14,8 +12,7 @@ from jaxkv_kernels.addressing.pages import Pages
 
 def in_bytes(pages: Pages, itemsize: int) -> Pages:
     """`pages` with strides in bytes, for elements of `itemsize` bytes.  Kernels receive it as a constant."""
-    steps = ("layer_stride", "block_stride", "head_stride", "token_stride", "part_stride", "offset", "width", "size")
-    return replace(pages, **{name: getattr(pages, name) * itemsize for name in steps})
+    return pages.resized(itemsize, 1)
 
 
 @triton.jit

@@ -107,12 +107,12 @@ def _fetch_rows(
     block = tl.load(block_tables + request.to(tl.int64) * TABLE + column, mask=inside & (column < TABLE), other=-1)
     row = tl.load(place + position, mask=inside, other=0)
     live = (block >= 0) & (block < HOST_PAGES.num_blocks)
-    # Another program may already have written the number of a miss, which is no row.
+    # Another program may already have written the number of a miss, which is larger than those of rows.
     hit = live & (row < HOT.rows) & (tl.gather(holds, tl.minimum(row, HOT.rows - 1), 0) == position)
     miss = live & (hit == 0)
     tl.debug_barrier()
     tl.store(marks + row, tl.full(n.shape, 1, tl.uint8), mask=hit)
-    # Among equal misses the first has the largest of these numbers, which are no rows.
+    # Among equal misses the first has the largest of these numbers, which are larger than those of rows.
     tl.atomic_max(place + position, HOT.rows + TOKENS - n, mask=miss, sem="relaxed")
     tl.debug_barrier()
     first = tl.where(miss, HOT.rows + TOKENS - tl.load(place + position, mask=miss, other=0), n)

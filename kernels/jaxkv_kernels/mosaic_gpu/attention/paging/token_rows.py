@@ -1,6 +1,6 @@
 """The flat buffer as pages of tokens, so that one TMA copy fetches a tile of a page."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -109,9 +109,7 @@ def origin_step(pages: Pages) -> int:
 
 def in_entries_dtype(buffer: jax.Array, pages: Pages, dtype: Any) -> tuple[jax.Array, Pages]:
     """The buffer as elements of `dtype`, the entries' own, and the pages in such elements; no copy."""
-    old, new = buffer.dtype.itemsize, jnp.dtype(dtype).itemsize
-    sizes = ("layer_stride", "block_stride", "head_stride", "token_stride", "part_stride", "offset", "width", "size")
-    return view_as(buffer, dtype), replace(pages, **{name: getattr(pages, name) * old // new for name in sizes})
+    return view_as(buffer, dtype), pages.resized(buffer.dtype.itemsize, jnp.dtype(dtype).itemsize)
 
 
 def _origin_axes(pages: Pages) -> dict[str, tuple[int, int]]:
