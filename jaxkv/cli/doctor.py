@@ -1,8 +1,12 @@
-"""Report versions, devices, and which implementations can run here.  Please attach the output to bug reports."""
+"""Report what to install, versions, devices, and which implementations can run here.
+
+Please attach the output of `jaxkv doctor --verbose` to bug reports.
+"""
 
 import argparse
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -30,39 +34,68 @@ VARIABLES = ("JAX_", "XLA_", "CUDA_", "NVIDIA_", "TRITON_", "MOSAIC_", "LD_LIBRA
 """Prefixes of environment variables that affect JAX and its compilers."""
 
 
+DRIVER = Path("/proc/driver/nvidia/version")
+DRIVERS = {13: 580, 12: 525}
+"""The oldest major version of NVIDIA's driver for each major version of CUDA that JAX has wheels for, from JAX's
+installation guide."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds no options."""
+    """Adds the option `--verbose`."""
+    parser.add_argument("--verbose", action="store_true", help="print why implementations reject calls")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report."""
-    del args
-    print(report())
+    print(report(verbose=args.verbose))
     return 0
 
 
-def report() -> str:
-    """The text of the report.  If a probe fails, the report has its error instead, and the other probes still run."""
+def report(*, verbose: bool) -> str:
+    """The text of the report.  If a probe fails, the report has its error instead, and the other probes still run.
+
+    Args:
+      verbose: whether implementations have their reasons for rejecting calls, not only the number of calls.
+    """
     sections = {
+        "to install": lambda: [to_install()],
         "versions": _versions,
         "conflicts": lambda: conflicts({name: _version(name) for name in PACKAGES}) or ["none known"],
         "environment": _environment,
         "devices": _devices,
-        "implementations": _implementations,
+        "implementations": lambda: _implementations(verbose=verbose),
     }
     return "\n\n".join(
         "\n".join([name, *(f"  {line}" for line in _guarded(probe))]) for name, probe in sections.items()
     )
 
 
+def to_install() -> str:
+    """The command that installs what this machine lacks for its fastest implementations, with the reason.
+
+    It says so if nothing is missing.
+    """
+    if jax.default_backend() == "gpu":
+        if _version("jax-triton"):
+            return "nothing: the packages for this machine's GPU are installed"
+        return "pip install 'jaxkv[triton]': GPUs run the calls that mosaic_gpu does not support on triton"
+    driver = DRIVER.read_text() if DRIVER.exists() else ""
+    number = re.search(r" (\d+)\.\d+", driver)
+    if number is None:
+        return "nothing: there is no driver of an NVIDIA GPU, and xla runs on any device"
+    supported = [cuda for cuda, oldest in DRIVERS.items() if int(number[1]) >= oldest]
+    found = f"NVIDIA's driver {number[1]} is installed, but JAX's default backend is {jax.default_backend()}"
+    if not supported:
+        return f"NVIDIA's driver {DRIVERS[13]} or later, then 'jaxkv[cuda13]': driver {number[1]} is too old for JAX"
+    if _version(f"jax-cuda{supported[0]}-plugin"):
+        return f"nothing, but check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES: {found}"
+    return f"pip install 'jaxkv[cuda{supported[0]},triton]': {found}"
+
+
 def conflicts(versions: Mapping[str, str | None]) -> list[str]:
     """Messages about versions that are known not to work together.  None is a package that is not installed."""
     found = []
-    jax_, jax_triton, triton = (_release(versions.get(name)) for name in ("jax", "jax-triton", "triton"))
-    if jax_ and jax_triton and jax_ >= (0, 12) and jax_triton <= (0, 4):
-        found.append(
-            f"jax-triton {versions['jax-triton']} does not work with jax {versions['jax']}: install 'jax<0.12'"
-        )
+    jax_triton, triton = (_release(versions.get(name)) for name in ("jax-triton", "triton"))
     if jax_triton and triton and jax_triton >= (0, 4) and triton < (3, 7):
         found.append(
             f"jax-triton {versions['jax-triton']} does not compile with triton {versions['triton']}: "
@@ -109,9 +142,8 @@ def _environment() -> list[str]:
 
 def _devices() -> list[str]:
     lines = [f"default backend {jax.default_backend()}: {' '.join(jax.devices()[0].client.platform_version.split())}"]
-    driver = Path("/proc/driver/nvidia/version")
-    if driver.exists():
-        lines += _guarded(lambda: [" ".join(driver.read_text().splitlines()[0].split())])
+    if DRIVER.exists():
+        lines += _guarded(lambda: [" ".join(DRIVER.read_text().splitlines()[0].split())])
     return lines + [_device_line(device) for device in jax.local_devices()]
 
 
@@ -122,8 +154,11 @@ def _device_line(device: jax.Device) -> str:
     return f"{device.platform}:{device.id} is {', '.join(known)}"
 
 
-def _implementations() -> list[str]:
-    """For each implementation, lines with the sample calls that it supports and its reasons against the others."""
+def _implementations(*, verbose: bool) -> list[str]:
+    """For each implementation, how many sample calls it supports; if `verbose`, which, and its reasons against others.
+
+    Reasons against all calls are always listed.
+    """
     samples = list(sample_calls())
     kernels = {backend.name: backend.kernels for backend in BACKENDS}
     lines = []
@@ -138,13 +173,17 @@ def _implementations() -> list[str]:
                 rejected.setdefault(reason, []).append(call)
         usable = f"usable, supports {len(supported)}" if supported else "not usable, supports none"
         lines.append(f"{name} ({devices}): {usable} of {len(samples)} sample calls")
+        everything = {reason for reason, calls in rejected.items() if len(calls) == len(own)}
+        lines += [f"  rejects all: {reason}" for reason in rejected if reason in everything]
+        if not verbose:
+            continue
         lines += [f"  supports {', '.join(supported)}"] if supported and rejected else []
-        for reason, calls in rejected.items():
-            which = ", ".join(calls) if len(calls) < len(own) else "all"
-            lines.append(f"  rejects {which}: {reason}")
+        lines += [
+            f"  rejects {', '.join(calls)}: {reason}" for reason, calls in rejected.items() if reason not in everything
+        ]
         without = dict.fromkeys(operation.name for operation, _ in samples if operation.name not in kernels[name])
         lines += [f"  has no kernel for {', '.join(without)}"] if without else []
-    return lines
+    return lines if verbose else [*lines, "--verbose lists the calls that an implementation rejects, and why"]
 
 
 def _reasons_against(operation: Operation, sample: Sample, name: str) -> list[str]:

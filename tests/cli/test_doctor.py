@@ -12,7 +12,8 @@ FINE = {"jax": "0.11.2", "jaxlib": "0.11.2", "jax-triton": "0.4.1", "triton": "3
 
 def test_the_report_is_complete(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    printed = doctor.report()
+    printed = doctor.report(verbose=True)
+    assert printed.startswith("to install\n  ")
     for section in ("versions", "conflicts", "environment", "devices", "implementations"):
         assert f"{section}\n  " in printed
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5" in printed
@@ -30,7 +31,14 @@ def test_the_command_prints_the_report(capsys):
     parser = argparse.ArgumentParser()
     doctor.add_arguments(parser)
     assert doctor.run(parser.parse_args([])) == 0
-    assert "implementations\n  " in capsys.readouterr().out
+    brief = capsys.readouterr().out
+    assert "implementations\n  " in brief
+    assert doctor.run(parser.parse_args(["--verbose"])) == 0
+    verbose = capsys.readouterr().out
+    assert "has no kernel for" in verbose
+    assert "has no kernel for" not in brief
+    for line in brief.splitlines()[:-1]:  # the last one names the option
+        assert line in verbose.splitlines()
 
 
 def test_an_implementation_lists_what_it_rejects(monkeypatch):
@@ -42,7 +50,7 @@ def test_an_implementation_lists_what_it_rejects(monkeypatch):
 
     monkeypatch.setattr(jaxkv, "explain", explain)
     monkeypatch.setattr(jaxkv, "implementations", lambda: {"xla": "any device"})
-    headline, taken, *rejected = doctor._implementations()
+    headline, taken, *rejected = doctor._implementations(verbose=True)
     supported = [f"decode_kv {name}" for name in jaxkv.KVEntry.formats]
     assert headline.startswith(f"xla (any device): usable, supports {len(supported)} of ")
     assert taken == f"  supports {', '.join(supported)}"
@@ -58,7 +66,7 @@ def test_a_reason_that_applies_to_all_calls_is_printed_once(monkeypatch):
 
     monkeypatch.setattr(jaxkv, "explain", explain)
     monkeypatch.setattr(jaxkv, "implementations", lambda: {"triton": "NVIDIA GPUs"})
-    headline, *rejected = doctor._implementations()
+    headline, *rejected = doctor._implementations(verbose=True)
     assert headline.startswith("triton (NVIDIA GPUs): not usable, supports none of ")
     kernels = "  has no kernel for write_state, read_state, select_experts, grouped_swiglu, scaled_linear"
     expected = ["  rejects all: needs a GPU", "  rejects all: needs triton", kernels]
@@ -71,9 +79,9 @@ def test_a_failing_probe_is_reported_and_the_others_continue(monkeypatch, probe)
         raise RuntimeError(f"{probe} is broken")
 
     monkeypatch.setattr(f"jaxkv.cli.doctor.{probe}", fail)
-    printed = doctor.report()
+    printed = doctor.report(verbose=False)
     assert f"unknown (RuntimeError: {probe} is broken)" in printed
-    assert printed.count("\n\n") == 4
+    assert printed.count("\n\n") == 5
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,7 @@ def test_a_failing_probe_is_reported_and_the_others_continue(monkeypatch, probe)
         ({}, []),
         ({"jax-triton": None, "triton": None, "jax-cuda13-plugin": None}, []),
         ({"jax": "0.12.0.1", "jax-triton": None, "jaxlib": "0.12.0", "jax-cuda13-plugin": "0.12.0"}, []),
-        ({"jax": "0.12.0.1"}, ["jax-triton 0.4.1 does not work with jax 0.12.0.1: install 'jax<0.12'"]),
+        ({"jax": "0.12.0.1", "jaxlib": "0.12.0.1", "jax-cuda13-plugin": "0.12.0.1"}, []),
         ({"triton": "3.6.0"}, ["does not compile with triton 3.6.0"]),
         ({"triton": "3.6.0", "jax-triton": "0.3.1"}, []),
         ({"jax-cuda12-plugin": "0.11.2"}, ["are both installed"]),
@@ -94,3 +102,29 @@ def test_conflicts(changed, expected):
     assert len(found) == len(expected)
     for line, part in zip(found, expected, strict=True):
         assert part in line
+
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build"
+OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023"
+
+
+@pytest.mark.parametrize(
+    ("driver", "backend", "packages", "expected"),
+    [
+        (None, "cpu", {}, "nothing: there is no driver"),
+        (OPEN, "cpu", {}, "pip install 'jaxkv[cuda13,triton]': NVIDIA's driver 580 is installed, but"),
+        (OLD, "cpu", {}, "pip install 'jaxkv[cuda12,triton]': "),
+        (OLD.replace("535", "470"), "cpu", {}, "NVIDIA's driver 580 or later, then 'jaxkv[cuda13]': driver 470"),
+        (OPEN, "cpu", {"jax-cuda13-plugin": "0.12.0"}, "nothing, but check JAX_PLATFORMS"),
+        (OPEN, "gpu", {}, "pip install 'jaxkv[triton]': "),
+        (OPEN, "gpu", {"jax-triton": "0.4.1"}, "nothing: the packages for"),
+    ],
+)
+def test_what_to_install(monkeypatch, tmp_path, driver, backend, packages, expected):
+    file = tmp_path / "version"
+    if driver:
+        file.write_text(f"{driver}\nGCC version:  gcc version 12.2.0\n")
+    monkeypatch.setattr(doctor, "DRIVER", file)
+    monkeypatch.setattr(doctor, "_version", packages.get)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert doctor.to_install().startswith(expected)

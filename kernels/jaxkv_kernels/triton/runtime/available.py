@@ -14,7 +14,7 @@ from jaxkv_kernels.triton.runtime.interpreting import interpreting
 OLDEST = 8.0
 """Compute capability of the oldest supported GPUs (Ampere)."""
 
-WORKING = "jax-triton 0.4.1 works with triton 3.7 or later and jax 0.11, jax-triton 0.3.1 with triton 3.6 and jax 0.11"
+WORKING = "jax-triton 0.4.1 works with triton 3.7 or later, and jax-triton 0.3.1 with triton 3.6"
 
 
 def unavailable_reasons() -> list[str]:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -54,8 +55,7 @@ def _capability() -> int:
 
 
 def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages, constants):
-    import jax_triton
-
+    jax_triton = _jax_triton()
     options: dict[str, Any] = {"kernel": kernel, "grid": grid, "num_warps": warps, "num_stages": stages, **constants}
     # Set explicitly, because Triton 3.10 will no longer fuse products and sums by default, and 3.9 warns about it.
     fused = {"enable_fp_fusion": True}
@@ -77,11 +77,27 @@ def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages,
 
 
 @cache
+def _jax_triton() -> ModuleType:
+    """The package jax-triton, which works with jax 0.12 after this call.
+
+    JAX calls a primitive's rule for the elimination of dead code with the outputs that are used and the equation.
+    Since 0.12, it passes the inputs that are live between these two, but the rule of jax-triton 0.4.1 has no parameter
+    for them.  That rule keeps every call, so it needs none.  A rule with three parameters is left alone.
+    """
+    import jax_triton
+    from jax._src.interpreters import partial_eval
+
+    primitive = jax_triton.triton_lib.triton_kernel_call_p
+    rule = partial_eval.dce_rules.get(primitive)
+    if jax.__version_info__ >= (0, 12) and rule and len(inspect.signature(rule).parameters) == 2:
+        partial_eval.dce_rules[primitive] = lambda used_outs, live_ins, eqn: rule(used_outs, eqn)
+    return jax_triton
+
+
+@cache
 def _takes_refs() -> bool:
     """Whether jax-triton accepts a `jax.Ref` and updates it, as version 0.4 does."""
-    import jax_triton
-
-    return "out_type" in inspect.signature(jax_triton.triton_call).parameters
+    return "out_type" in inspect.signature(_jax_triton().triton_call).parameters
 
 
 def _settled(updated: jax.Array) -> jax.Array:
