@@ -1,14 +1,15 @@
-"""Tables made from the recorded measurements beside this file.
+"""Tables and sentences made from the recorded measurements beside this file.
 
-    python notebooks/h200/report.py README.md notebooks/README.md jaxkv/models/README.md
+    python notebooks/h200/report.py README.md notebooks/README.md jaxkv/models/README.md jaxkv/offload/README.md
 
-rewrites what stands between the marks of each table, such as `<!-- speed -->` and `<!-- /speed -->`, in the named
+rewrites what stands between the marks of each, such as `<!-- speed -->` and `<!-- /speed -->`, in the named
 files.  `notebooks/README.md` says which command recorded which file.
 """
 
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,50 @@ def speed() -> str:
         of_many = _pair(many[row.shape].ratios, 2) if row.shape in many else "-"
         lines.append(f"| {' | '.join([row.shape, *times, _pair(row.ratios, 2), of_many])} |")
     return "\n".join(lines)
+
+
+def summary() -> str:
+    """How long `decode_mla` takes relative to FlashMLA, over all shapes."""
+    times = [1 / ratio for row in rows() if row.layers == 1 for ratio in row.ratios]
+    return _paragraph(
+        f"On an NVIDIA H200, `decode_mla` in bf16 takes between {min(times):.2f} and {max(times):.2f} times as long as "
+        "FlashMLA, depending on the shape ([Speed](#speed))."
+    )
+
+
+def verdict() -> str:
+    """Where FlashMLA is faster, and the ratios of sparse attention."""
+    slower = [
+        f"{row.shape} {kind} ({ratio:.2f})"
+        for row in rows()
+        for kind, ratio in zip(("in bursts", "sustained"), row.ratios, strict=True)
+        if row.layers == 1 and round(ratio, 2) < 1
+    ]
+    theirs = {row["shape"]: row for row in read("flash_mla_sparse.json")["rows"]}
+    pairs = [(row, theirs[row["shape"]]) for row in read("quantised.json")["rows"] if row["shape"] in theirs]
+    sparse = [other[time] / row[time] for row, other in pairs for time in ("ms", "sustained_ms")]
+    return _paragraph(
+        f"FlashMLA is faster on {' and '.join(slower) or 'no shape'}. `decode_mla_sparse` on `fp8_ds_mla` entries is "
+        f"{min(sparse):.2f} to {max(sparse):.2f} times as fast as FlashMLA."
+    )
+
+
+def ceilings() -> str:
+    """What fraction of the GPU's measured rates `decode_mla` reaches with many requests."""
+    found = read("decode_mla.json")["ceilings"]
+    many = [row for row in rows() if row.layers == 1 and not row.varlen and row.requests >= 64 and row.tokens >= 4096]
+
+    def fractions(heads: int, sustained: bool) -> str:
+        reached = [row.limit / row.jaxkv[sustained] for row in many if row.heads == heads]
+        return f"{min(reached):.2f} to {max(reached):.2f}"
+
+    return _paragraph(
+        f"In the run of `decode_mla.json`, the GPU's measured ceilings were {found['read'] / 1e12:.2f} TB/s for "
+        f"reading and {found['matmul'] / 1e12:.0f} TFLOP/s for bf16 matrix products. In bursts, with 64 or more "
+        f"requests of 4,096 tokens or more, `decode_mla` with 128 heads reaches {fractions(128, False)} of the ceiling "
+        f"of products, and with 16 heads {fractions(16, False)} of the ceiling of reading. Under a sustained load, it "
+        f"reaches {fractions(128, True)} with 128 heads, and {fractions(16, True)} with 16."
+    )
 
 
 def quantised() -> str:
@@ -247,6 +292,58 @@ def concurrent_steps() -> str:
     return "\n".join(lines)
 
 
+def hot_rows() -> str:
+    """A Markdown table of `jaxkv hot-rows` on an H100, and the workload."""
+    found = read("hot_rows.json", "h100")
+    heading = "tokens in rows already", "fetch and attention, us", "the link's time plus attention, us", "ratio"
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    for row in found["hit_rates"]:
+        us, limit_us = row["us"], row["limit_us"]
+        lines.append(f"| {row['hit_rate']:.0%} | {us:.0f} | {limit_us:.0f} | {us / limit_us:.2f} |")
+    workload = _paragraph(
+        f"({found['device']}, {found['date']}: {found['requests']} requests of {found['tokens']:,} tokens, "
+        f"{found['selected']:,} selected, {found['heads']} heads, `{found['entry']}` entries, {found['rows']:,} rows "
+        f"per request. Attention in a cache that fits takes {found['fits_us']:.0f} us, and one large array is copied "
+        f"to the device at {found['load']:.0f} GB/s.)"
+    )
+    return "\n".join([*lines, "", workload])
+
+
+def several_gpus() -> str:
+    """A step of a model on two GPUs, by kinds of kernels."""
+    found = read("models_and_offload.json")["several_gpus"]
+    kinds = ", ".join(f"{kind} {took:.2f}" for kind, took in found["shares_ms"].items())
+    kernels = found["kernels_ms"]
+    return _paragraph(
+        f"{found['what'][0].upper()}{found['what'][1:]}: {found['ms']:.2f} ms, of which {kinds}. Sums over devices "
+        f"take {kernels['sums over devices (psum fusions)']:.2f} ms, and the output matrix "
+        f"{kernels['output matrix (nvjet)']:.2f}."
+    )
+
+
+def chain() -> str:
+    """A Markdown table of the kernels of a layer."""
+    return _by_hand("chain")
+
+
+def by_hand() -> str:
+    """Markdown tables of the measurements that were copied by hand, each with its device."""
+    tables = read("by_hand.json")["tables"]
+    return "\n\n".join(
+        f"{table['title']}; {table['device']}:\n\n{_by_hand(name)}" for name, table in tables.items() if name != "chain"
+    )
+
+
+def _by_hand(name: str) -> str:
+    table = read("by_hand.json")["tables"][name]
+    lines = [table["heading"], ["---"] * len(table["heading"]), *table["rows"]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
+
+
 def step_name(row: dict) -> str:
     """What a row of `model_steps.json` computes."""
     shape = f"{row['requests']} x {row['tokens']:,}"
@@ -257,17 +354,24 @@ def step_name(row: dict) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
     "speed": speed,
+    "verdict": verdict,
+    "ceilings": ceilings,
     "quantised": quantised,
     "models": models,
     "steps": steps,
     "concurrent_steps": concurrent_steps,
+    "chain": chain,
+    "several_gpus": several_gpus,
+    "hot_rows": hot_rows,
+    "by_hand": by_hand,
 }
-"""The table between each pair of marks."""
+"""The text between each pair of marks."""
 
 
 def main():
-    """Rewrites the tables of the files named on the command line."""
+    """Rewrites the marked texts of the files named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("readmes", type=Path, nargs="+")
     for readme in parser.parse_args().readmes:
