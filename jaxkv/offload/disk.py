@@ -71,8 +71,8 @@ class DiskPool:
         Default: none.
 
     Raises:
-      ValueError: `model` is not a string or is too long, `num_blocks` is not a positive int, `layout` is not a layout,
-        or `secret` is not 1 to 64 bytes.
+      ValueError: `model` is not a string or is too long, `num_blocks` is not a positive int, `layout` is not a layout
+        or is one of context parallelism, or `secret` is not 1 to 64 bytes.
       OSError: the folder cannot be made or read, or blocks beyond `num_blocks` cannot be removed.
     """
 

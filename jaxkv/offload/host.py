@@ -73,7 +73,8 @@ class HostPool:
       implementation: the `implementation` with which `read_blocks` and `write_blocks` are called.
 
     Raises:
-      ValueError: `num_blocks` is not a positive int, `layout` is not a layout, or `disk` has a different layout.
+      ValueError: `num_blocks` is not a positive int, `layout` is not a layout or is one of context parallelism, or
+        `disk` has a different layout.
       MemoryError: not enough memory can be pinned.
     """
 

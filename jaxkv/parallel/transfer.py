@@ -32,8 +32,9 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
 
     Raises:
       ValueError: an id is outside its cache, or occurs twice in `target_blocks`; there are not as many ids in
-        `target_blocks` as in `source_blocks`; the fingerprints of the layouts differ; or the caches are divided over
-        different numbers of devices.
+        `target_blocks` as in `source_blocks`; the fingerprints of the layouts differ, for example because they divide
+        the tokens of requests in other ways (`layout.shards`); or the caches are divided over different numbers of
+        devices.
     """
     source_ids = block_ids("source_blocks", source_blocks, source.layout.num_blocks)
     target_ids = block_ids("target_blocks", target_blocks, target.layout.num_blocks, distinct=True)

@@ -370,6 +370,25 @@ class TestFailures:
             offload.HostPool(LAYOUT, 8)
 
 
+def test_a_share_of_the_tokens_is_not_exchanged(tmp_path):
+    """Under context parallelism, blocks of the same bytes hold other tokens, and keys do not say which."""
+    shares = replace(LAYOUT, shards=jaxkv.TokenShards(2, 4))
+    for make in (partial(offload.HostPool, shares, 8), partial(offload.DiskPool, tmp_path, shares, model="m")):
+        with pytest.raises(ValueError, match=r"`layout` is that of a share of the tokens, TokenShards\(num_shards=2"):
+            make()
+    pool, cache = offload.HostPool(LAYOUT, 8), jaxkv.KVCache.zeros(shares)
+    for operation in (pool.store, pool.load):
+        with pytest.raises(ValueError, match="`cache` has other blocks than the pool"):
+            operation(cache, [0], names(1))
+    with pytest.raises(ValueError, match="`cache` has other blocks than the host memory"):
+        offload.HostEntries(LAYOUT).store(cache, [0], [0])
+    keys = [
+        offload.prefix_keys(range(4), block_size=4, layout_fingerprint=layout.fingerprint, model="m")
+        for layout in (LAYOUT, shares, replace(LAYOUT, shards=jaxkv.TokenShards(2, 1)))
+    ]
+    assert len({key for (key,) in keys}) == 3
+
+
 def test_numpy_where_there_is_no_pinned_memory(monkeypatch):
     monkeypatch.setattr(transfers, "has_pinned_memory", lambda sharding: False)
     cache, before = filled(LAYOUT)
