@@ -39,11 +39,6 @@ class ContextParallel(OnMesh):
         super().__post_init__()
         positive_int("interleave", self.interleave)
 
-    @property
-    @override
-    def shards(self):
-        return TokenShards(self.num_devices, self.interleave)
-
     @override
     def device_block_size(self, block_size):
         positive_int("block_size", block_size)
@@ -61,6 +56,11 @@ class ContextParallel(OnMesh):
         # request is then packed in its own blocks, and its share of block b is block b there.
         blocks = jnp.arange(layout.num_blocks, dtype=jnp.int32)
         return context.local_slots(blocks[None], slots[None], layout=layout, shard=lax.axis_index(self.axis))[0]
+
+    @property
+    @override
+    def shards(self):
+        return TokenShards(self.num_devices, self.interleave)
 
     @override
     def plan_decode(self, *args, **options):
