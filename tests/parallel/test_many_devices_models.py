@@ -314,6 +314,13 @@ class TestTransferBlocks:
         with pytest.raises(ValueError, match=message):
             parallel.transfer_blocks(ours, source, ours, target)
 
+    def test_what_is_no_cache(self):
+        ours = load(SMALL).cache(4, 16)
+        with pytest.raises(ValueError, match=r"`source` is float32\[.*\]: expected a KVCache"):
+            parallel.transfer_blocks(ours.buffer, [0], ours, [0])
+        with pytest.raises(ValueError, match="`target` is None: expected a KVCache"):
+            parallel.transfer_blocks(ours, [0], None, [0])
+
     def test_of_no_blocks(self):
         ours = load(SMALL).cache(4, 16)
         before = np.asarray(ours.buffer)
