@@ -10,7 +10,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
     out = decode_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer=5, scale=192**-0.5)
 
 - **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`,
-  `StateEntry`.
+  `StateEntry`.  `TokenShards` says which tokens of a request a cache has that is one of several.
 - **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
   read them back, and `gather_entries` reads their bytes.
@@ -35,7 +35,7 @@ from importlib.metadata import version
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.backends import implementations
 from jaxkv.dispatch.checked import checked
-from jaxkv.layout.layout import ORDERS, CacheLayout, Strides
+from jaxkv.layout.layout import ORDERS, CacheLayout, Strides, TokenShards
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.blocks import convert_blocks, copy_blocks, read_blocks, write_blocks
@@ -72,6 +72,7 @@ __all__ = [
     "StateEntry",
     "Strides",
     "TileScaled",
+    "TokenShards",
     "checked",
     "convert_blocks",
     "copy_blocks",

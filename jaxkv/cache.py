@@ -39,7 +39,8 @@ class KVCache:
     def view(self, layout: CacheLayout) -> "KVCache":
         """The same buffer with another layout, such as that of another group of a `PackedLayout`.
 
-        ValueError unless the two layouts have buffers of the same size and dtype.
+        ValueError unless the two layouts have buffers of the same size and dtype, and divide tokens over devices in the
+        same way.
         """
         if not isinstance(layout, CacheLayout):
             raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout")
@@ -48,4 +49,6 @@ class KVCache:
                 f"`layout` describes a buffer of {layout.size} elements of {layout.dtype}; this cache has "
                 f"{self.layout.size} of {self.layout.dtype}"
             )
+        if layout.shards != self.layout.shards:
+            raise ValueError(f"`layout` has tokens of {layout.shards}; this cache has those of {self.layout.shards}")
         return KVCache(self.buffer, layout)

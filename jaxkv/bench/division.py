@@ -84,7 +84,11 @@ class Division:
         self._cache_spec, self._heads = (P(AXIS), P()) if long else (P(), P(None, AXIS))
         blocks = sizes.blocks(devices)
         layout = jaxkv.CacheLayout(
-            num_layers=sizes.layers, num_blocks=sizes.requests * blocks, block_size=BLOCK_SIZE, entry=sizes.entry
+            num_layers=sizes.layers,
+            num_blocks=sizes.requests * blocks,
+            block_size=BLOCK_SIZE,
+            entry=sizes.entry,
+            shards=jaxkv.TokenShards(devices if long else 1, BLOCK_SIZE),
         )
         on_host = devices if jax.default_backend() == "cpu" else 1  # simulated devices share the host's memory
         require_memory(f"the cache on {counted(devices, 'devices')}", on_host * layout.nbytes)
@@ -163,13 +167,11 @@ class Division:
     def _lengths(self) -> jax.Array:
         """Tokens of each request on this device, int32 [requests]."""
         lengths = jnp.full(self._sizes.requests, self._sizes.tokens, jnp.int32)
-        return context.local_lengths(lengths, **self._share())
+        return context.local_lengths(lengths, shards=self._cache.layout.shards, shard=self._shard())
 
-    def _share(self) -> dict[str, Any]:
-        """This device's share of the tokens, as keyword arguments; all tokens if heads are divided."""
-        if self._sizes.divided == "tensor":
-            return {"shard": 0, "num_shards": 1}
-        return {"shard": lax.axis_index(AXIS), "num_shards": self._mesh.size, "interleave": BLOCK_SIZE}
+    def _shard(self) -> jax.Array | int:
+        """Which share of the tokens this device has; 0, which has all, if heads are divided."""
+        return 0 if self._sizes.divided == "tensor" else lax.axis_index(AXIS)
 
     def _fill(self, cache, tables):
         """Random entries of all tokens in all layers.  All devices draw the same, and each keeps its share."""
@@ -181,7 +183,9 @@ class Division:
             request, chunk = jnp.divmod(row, chunks)
             positions = chunk * CHUNK + jnp.arange(min(CHUNK, sizes.tokens), dtype=jnp.int32)
             positions = jnp.where(positions < sizes.tokens, positions, -1)
-            slots = context.local_slots(tables[request][None], positions[None], block_size=BLOCK_SIZE, **self._share())
+            slots = context.local_slots(
+                tables[request][None], positions[None], layout=cache.layout, shard=self._shard()
+            )
             keys = zip(jax.random.split(jax.random.fold_in(jax.random.key(0), i)), sizes.entry.sizes, strict=True)
             kv_c, k_pe = (jax.random.normal(key, (len(positions), n), jnp.bfloat16) for key, n in keys)
             return jaxkv.write_mla(cache, kv_c, k_pe, slots[0], layer=layer, **sizes.scales)

@@ -44,6 +44,8 @@ class Description:
     is_block_contiguous: bool
     is_layer_contiguous: bool
     fingerprint: str
+    shards: tuple[int, int] = (1, 1)
+    """Over how many devices the tokens of requests are divided, and how many consecutive tokens a device has."""
     table: str = ""
     """The block table of a group of a `PackedLayout`."""
     note: str = ""
@@ -112,9 +114,12 @@ def _section(about: Description) -> list[str]:
     for axis in about.axes:
         size = f"{human(axis.stride):>14}" if axis.stride >= 1024 else ""
         lines.append(f"{axis.name:<8}{axis.count:>14,}{axis.stride // item:>20,}{axis.stride:>20,}{size}")
+    devices, interleave = about.shards
+    tokens = f"1 of {devices:,} devices' share, {interleave:,} consecutive token{'s' * (interleave > 1)} at a time"
     return [
         *lines,
         "",
+        *[f"tokens       {tokens}"] * (devices > 1),
         f"offset       {about.offset // item:,} elements, {about.offset:,} bytes",
         f"alignment    {about.alignment:,} bytes",
         f"contiguous   a block: {yes_no[about.is_block_contiguous]}, a layer: {yes_no[about.is_layer_contiguous]}",

@@ -27,6 +27,14 @@ BUFFER_DTYPES = ("bfloat16", "float16", "float32", "uint8", "int8", "uint16", "i
 AXES = {"L": "layer", "B": "block", "H": "head", "N": "token"}
 
 
+def checked_int(name: str, value, expected="an int", least: int | None = None) -> int:
+    """`value` as a Python int; ValueError for anything else (a bool, a float) and below `least`."""
+    number = as_int(value)
+    if number is None or (least is not None and number < least):
+        raise ValueError(f"`{name}` is {value!r}: expected {expected}")
+    return number
+
+
 @dataclass(frozen=True)
 class Strides:
     """Distance between neighbours along each axis, in elements of the buffer."""
@@ -38,6 +46,36 @@ class Strides:
     content: int = 1
     part: int = 0
     """From the key of an entry to its value, where they lie apart; 0 if the value follows the key."""
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """How context parallelism divides the tokens of each request: token i is on device `i // interleave % num_shards`.
+
+    A device stores its tokens in its own cache as if they were the whole request, one after the other.  The bytes of a
+    block do not show which tokens these are.  The division is therefore part of the layout and of its fingerprint.
+
+    Args:
+      num_shards: the number of devices.  1 means that tokens are not divided; `interleave` is then 1, too.
+      interleave: consecutive tokens on one device.
+
+    Raises:
+      ValueError: an argument is not a positive int.
+    """
+
+    num_shards: int = 1
+    interleave: int = 1
+
+    def __post_init__(self):
+        for name in ("num_shards", "interleave"):
+            number = checked_int(name, getattr(self, name), "a positive int (it is static)", least=1)
+            object.__setattr__(self, name, number)
+        if self.num_shards == 1:
+            object.__setattr__(self, "interleave", 1)
+
+
+UNDIVIDED = TokenShards()
+"""One device has all tokens."""
 
 
 @dataclass(frozen=True, init=False)
@@ -70,6 +108,8 @@ class CacheLayout:
       strides: instead of `order` and `block_padding`, as in `from_strides`; `offset` and `size` go with it.
       offset: element of the buffer where entry (0, 0, 0, 0) begins.
       size: elements of the buffer.
+      shards: how the tokens of requests are divided over devices, if this is the layout of one device's cache under
+        context parallelism.  It changes no address.
 
     Raises:
       ValueError: entries overlap (those that interleave without sharing an element do not overlap), addresses are
@@ -87,6 +127,7 @@ class CacheLayout:
     offset: int
     size: int
     """Elements of the whole buffer."""
+    shards: TokenShards = UNDIVIDED
     packed: str | None = field(default=None, init=False)
     """The fingerprint of the `PackedLayout` of which this is one of several groups; None otherwise."""
 
@@ -104,8 +145,10 @@ class CacheLayout:
         strides: Strides | Mapping[str, int] | None = None,
         offset: int = 0,
         size: int | None = None,
+        shards: TokenShards = UNDIVIDED,
     ):
         self._set_sizes(num_layers, num_blocks, block_size, num_heads, entry, dtype)
+        object.__setattr__(self, "shards", checked_shards(shards))
         block_padding = checked_int("block_padding", block_padding, "0 or more elements", least=0)
         offset = checked_int("offset", offset)
         if strides is None:
@@ -132,6 +175,7 @@ class CacheLayout:
         num_heads: int = 1,
         offset: int = 0,
         dtype=None,
+        shards: TokenShards = UNDIVIDED,
     ) -> "CacheLayout":
         """A layout of a buffer of `size` elements that another library laid out; strides and offset in its elements.
 
@@ -148,6 +192,7 @@ class CacheLayout:
             strides=_checked_strides(strides),
             offset=offset,
             size=size,
+            shards=shards,
         )
 
     def _set_sizes(self, num_layers, num_blocks, block_size, num_heads, entry, dtype):
@@ -360,14 +405,16 @@ class CacheLayout:
         """A stable name (32 hex digits) for the contents of an exported block and their order.
 
         Two caches may exchange blocks only if their fingerprints agree.  It covers the entry, the counts and strides
-        inside a block, and the padding.  It does not cover the number of blocks, nor the stride of an axis of length 1.
-        A group of a `PackedLayout` has the fingerprint of the whole, because blocks are exported with all groups.
+        inside a block, the padding, and how tokens are divided over devices (`shards`).  It does not cover the number
+        of blocks, nor the stride of an axis of length 1.  A group of a `PackedLayout` has the fingerprint of the whole,
+        because blocks are exported with all groups.
         """
         return self.packed or fingerprint(self._block_description())
 
     def _block_description(self) -> dict[str, Any]:
         inner = {axis: stride for axis, _, stride in self.pages.row_axes}
         apart = {"part_bytes": inner["part"] * self.itemsize} if "part" in inner else {}
+        divided = {"shards": [self.shards.num_shards, self.shards.interleave]} if self.shards.num_shards > 1 else {}
         # Blocks of the same bytes have the same name, whatever the stride of an axis of length 1.
         strides = vars(self._canonical(Strides(block=0, **inner), 0))
         return {
@@ -378,6 +425,7 @@ class CacheLayout:
             "block_bytes": self.block_nbytes,
             "dtype": str(self.dtype),
             **apart,
+            **divided,
         }
 
     def describe(self) -> Description:
@@ -403,6 +451,7 @@ class CacheLayout:
             is_block_contiguous=self.is_block_contiguous,
             is_layer_contiguous=self.is_layer_contiguous,
             fingerprint=self.fingerprint,
+            shards=(self.shards.num_shards, self.shards.interleave),
         )
 
     def __str__(self):
@@ -416,12 +465,11 @@ class CacheLayout:
         return svg({"": self.describe()})
 
 
-def checked_int(name: str, value, expected="an int", least: int | None = None) -> int:
-    """`value` as a Python int; ValueError for anything else (a bool, a float) and below `least`."""
-    number = as_int(value)
-    if number is None or (least is not None and number < least):
-        raise ValueError(f"`{name}` is {value!r}: expected {expected}")
-    return number
+def checked_shards(shards) -> TokenShards:
+    """`shards` as it is; ValueError unless it is TokenShards."""
+    if not isinstance(shards, TokenShards):
+        raise ValueError(f"`shards` is {shards!r}: expected TokenShards, such as `cache.layout.shards`")
+    return shards
 
 
 def _checked_strides(strides) -> Strides:

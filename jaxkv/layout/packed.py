@@ -6,7 +6,16 @@ from typing import Any
 
 from jaxkv.layout.describe import Description, table
 from jaxkv.layout.draw import draw, svg
-from jaxkv.layout.layout import CacheLayout, Strides, checked_dtype, checked_int, fingerprint
+from jaxkv.layout.layout import (
+    UNDIVIDED,
+    CacheLayout,
+    Strides,
+    TokenShards,
+    checked_dtype,
+    checked_int,
+    checked_shards,
+    fingerprint,
+)
 from jaxkv_kernels.formats.entries import Entry
 
 ALIGNMENT = 128
@@ -93,6 +102,8 @@ class PackedLayout(Mapping[str, CacheLayout]):
       dtype: dtype of the buffer; default the dtype of the entries if all have the same, else uint8.
       alignment: bytes to which the region of each group, and the block, are rounded up: a multiple of the bytes of an
         element.  It changes the fingerprint where something is rounded.
+      shards: how the tokens of requests are divided over devices, as in `CacheLayout`; supported if all groups have one
+        entry per token and no window, in one table without a name.
 
     Raises:
       ValueError: an argument is invalid, or a block size is not a multiple of a rate; the message has the numbers.
@@ -107,6 +118,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
         order="BLNHC",
         dtype=None,
         alignment: int = ALIGNMENT,
+        shards: TokenShards = UNDIVIDED,
     ):
         if order not in ("BLNHC", "BLHNC", "BHLNC"):
             raise ValueError(f"`order` is {order!r}: a packed block is one run, so expected BLNHC, BLHNC or BHLNC")
@@ -124,6 +136,11 @@ class PackedLayout(Mapping[str, CacheLayout]):
             )
         self.groups = dict(groups)
         """The groups by name, as they were passed."""
+        if checked_shards(shards).num_shards > 1 and not self._is_plain:
+            raise ValueError(
+                f"`shards` is {shards}: expected groups with one entry per token and no window, in one table without a "
+                "name, because only their tokens can be divided over devices"
+            )
         self.tables = _tables(self.groups, block_size)
         """The tables by name, in the order of their first groups."""
         unit = alignment // dtype.itemsize
@@ -155,6 +172,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
                 offset=offsets[name],
                 size=num_blocks * block,
                 dtype=dtype,
+                shards=shards,
             )
             for name, layout in alone.items()
         }

@@ -99,7 +99,7 @@ class Model:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
         if self.config.recurrent is not None:
             return self.layout_with_states(self.config.recurrent, num_blocks, block_size, order)
-        sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order, "shards": self.parallel.shards}
         return CacheLayout(num_layers=self.num_cache_layers, num_heads=self.num_kv_heads, entry=self.entry, **sizes)
 
     def packed_layout(self, indexer: Indexer, num_blocks: int, block_size: int, order: str = "BLNHC") -> PackedLayout:
@@ -110,7 +110,8 @@ class Model:
         layers, keys = self.num_cache_layers, IndexerEntry.beside(self.entry_format, indexer.head_dim)
         selecting = layers if indexer.layers is None else len(indexer.layers) + layers - self.config.num_layers
         groups = {"latent": Group(layers, self.entry), "indexer": Group(selecting, keys)}
-        return PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, order=order)
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order, "shards": self.parallel.shards}
+        return PackedLayout(groups=groups, **sizes)
 
     def layout_with_states(
         self, recurrent: DeltaNet, num_blocks: int, block_size: int, order: str = "BLNHC"
@@ -188,6 +189,10 @@ class Model:
             return
         if layout.num_layers != self.num_cache_layers:
             raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {self.num_cache_layers}")
+        if layout.shards != self.parallel.shards:
+            raise ValueError(
+                f"`cache` has tokens of {layout.shards}: expected {self.parallel.shards}, as the model divides them"
+            )
         if layout.entry != self.entry:
             raise ValueError(f"`cache` has entries {layout.entry}: expected {self.entry}, as the model computes them")
         if config.indexer is not None:

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import struct
 import zlib
 from dataclasses import asdict, dataclass
@@ -49,6 +50,17 @@ _SCHEMA = {
     "key": r"([0-9a-f]{2})+",
 }
 """Patterns that the fields of a description must match in full, in the order of the file."""
+
+
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFLNK: "symbolic link",
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
+"""What may be in the place of a file, by the type in its mode."""
 
 
 class DamagedBlock(ValueError):
@@ -128,11 +140,12 @@ def read_block(path: Path, expected: Description, row: jax.ShapeDtypeStruct, sec
       secret: the key of the digest; `expected.secret` is its `secret_id`.
 
     Raises:
-      DamagedBlock: the file is not a block, is truncated, altered, or holds the block of another key.
+      DamagedBlock: the file is not a block, is truncated, altered, or holds the block of another key; or there is a
+        folder, a symbolic link, a FIFO, a socket or a device in its place.
       ForeignBlock: the file is of another model, layout, secret or version.
       FileNotFoundError: there is no such file.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=_open_regular) as file:
         header = file.read(HEADER_BYTES)
         _check_header(path, header, expected)
         block = np.empty(row.shape, row.dtype)
@@ -146,6 +159,29 @@ def read_block(path: Path, expected: Description, row: jax.ShapeDtypeStruct, sec
         # Do not print the expected digest: with it, a forged block could be completed.
         raise DamagedBlock(f"{path} was altered: its contents do not have the digest in its header")
     return block
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """An `opener` for `open` that never waits: DamagedBlock if there is something else than a regular file."""
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.  Reads of regular files are not affected.
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:  # symbolic links, sockets and some devices cannot be opened at all
+        _check_kind(path, os.lstat(path).st_mode)
+        raise
+    try:
+        _check_kind(path, os.fstat(descriptor).st_mode)
+    except DamagedBlock:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_kind(path: str, mode: int) -> None:
+    """DamagedBlock unless `mode` is that of a regular file."""
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+        raise DamagedBlock(f"{path} is not a block but a {kind}: expected a regular file")
 
 
 def _header(description: Description, block, secret: bytes | None) -> bytes:

@@ -17,6 +17,7 @@ from jaxkv.offload import transfers
 from jaxkv.offload.block_file import DamagedBlock
 from jaxkv.offload.chunks import Chunk, Chunks
 from jaxkv.offload.disk import DiskPool
+from jaxkv.offload.keys import checked_key, checked_keys
 from jaxkv.offload.rows import Layout, check_exchange, read_rows, row_of, write_rows
 from jaxkv.offload.stats import Stats
 
@@ -72,7 +73,8 @@ class HostPool:
       implementation: the `implementation` with which `read_blocks` and `write_blocks` are called.
 
     Raises:
-      ValueError: `num_blocks` is not a positive int, `layout` is not a layout, or `disk` has a different layout.
+      ValueError: `num_blocks` is not a positive int, `layout` is not a layout or is one of context parallelism, or
+        `disk` has a different layout.
       MemoryError: not enough memory can be pinned.
     """
 
@@ -112,7 +114,10 @@ class HostPool:
         return f"HostPool({len(self)} of {self.num_blocks} blocks of {self.block_nbytes} bytes, disk={self.disk})"
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether `load` would find the block, in host memory or on disk."""
+        """Whether `load` would find the block, in host memory or on disk.  ValueError if `key` cannot be a key."""
+        return self._has(checked_key("key", key))
+
+    def _has(self, key: bytes) -> bool:
         return key in self._chunks or (self.disk is not None and key in self.disk)
 
     @property
@@ -123,11 +128,12 @@ class HostPool:
     def matched(self, keys: Sequence[bytes]) -> int:
         """The number of leading keys whose blocks are in host memory or on disk; counts hits and misses in `stats`.
 
-        To load these blocks later, `hold` them: blocks may be evicted from disk in the background.
+        To load these blocks later, `hold` them: blocks may be evicted from disk in the background.  ValueError if one
+        of `keys` cannot be a key.
         """
-        found = 0
+        keys, found = checked_keys(keys), 0
         for key in keys:
-            if key not in self:
+            if not self._has(key):
                 break
             found += 1
             if key in self._chunks:
@@ -149,11 +155,12 @@ class HostPool:
           The number of leading keys that are now in host memory.  It is less than n if all memory is held.
 
         Raises:
-          ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not match.
+          ValueError: `cache` has other blocks than this pool, `blocks` and `keys` do not match, or one of `keys` is not
+            1 to 64 bytes.
           JaxRuntimeError: a transfer of this store or an earlier one failed; the blocks of the failed store are not
             stored.
         """
-        blocks = self._checked(cache, blocks, keys)
+        blocks, keys = self._checked(cache, blocks, keys)
         new = {key: block for key, block in zip(keys, blocks, strict=True) if key not in self._chunks}
         with self._holding(keys):
             room = self._make_room(len(new))
@@ -184,9 +191,10 @@ class HostPool:
           OSError: a block on disk cannot be read at present; `cache` is unchanged.
           LoadFailed: a transfer failed, or one of the errors above occurred after a portion had been loaded; the error
             holds the cache.
-          ValueError: `cache` has other blocks than this pool, or `blocks` and `keys` do not match.
+          ValueError: `cache` has other blocks than this pool, `blocks` and `keys` do not match, or one of `keys` is not
+            1 to 64 bytes.
         """
-        blocks = self._checked(cache, blocks, keys, distinct=True)
+        blocks, keys = self._checked(cache, blocks, keys, distinct=True)
         targets = defaultdict(list)
         for key, block in zip(keys, blocks, strict=True):
             targets[key].append(block)
@@ -233,8 +241,15 @@ class HostPool:
         return cache
 
     def hold(self, keys: Iterable[bytes]) -> None:
-        """Prevents the eviction of blocks until they are released as often as held.  KeyError if one is missing."""
-        keys = list(keys)
+        """Prevents the eviction of blocks until they are released as often as held.
+
+        It prevents only evictions by this pool and its disk pool, not those by other processes that use the folder.
+
+        Raises:
+          KeyError: a block is missing; none of the others is held then.
+          ValueError: one of `keys` cannot be a key.
+        """
+        keys = checked_keys(keys)
         with self._holding(keys):  # hold before checking, because the disk pool evicts in the background
             self._check_present(keys)
             self._holds.update(keys)
@@ -249,11 +264,19 @@ class HostPool:
             self.release(keys)
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Ends one hold of each block.  KeyError if a block is not held."""
-        for key in keys:
-            if not self._holds[key]:
-                raise KeyError(f"{key.hex()} is not held")
-            self._holds[key] -= 1
+        """Ends one hold of each block.
+
+        Raises:
+          KeyError: a block is not held as often as it is in `keys`; none of the others is released then.
+          ValueError: one of `keys` cannot be a key.
+        """
+        released = Counter(checked_keys(keys))
+        for key, count in released.items():
+            if (held := self._holds[key]) < count:
+                often = f" {count} times, but {held}" if held else ""
+                raise KeyError(f"{key.hex()} is not held{often}")
+        for key, count in released.items():
+            self._holds[key] -= count
             if not self._holds[key]:
                 del self._holds[key]
 
@@ -275,18 +298,16 @@ class HostPool:
 
     def _checked(
         self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, distinct: bool = False
-    ) -> list[int]:
-        """`blocks` as Python ints; ValueError unless all arguments are valid."""
+    ) -> tuple[list[int], list[bytes]]:
+        """`blocks` as Python ints, and `keys` as a list; ValueError unless all arguments are valid."""
         check_exchange(cache, self.layout)
-        ids = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct)
+        ids, keys = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct), checked_keys(keys)
         if len(ids) != len(keys):
             raise ValueError(f"`blocks` has {len(ids)} ids and `keys` {len(keys)}: expected as many")
-        if strange := [key for key in keys if not isinstance(key, bytes)]:
-            raise ValueError(f"`keys` has a {type(strange[0]).__name__}: expected bytes, as `prefix_keys` makes them")
-        return ids.tolist()
+        return ids.tolist(), keys
 
     def _check_present(self, keys: Iterable[bytes]) -> None:
-        missing = next((key for key in keys if key not in self), None)
+        missing = next((key for key in keys if not self._has(key)), None)
         if missing is not None:
             raise KeyError(missing.hex())
 

@@ -2,11 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxkv.dispatch.validate import describe, positive_int
+
+KEY_BYTES = hashlib.sha256().digest_size
+"""The length of the keys that `prefix_keys` computes."""
+MAX_KEY_BYTES = 64
+"""The length of the longest keys that pools accept: files are named after keys, and names have at most 255 bytes."""
 
 
 def prefix_keys(
@@ -30,13 +35,15 @@ def prefix_keys(
       layout_fingerprint: `fingerprint` of the cache's layout (that of the `PackedLayout` if there are several groups).
       model: a name for the weights and everything else that changes what a token stores.
       table: the name of the block table to which the blocks belong, if the layout has several.
-      after: key of the block before `tokens`, to continue a prompt; by default, `tokens` is the start of the prompt.
+      after: key of the block before `tokens`, to continue a prompt: 32 bytes, from an earlier call.  By default,
+        `tokens` is the start of the prompt.
 
     Returns:
       T // block_size keys of 32 bytes.
 
     Raises:
-      ValueError: `block_size` is not a positive int, `tokens` are not integers, or a name is not a string.
+      ValueError: `block_size` is not a positive int, `tokens` are not integers, a name is not a string, or `after` is
+        not a key.
     """
     block_size = positive_int("block_size", block_size)
     for name, value, what in (
@@ -46,6 +53,8 @@ def prefix_keys(
     ):
         if not isinstance(value, str):
             raise ValueError(f"`{name}` is a {type(value).__name__}: expected a string, {what}")
+    if after is not None and not (isinstance(after, bytes) and len(after) == KEY_BYTES):
+        raise ValueError(f"`after` {_found(after)}: expected a key from `prefix_keys`, {KEY_BYTES} bytes, or None")
     ids = _token_ids(tokens)
     named = [table] if table else []
     origin = json.dumps(["jaxkv", 1, model, layout_fingerprint, block_size, *named])
@@ -55,6 +64,24 @@ def prefix_keys(
         key = hashlib.sha256(key + ids[end - block_size : end].tobytes()).digest()
         keys.append(key)
     return keys
+
+
+def checked_key(name: str, key: object) -> bytes:
+    """`key` as it is; ValueError unless it is 1 to `MAX_KEY_BYTES` bytes."""
+    if not isinstance(key, bytes) or not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"`{name}` {_found(key)}: expected 1 to {MAX_KEY_BYTES} bytes, as `prefix_keys` makes them")
+    return key
+
+
+def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
+    """`keys` as a list; ValueError unless all of them are keys."""
+    if not isinstance(keys, Iterable):
+        raise ValueError(f"`keys` is a {type(keys).__name__}: expected keys of blocks, from `prefix_keys`")
+    return [checked_key(f"keys[{n}]", key) for n, key in enumerate(keys)]
+
+
+def _found(key: object) -> str:
+    return f"has {len(key)} bytes" if isinstance(key, bytes) else f"is a {type(key).__name__}"
 
 
 def _token_ids(tokens) -> np.ndarray:

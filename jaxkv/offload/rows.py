@@ -18,10 +18,18 @@ write_rows = jax.jit(write_blocks, static_argnames="implementation", donate_argn
 
 
 def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
-    """Shape [E] and dtype of an exported block, including all groups; ValueError if `layout` is not a layout."""
+    """Shape [E] and dtype of an exported block, including all groups.
+
+    ValueError if `layout` is not a layout, or divides the tokens of requests over devices.
+    """
     if not isinstance(layout, CacheLayout | PackedLayout):
         raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout or a PackedLayout")
     group = next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout
+    if group.shards.num_shards > 1:
+        raise ValueError(
+            f"`layout` is that of a share of the tokens, {group.shards}: expected one of all tokens, because the key "
+            "of a block does not say which share it has"
+        )
     return jax.ShapeDtypeStruct((group.pages.block_elements,), group.dtype)
 
 

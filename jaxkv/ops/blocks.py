@@ -130,8 +130,8 @@ def convert_blocks(
       data: [n, src.block_nbytes / itemsize] of the dtype of src's buffer, as `read_blocks` returns it for `src`.
       src: the layout of the payloads.  For packed blocks, pass the layout of a group to convert only that group, or the
         PackedLayout to convert all groups.
-      dst: the layout to convert to: it must have the same entries, layers, heads and block size, and the same groups if
-        it is a PackedLayout.
+      dst: the layout to convert to: it must have the same entries, layers, heads, block size and shards, and the same
+        groups if it is a PackedLayout.
       table: the table to which the blocks belong, required if the layouts are packed and have several tables: only its
         groups are converted.
 
@@ -197,7 +197,7 @@ def _facts(layout: CacheLayout | PackedLayout, name: str) -> dict[str, Any]:
     """What a layout, or group `name` of it, stores, by the names of the fields."""
     packed = isinstance(layout, PackedLayout)
     own = layout[name] if packed else layout
-    facts = {what: getattr(own, what) for what in ("entry", "num_layers", "num_heads", "block_size")}
+    facts = {what: getattr(own, what) for what in ("entry", "num_layers", "num_heads", "block_size", "shards")}
     if packed:
         facts |= {what: getattr(layout.groups[name], what) for what in ("rate", "table", "window")}
     return facts

@@ -11,9 +11,10 @@ mesh axis of n devices; specs that are not mentioned are `P()` (replicated).
   sharding) and writes all tokens.
 - **Tensor parallel, GQA** divides the KV heads H together with their query heads.  Each device has its own cache
   (`zeros`), of a layout of H / n heads; `k`, `v`, `q` and the results are `P(None, "x")`.  H must be a multiple of n.
-- **Context parallel** divides the tokens of each request (`context`).  Each device has its own cache (`zeros`), written
-  at `context.local_slots` and read by `context.decode_mla` or `context.decode_kv`; the V3.2 indexer has
-  `context.indexer_logits`, `context.select_topk` and `context.decode_mla_sparse`.  Everything else is replicated.
+- **Context parallel** divides the tokens of each request (`context`).  Each device has its own cache (`zeros`), of a
+  layout with `shards=TokenShards(n, interleave)`, written at `context.local_slots` and read by `context.decode_mla` or
+  `context.decode_kv`; the V3.2 indexer has `context.indexer_logits`, `context.select_topk` and
+  `context.decode_mla_sparse`.  Everything else is replicated.
 
 The caches of all devices form one `KVCache`, whose buffer is the concatenation of theirs; its spec is `P("x")`:
 

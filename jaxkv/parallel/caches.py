@@ -13,9 +13,11 @@ def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCac
     """A cache of zeros for each device along a mesh axis; the caches are replicated along the other axes.
 
     Args:
-      layout: the layout of one device's cache.
+      layout: the layout of one device's cache.  If it is for context parallelism, its `shards` says how the tokens of
+        each request are divided.
       mesh: the devices, those of other processes included.
-      axis: the mesh axis, or several.  With `()`, one cache is replicated on every device.
+      axis: the mesh axis, or several.  With `()`, one cache is replicated on every device.  Tokens are divided over the
+        last axes, whose devices are as many as `layout.shards` says; the others divide requests.
 
     Returns:
       A cache whose buffer is the concatenation of the devices' buffers, `layout.dtype` [n * layout.size], sharded over
@@ -23,10 +25,16 @@ def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCac
       on the result raise ValueError.
 
     Raises:
-      ValueError: the mesh has no such axis.
+      ValueError: the mesh has no such axis, or the last axes do not have as many devices as `layout.shards`.
     """
     names = check_axis(mesh, axis)
-    devices = math.prod(mesh.shape[name] for name in names)
+    sizes = [mesh.shape[name] for name in names]
+    devices = math.prod(sizes)
+    if layout.shards.num_shards not in [math.prod(sizes[first:]) for first in range(len(sizes) + 1)]:
+        raise ValueError(
+            f"`layout` is for {layout.shards}: expected as many shards as there are devices along the last axes, and "
+            f"{dict(zip(names, sizes, strict=True))} are given"
+        )
     sharding = NamedSharding(mesh, PartitionSpec(names))
     return KVCache(jnp.zeros((devices * layout.size,), layout.dtype, device=sharding), layout)
 

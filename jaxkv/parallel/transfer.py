@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import block_ids
+from jaxkv.dispatch.validate import block_ids, describe
 from jaxkv.ops import blocks
 from jaxkv.ops.blocks import pairs_of_groups
 
@@ -32,9 +32,13 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
 
     Raises:
       ValueError: an id is outside its cache, or occurs twice in `target_blocks`; there are not as many ids in
-        `target_blocks` as in `source_blocks`; the fingerprints of the layouts differ; or the caches are divided over
-        different numbers of devices.
+        `target_blocks` as in `source_blocks`; the fingerprints of the layouts differ, for example because they divide
+        the tokens of requests in other ways (`layout.shards`); or the caches are divided over different numbers of
+        devices.
     """
+    for name, cache in (("source", source), ("target", target)):
+        if not isinstance(cache, KVCache):
+            raise ValueError(f"`{name}` is {describe(cache)}: expected a KVCache")
     source_ids = block_ids("source_blocks", source_blocks, source.layout.num_blocks)
     target_ids = block_ids("target_blocks", target_blocks, target.layout.num_blocks, distinct=True)
     if source_ids.size != target_ids.size:

@@ -183,6 +183,9 @@ class TestFingerprints:
             dict(order="BHLNC"),
             dict(block_padding=5),
             dict(block_padding=10),
+            dict(shards=jaxkv.TokenShards(2)),
+            dict(shards=jaxkv.TokenShards(2, 3)),
+            dict(shards=jaxkv.TokenShards(4)),
             dict(dtype="uint8"),
             dict(entry=jaxkv.KVEntry("f16", head_dim=3, value_dim=2)),
             dict(entry=jaxkv.KVEntry("bf16", head_dim=2, value_dim=3)),
@@ -190,9 +193,21 @@ class TestFingerprints:
         ]
         found = [jaxkv.CacheLayout(**{**base, **other}).fingerprint for other in ({}, *others)]
         groups = {"self": jaxkv.Group(2, KV, 2), "other": jaxkv.Group(1, MLA)}
-        for each in (groups, dict(reversed(groups.items()))):
-            packed = jaxkv.PackedLayout(num_blocks=4, block_size=6, groups=each)
+        shards = [jaxkv.TokenShards(), jaxkv.TokenShards(2), jaxkv.TokenShards(2, 3)]
+        for each, divided in [(dict(reversed(groups.items())), shards[0]), *((groups, one) for one in shards)]:
+            packed = jaxkv.PackedLayout(num_blocks=4, block_size=6, groups=each, shards=divided)
             found.append(packed.fingerprint)
             assert {layout.fingerprint for layout in packed.values()} == {packed.fingerprint}
         assert len(set(found)) == len(found)
         assert all(re.fullmatch("[0-9a-f]{32}", name) for name in found)
+
+    def test_a_single_shard_has_all_tokens(self):
+        sizes = dict(num_layers=2, num_blocks=4, block_size=6, entry=MLA)
+        one = jaxkv.CacheLayout(**sizes, shards=jaxkv.TokenShards(1, 16))
+        assert one == jaxkv.CacheLayout(**sizes)
+        assert one.fingerprint == jaxkv.CacheLayout(**sizes).fingerprint
+        two = dataclasses.replace(one, shards=jaxkv.TokenShards(2, 16))
+        assert (two.strides, two.size) == (one.strides, one.size)
+        assert two != one
+        assert "tokens       1 of 2 devices' share, 16 consecutive tokens at a time" in str(two)
+        assert "devices" not in str(one)

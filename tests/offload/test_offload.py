@@ -3,6 +3,8 @@
 import hashlib
 import re
 import struct
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import jaxkv
 from jaxkv import offload
 from jaxkv.offload import host as host_module
 from jaxkv.offload import rows, transfers
-from offload.pools import ENTRY, LAYOUT, SIZES, blocks_of, filled, names
+from offload.pools import ENTRY, LAYOUT, SIZES, blocks_of, filled, names, reopened
 from support import scenes
 from support.compare import assert_same_bits
 
@@ -64,6 +66,63 @@ class TestKeys:
                 self.keys(tokens)
         with pytest.raises(ValueError, match="`layout_fingerprint` is a CacheLayout: expected a string"):
             self.keys([1], layout_fingerprint=LAYOUT)
+        for after, found in (("abc", "is a str"), (b"", "has 0 bytes"), (b"a" * 31, "has 31 bytes"), (1, "is a int")):
+            with pytest.raises(
+                ValueError, match=f"`after` {found}: expected a key from `prefix_keys`, 32 bytes, or None"
+            ):
+                self.keys(range(4), after=after)
+
+    def test_a_prompt_can_be_continued(self):
+        assert self.keys(range(4, 12), after=self.keys(range(4))[0]) == self.keys(range(12))[1:]
+
+
+STRANGE = {
+    "no bytes": (b"", "has 0 bytes"),
+    "too many": (b"k" * 65, "has 65 bytes"),
+    "a string": ("key", "is a str"),
+    "an integer": (7, "is a int"),
+    "a mutable": (bytearray(b"key"), "is a bytearray"),
+    "None": (None, "is a NoneType"),
+}
+
+
+class TestStrangeKeys:
+    @pytest.mark.parametrize(("key", "found"), STRANGE.values(), ids=STRANGE)
+    def test_they_are_rejected_where_they_enter(self, key, found, disk, row):
+        """By every method of both pools, in front of and behind good keys, and before anything is done."""
+        cache, before = filled(LAYOUT)
+        host, good = offload.HostPool(LAYOUT, 8, disk=disk), names(1)[0]
+        host.store(cache, [0], [good])
+        host.hold([good])
+        host.flush()
+        stats, message = replace(host.stats), f"` {found}: expected 1 to 64 bytes, as `prefix_keys` makes them"
+        calls = [lambda: disk.file(key), lambda: disk.store(key, row), lambda: disk.load(key)]
+        calls += [lambda: key in disk, lambda: key in host]
+        for keys in ([good, key], [key, good]):
+            calls += [partial(method, keys) for method in (host.matched, host.hold, host.release)]
+            calls += [partial(method, cache, [1, 2], keys) for method in (host.store, host.load)]
+        for call in calls:
+            with pytest.raises(ValueError, match=message):
+                call()
+        assert host.stats == stats
+        assert (len(host), len(disk), list(disk.file(good).parent.iterdir())) == (1, 1, [disk.file(good)])
+        assert_same_bits(blocks_of(cache, range(16)), before)
+        host.release([good])
+        with pytest.raises(KeyError, match="is not held"):
+            host.release([good])
+
+    def test_keys_of_one_byte_and_of_the_most(self, disk, row, tmp_path):
+        for key in (b"k", b"k" * 64):
+            assert disk.store(key, row)
+            assert_same_bits(reopened(tmp_path).load(key), row)
+
+    def test_a_single_key_is_not_several(self):
+        host = offload.HostPool(LAYOUT, 8)
+        for method in (host.matched, host.hold, host.release):
+            with pytest.raises(ValueError, match=r"`keys\[0\]` is a int"):
+                method(names(1)[0])
+            with pytest.raises(ValueError, match="`keys` is a int: expected keys of blocks"):
+                method(1)
 
 
 @pytest.mark.parametrize("name", scenes.layout_names(ENTRY))
@@ -203,6 +262,25 @@ class TestRoom:
         with pytest.raises(KeyError, match=names(1)[0].hex()):
             pool.hold(names(1))
 
+    def test_keys_are_held_and_released_together_or_not_at_all(self):
+        cache, _ = filled(LAYOUT)
+        pool, (held, other, missing) = offload.HostPool(LAYOUT, 4), names(3)
+        pool.store(cache, [0, 1], [held, other])
+        pool.hold([held])
+        for keys, message in (
+            ([held, other], f"{other.hex()} is not held'"),
+            ([held, held], f"{held.hex()} is not held 2 times, but 1"),
+            ([held, missing], f"{missing.hex()} is not held'"),
+        ):
+            with pytest.raises(KeyError, match=message):
+                pool.release(keys)
+        with pytest.raises(KeyError, match=missing.hex()):
+            pool.hold([other, missing])
+        assert pool.store(cache, range(4), names(4, "b")) == 3
+        assert [key in pool for key in (held, other)] == [True, False]
+        pool.release([held])
+        assert pool.store(cache, range(4), names(4, "c")) == 4
+
     def test_chunks_go_as_a_whole_and_one_hold_keeps_all(self, long_chunks):
         cache, before = filled(LAYOUT)
         pool = offload.HostPool(LAYOUT, 8)
@@ -292,6 +370,25 @@ class TestFailures:
             offload.HostPool(LAYOUT, 8)
 
 
+def test_a_share_of_the_tokens_is_not_exchanged(tmp_path):
+    """Under context parallelism, blocks of the same bytes hold other tokens, and keys do not say which."""
+    shares = replace(LAYOUT, shards=jaxkv.TokenShards(2, 4))
+    for make in (partial(offload.HostPool, shares, 8), partial(offload.DiskPool, tmp_path, shares, model="m")):
+        with pytest.raises(ValueError, match=r"`layout` is that of a share of the tokens, TokenShards\(num_shards=2"):
+            make()
+    pool, cache = offload.HostPool(LAYOUT, 8), jaxkv.KVCache.zeros(shares)
+    for operation in (pool.store, pool.load):
+        with pytest.raises(ValueError, match="`cache` has other blocks than the pool"):
+            operation(cache, [0], names(1))
+    with pytest.raises(ValueError, match="`cache` has other blocks than the host memory"):
+        offload.HostEntries(LAYOUT).store(cache, [0], [0])
+    keys = [
+        offload.prefix_keys(range(4), block_size=4, layout_fingerprint=layout.fingerprint, model="m")
+        for layout in (LAYOUT, shares, replace(LAYOUT, shards=jaxkv.TokenShards(2, 1)))
+    ]
+    assert len({key for (key,) in keys}) == 3
+
+
 def test_numpy_where_there_is_no_pinned_memory(monkeypatch):
     monkeypatch.setattr(transfers, "has_pinned_memory", lambda sharding: False)
     cache, before = filled(LAYOUT)
@@ -324,8 +421,6 @@ def test_misuse_is_reported():
         offload.HostPool(LAYOUT, 0)
     with pytest.raises(ValueError, match="`blocks` has 2 ids and `keys` 1: expected as many"):
         pool.store(cache, [0, 1], names(1))
-    with pytest.raises(ValueError, match="`keys` has a str: expected bytes, as `prefix_keys` makes them"):
-        pool.store(cache, [0], ["key"])
     with pytest.raises(ValueError, match="`blocks` contains 3 more than once: expected distinct blocks"):
         pool.load(cache, [3, 3], names(2))
     with pytest.raises(ValueError, match="`disk` is a str: expected a DiskPool, or None"):

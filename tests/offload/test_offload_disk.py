@@ -5,11 +5,16 @@ import json
 import os
 import resource
 import secrets
+import shutil
+import socket
 import struct
 import sys
 import time
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -136,15 +141,6 @@ class TestFiles:
         assert (old in disk, new in disk) == (True, False)
         assert list(disk.file(old).parent.iterdir()) == [disk.file(old)]
 
-    def test_a_pool_that_is_opened_with_less_room_keeps_to_it_from_the_next_store_on(self, disk, tmp_path, row):
-        for key in names(5):
-            disk.store(key, row)
-        small = reopened(tmp_path, num_blocks=2)
-        assert not small.store(KEY, row, held=names(2))
-        assert len(list(disk.file(KEY).parent.iterdir())) == 5
-        assert small.store(KEY, row)
-        assert len(list(disk.file(KEY).parent.iterdir())) == len(small) == 2
-
     def test_a_file_that_cannot_be_read_now_is_not_forgotten(self, disk, row, monkeypatch):
         def many_open(*args):
             raise OSError(24, "Too many open files")
@@ -161,6 +157,8 @@ class TestFiles:
             disk.store(KEY, row[1:])
         with pytest.raises(ValueError, match=r"`row` is uint16\[144\]: expected bfloat16\[144\]"):
             disk.store(KEY, row.view(np.uint16))
+        with pytest.raises(ValueError, match=r"`row` is \[0\]: expected bfloat16\[144\]"):
+            disk.store(KEY, [0])
         with pytest.raises(ValueError, match="`model` is a NoneType: expected a string, such as"):
             reopened(tmp_path, model=None)
         with pytest.raises(ValueError, match="`num_blocks` is 0"):
@@ -188,6 +186,116 @@ def another_version(file):
 
 
 NBYTES = block_file.HEADER_BYTES + LAYOUT.block_nbytes
+
+
+def files(disk):
+    return sorted(os.listdir(disk.file(KEY).parent))
+
+
+class TestLimit:
+    """`num_blocks` is a limit of the folder, whichever pool wrote the blocks and whenever."""
+
+    def test_it_holds_from_the_opening_on(self, disk, tmp_path, row):
+        for place, key in enumerate(names(5)):
+            disk.store(key, row)
+            os.utime(disk.file(key), (place, place))
+        disk.load(names(5)[1])  # now used last
+        small = reopened(tmp_path, num_blocks=2)
+        assert files(small) == sorted(small.file(names(5)[n]).name for n in (1, 4))
+        assert [key in small for key in names(5)] == [False, True, False, False, True]
+        assert small.store(KEY, row)
+        assert [key in small for key in names(5)] == [False, True, False, False, False]
+        assert len(small) == len(files(small)) == 2
+        with pytest.raises(KeyError):  # as if another process had removed it
+            disk.load(names(1)[0])
+
+    def test_pools_that_share_a_folder_keep_to_it_together(self, tmp_path, row):
+        one, two = (reopened(tmp_path, num_blocks=2) for _ in range(2))
+        for pool, keys in ((one, names(6)), (two, names(6, "b")), (one, names(1, "c"))):
+            for key in keys:
+                assert pool.store(key, row)
+                assert len(files(pool)) <= 2
+        assert [key in one for key in (names(6, "b")[-1], names(1, "c")[0])] == [True, True]  # it has listed the folder
+        assert_same_bits(one.load(names(6, "b")[-1]), row)
+
+    def test_blocks_that_are_held_stay_and_those_of_others_go(self, tmp_path, row):
+        ours, theirs = reopened(tmp_path, num_blocks=2), reopened(tmp_path)
+        for key in names(2):
+            ours.store(key, row)
+        for key in names(3, "b"):
+            theirs.store(key, row)
+        ours.store(names(1)[0], row[::-1].copy(), held=names(2))  # written again, and only then are theirs seen
+        assert files(ours) == sorted(ours.file(key).name for key in names(2))
+        theirs.store(KEY, row)
+        assert not ours.store(OTHER, row, held=names(2))
+        assert len(files(ours)) == 3  # nothing was written, so the folder was not listed
+        assert_same_bits(ours.load(names(1)[0]), row[::-1])
+
+    def test_large_folders_are_listed_seldom(self, tmp_path, row, monkeypatch):
+        monkeypatch.setattr("jaxkv.offload.disk.SCANNED_SHARE", 2)
+        disk, other, listed = reopened(tmp_path, num_blocks=7), reopened(tmp_path), []
+        monkeypatch.setattr(disk, "_list_again", lambda: (listed.append(len(disk)), type(disk)._list_again(disk)))
+        for key in names(5, "b"):
+            other.store(key, row)
+        for key in names(9):
+            disk.store(key, row)
+        assert listed == [3, 7]  # with the fourth and the eighth block
+        assert len(files(disk)) == len(disk) == 7
+
+    def test_files_may_vanish_at_any_time(self, tmp_path, row):
+        """Pools of several threads, which share nothing but the folder, remove each other's files."""
+
+        def fill(number):
+            pool, found = reopened(tmp_path, num_blocks=3), Counter()
+            rng = np.random.default_rng(number)
+            for key in rng.permutation(names(16)).tolist():
+                pool.store(key, row)
+                try:
+                    assert_same_bits(pool.load(names(16)[rng.integers(16)]), row)
+                    found["right"] += 1
+                except KeyError:
+                    found["missing"] += 1
+            return found
+
+        with ThreadPoolExecutor(3) as threads:
+            found = sum(threads.map(fill, range(3)), Counter())
+        assert found["right"]
+        assert found["missing"]
+        disk = reopened(tmp_path, num_blocks=3)
+        assert len(disk) == len(files(disk)) == 3
+
+    def test_files_that_cannot_be_removed_are_reported(self, disk, tmp_path, row, monkeypatch):
+        def refuse(*args, **kwargs):
+            raise PermissionError(1, "Operation not permitted")
+
+        for key in names(2):
+            disk.store(key, row)
+        monkeypatch.setattr("pathlib.Path.unlink", refuse)
+        with pytest.raises(PermissionError):
+            reopened(tmp_path, num_blocks=1)
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def listening(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        os.chdir(path.parent)  # the names of sockets are short
+        server.bind(path.name)
+
+
+def link_to_a_block(path):
+    shutil.copy(path.with_name("copy"), path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
+
+
+KINDS = {
+    "FIFO": fifo,
+    "folder": Path.mkdir,
+    "socket": listening,
+    "symbolic link": link_to_a_block,
+}
 
 
 class TestDamage:
@@ -241,6 +349,34 @@ class TestDamage:
         disk.store(KEY, row)
         damage(disk.file(KEY))
         self.rejected(disk, message)
+
+    @pytest.mark.parametrize(
+        ("kind", "make"), [*KINDS.items(), ("symbolic link", lambda path: path.symlink_to("/dev/zero"))]
+    )
+    @pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["checksum", "secret"])
+    def test_what_is_not_a_file_is_rejected_without_waiting(self, tmp_path, row, monkeypatch, kind, make, secret):
+        monkeypatch.chdir(tmp_path)
+        disk, outcome = reopened(tmp_path, secret=secret), []
+        disk.store(KEY, row)
+        os.replace(disk.file(KEY), disk.file(KEY).with_name("copy"))
+        make(disk.file(KEY))
+
+        def load():
+            try:
+                outcome.append(disk.load(KEY))
+            except Exception as error:
+                outcome.append(error)
+
+        thread = Thread(target=load, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert [type(found) for found in outcome] == [offload.DamagedBlock], "the load waits, or accepts it"
+        assert f"{disk.file(KEY)} is not a block but a {kind}: expected a regular file; it is kept as" in str(
+            outcome[0]
+        )
+        assert KEY not in disk
+        assert disk.store(KEY, row)
+        assert_same_bits(disk.load(KEY), row)
 
     @pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["checksum", "secret"])
     def test_every_flipped_byte_is_noticed(self, tmp_path, row, secret):

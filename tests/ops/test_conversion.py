@@ -106,6 +106,10 @@ SIZES = {"num_layers": 3, "num_blocks": 3, "block_size": 4, "entry": MLA}
     [
         ({"num_layers": 4}, "`num_layers` is 3 in `src` and 4 in `dst`"),
         ({"block_size": 8}, "`block_size` is 4 in `src` and 8 in `dst`"),
+        (
+            {"shards": jaxkv.TokenShards(2, 4)},
+            r"`shards` is TokenShards\(num_shards=1.* in `src` and .*interleave=4\) in",
+        ),
         ({"entry": DS_MLA}, "`entry` is MLAEntry.* in `src` and MLAEntry.*fp8_ds_mla.* in `dst`"),
     ],
 )
@@ -113,6 +117,15 @@ def test_blocks_of_other_entries_are_rejected(other, message):
     src, dst = jaxkv.CacheLayout(**SIZES), jaxkv.CacheLayout(**SIZES | other)
     rows = jnp.zeros((1, src.block_nbytes // 2), src.dtype)
     with pytest.raises(ValueError, match=message):
+        jaxkv.convert_blocks(rows, src, dst)
+
+
+def test_groups_with_other_tokens_are_rejected():
+    src, dst = (packed_pair(shards=jaxkv.TokenShards(2, interleave)) for interleave in (1, 4))
+    rows = jnp.zeros((1, src["latent"].block_nbytes), src["latent"].dtype)
+    with pytest.raises(
+        ValueError, match=r"`shards` of group 'latent' is .*interleave=1\) in `src` and .*interleave=4\)"
+    ):
         jaxkv.convert_blocks(rows, src, dst)
 
 

@@ -54,10 +54,16 @@ def batch(entry, tokens=1):
     )
 
 
-def layout_of(entry, num_heads=None):
+def layout_of(entry, num_heads=None, **options):
     heads = num_heads or (KV_HEADS if isinstance(entry, jaxkv.KVEntry) else 1)
     blocks = len(LENGTHS) * COLUMNS
-    return jaxkv.CacheLayout(num_layers=2, num_blocks=blocks, block_size=BLOCK, num_heads=heads, entry=entry)
+    sizes = dict(num_layers=2, num_blocks=blocks, block_size=BLOCK, num_heads=heads)
+    return jaxkv.CacheLayout(**sizes, entry=entry, **options)
+
+
+def divided(entry, devices, interleave=1):
+    """The layout of one device's cache under context parallelism."""
+    return layout_of(entry, shards=jaxkv.TokenShards(devices, interleave))
 
 
 def poisoned(layout, mesh=None):

@@ -27,6 +27,7 @@ from parallel.batches import (
     SCALE,
     batch,
     decode,
+    divided,
     layout_of,
     over,
     poisoned,
@@ -119,11 +120,11 @@ def test_tensor_parallel_kv_heads():
     check_shares(GQA, mesh, poisoned(layout_of(GQA, KV_HEADS // devices), mesh), specs, heads)
 
 
-def shared(axis, interleave, plans, options, cache, new, positions, q, tables, lengths):
+def shared(axis, plans, options, cache, new, positions, q, tables, lengths):
     """A device's step with the tokens of each request interleaved."""
-    me = dict(shard=jax.lax.axis_index(axis), num_shards=jax.lax.axis_size(axis), interleave=interleave)
-    cache = write(cache, new, context.local_slots(tables, positions, block_size=BLOCK, **me))
-    keywords = dict(axis=axis, interleave=interleave, **options)
+    shard = jax.lax.axis_index(axis)
+    cache = write(cache, new, context.local_slots(tables, positions, layout=cache.layout, shard=shard))
+    keywords = dict(axis=axis, **options)
     if plans:
         heads, tokens = q[0].shape[2], q[0].shape[1]
         keywords["plan"] = context.plan_decode(cache, tables, lengths, num_heads=heads, q_len=tokens, **keywords)
@@ -132,8 +133,8 @@ def shared(axis, interleave, plans, options, cache, new, positions, q, tables, l
 
 def on_shards(entry, devices, interleave, tokens=1, plans=False, **options):
     mesh = mesh_of(devices)
-    cache, specs = poisoned(layout_of(entry), mesh), (P("x"), *[P()] * 5)
-    step = partial(shared, "x", interleave, plans, options)
+    cache, specs = poisoned(divided(entry, devices, interleave), mesh), (P("x"), *[P()] * 5)
+    step = partial(shared, "x", plans, options)
     return run(step, mesh, specs, (P("x"), P()), cache, *arguments(batch(entry, tokens)))
 
 
@@ -203,17 +204,17 @@ def test_lengths_past_the_tables_are_clamped_to_them(name):
 
     Several query tokens, with a plan; negative lengths are 0.
     """
-    entry, mesh, interleave, tokens = ENTRIES[name], mesh_of(3), 5, 4
+    entry, mesh, tokens = ENTRIES[name], mesh_of(3), 4
     q, tables = batch(entry, tokens).q, batch(entry).tables[:, :2]
     room = 3 * 15 + 1  # 16 tokens in a table are 3 times 5, and 1 of shard 0
     rng, count = np.random.default_rng(0), len(LENGTHS)
-    random = jnp.asarray(rng.standard_normal(3 * layout_of(entry).size), entry.dtype)
-    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout_of(entry), mesh).buffer.sharding), layout_of(entry))
+    layout = divided(entry, 3, 5)
+    random = jnp.asarray(rng.standard_normal(3 * layout.size), entry.dtype)
+    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout, mesh).buffer.sharding), layout)
 
     def step(cache, q, tables, lengths):
-        keywords = dict(axis="x", interleave=interleave)
-        plan = context.plan_decode(cache, tables, lengths, num_heads=q[0].shape[2], q_len=tokens, **keywords)
-        return decode(q, cache, tables, lengths, package=context, plan=plan, **keywords)
+        plan = context.plan_decode(cache, tables, lengths, num_heads=q[0].shape[2], q_len=tokens, axis="x")
+        return decode(q, cache, tables, lengths, package=context, plan=plan, axis="x")
 
     found, right = (
         run(step, mesh, (P("x"), P(), P(), P()), P(), cache, q, tables, jnp.asarray(lengths * (count // 4), jnp.int32))
@@ -229,11 +230,12 @@ def test_sinks_count_once(name):
     entry, mesh = ENTRIES[name], mesh_of(3)
     q, sinks = batch(entry).q, jnp.linspace(-2.0, 3.0, 2 * KV_HEADS)
     tables, lengths = batch(entry).tables[:, :2], jnp.arange(len(LENGTHS), dtype=jnp.int32) * 5
-    random = jnp.asarray(np.random.default_rng(0).standard_normal(3 * layout_of(entry).size), entry.dtype)
-    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout_of(entry), mesh).buffer.sharding), layout_of(entry))
+    layout = divided(entry, 3, 5)
+    random = jnp.asarray(np.random.default_rng(0).standard_normal(3 * layout.size), entry.dtype)
+    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout, mesh).buffer.sharding), layout)
 
     def step(sinks, cache, q, tables, lengths):
-        return decode(q, cache, tables, lengths, package=context, axis="x", interleave=5, sinks=sinks)
+        return decode(q, cache, tables, lengths, package=context, axis="x", sinks=sinks)
 
     specs = (P("x"), P(), P(), P())
     out, lse = run(partial(step, None), mesh, specs, P(), cache, q, tables, lengths)
@@ -251,8 +253,8 @@ def test_checked_lengths_are_those_of_all_devices():
     @jaxkv.checked
     @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P())
     def check(lengths):
-        cache = jaxkv.KVCache.zeros(layout_of(MLA[0]))
-        return decode(q, cache, tables, lengths, package=context, axis="x", interleave=5)
+        cache = jaxkv.KVCache.zeros(divided(MLA[0], 3, 5))
+        return decode(q, cache, tables, lengths, package=context, axis="x")
 
     lengths = jnp.asarray([46, 0, 0, 46, 0, 0, 0, 0], jnp.int32)
     check(lengths)
@@ -265,8 +267,9 @@ def test_several_axes(requests, tokens):
     """Requests over one axis and their tokens over another, or tokens over both."""
     mesh_of(8)
     entry, mesh, both = ENTRIES["f32"], jax.make_mesh((2, 4), ("a", "b")), P(("a", "b"))
-    cache, rows = parallel.zeros(layout_of(entry), mesh, ("a", "b")), P(requests)
-    specs, step = (both, *[rows] * 5), partial(shared, tokens, 1, False, {})
+    layout = divided(entry, 4 if requests else 8)
+    cache, rows = parallel.zeros(layout, mesh, ("a", "b")), P(requests)
+    specs, step = (both, *[rows] * 5), partial(shared, tokens, False, {})
     _, found = run(step, mesh, specs, (both, rows), cache, *arguments(batch(entry)))
     assert_equal_within_roundings(found, on_one_device(entry)[1:])
 
@@ -277,8 +280,8 @@ def test_every_device_updates_its_cache_in_place():
     tokens, specs = [x[:, 0] for x in inputs.new], (P("x"), *[P()] * 4)
 
     def step(cache, tokens, q, tables, lengths):
-        me = dict(shard=jax.lax.axis_index("x"), num_shards=2)
-        slots = context.local_slots(tables, lengths[:, None] - 1, block_size=BLOCK, **me)[:, 0]
+        me = dict(layout=cache.layout, shard=jax.lax.axis_index("x"))
+        slots = context.local_slots(tables, lengths[:, None] - 1, **me)[:, 0]
         plan = context.plan_decode(cache, tables, lengths, num_heads=2 * KV_HEADS, axis="x")
 
         def layer_step(cache, layer):
@@ -288,7 +291,7 @@ def test_every_device_updates_its_cache_in_place():
 
         return jax.lax.scan(layer_step, cache, jnp.arange(cache.layout.num_layers))
 
-    sizes = dict(num_layers=8, num_blocks=4096, block_size=BLOCK)
+    sizes = dict(num_layers=8, num_blocks=4096, block_size=BLOCK, shards=jaxkv.TokenShards(2))
     cache = parallel.zeros(jaxkv.CacheLayout(**sizes, entry=entry), mesh, "x")
     sharded = over(mesh, step, specs, (P("x"), P()))
     compiled = jax.jit(sharded, donate_argnums=0).lower(cache, tokens, *arguments(inputs)[2:]).compile()
@@ -340,13 +343,14 @@ def test_the_hopper_kernels_lower(monkeypatch):
     """Under `shard_map`, whose checks of what varies over the mesh they do not pass."""
     assume_available(monkeypatch, mosaic_gpu)
     entry, mesh = jaxkv.MLAEntry("bf16", latent=512, rope=64), mesh_of(4)
-    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=16, block_size=64, entry=entry)
+    shards = jaxkv.TokenShards(4, 64)
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=16, block_size=64, entry=entry, shards=shards)
 
     def array(spec, dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def step(cache, q_latent, q_pe, tables, lengths):
-        keywords = dict(axis="x", interleave=64, implementation="mosaic_gpu")
+        keywords = dict(axis="x", implementation="mosaic_gpu")
         plan = context.plan_decode(cache, tables, lengths, num_heads=64, q_len=2, **keywords)
         return context.decode_mla(q_latent, q_pe, cache, tables, lengths, layer=1, scale=SCALE, plan=plan, **keywords)
 

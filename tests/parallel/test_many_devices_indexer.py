@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.parallel import context
-from parallel.batches import LAYER, MLA, batch, layout_of, poisoned, run
+from parallel.batches import LAYER, MLA, batch, divided, poisoned, run
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 
@@ -18,7 +18,7 @@ pytestmark = on_several_devices
 def indexer_call(tokens):
     """Random keys on three devices, random queries of 4 requests, and their tables."""
     mesh, entry = mesh_of(3), jaxkv.IndexerEntry("bf16", head_dim=16)
-    rng, layout = np.random.default_rng(0), layout_of(entry)
+    rng, layout = np.random.default_rng(0), divided(entry, 3, 5)
     random = jnp.asarray(rng.standard_normal(3 * layout.size), entry.dtype)
     cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout, mesh).buffer.sharding), layout)
     return cache, jnp.asarray(rng.standard_normal((4, tokens, 2, 16)), entry.dtype), batch(MLA[0]).tables[:4, :2]
@@ -28,7 +28,7 @@ def test_lengths_past_the_tables_are_clamped_by_the_indexer():
     mesh, (cache, q, tables) = mesh_of(3), indexer_call(3)
 
     def score(cache, q, tables, lengths):
-        keywords = dict(axis="x", interleave=5, layer=LAYER, max_len=20)
+        keywords = dict(axis="x", layer=LAYER, max_len=20)
         return context.indexer_logits(q, jnp.ones(q.shape[:3]), cache, tables, lengths, **keywords)[None]
 
     found, right = (
@@ -45,7 +45,7 @@ def test_selected_slots_do_not_depend_on_chunks():
 
     def select(logits_bytes):
         def slots(cache, q, tables, lengths):
-            keywords = dict(axis="x", interleave=5, layer=LAYER, max_len=20, logits_bytes=logits_bytes)
+            keywords = dict(axis="x", layer=LAYER, max_len=20, logits_bytes=logits_bytes)
             return context.select_slots(q, jnp.ones(q.shape[:3]), cache, tables, lengths, 8, **keywords)[None]
 
         return run(slots, mesh, (P("x"), P(), P(), P()), P("x"), cache, q, tables, lengths)
@@ -71,7 +71,7 @@ def test_the_best_of_all_devices_are_those_of_one(devices, interleave, k, specia
     shares = [np.pad(logits[:, own], ((0, 0), (0, longest - len(own))), constant_values=-np.inf) for own in owned]
 
     def choose(share):
-        return context.select_topk(share[0], k, axis="x", interleave=interleave)[None]
+        return context.select_topk(share[0], k, shards=jaxkv.TokenShards(devices, interleave), axis="x")[None]
 
     found = np.asarray(run(choose, mesh, (P("x"),), P("x"), jnp.asarray(np.stack(shares))))
     for row, right in enumerate(np.asarray(jaxkv.select_topk(jnp.asarray(logits), k))):

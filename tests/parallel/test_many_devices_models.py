@@ -242,6 +242,32 @@ class TestTransferBlocks:
         others = mesh_of(2, first=6, axis="y")
         assert self.decoding(context(2, 16), models.ContextParallel(others, "y", 16)) == self.right()
 
+    @pytest.mark.parametrize("interleave", [1, 8])
+    def test_between_other_divisions_of_tokens(self, interleave):
+        """The blocks have as many bytes, but hold other tokens of a request."""
+        model, before = load(SMALL), context(2, 16)
+        source = replace(model, parallel=before).cache(4, 64)
+        after = models.ContextParallel(mesh_of(2, first=6, axis="y"), "y", interleave)
+        target = replace(model, parallel=after).cache(4, 64)
+        message = rf"`shards` is .*interleave=16\) in `source` and .*interleave={interleave}\) in `target`"
+        with pytest.raises(ValueError, match=message):
+            parallel.transfer_blocks(source, [0], target, [0])
+        assert source.layout.fingerprint != target.layout.fingerprint
+
+    def test_between_caches_of_requests_and_of_tokens(self):
+        """As many caches: of 4 devices with requests of their own, or of 2 times 2 and 4 that divide tokens."""
+        mesh, layout = mesh_of(4), load(SMALL).layout(4, BLOCK)
+        square = jax.make_mesh((2, 2), ("a", "b"), devices=mesh.devices.reshape(-1))
+        caches = [
+            parallel.zeros(replace(layout, shards=jaxkv.TokenShards(shards)), *where)
+            for shards, where in ((1, (mesh, "x")), (2, (square, ("a", "b"))), (4, (mesh, "x")))
+        ]
+        for source in caches:
+            for target in caches:
+                if source is not target:
+                    with pytest.raises(ValueError, match=r"`shards` is .* in `source` and .* in `target`"):
+                        parallel.transfer_blocks(source, [0], target, [0])
+
     def test_over_other_numbers_of_devices(self):
         layout = load(SMALL).layout(4, BLOCK)
         source, target = (parallel.zeros(layout, mesh_of(devices), "x") for devices in (2, 4))
@@ -288,10 +314,32 @@ class TestTransferBlocks:
         with pytest.raises(ValueError, match=message):
             parallel.transfer_blocks(ours, source, ours, target)
 
+    def test_what_is_no_cache(self):
+        ours = load(SMALL).cache(4, 16)
+        with pytest.raises(ValueError, match=r"`source` is float32\[.*\]: expected a KVCache"):
+            parallel.transfer_blocks(ours.buffer, [0], ours, [0])
+        with pytest.raises(ValueError, match="`target` is None: expected a KVCache"):
+            parallel.transfer_blocks(ours, [0], None, [0])
+
     def test_of_no_blocks(self):
         ours = load(SMALL).cache(4, 16)
         before = np.asarray(ours.buffer)
         assert_same_bits(parallel.transfer_blocks(load(SMALL).cache(4, 16), [], ours, []).buffer, before)
+
+
+def test_a_model_rejects_a_cache_of_other_tokens():
+    """The engine's keys of prefixes differ, too."""
+    ours, theirs = (replace(load(SMALL), parallel=context(2, interleave)) for interleave in (8, 1))
+    args = np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    with pytest.raises(ValueError, match=r"`cache` has tokens of .*interleave=1\): expected .*interleave=8\)"):
+        models.decode(ours, theirs.cache(4, BLOCK), *args)
+    prints = [one.layout(4, BLOCK).fingerprint for one in (ours, theirs, replace(ours, parallel=context(4, 2)))]
+    assert len({*prints, load(SMALL).layout(4, BLOCK // 2).fingerprint}) == 4
+    engines = [serving.Engine(load(SMALL, context(2, n)), num_blocks=4, block_size=BLOCK) for n in (8, 1)]
+    requests = [engine.submit([1] * BLOCK, max_tokens=1) for engine in engines]
+    for engine, request in zip(engines, requests, strict=True):
+        engine.tables.extend_keys(request)
+    assert requests[0].keys_of("") != requests[1].keys_of("")
 
 
 WRONG = {

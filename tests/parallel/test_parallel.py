@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,17 +49,23 @@ def test_two_processes():
         assert "equal" in output.splitlines(), output
 
 
+def shards_of(shards, block_size=4):
+    """A layout of a shard's cache."""
+    entry = jaxkv.MLAEntry("bf16", latent=8, rope=4)
+    return jaxkv.CacheLayout(num_layers=1, num_blocks=80, block_size=block_size, entry=entry, shards=shards)
+
+
 @pytest.mark.parametrize("interleave", [1, 3, 16, 64])
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
 def test_shares_are_those_of_plain_python(num_shards, interleave):
     block_size, lengths = 4, np.asarray([[0, 1, 2, 15, 16], [17, 48, 100, 131, -3]], np.int32)
     positions = np.asarray([[*range(-2, 140)]] * 2, np.int32)
     tables = np.random.default_rng(0).permutation(80).reshape(2, 40).astype(np.int32)
+    shards = jaxkv.TokenShards(num_shards, interleave)
     for shard in range(num_shards):
-        share = dict(shard=shard, num_shards=num_shards, interleave=interleave)
         owned = [i for i in range(140) if i // interleave % num_shards == shard]
         right = [[sum(i < length for i in owned) for length in row] for row in lengths]
-        assert_same_bits(context.local_lengths(lengths, **share), np.asarray(right, np.int32))
+        assert_same_bits(context.local_lengths(lengths, shards=shards, shard=shard), np.asarray(right, np.int32))
         local = {position: index for index, position in enumerate(owned)}
         right = [
             [
@@ -67,21 +74,21 @@ def test_shares_are_those_of_plain_python(num_shards, interleave):
             ]
             for row in tables
         ]
-        found = context.local_slots(tables, positions, block_size=block_size, **share)
+        found = context.local_slots(tables, positions, layout=shards_of(shards, block_size), shard=shard)
         assert_same_bits(found, np.asarray(right, np.int32))
 
 
 def test_a_share_that_outgrows_the_table_has_no_slots():
-    share = dict(shard=1, num_shards=2, interleave=1)
-    found = context.local_slots(jnp.asarray([[5]]), jnp.asarray([[1, 7, 8, 9]]), block_size=4, **share)
+    share = dict(layout=shards_of(jaxkv.TokenShards(2)), shard=1)
+    found = context.local_slots(jnp.asarray([[5]]), jnp.asarray([[1, 7, 8, 9]]), **share)
     assert_same_bits(found, np.asarray([[20, 23, -1, -1]], np.int32))
 
 
 def test_strict_programs_may_share():
     def call(shard):
-        share = dict(shard=shard, num_shards=3, interleave=2)
-        slots = context.local_slots(jnp.asarray([[5, 6]]), jnp.asarray([[1, 7]]), block_size=4, **share)
-        return context.local_lengths(jnp.asarray([5, 9]), **share), slots
+        shards = jaxkv.TokenShards(3, 2)
+        slots = context.local_slots(jnp.asarray([[5, 6]]), jnp.asarray([[1, 7]]), layout=shards_of(shards), shard=shard)
+        return context.local_lengths(jnp.asarray([5, 9]), shards=shards, shard=shard), slots
 
     expected = call(1)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
@@ -100,12 +107,15 @@ def inside(call):
 
 MLA = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=jaxkv.MLAEntry("bf16", latent=8, rope=4))
 GQA = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=jaxkv.KVEntry("bf16", head_dim=8))
+ONE, TWO = jaxkv.TokenShards(), jaxkv.TokenShards(2)
 TABLES, SEQ_LENS = jnp.asarray([[0, 1], [2, 3]]), jnp.asarray([3, 4])
 
 
-def decode_mla(*, q_latent=(2, 3, 2, 8), q_pe=(2, 3, 2, 4), axis="x", tables=TABLES, lengths=SEQ_LENS, **keywords):
+def decode_mla(
+    *, q_latent=(2, 3, 2, 8), q_pe=(2, 3, 2, 4), axis="x", tables=TABLES, lengths=SEQ_LENS, shards=ONE, **keywords
+):
     q = jnp.zeros(q_latent, jnp.bfloat16), jnp.zeros(q_pe, jnp.bfloat16)
-    cache = jaxkv.KVCache.zeros(MLA)
+    cache = jaxkv.KVCache.zeros(replace(MLA, shards=shards))
     return context.decode_mla(*q, cache, tables, lengths, axis=axis, **{"layer": 0, "scale": 0.1, **keywords})
 
 
@@ -114,8 +124,14 @@ def decode_kv(**keywords):
     return context.decode_kv(q, cache, TABLES, SEQ_LENS, axis="x", layer=0, scale=0.1, **keywords)
 
 
-def plan_decode(**keywords):
-    return context.plan_decode(jaxkv.KVCache.zeros(GQA), TABLES, SEQ_LENS, axis="x", num_heads=2, **keywords).schedule
+def plan_decode(*, shards=ONE, **keywords):
+    cache = jaxkv.KVCache.zeros(replace(GQA, shards=shards))
+    return context.plan_decode(cache, TABLES, SEQ_LENS, axis="x", num_heads=2, **keywords).schedule
+
+
+def packed(**options):
+    groups = {"latent": jaxkv.Group(1, MLA.entry, **options)}
+    return jaxkv.PackedLayout(num_blocks=4, block_size=4, groups=groups, shards=TWO)
 
 
 def decode_mla_sparse(**keywords):
@@ -124,8 +140,9 @@ def decode_mla_sparse(**keywords):
     return context.decode_mla_sparse(*q, jaxkv.KVCache.zeros(MLA), slots, **options)
 
 
-def index(operation, *args, weights=(2, 1, 2), **options):
-    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=jaxkv.IndexerEntry("bf16", head_dim=8))
+def index(operation, *args, weights=(2, 1, 2), shards=ONE, **options):
+    sizes = dict(num_layers=1, num_blocks=4, block_size=4, shards=shards)
+    layout = jaxkv.CacheLayout(**sizes, entry=jaxkv.IndexerEntry("bf16", head_dim=8))
     q, cache = (jnp.zeros((2, 1, 2, 8), jnp.bfloat16), jnp.zeros(weights)), jaxkv.KVCache.zeros(layout)
     return operation(*q, cache, TABLES, SEQ_LENS, *args, **{"axis": "x", "layer": 0, "max_len": 8, **options})
 
@@ -138,15 +155,15 @@ def select_slots(**changes):
     return index(context.select_slots, 2, **changes)
 
 
-def select_topk(k=2, axis="x", interleave=1, dtype="float32"):
-    return context.select_topk(jnp.zeros((2, 8), dtype), k, axis=axis, interleave=interleave)
+def select_topk(k=2, axis="x", shards=ONE, dtype="float32"):
+    return context.select_topk(jnp.zeros((2, 8), dtype), k, axis=axis, shards=shards)
 
 
 def merge(out=(2, 3, 8), lse=(2, 3), dtype="float32", axis="x"):
     return context.merge_states(jnp.zeros(out), jnp.zeros(lse, dtype), axis=axis)
 
 
-LENGTHS_OF = partial(context.local_lengths, SEQ_LENS)
+LENGTHS_OF = partial(context.local_lengths, SEQ_LENS, shards=TWO)
 
 WRONG = {
     "no such axis": (lambda: decode_mla(axis="y"), ["`axis`", "'y'", "shard_map"]),
@@ -158,7 +175,29 @@ WRONG = {
     "lengths of other requests": (lambda: decode_mla(lengths=SEQ_LENS[:1]), ["`seq_lens`", "(1,)", "[2]"]),
     "float lengths": (lambda: decode_mla(lengths=SEQ_LENS * 1.0), ["`seq_lens`", "float32", "int32"]),
     "no such layer": (lambda: decode_mla(layer=1), ["`layer`", "1", "0 to 0"]),
-    "a decode of no interleave": (lambda: decode_mla(interleave=0), ["`interleave`", "0", "positive"]),
+    "a cache of other shards": (
+        lambda: decode_mla(shards=TWO),
+        ["`axis`", "'x'", "1 devices", "num_shards=2", "shards="],
+    ),
+    "a plan of other shards": (lambda: plan_decode(shards=TWO), ["`axis`", "'x'", "1 devices", "num_shards=2"]),
+    "logits of other shards": (lambda: indexer_logits(shards=TWO), ["`axis`", "'x'", "1 devices", "num_shards=2"]),
+    "slots of other shards": (lambda: select_slots(shards=TWO), ["`axis`", "'x'", "1 devices", "num_shards=2"]),
+    "the best of other shards": (lambda: select_topk(shards=TWO), ["`axis`", "'x'", "1 devices", "num_shards=2"]),
+    "the best of no shards": (lambda: select_topk(shards=None), ["`shards`", "None", "TokenShards"]),
+    "no interleave": (lambda: jaxkv.TokenShards(2, 0), ["`interleave`", "0", "positive"]),
+    "a fraction of a shard": (lambda: jaxkv.TokenShards(1.5), ["`num_shards`", "1.5", "positive"]),
+    "shards in a layout": (lambda: replace(MLA, shards=2).size, ["`shards`", "2", "TokenShards"]),
+    "a view of other shards": (
+        lambda: jaxkv.KVCache.zeros(MLA).view(replace(MLA, shards=TWO)).buffer,
+        ["`layout`", "num_shards=2", "num_shards=1"],
+    ),
+    "shards of a window": (lambda: packed(window=3).fingerprint, ["`shards`", "num_shards=2", "no window"]),
+    "shards of a rate": (lambda: packed(rate=2).fingerprint, ["`shards`", "num_shards=2", "one entry per token"]),
+    "shards of a table": (lambda: packed(table="a").fingerprint, ["`shards`", "num_shards=2", "without a name"]),
+    "slots of no layout": (
+        lambda: context.local_slots(TABLES, TABLES, layout=ONE, shard=0),
+        ["`layout`", "TokenShards", "CacheLayout"],
+    ),
     "a plan of other tokens": (lambda: decode_kv(plan=plan_of_two()), ["`plan`", "requests=4", "requests=2"]),
     "a window of nothing": (lambda: decode_kv(window=0), ["`window`", "0", "positive"]),
     "a plan without the window": (lambda: decode_kv(window=2, plan=plan_of_two()), ["`plan`", "this `window`"]),
@@ -172,33 +211,36 @@ WRONG = {
     "logits over no axis": (lambda: indexer_logits(axis="y"), ["`axis`", "'y'", "shard_map"]),
     "the best over no axis": (lambda: select_topk(axis="y"), ["`axis`", "'y'", "shard_map"]),
     "the best 0": (lambda: select_topk(k=0), ["`k`", "0", "positive"]),
-    "the best of no interleave": (lambda: select_topk(interleave=0), ["`interleave`", "0", "positive"]),
     "slots of no bytes": (lambda: select_slots(logits_bytes=0), ["`logits_bytes`", "0", "positive"]),
     "slots of other weights": (lambda: select_slots(weights=(2, 2, 2)), ["`weights`", "(2, 2, 2)", "`q`"]),
     "the best slots over no axis": (lambda: select_slots(axis="y"), ["`axis`", "'y'", "shard_map"]),
     "the best of bf16": (lambda: select_topk(dtype="bfloat16"), ["`logits`", "bfloat16", "float32"]),
     "lse of other queries": (lambda: merge(lse=(2, 4)), ["`lse`", "(2, 4)", "2, 3"]),
     "bf16 lse": (lambda: merge(dtype="bfloat16"), ["`lse`", "bfloat16", "float32"]),
-    "a shard too many": (lambda: LENGTHS_OF(shard=2, num_shards=2), ["`shard`", "2", "0 to 1"]),
-    "a negative shard": (lambda: LENGTHS_OF(shard=-1, num_shards=2), ["`shard`", "-1", "0 to 1"]),
-    "a shard of a name": (lambda: LENGTHS_OF(shard="x", num_shards=2), ["`shard`", "'x'", "int32"]),
-    "a float shard": (lambda: LENGTHS_OF(shard=jnp.ones(()), num_shards=2), ["`shard`", "float32", "int32"]),
-    "no shards": (lambda: LENGTHS_OF(shard=0, num_shards=0), ["`num_shards`", "0", "positive"]),
+    "a shard too many": (lambda: LENGTHS_OF(shard=2), ["`shard`", "2", "0 to 1"]),
+    "a negative shard": (lambda: LENGTHS_OF(shard=-1), ["`shard`", "-1", "0 to 1"]),
+    "a shard of a name": (lambda: LENGTHS_OF(shard="x"), ["`shard`", "'x'", "int32"]),
+    "a float shard": (lambda: LENGTHS_OF(shard=jnp.ones(())), ["`shard`", "float32", "int32"]),
+    "no shards": (lambda: jaxkv.TokenShards(0), ["`num_shards`", "0", "positive"]),
     "a traced interleave": (
-        lambda: LENGTHS_OF(shard=0, num_shards=2, interleave=jnp.int32(1)),
+        lambda: jaxkv.TokenShards(2, jax.lax.axis_index("x")),
         ["`interleave`", "positive int", "static"],
     ),
     "a length that is no array": (
-        lambda: context.local_lengths(5, shard=0, num_shards=2),
+        lambda: context.local_lengths(5, shard=0, shards=TWO),
         ["`seq_lens`", "int", "array"],
     ),
     "float positions": (
-        lambda: context.local_slots(TABLES, TABLES * 1.0, block_size=4, shard=0, num_shards=2),
+        lambda: context.local_slots(TABLES, TABLES * 1.0, layout=MLA, shard=0),
         ["`positions`", "float32", "int32"],
     ),
     "positions of other requests": (
-        lambda: context.local_slots(TABLES, TABLES[:1], block_size=4, shard=0, num_shards=2),
+        lambda: context.local_slots(TABLES, TABLES[:1], layout=MLA, shard=0),
         ["`positions`", "(1, 2)", "`block_tables`"],
+    ),
+    "caches of other shards": (
+        lambda: parallel.zeros(replace(MLA, shards=TWO), mesh_of_one(), "x").buffer,
+        ["`layout`", "num_shards=2", "last axes", "{'x': 1}"],
     ),
     "caches over no axis": (lambda: parallel.zeros(MLA, mesh_of_one(), "y").buffer, ["`axis`", "'y'", "x"]),
 }

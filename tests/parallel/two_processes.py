@@ -4,6 +4,7 @@ python two_processes.py ADDRESS NUMBER
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -48,11 +49,10 @@ def on_one_device():
 
 
 def on_a_share(cache):
-    me = dict(shard=jax.lax.axis_index("x"), num_shards=jax.lax.axis_size("x"), interleave=INTERLEAVE)
     return generate(
         cache,
-        lambda *args: context.local_slots(*args, block_size=BLOCK, **me),
-        lambda *args, **keywords: context.decode_mla(*args, axis="x", interleave=INTERLEAVE, **keywords),
+        lambda *args: context.local_slots(*args, layout=cache.layout, shard=jax.lax.axis_index("x")),
+        lambda *args, **keywords: context.decode_mla(*args, axis="x", **keywords),
     )
 
 
@@ -60,7 +60,8 @@ def main(address, number):
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(address, num_processes=2, process_id=int(number), initialization_timeout=60)
     mesh = jax.make_mesh((jax.device_count(),), ("x",))
-    cache = parallel.zeros(layout, mesh, "x")
+    shares = replace(layout, shards=jaxkv.TokenShards(mesh.size, INTERLEAVE))
+    cache = parallel.zeros(shares, mesh, "x")
     assert not cache.buffer.is_fully_addressable
     on_shares = jax.shard_map(on_a_share, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
     found = jax.jit(on_shares)(cache)

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Sharding
 
 from jaxkv.cache import KVCache
-from jaxkv.layout.layout import CacheLayout
+from jaxkv.layout.layout import UNDIVIDED, CacheLayout, TokenShards
 from jaxkv.models.config import ModelConfig
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.composed.prefill_mla import prefill_mla
@@ -58,6 +58,11 @@ class Parallel(ABC):
     def device_block_size(self, block_size: int) -> int:
         """How many tokens of a block of `block_size` tokens one device holds."""
         return block_size
+
+    @property
+    def shards(self) -> TokenShards:
+        """How the tokens of requests are divided over devices."""
+        return UNDIVIDED
 
     @abstractmethod
     def zeros(self, layout: CacheLayout) -> KVCache:

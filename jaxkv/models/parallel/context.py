@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import override
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv.dispatch.validate import positive_int
+from jaxkv.layout.layout import TokenShards
 from jaxkv.models.parallel.on_mesh import OnMesh
 from jaxkv.parallel import context
-from jaxkv.parallel.context.share import here
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class ContextParallel(OnMesh):
     """Each of n devices has 1 / n of the tokens of every block, all heads and all weights.  The cache holds n times as
     many tokens as one device could.
 
-    Token i is on device `(i // interleave) % n`.  The devices' partial attentions are merged with one gather per layer,
+    Token i is on device `i // interleave % n`.  The devices' partial attentions are merged with one gather per layer,
     or two with V3.2's indexer.  Every device computes everything else in full.
 
     Args:
@@ -54,24 +55,28 @@ class ContextParallel(OnMesh):
         # Slots are positions in one long request whose blocks are all blocks of the cache.  A device's share of the
         # request is then packed in its own blocks, and its share of block b is block b there.
         blocks = jnp.arange(layout.num_blocks, dtype=jnp.int32)
-        share = {**here(self.axis), "interleave": self.interleave}
-        return context.local_slots(blocks[None], slots[None], block_size=layout.block_size, **share)[0]
+        return context.local_slots(blocks[None], slots[None], layout=layout, shard=lax.axis_index(self.axis))[0]
+
+    @property
+    @override
+    def shards(self):
+        return TokenShards(self.num_devices, self.interleave)
 
     @override
     def plan_decode(self, *args, **options):
-        return context.plan_decode(*args, axis=self.axis, interleave=self.interleave, **options)
+        return context.plan_decode(*args, axis=self.axis, **options)
 
     @override
     def decode_mla(self, *args, **options):
-        return context.decode_mla(*args, axis=self.axis, interleave=self.interleave, **options)
+        return context.decode_mla(*args, axis=self.axis, **options)
 
     @override
     def decode_kv(self, *args, **options):
-        return context.decode_kv(*args, axis=self.axis, interleave=self.interleave, **options)
+        return context.decode_kv(*args, axis=self.axis, **options)
 
     @override
     def select_slots(self, *args, **options):
-        return context.select_slots(*args, axis=self.axis, interleave=self.interleave, **options)
+        return context.select_slots(*args, axis=self.axis, **options)
 
     @override
     def decode_mla_sparse(self, *args, **options):

@@ -5,7 +5,7 @@ from jax import lax
 
 from jaxkv.dispatch.validate import FLOATS, Dims
 from jaxkv.ops import merge
-from jaxkv.parallel.context.share import here
+from jaxkv.parallel.context.share import axis_size
 
 
 def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
@@ -28,7 +28,7 @@ def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
     Raises:
       ValueError: shapes or dtypes do not fit, or there is no such axis.
     """
-    here(axis)
+    axis_size(axis)  # ValueError if there is no such axis
     dims, axes = Dims(), " ".join(f"n{i}" for i in range(len(getattr(out, "shape", ())) - 1))
     dims.check("out", out, f"{axes} D", FLOATS)
     dims.check("lse", lse, axes, ("float32",))

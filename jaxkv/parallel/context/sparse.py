@@ -13,18 +13,17 @@ from jax import lax
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.dispatch.validate import Dims, check_cache, int32, positive_int
+from jaxkv.layout.layout import TokenShards, checked_shards
 from jaxkv.ops import indexer, sparse
 from jaxkv.parallel.context.merge import merge_states
-from jaxkv.parallel.context.share import here, requests_of_tokens, whole_lengths
+from jaxkv.parallel.context.share import requests_of_tokens, shard_along, whole_lengths
 from jaxkv_kernels.formats.entries import IndexerEntry
 
 LAST = 2**31 - 1
 """The rank of positions that are not to be selected."""
 
 
-def indexer_logits(
-    q, weights, cache: KVCache, block_tables, seq_lens, *, axis, interleave: int = 1, **options
-) -> jax.Array:
+def indexer_logits(q, weights, cache: KVCache, block_tables, seq_lens, *, axis, **options) -> jax.Array:
     """`jaxkv.indexer_logits` for the device's own share of the tokens.  Call it inside `shard_map`.
 
     Args:
@@ -35,25 +34,24 @@ def indexer_logits(
       seq_lens: int32 [B], tokens of each request on all devices together, the new ones included; clamped to the range
         from 0 to the capacity of the tables of all devices.
       axis: mesh axis (or several) of the `shard_map` around this call.
-      interleave: static int, consecutive tokens that one shard owns.
       **options: `layer`, `max_len` (of the share) and `implementation`, as in `jaxkv.indexer_logits`.
 
     Returns:
       float32 [B, Q, max_len], by position in the share; -inf at positions that a query token does not see.
 
     Raises:
-      ValueError: a shape, dtype or static layer is wrong, or there is no such axis.
+      ValueError: a shape, dtype or static layer is wrong, or `axis` does not have a device per shard.
     """
     dims = Dims()
     dims.check("q", q, "B Q Hi D", (str(getattr(q, "dtype", None)),))
     dims.check("weights", weights, "B Q Hi")
-    tables, lengths, *_ = requests_of_tokens(cache, block_tables, seq_lens, dims, dims["Q"], axis, interleave)
+    tables, lengths, *_ = requests_of_tokens(cache, block_tables, seq_lens, dims, dims["Q"], axis)
     q_rows, weight_rows = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, weights))
     logits = indexer.indexer_logits(q_rows, weight_rows, cache, tables, lengths, **options)
     return logits.reshape(*weights.shape[:2], -1)
 
 
-def select_topk(logits, k: int, *, axis, interleave: int = 1, implementation=None) -> jax.Array:
+def select_topk(logits, k: int, *, shards: TokenShards, axis, implementation=None) -> jax.Array:
     """Selects the positions in the device's share whose logits are among the k largest of all devices.
 
     Call it inside `shard_map`.
@@ -64,24 +62,23 @@ def select_topk(logits, k: int, *, axis, interleave: int = 1, implementation=Non
     Args:
       logits: float32 [..., N], of this share; -inf marks a position that is not to be selected.
       k: static number of tokens, on all devices together.
+      shards: how tokens are divided, `cache.layout.shards`.
       axis: mesh axis (or several) of the `shard_map` around this call.
-      interleave: static int, consecutive tokens that one shard owns.
       implementation: as in `jaxkv.select_topk`, for the selection within the share.
 
     Returns:
       int32 [..., min(k, N)], positions in the share; -1 where the share has fewer selected tokens.
 
     Raises:
-      ValueError: `logits` is not a float32 array with at least one axis, `k` is not a positive int, or there is no such
-        axis.
+      ValueError: `logits` is not a float32 array with at least one axis, `k` is not a positive int, or `axis` does not
+        have a device per shard.
     """
-    positive_int("interleave", interleave)
-    me = here(axis)
+    shard = shard_along(axis, checked_shards(shards))
     positions = indexer.select_topk(logits, k, implementation=implementation)[..., : logits.shape[-1]]
     ranks = _ranks(jnp.take_along_axis(logits, jnp.maximum(positions, 0), axis=-1))
     ranks = jnp.where(positions < 0, LAST, ranks)
-    rounds, rest = jnp.divmod(positions, interleave)
-    tokens = (rounds * me["num_shards"] + me["shard"]) * interleave + rest
+    rounds, rest = jnp.divmod(positions, shards.interleave)
+    tokens = (rounds * shards.num_shards + shard) * shards.interleave + rest
     gathered = [jnp.moveaxis(x, 0, -1) for x in lax.all_gather((ranks, tokens), axis)]
     best = lax.sort([x.reshape(*positions.shape[:-1], -1) for x in gathered], num_keys=2)
     last_rank, last_token = (x[..., min(k, x.shape[-1]) - 1, None] for x in best)
@@ -96,7 +93,7 @@ def _ranks(logits):
 
 
 def select_slots(
-    q, weights, cache: KVCache, block_tables, seq_lens, k: int, *, axis, interleave: int = 1, max_len: int,
+    q, weights, cache: KVCache, block_tables, seq_lens, k: int, *, axis, max_len: int,
     logits_bytes=LOGITS_BYTES, implementation=None, **options,
 ) -> jax.Array:  # fmt: skip
     """`jaxkv.select_slots` for the device's own share of the tokens.  Call it inside `shard_map`.
@@ -111,7 +108,6 @@ def select_slots(
       seq_lens: int32 [B], tokens of each request on all devices together, the new ones included.
       k: static number of tokens, on all devices together.
       axis: mesh axis (or several) of the `shard_map` around this call.
-      interleave: static int, consecutive tokens that one shard owns.
       max_len: static number of cached tokens of the share that are scored.
       logits_bytes: as in `jaxkv.select_slots`, for the logits of the share.
       implementation: as in `jaxkv.select_slots`.
@@ -121,7 +117,7 @@ def select_slots(
       int32 [B, Q, min(k, max_len)], slots in the cache of this device; -1 where the share has fewer selected tokens.
 
     Raises:
-      ValueError: a shape, dtype or static argument is wrong, or there is no such axis.
+      ValueError: a shape, dtype or static argument is wrong, or `axis` does not have a device per shard.
     """
     dims = Dims()
     dims.check("q", q, "B Q Hi D", (str(getattr(q, "dtype", None)),))
@@ -129,18 +125,18 @@ def select_slots(
     check_cache(cache, IndexerEntry)
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
-    block_size, divided = cache.layout.block_size, {"axis": axis, "interleave": interleave}
+    layout = cache.layout
     most_bytes = positive_int("logits_bytes", logits_bytes, below=None)
     positive_int("max_len", max_len)
 
     def select(q, weights, lengths):
-        scored = {"max_len": max_len, "implementation": implementation, **options}
-        logits = indexer_logits(q, weights, cache, block_tables, lengths, **divided, **scored)
-        positions = select_topk(logits, k, implementation=implementation, **divided)
-        return indexer.positions_to_slots(positions, block_tables, block_size=block_size)
+        scored = {"axis": axis, "max_len": max_len, "implementation": implementation, **options}
+        logits = indexer_logits(q, weights, cache, block_tables, lengths, **scored)
+        positions = select_topk(logits, k, shards=layout.shards, axis=axis, implementation=implementation)
+        return indexer.positions_to_slots(positions, block_tables, block_size=layout.block_size)
 
     return in_query_chunks(
-        select, q, weights, whole_lengths(block_tables, int32(seq_lens), block_size=block_size, **divided),
+        select, q, weights, whole_lengths(block_tables, int32(seq_lens), layout),
         token_bytes=logits_bytes_of_a_token(weights, max_len), most_bytes=most_bytes,
     )  # fmt: skip
 
