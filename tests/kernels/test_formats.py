@@ -141,7 +141,9 @@ def test_scales_of_v41_follow_each_token_or_all_tokens_of_a_page(name, values, s
         layout = jaxkv.CacheLayout(num_layers=1, num_blocks=2, block_size=block_size, entry=entry)
         cache = jaxkv.write_mla(jaxkv.KVCache.zeros(layout), k[:, :448], k[:, 448:], slots, layer=0)
         np.testing.assert_array_equal(np.asarray(cache.buffer).reshape(2, -1), pages)
-        found = jaxkv.gather_mla(cache, slots[:2][None], jnp.asarray([0, len(k)]), layer=0, total=len(k), dtype=jnp.float32)
+        found = jaxkv.gather_mla(
+            cache, slots[:2][None], jnp.asarray([0, len(k)]), layer=0, total=len(k), dtype=jnp.float32
+        )
         right = oracle.decode(entry, rows)
         np.testing.assert_array_equal(np.concatenate(found, axis=-1), np.concatenate(right, axis=-1))
 

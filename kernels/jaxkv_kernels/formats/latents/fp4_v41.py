@@ -6,8 +6,8 @@ entries so, and those of the window as `fp8_v41`.
 In `fp4_v41`, the scales of a token (32 bytes) follow its values (256 bytes), and pages have no padding.  In
 `fp4_v41_split`, pages are split: a page stores the values of all tokens, then the scales of all tokens, and is rounded
 up to a multiple of 256 bytes.  FlashMLA (`ModelType::V41_FP4`) reads the first since its release of 2026-09-30, and
-vLLM 0.33 stores it (`V41_NVFP4_BYTES_PER_TOKEN`); SGLang 0.5.23 has both (`KVLayout.V41_FP4_NEW` and `KVLayout.V41_FP4`).
-`fp8_v41.py` has more about the two.
+vLLM 0.33 stores it (`V41_NVFP4_BYTES_PER_TOKEN`); SGLang 0.5.23 has both, as `KVLayout.V41_FP4_NEW` and
+`KVLayout.V41_FP4`.  `fp8_v41.py` has more about the two.
 
 A scale is amax / 6 rounded to the nearest e4m3 value, at least 2**-9 and at most 448.  Values are divided by it,
 rounded to nearest even, and saturate.  vLLM multiplies by the rounded reciprocal of 6, which gives the same scales for
