@@ -26,15 +26,18 @@ from jaxkv_kernels.formats.states import StateEntry
 def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
     """Copies blocks over other blocks of the same cache, in every layer.
 
+    What belongs to a block depends on the layout.  If blocks are runs (`layout.blocks_are_runs`), it is the whole run:
+    the entries, the padding of pages and of the block, and the other groups of a `PackedLayout`.  Otherwise it is the
+    entries alone, and the padding and gaps between them are neither read nor written.
+
     Args:
-      cache: any cache.  If blocks are runs (`layout.blocks_are_runs`), the whole run is copied, including the other
-        groups of a `PackedLayout`.
+      cache: any cache.
       src: int32 [n], blocks to read.  All are read before any is written.
       dst: int32 [n], blocks to overwrite.  A pair with an id outside the cache is skipped.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with the blocks copied; updated in place if `cache` is donated.
+      The cache with the blocks copied, and all other bytes unchanged; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -64,10 +67,10 @@ def read_blocks(cache: KVCache, blocks, *, implementation=None) -> jax.Array:
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      [n, layout.block_nbytes / itemsize] of the buffer's dtype.  If blocks are runs (`layout.blocks_are_runs`), a row
-      is that run, with its padding and all groups of a `PackedLayout`.  Otherwise, a row holds the block's entries in
-      their order in memory.  The row of an id outside the cache is 0.  Caches whose layouts have equal fingerprints can
-      exchange rows.
+      [n, layout.block_nbytes / itemsize] of the buffer's dtype.  A row holds what belongs to a block (see
+      `copy_blocks`), in its order in memory: if blocks are runs, the run with its padding, bit for bit; otherwise only
+      the entries.  The row of an id outside the cache is 0.  Caches whose layouts have equal fingerprints can exchange
+      rows.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -87,6 +90,9 @@ def _bind_read(cache, blocks) -> Call:
 def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCache:
     """Overwrites blocks with payloads.
 
+    A payload replaces all that belongs to a block (see `copy_blocks`): if blocks are runs, also their padding and the
+    other groups of a `PackedLayout`; otherwise only the entries, and padding and gaps keep their bytes.
+
     Args:
       cache: any cache.
       blocks: int32 [n], blocks to overwrite; an id outside the cache is skipped.
@@ -95,7 +101,7 @@ def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCach
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      The cache with the blocks stored; updated in place if `cache` is donated.
+      The cache with the blocks stored, and all other bytes unchanged; updated in place if `cache` is donated.
 
     Raises:
       ValueError: a shape or dtype is wrong.

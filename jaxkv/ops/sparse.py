@@ -85,8 +85,9 @@ def decode_mla_sparse(
 
     Returns:
       out [B, Q, Hq, V], of q_latent's dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.  V is
-      R, or R + P in the formats of DeepSeek V4 (`fp8_v4`, `fp8_v41`, `fp4_v41`), whose values include the rotary part.
-      A query token all of whose slots are masked gets 0 and -inf; low finite scores are never masked.
+      R, or R + P in the formats of DeepSeek V4 and V4.1 (`fp8_v4`, `fp8_v41`, `fp8_v41_split`, `fp4_v41` and
+      `fp4_v41_split`), whose values include the rotary part.  A query token all of whose slots are masked gets 0 and
+      -inf; low finite scores are never masked.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong, or the two caches have entries of different sizes.

@@ -139,7 +139,7 @@ class TestNothing:
         monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
         with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call on this"):
             main(["verify", "--implementation", "triton"])
-        assert "decode_mla         bf16         rejected on 6 orders: decode_mla: " in capsys.readouterr().out
+        assert "decode_mla         bf16          rejected on 6 orders: decode_mla: " in capsys.readouterr().out
 
     def test_no_random_call_was_made(self, monkeypatch):
         monkeypatch.setattr("jaxkv.fuzz.families.TRIES", 3)
@@ -166,7 +166,7 @@ def test_verify_distinguishes_rejected_calls_from_faults(monkeypatch, capsys):
     assert lines[0].endswith(" ok on 2 orders")
     assert lines[1].endswith(" ok on 1 order; rejected on 1 order: needs more")
     assert lines[2].startswith("all of 3 cases on cpu in ")
-    cases.append(verify.Case("gather_mla", orders[0], wrong="differs from the packed cache"))
+    cases.append(verify.Case("gather_mla", orders[0], wrong="differs from the twin"))
     assert main(["verify"]) == 1
     assert "1 of 4 cases on cpu in " in capsys.readouterr().out
 

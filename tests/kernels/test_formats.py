@@ -48,10 +48,13 @@ def test_encoded_entries_have_the_parts_of_a_page_of_one_token(entry):
 
 
 PUBLISHED = {
-    "fp8_ds_mla": 656, "fp8_v4": 584, "fp8_v41": 528, "nvfp4_ds_mla": 352, "mxfp4_ds_mla": 368, "fp4_v41": 288,
-    "indexer_fp8": 132, "indexer_mxfp4": 68,
+    "fp8_ds_mla": 656, "fp8_v4": 584, "fp8_v41": 528, "fp8_v41_split": 528, "nvfp4_ds_mla": 352, "mxfp4_ds_mla": 368,
+    "fp4_v41": 288, "fp4_v41_split": 288, "indexer_fp8": 132, "indexer_mxfp4": 68,
 }  # fmt: skip
-PUBLISHED_PAGES = {"fp8_v4": 37_440, "fp8_v41": 33_792, "fp4_v41": 18_432, "indexer_fp8": 8_448, "indexer_mxfp4": 4_352}
+PUBLISHED_PAGES = {
+    "fp8_v4": 37_440, "fp8_v41": 33_792, "fp8_v41_split": 33_792, "fp4_v41": 18_432, "fp4_v41_split": 18_432,
+    "indexer_fp8": 8_448, "indexer_mxfp4": 4_352,
+}  # fmt: skip
 """Of 64 tokens."""
 
 
@@ -115,6 +118,34 @@ def test_encoders_write_the_bytes_of_an_independent_encoder(entry):
     found, right = without_nan_signs(found, entry), without_nan_signs(right, entry)
     differ = np.argwhere(found != right)
     assert not len(differ), (len(differ), differ[:4], found[tuple(differ[0])], right[tuple(differ[0])])
+
+
+@pytest.mark.parametrize("block_size", [64, 3])
+@pytest.mark.parametrize(("name", "values", "scales"), [("fp8_v41", 512, 16), ("fp4_v41", 256, 32)])
+def test_scales_of_v41_follow_each_token_or_all_tokens_of_a_page(name, values, scales, block_size):
+    """Both byte maps have the same number of bytes per token, so that nothing else distinguishes their pages."""
+    width = values + scales
+    k = np.random.default_rng(0).standard_normal((2 * block_size, 512)).astype(np.float32)
+    rows = oracle.encode(jaxkv.MLAEntry.typical(name), np.split(k, [448], axis=-1))
+    expected = {name: np.zeros((2, block_size * width), np.uint8)}
+    expected[f"{name}_split"] = np.zeros((2, -(-block_size * width // values) * values), np.uint8)
+    for token, row in enumerate(rows):
+        block, i = divmod(token, block_size)
+        interleaved, split = (page[block] for page in expected.values())
+        interleaved[i * width :][:width] = row
+        split[i * values :][:values] = row[:values]
+        split[block_size * values + i * scales :][:scales] = row[values:]
+    slots = jnp.arange(2 * block_size, dtype=jnp.int32)
+    for form, pages in expected.items():
+        entry = jaxkv.MLAEntry.typical(form)
+        layout = jaxkv.CacheLayout(num_layers=1, num_blocks=2, block_size=block_size, entry=entry)
+        cache = jaxkv.write_mla(jaxkv.KVCache.zeros(layout), k[:, :448], k[:, 448:], slots, layer=0)
+        np.testing.assert_array_equal(np.asarray(cache.buffer).reshape(2, -1), pages)
+        found = jaxkv.gather_mla(
+            cache, slots[:2][None], jnp.asarray([0, len(k)]), layer=0, total=len(k), dtype=jnp.float32
+        )
+        right = oracle.decode(entry, rows)
+        np.testing.assert_array_equal(np.concatenate(found, axis=-1), np.concatenate(right, axis=-1))
 
 
 def test_the_oracle_knows_every_format():

@@ -40,7 +40,7 @@ class TestExtraSlots(suites.ExtraSlots):
         ("fp8", "fp8_ds_mla"),
         ("f16", "fp8"),
         (jaxkv.MLAEntry.typical("fp8_v41"), jaxkv.MLAEntry.typical("fp4_v41")),
-        (jaxkv.MLAEntry.typical("fp8_v4"), jaxkv.MLAEntry.typical("fp8_v41")),
+        (jaxkv.MLAEntry.typical("fp8_v4"), jaxkv.MLAEntry.typical("fp8_v41_split")),
     )
 
 

@@ -281,10 +281,14 @@ FORMATS = {
     "indexer_fp8": Truth(_encode_indexer, _decode_indexer, lambda entry: (entry.head_dim, 4)),
     "fp8_e5m2": _fp8(E5M2, 57344),
     "fp8_v4": Truth(_encode_v4, _decode_v4, lambda entry: (entry.latent + 2 * entry.rope, -(-entry.latent // 512) * 8)),
-    "fp8_v41": Truth(_encode_v41, _decode_v41, lambda entry: (sum(entry.sizes), sum(entry.sizes) // 32)),
+    "fp8_v41": Truth(_encode_v41, _decode_v41),
+    "fp8_v41_split": Truth(_encode_v41, _decode_v41, lambda entry: (sum(entry.sizes), sum(entry.sizes) // 32)),
     "nvfp4_ds_mla": Truth(_encode_nvfp4_ds_mla, _decode_nvfp4_ds_mla),
     "mxfp4_ds_mla": Truth(_encode_mxfp4_ds_mla, _decode_mxfp4_ds_mla),
-    "fp4_v41": Truth(_encode_fp4_v41, _decode_fp4_v41, lambda entry: (sum(entry.sizes) // 2, sum(entry.sizes) // 16)),
+    "fp4_v41": Truth(_encode_fp4_v41, _decode_fp4_v41),
+    "fp4_v41_split": Truth(
+        _encode_fp4_v41, _decode_fp4_v41, lambda entry: (sum(entry.sizes) // 2, sum(entry.sizes) // 16)
+    ),
     "int8": Truth(_encode_int8, _decode_int8),
     "nvfp4": Truth(_encode_nvfp4, _decode_nvfp4),
     "indexer_mxfp4": Truth(
@@ -293,7 +297,7 @@ FORMATS = {
 }
 
 
-ROPE_IN_VALUES = ("fp8_v4", "fp8_v41", "fp4_v41")
+ROPE_IN_VALUES = ("fp8_v4", "fp8_v41", "fp8_v41_split", "fp4_v41", "fp4_v41_split")
 """Formats of models that attend to whole entries: DeepSeek V4 has one head that is key and value."""
 
 

@@ -14,7 +14,7 @@ UNUSED = 2_147_480_000
 
 BLOCKS = 16
 
-SMALLEST = {"fp8_v41": 64, "fp4_v41": 32, "nvfp4": 32}
+SMALLEST = {"fp8_v41": 64, "fp8_v41_split": 64, "fp4_v41": 32, "fp4_v41_split": 32, "nvfp4": 32}
 """The fewest values of an array, of formats that store values in larger groups than others."""
 
 

@@ -150,8 +150,7 @@ class Format(ABC):
     """Whether attention multiplies decoded values in float32: bf16 and float16 do not represent them exactly."""
     pads_pages: bool = False
     """Whether pages, which are split, are rounded up to a multiple of what their first region stores per token.
-    Readers
-    that load pages by TMA need such strides."""
+    Readers that load pages by TMA need such strides."""
     rope_in_values: bool = False
     """Of formats of latents: whether attention sums whole entries, rotary parts included, as DeepSeek V4 does."""
     typical: Mapping[str, int] = {}

@@ -1,42 +1,34 @@
-"""`fp4_v41`: the FP4 entry of DeepSeek V4.1, 288 bytes for 448 + 64 values.
+"""`fp4_v41` and `fp4_v41_split`: the FP4 entry of DeepSeek V4.1, 288 bytes for 448 + 64 values, in two byte maps.
 
-Latent and rotary part are e2m1, with an e4m3 scale for each tile of 16 values.  Pages are split: a page stores the
-values of all tokens (256 bytes per token), then their scales (32 bytes).  Pages are rounded up to a multiple of 256
-bytes.  DeepSeek V4.1 stores its compressed entries so, and those of the window as `fp8_v41`.
+Latent and rotary part are e2m1, with an e4m3 scale for each tile of 16 values.  DeepSeek V4.1 stores its compressed
+entries so, and those of the window as `fp8_v41`.
 
-The byte map is that of FlashMLA (`ModelType::V41_FP4`) as SGLang (`KVLayout.V41_FP4`) and vLLM
-(`V41_NVFP4_BYTES_PER_TOKEN`) describe it.  A scale is amax / 6 rounded to the nearest e4m3 value, at least 2**-9 and at
-most 448.  Values are divided by it, rounded to nearest even, and saturate.  vLLM multiplies by the rounded reciprocal
-of 6, which gives the same scales for bf16 and float16 values.  A tile with NaN has the scale NaN.
+In `fp4_v41`, the scales of a token (32 bytes) follow its values (256 bytes), and pages have no padding.  In
+`fp4_v41_split`, pages are split: a page stores the values of all tokens, then the scales of all tokens, and is rounded
+up to a multiple of 256 bytes.  FlashMLA (`ModelType::V41_FP4`) reads the first since its release of 2026-09-30, and
+vLLM 0.33 stores it (`V41_NVFP4_BYTES_PER_TOKEN`); SGLang 0.5.23 has both, as `KVLayout.V41_FP4_NEW` and
+`KVLayout.V41_FP4`.  `fp8_v41.py` has more about the two.
+
+A scale is amax / 6 rounded to the nearest e4m3 value, at least 2**-9 and at most 448.  Values are divided by it,
+rounded to nearest even, and saturate.  vLLM multiplies by the rounded reciprocal of 6, which gives the same scales for
+bf16 and float16 values.  A tile with NaN has the scale NaN.
 """
-
-from types import MappingProxyType
 
 import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import FP8, largest_magnitude
-from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.formats.format import Format, join
+from jaxkv_kernels.formats.format import join
 from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, tiles_of, to_e2m1
-from jaxkv_kernels.formats.latents.fp8_v41 import tiled_parts
+from jaxkv_kernels.formats.latents.fp8_v41 import V41
 
 TILE = 16
 """Values that share a scale."""
 
 
-class Fp4V41(Format):
+class Fp4V41(V41):
     """The number of values must be a multiple of 16 in both parts."""
 
-    name = "fp4_v41"
-    kinds = (MLAEntry,)
-    dtype = "uint8"
-    pads_pages = True
-    rope_in_values = True
-    typical = MappingProxyType({"latent": 448, "rope": 64})
-
-    def parts(self, sizes, block_size):
-        """The values of both parts, then their scales."""
-        return tiled_parts(self.name, sizes, block_size, TILE, "e2m1x2", "e4m3")
+    tile, stored = TILE, ("e2m1x2", "e4m3")
 
     def encode(self, values, scales):
         """Computes each scale from the largest magnitude of its tile."""

@@ -2,9 +2,12 @@
 
 The latent is e4m3, with a float32 scale for each tile of 128 values; the rotary part is bf16, unscaled.
 
-The byte map is that of vLLM and FlashMLA.  A scale is a power of two, at least 2**-13, as in FlashMLA's reference
-quantiser.  Other readers round scales to different types (float32, bf16, or only an exponent), so only powers of two
-decode to the same bits everywhere.  Entries written by others with arbitrary float32 scales are read correctly.
+The byte map is that of vLLM and FlashMLA's sparse kernels.  The pages of FlashMLA's dense fp8 kernel (`V32_FP8`) have
+the same size and another byte map, which is not supported.
+
+A scale is a power of two, at least 2**-13, as in FlashMLA's reference quantiser.  Other readers round scales to
+different types (float32, bf16, or only an exponent), so only powers of two decode to the same bits everywhere.  Entries
+written by others with arbitrary float32 scales are read correctly.
 """
 
 import jax.numpy as jnp

@@ -1,12 +1,21 @@
-"""`fp8_v41`: the MXFP8 entry of DeepSeek V4.1, 528 bytes for 448 + 64 values.
+"""`fp8_v41` and `fp8_v41_split`: the MXFP8 entry of DeepSeek V4.1, 528 bytes for 448 + 64 values, in two byte maps.
 
-Latent and rotary part are e4m3, with an e8m0 scale (a power of two) for each tile of 32 values.  Pages are split: a
-page stores the values of all tokens (512 bytes per token), then their scales (16 bytes).  Pages are rounded up to a
-multiple of 512 bytes.
+Latent and rotary part are e4m3, with an e8m0 scale (a power of two) for each tile of 32 values.  FlashMLA changed where
+the scales are in its release of 2026-09-30.  Both byte maps have the same number of bytes per token, from which
+FlashMLA infers the format, so that it misreads a cache of the other one without an error.
 
-The byte map is that of FlashMLA (`ModelType::V41`) as SGLang (`KVLayout.V41`) and vLLM (`V41_BYTES_PER_TOKEN`) describe
-it.  A scale is 2 ** ceil(log2(max(amax, 1e-4) / 448)), at least 2**-22, as in vLLM; SGLang's is at least 2**-13.
-Values are rounded to nearest even and saturate.  A tile with NaN has the scale NaN."""
+In `fp8_v41`, the scales of a token (16 bytes) follow its values (512 bytes), and pages have no padding.  FlashMLA reads
+this byte map since that release, tokens as rows of the whole cache: the stride of its blocks must be a multiple of 528
+bytes.  vLLM 0.33 stores it (`V41_BYTES_PER_TOKEN` in models/deepseek_v41/common/ops/cache_utils.py), and SGLang 0.5.23
+calls it `KVLayout.V41_NEW`.
+
+In `fp8_v41_split`, pages are split: a page stores the values of all tokens, then the scales of all tokens.  Pages are
+rounded up to a multiple of 512 bytes.  This is the byte map of FlashMLA's earlier releases (`ModelType::V41`) and of
+SGLang's `KVLayout.V41`, which SGLang 0.5.23 selects by default.
+
+A scale is 2 ** ceil(log2(max(amax, 1e-4) / 448)), at least 2**-22, as in vLLM; SGLang's is at least 2**-13.  Values are
+rounded to nearest even and saturate.  A tile with NaN has the scale NaN.
+"""
 
 from types import MappingProxyType
 
@@ -14,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import largest_magnitude, power_of_two_scale, to_fp8
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.formats.format import Format, Part, join, split_by_page
+from jaxkv_kernels.formats.format import Format, Part, join, split_by_page, together
 from jaxkv_kernels.formats.fp4 import from_e8m0, tiles_of, to_e8m0
 
 TILE = 32
@@ -23,19 +32,40 @@ SMALLEST_EXPONENT = -22
 """Smallest exponent of a scale: 2 ** ceil(log2(1e-4 / 448))."""
 
 
-class Fp8V41(Format):
-    """The number of values must be a multiple of 32 in both parts."""
+class V41(Format):
+    """What the formats of DeepSeek V4.1 share: tiles that span both parts, and scales after them.
 
-    name = "fp8_v41"
+    Pages may be split: the scales of all tokens are then after the values of all tokens, and pages are padded.
+    """
+
     kinds = (MLAEntry,)
     dtype = "uint8"
-    pads_pages = True
     rope_in_values = True
     typical = MappingProxyType({"latent": 448, "rope": 64})
+    tile: int
+    """Values that share a scale."""
+    stored: tuple[str, str]
+    """The dtypes of values and scales."""
 
-    def parts(self, sizes, block_size):
+    def __init__(self, name: str, *, split: bool):
+        self.name = name
+        self._split = self.pads_pages = split
+
+    def parts(self, sizes, block_size) -> tuple[Part, ...]:
         """The values of both parts, then their scales."""
-        return tiled_parts(self.name, sizes, block_size, TILE, "e4m3", "e8m0")
+        if any(size % self.tile or not size for size in sizes.values()):
+            raise ValueError(f"{self.name} entry of {dict(sizes)}: expected positive multiples of {self.tile} values")
+        values, scales = self.stored
+        pairs = 2 if values == "e2m1x2" else 1
+        arrays = [(part, values, count // pairs) for part, count in sizes.items()]
+        after = ("scales", scales, sum(sizes.values()) // self.tile)
+        return split_by_page(block_size, arrays, [after]) if self._split else together(*arrays, after)
+
+
+class Fp8V41(V41):
+    """The number of values must be a multiple of 32 in both parts."""
+
+    tile, stored = TILE, ("e4m3", "e8m0")
 
     def encode(self, values, scales):
         """Computes each scale from the largest magnitude of its tile."""
@@ -50,12 +80,3 @@ class Fp8V41(Format):
         values = tiles_of(jnp.concatenate([latent, rope], axis=-1), TILE) * from_e8m0(scale)[..., None]
         values = values.reshape(*row.shape[:-1], sum(sizes.values())).astype(dtype)
         return [values[..., : sizes["latent"]], values[..., sizes["latent"] :]]
-
-
-def tiled_parts(name: str, sizes, block_size: int, tile: int, values: str, scales: str) -> tuple[Part, ...]:
-    """The parts of a `name` entry: arrays of `values`, which share tiles of one kind, then their `scales` (dtypes)."""
-    if any(size % tile or not size for size in sizes.values()):
-        raise ValueError(f"{name} entry of {dict(sizes)}: expected positive multiples of {tile} values")
-    pairs = 2 if values == "e2m1x2" else 1
-    arrays = [(part, values, count // pairs) for part, count in sizes.items()]
-    return split_by_page(block_size, arrays, [("scales", scales, sum(sizes.values()) // tile)])
