@@ -171,7 +171,7 @@ class Arrangement:
 
         def arranged(q, groups):
             if groups is not None:
-                q = q[groups.tokens]
+                q = jnp.asarray(q)[groups.tokens]
             elif q.ndim == 3:
                 q = q[:, None]
             if self.causal:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxkv_kernels import mosaic_gpu, triton, xla
+from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.kernel import Kernel
 
 _log = logging.getLogger("jaxkv")
@@ -34,6 +35,8 @@ class Backend:
     devices: str
     """A description of the devices that it runs on."""
     kernels: Mapping[str, Kernel]
+    differentiable: bool = False
+    """Whether JAX can differentiate the kernels."""
 
     def unsupported_reasons(self, call: Call) -> list[str]:
         """Reasons against `call` on every machine; none if it is supported."""
@@ -48,17 +51,24 @@ class Backend:
         return [*unavailable, *self.unsupported_reasons(call)]
 
     def run(self, call: Call):
-        """Runs the kernel and returns its result.  The first run of each operation is logged."""
+        """Runs the kernel and returns its result.  The first run of each operation is logged.
+
+        Differentiating it raises NotImplementedError, unless the implementation is `differentiable`.
+        """
         _log_once(call.operation, self.name)
+        arrays = dict(call.arrays)
+        if not self.differentiable:
+            reason = f"{call.operation} has no gradients on {self.name}: use `implementation='xla'`"
+            arrays = without_gradients(arrays, reason)
         # Kernels are written for JAX's default promotion rules, but the user's program may have stricter ones.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return self.kernels[call.operation].run(**call.arrays, **call.options)
+            return self.kernels[call.operation].run(**arrays, **call.options)
 
 
 BACKENDS = (
     Backend("mosaic_gpu", "NVIDIA Hopper", mosaic_gpu.KERNELS),
     Backend("triton", "NVIDIA GPUs, Ampere and later", ChainMap(triton.KERNELS, triton.HOT_ROWS)),
-    Backend("xla", "any device", ChainMap(xla.KERNELS, xla.HOT_ROWS)),
+    Backend("xla", "any device", ChainMap(xla.KERNELS, xla.HOT_ROWS), differentiable=True),
 )
 """In order of priority.  The last one has a kernel for every operation."""
 
