@@ -42,7 +42,8 @@ class TileScaled:
         """
         if weight.ndim < 2:
             raise ValueError(f"`weight` has shape {tuple(weight.shape)}: expected [..., out, in]")
-        weight = without_gradients(weight, "a weight has no gradients where it is quantised to float8: differentiate it before that")
+        reason = "a weight has no gradients where it is quantised to float8: differentiate it before that"
+        weight = without_gradients(weight, reason)
         *stack, rows, columns = weight.shape
         down, across = num_tiles(rows), num_tiles(columns)
         padding = [(0, 0)] * len(stack) + [(0, down * TILE - rows), (0, across * TILE - columns)]
@@ -85,7 +86,8 @@ def rounded_to_e4m3(x) -> jax.Array:
     The scale is the largest magnitude divided by 448, the largest e4m3 value.  Source: `act_quant` in
     `inference/kernel.py` of https://huggingface.co/deepseek-ai/DeepSeek-V3.
     """
-    x = without_gradients(x, "activations have no gradients where they are rounded to e4m3: use a `TileScaled` without `e4m3_products`")
+    reason = "activations have no gradients where they are rounded to e4m3: use a `TileScaled` without `e4m3_products`"
+    x = without_gradients(x, reason)
     size = x.shape[-1]
     wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -size % TILE)])
     wide = wide.reshape(*x.shape[:-1], num_tiles(size), TILE)

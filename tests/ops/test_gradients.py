@@ -101,7 +101,7 @@ def test_gradients_are_those_of_difference_quotients(name):
     draw = calls.Draw(5)
     directions = [jnp.asarray(draw.floats(*x.shape)) for x in values]
     run = jax.jit(total)
-    ahead, behind = (run(*(x + s * STEP * t for x, t in zip(values, directions))) for s in (1, -1))
+    ahead, behind = (run(*(x + s * STEP * t for x, t in zip(values, directions, strict=True))) for s in (1, -1))
     if MODES[name] == BOTH:
         gradients = jax.jit(jax.grad(jax.checkpoint(total), range(len(values))))(*values)
         found = sum((g * t).sum() for g, t in zip(gradients, directions, strict=True))
@@ -164,7 +164,7 @@ def written(entry, dtype=None):
 
     def total(*given):
         parts, given = given[: len(values)], given[len(values) :]
-        options = {"layer": 0, "implementation": "xla", **dict(zip(names, given))}
+        options = {"layer": 0, "implementation": "xla", **dict(zip(names, given, strict=True))}
         cache = write(jaxkv.KVCache.zeros(layout), *parts, jnp.asarray([1, 2]), **options)
         rows = gather(cache, jnp.asarray([[0]]), jnp.asarray([0, 4]), total=4, dtype=jnp.float32, **options)
         return sum(x.sum() for x in jax.tree.leaves(rows))
@@ -236,4 +236,4 @@ def test_kernels_that_jax_cannot_differentiate_refuse(derive):
     values = [jnp.ones((2, 3, 4)), jnp.ones((2, 3))]
     assert np.isfinite(jax.jit(total)(*values))
     assert_refused(derive, total, values, "merge_states has no gradients on other: use `implementation='xla'`")
-    assert [backend.name for backend in backends.BACKENDS if backend.differentiable] == ["xla"]
+    assert [backend.name for backend in backends.BACKENDS if backend.transformable] == ["xla"]
