@@ -160,7 +160,8 @@ def written(entry, dtype=None):
     }[type(entry)]
     write, gather = getattr(jaxkv, f"write_{kind}"), getattr(jaxkv, f"gather_{kind}")
     values = [jnp.ones((2, *[heads] * (heads > 1), size)) for size in entry.sizes]
-    scales = [jnp.float32(0.5)] * len(names) if entry.codec.scaled else []
+    names = names if entry.codec.scaled else []
+    scales = [jnp.float32(0.5) for _ in names]
 
     def total(*given):
         parts, given = given[: len(values)], given[len(values) :]
