@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call
-from jaxkv.dispatch.validate import Dims, int32, static_bool
+from jaxkv.dispatch.validate import Dims, computed, int32, static_bool
 from jaxkv_kernels.addressing.slots import lengths_in_table
 
 TILE_ROWS = 64
@@ -116,16 +116,8 @@ def arrange(
             _check_rises(cu_q_lens, dims["T"])
         if groups is None:
             size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, window)
-            groups = _computed(partial(divide, total=dims["T"], size=size), cu_q_lens)
+            groups = computed(partial(divide, total=dims["T"], size=size), cu_q_lens)
     return Arrangement(q_len, kv_heads, causal, groups)
-
-
-def _computed(function, *args):
-    """`function(*args)`; only its shapes and dtypes if an argument is a `jax.ShapeDtypeStruct` (`explain`)."""
-    described = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
-    # As for kernels: the user's program may have stricter rules than JAX's default ones.
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return jax.eval_shape(function, *args) if described else function(*args)
 
 
 def _check_rises(cu_q_lens, total: int) -> None:
@@ -172,14 +164,14 @@ class Arrangement:
                 lengths = lengths - groups.behind
             return block_tables[request], jnp.where(groups.requests < 0, 0, lengths)
 
-        return _computed(of_groups, self.groups, block_tables, seq_lens)
+        return computed(of_groups, self.groups, block_tables, seq_lens)
 
     def queries(self, q):
         """`q` [B, Q, H, D], [B, H, D] or (ragged) [T, H, D] as the kernel's queries."""
 
         def arranged(q, groups):
             if groups is not None:
-                q = q[groups.tokens]
+                q = jnp.asarray(q)[groups.tokens]
             elif q.ndim == 3:
                 q = q[:, None]
             if self.causal:
@@ -188,7 +180,7 @@ class Arrangement:
             q = q.reshape(batch, size, self.kv_heads, heads // self.kv_heads, width).swapaxes(1, 2)
             return q.reshape(batch, 1, size * heads, width)
 
-        return _computed(arranged, q, self.groups)
+        return computed(arranged, q, self.groups)
 
     def results(self, x, empty: float):
         """Results [G, Q, H, ...] of the kernel as those of the call: [B, Q, H, ...], or [T, H, ...] if ragged.

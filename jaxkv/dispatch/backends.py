@@ -2,14 +2,16 @@
 
 import logging
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
+from jax.custom_batching import sequential_vmap
 
 from jaxkv_kernels import mosaic_gpu, triton, xla
+from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.kernel import Kernel
 
 _log = logging.getLogger("jaxkv")
@@ -34,6 +36,8 @@ class Backend:
     devices: str
     """A description of the devices that it runs on."""
     kernels: Mapping[str, Kernel]
+    transformable: bool = False
+    """Whether the kernels are plain JAX, which `jax.grad` and `jax.vmap` transform."""
 
     def unsupported_reasons(self, call: Call) -> list[str]:
         """Reasons against `call` on every machine; none if it is supported."""
@@ -48,17 +52,32 @@ class Backend:
         return [*unavailable, *self.unsupported_reasons(call)]
 
     def run(self, call: Call):
-        """Runs the kernel and returns its result.  The first run of each operation is logged."""
+        """Runs the kernel and returns its result.  The first run of each operation is logged.
+
+        Unless the implementation is `transformable`, differentiating it raises NotImplementedError, and `jax.vmap` runs
+        the kernel for one element of the batch after the other.
+        """
         _log_once(call.operation, self.name)
+        kernel = partial(_with_arrays, self.kernels[call.operation].run, call.options)
+        arrays = dict(call.arrays)
+        if not self.transformable:
+            reason = f"{call.operation} has no gradients on {self.name}: use `implementation='xla'`"
+            # Pallas batches kernels by a longer grid, in which some that load by TMA returned wrong results (an H200
+            # with jax 0.11.2).
+            kernel, arrays = sequential_vmap(kernel), without_gradients(arrays, reason)
         # Kernels are written for JAX's default promotion rules, but the user's program may have stricter ones.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return self.kernels[call.operation].run(**call.arrays, **call.options)
+            return kernel(arrays)
+
+
+def _with_arrays(run: Callable[..., Any], options: Mapping[str, Any], arrays: Mapping[str, Any]):
+    return run(**arrays, **options)
 
 
 BACKENDS = (
     Backend("mosaic_gpu", "NVIDIA Hopper", mosaic_gpu.KERNELS),
     Backend("triton", "NVIDIA GPUs, Ampere and later", ChainMap(triton.KERNELS, triton.HOT_ROWS)),
-    Backend("xla", "any device", ChainMap(xla.KERNELS, xla.HOT_ROWS)),
+    Backend("xla", "any device", ChainMap(xla.KERNELS, xla.HOT_ROWS), transformable=True),
 )
 """In order of priority.  The last one has a kernel for every operation."""
 

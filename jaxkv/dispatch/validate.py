@@ -75,6 +75,14 @@ def int32(array):
     return jnp.clip(array, max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
 
 
+def computed(function, *args):
+    """`function(*args)`; only its shapes and dtypes if an argument is a `jax.ShapeDtypeStruct` (`explain`)."""
+    described = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
+    # As for kernels: the user's program may have stricter rules than JAX's default ones.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return jax.eval_shape(function, *args) if described else function(*args)
+
+
 def check_cache(cache: KVCache, *kinds: type[Entry], name: str = "cache"):
     """ValueError unless `cache` is a KVCache with entries of one of `kinds` and a buffer that fits its layout.
 

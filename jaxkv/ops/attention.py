@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
@@ -12,6 +11,7 @@ from jaxkv.dispatch.validate import (
     FLOATS,
     Dims,
     check_cache,
+    computed,
     entry_scale,
     int32,
     layer_index,
@@ -211,9 +211,7 @@ def _bind_kv(
 
 def _converted(q, dtype):
     """Queries `q` as they are, or those of e4m3 as `dtype`."""
-    if str(q.dtype) in FLOATS:
-        return q
-    return jax.ShapeDtypeStruct(q.shape, dtype) if isinstance(q, jax.ShapeDtypeStruct) else q.astype(dtype)
+    return q if str(q.dtype) in FLOATS else computed(lambda q: q.astype(dtype), q)
 
 
 def query_axes(name, q, *, ragged: bool = False) -> str:

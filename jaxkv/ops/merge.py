@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import FLOATS, describe
+from jaxkv.dispatch.validate import FLOATS, computed, describe
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, HEADS, array
 
@@ -56,7 +56,7 @@ def _stacked(name, parts, dtypes):
     if len(kinds) != 1:
         found = ", ".join(map(describe, parts)) or "no arrays"
         raise ValueError(f"`{name}` has {found}: expected at least one array, all of one shape and dtype")
-    return jnp.stack(parts)
+    return computed(jnp.stack, parts)
 
 
 def _sample():

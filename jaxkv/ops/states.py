@@ -1,5 +1,6 @@
 """Reading and storing the states of requests, such as those of recurrent layers."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,9 @@ def _bind_write(cache, states, slots, layer) -> Call:
     if not isinstance(states, Mapping) or set(states) != set(shapes):
         found = sorted(states) if isinstance(states, Mapping) else type(states).__name__
         raise ValueError(f"`states` is {found}: expected a mapping with the arrays {', '.join(shapes)}")
-    axes = {name: [f"{name}{axis}" for axis in range(len(shape))] for name, shape in shapes.items()}
+    # Axes are numbered, not named after their array: the name of an array may be any string.
+    number = itertools.count()
+    axes = {name: [f"n{next(number)}" for _ in shape] for name, shape in shapes.items()}
     lengths = ((axis, n) for name, shape in shapes.items() for axis, n in zip(axes[name], shape, strict=True))
     dims = Dims(**{axis: (n, "that of the entry") for axis, n in lengths})
     for name in shapes:

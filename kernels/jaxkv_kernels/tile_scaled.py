@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.formats import bits
+from jaxkv_kernels.gradients import without_gradients
 
 TILE = 128
 """Rows and columns of a tile."""
@@ -41,6 +42,8 @@ class TileScaled:
         """
         if weight.ndim < 2:
             raise ValueError(f"`weight` has shape {tuple(weight.shape)}: expected [..., out, in]")
+        reason = "a weight has no gradients where it is quantised to float8: differentiate it before that"
+        weight = without_gradients(weight, reason)
         *stack, rows, columns = weight.shape
         down, across = num_tiles(rows), num_tiles(columns)
         padding = [(0, 0)] * len(stack) + [(0, down * TILE - rows), (0, across * TILE - columns)]
@@ -83,12 +86,14 @@ def rounded_to_e4m3(x) -> jax.Array:
     The scale is the largest magnitude divided by 448, the largest e4m3 value.  Source: `act_quant` in
     `inference/kernel.py` of https://huggingface.co/deepseek-ai/DeepSeek-V3.
     """
+    reason = "activations have no gradients where they are rounded to e4m3: use a `TileScaled` without `e4m3_products`"
+    x = without_gradients(x, reason)
     size = x.shape[-1]
     wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -size % TILE)])
-    wide = wide.reshape(*x.shape[:-1], -1, TILE)
+    wide = wide.reshape(*x.shape[:-1], num_tiles(size), TILE)
     scales = _scales(jnp.abs(wide).max(axis=-1, keepdims=True))
     rounded = _rounded(wide / scales).astype(jnp.float32) * scales
-    return rounded.reshape(*x.shape[:-1], -1)[..., :size].astype(x.dtype)
+    return rounded.reshape(*x.shape[:-1], num_tiles(size) * TILE)[..., :size].astype(x.dtype)
 
 
 def _scales(largest) -> jax.Array:

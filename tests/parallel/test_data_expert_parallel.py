@@ -171,6 +171,14 @@ def test_no_token_is_dropped(way, choose):
 
 
 @pytest.mark.parametrize("way", ["gathered", "one round"])
+def test_weights_of_experts_have_no_gradients(way):
+    tokens, chosen, shares, matrices = sizes(20, evenly)
+    program, (tokens, chosen, shares, *matrices) = exchanged(WAYS[way], tokens, chosen, shares, matrices)
+    with pytest.raises(NotImplementedError, match="where devices exchange them as integers"):
+        jax.jvp(lambda shares: program(tokens, chosen, shares, *matrices), (shares,), (shares,))
+
+
+@pytest.mark.parametrize("way", ["gathered", "one round"])
 def test_collectives(way):
     """What the table of jaxkv/models/README.md says."""
     program, arguments = exchanged(WAYS[way], *sizes(20, evenly))

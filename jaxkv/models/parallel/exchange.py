@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.gradients import without_gradients
+
 SLACK = 1.25
 """By how much some devices are chosen more often than the average, for the capacity of `sent`."""
 LEAST = 1024
@@ -110,6 +112,7 @@ def _sent(experts, tokens, chosen, shares, axis, held, capacity) -> jax.Array:
 
 def _packed(chosen, shares) -> jax.Array:
     """Ids of experts and their weights, both [T, K], as one array, int32 [T, 2 K]."""
+    shares = without_gradients(shares, "weights of experts have no gradients where devices exchange them as integers")
     return jnp.concatenate([chosen, lax.bitcast_convert_type(shares, jnp.int32)], axis=-1)
 
 

@@ -14,6 +14,7 @@ from jaxkv.cache import KVCache
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.addressing.slots import lengths_in_table, table_tokens
 from jaxkv_kernels.xla import expanded
+from jaxkv_kernels.xla.paged import walk
 
 CHUNK_BYTES = 2**28
 """The default bound on the bytes of the keys and values of a chunk: 26,214 tokens for 16 heads of 192 and 128 values in
@@ -171,7 +172,7 @@ def with_chunks(found, with_chunk, count, most: int | None) -> tuple[jax.Array, 
         return out.astype(dtype), lse
 
     def run(out, lse):
-        out, lse = lax.fori_loop(0, count, with_chunk, (out.astype(jnp.float32), lse))
+        out, lse = walk(0, count, with_chunk, (out.astype(jnp.float32), lse))
         return out.astype(dtype), lse
 
     # Without cached tokens, the results are not converted to float32 and back.

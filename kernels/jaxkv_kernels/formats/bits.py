@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxkv_kernels.gradients import without_gradients
+
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST_E4M3 = 2.0**-9
@@ -14,10 +16,16 @@ SMALLEST_NORMAL_E4M3 = 2.0**-6
 
 
 def view_as(x: jax.Array, dtype) -> jax.Array:
-    """The bytes of `x` [..., n] reinterpreted as `dtype` [..., n * old itemsize / new itemsize]."""
+    """The bytes of `x` [..., n] reinterpreted as `dtype` [..., n * old itemsize / new itemsize].
+
+    Floats of another dtype have no gradients here: differentiating them raises NotImplementedError.
+    """
     old, new = x.dtype.itemsize, jnp.dtype(dtype).itemsize
     if x.dtype == dtype:
         return x
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        moved = f"{x.dtype} values that are moved as bits of {jnp.dtype(dtype)} have no gradients"
+        x = without_gradients(x, f"{moved}: use a cache whose buffer has the dtype of its entries")
     if new > old:
         return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] * old // new, new // old), dtype)
     return lax.bitcast_convert_type(x, dtype).reshape(*x.shape[:-1], x.shape[-1] * old // new)

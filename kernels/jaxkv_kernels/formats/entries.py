@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.integers import as_int
 from jaxkv_kernels.formats.format import FORMATS, Format, Part, regions_of
+from jaxkv_kernels.gradients import without_gradients
 
 
 class _FormatNames:
@@ -114,7 +115,14 @@ class Entry:
         return max(part.itemsize for part in self.parts())
 
     def encode(self, values, scales=(None, None)) -> jax.Array:
-        """Converts values [..., n_i] to stored elements [..., width] of the natural dtype."""
+        """Converts values [..., n_i] to stored elements [..., width] of the natural dtype.
+
+        Quantised entries have no gradients: differentiating them raises NotImplementedError.
+        """
+        if self.quantised:
+            reason = f"values that are stored in entries of format {self.format!r}, as {self.dtype}, have no gradients"
+            advice = "keep them in arrays or in entries of format bf16, f16 or f32"
+            values, scales = without_gradients((values, scales), f"{reason}: {advice}")
         return self.codec.encode(values, scales)
 
     def decode(self, row, dtype, scales=(None, None)) -> list[jax.Array]:

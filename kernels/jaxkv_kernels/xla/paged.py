@@ -8,9 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.addressing.slots import slots_for
+from jaxkv_kernels.gradients import forward_mode_only
 
 CHUNK_TOKENS = 512
 """Keys per step, rounded up to whole blocks.  They limit the temporary memory of a decode."""
+
+REVERSE_MODE = (
+    "a loop whose number of steps depends on the data has no gradients in reverse mode: use forward mode (`jax.jvp`, "
+    "`jax.jacfwd`), or operations that have both modes, such as `decode_mla_sparse` and `gather_mla`"
+)
+"""What differentiating such a loop in reverse mode raises."""
 
 
 def chunk_tokens(block_size: int, block_tables: jax.Array) -> int:
@@ -47,7 +54,13 @@ def chunk_slots(block_tables: jax.Array, i, *, chunk: int, block_size: int) -> t
 
 
 def walk(first, last, step: Callable[[Any, Any], Any], state):
-    """A `lax.fori_loop` that also works in `shard_map`, where a carry must vary over the mesh from the start."""
+    """A `lax.fori_loop` that also works in `shard_map`, where a carry must vary over the mesh from the start.
+
+    With bounds that are data, it has gradients in forward mode only.
+    """
     if jax.sharding.get_abstract_mesh().manual_axes:  # elsewhere, a second copy of the step only takes time to compile
         state = jax.tree.map(lambda s, made: jnp.where(False, made, s), state, step(jnp.int32(0), state))
-    return lax.fori_loop(first, last, step, state)
+    state = lax.fori_loop(first, last, step, state)
+    if isinstance(first, int) and isinstance(last, int):
+        return state
+    return forward_mode_only(state, REVERSE_MODE)

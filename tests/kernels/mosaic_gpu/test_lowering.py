@@ -34,3 +34,25 @@ def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
     by_xla = operation == "scaled_linear" and case.count > MOST_TOKENS
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("mosaic_gpu" in text) != by_xla, f"seed {seed}: {case}"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [jaxkv.MLAEntry("bf16"), jaxkv.MLAEntry("f32", latent=384, rope=64), jaxkv.KVEntry("bf16", 640, 64)],
+    ids=str,
+)
+def test_entries_of_any_size_are_gathered(entry, monkeypatch):
+    """The zeros of rows without a token are stored by all lanes, so that their size is not that of an entry."""
+    assume_available(monkeypatch, mosaic_gpu)
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=4, block_size=16, num_heads=1, entry=entry)
+    buffer = jax.ShapeDtypeStruct((layout.size,), layout.dtype)
+    tables, sums = jax.ShapeDtypeStruct((2, 2), np.int32), jax.ShapeDtypeStruct((3,), np.int32)
+    own = jaxkv.gather_mla if isinstance(entry, jaxkv.MLAEntry) else jaxkv.gather_kv
+
+    def gathered(buffer, tables, sums):
+        cache, options = jaxkv.KVCache(buffer, layout), {"layer": 1, "total": 9, "implementation": "mosaic_gpu"}
+        values = own(cache, tables, sums, dtype=entry.dtype, **options)
+        return values, jaxkv.gather_entries(cache, tables, sums, **options)
+
+    text = jax.jit(gathered).trace(buffer, tables, sums).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2

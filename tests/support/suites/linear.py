@@ -41,8 +41,11 @@ class Linear(Suite):
     def test_sizes(self, width, results):
         self.check(*operands(9, width, results))
 
-    def test_no_tokens(self):
-        assert self.run(jaxkv.scaled_linear, *operands(0)).shape == (0, 192)
+    @pytest.mark.parametrize("e4m3_products", [False, True])
+    def test_no_tokens(self, e4m3_products):
+        x, weight = operands(0)
+        weight = dataclasses.replace(weight, e4m3_products=e4m3_products)
+        assert self.run(jaxkv.scaled_linear, x, weight).shape == (0, 192)
 
     def test_a_token_does_not_depend_on_others(self):
         x, weight = operands(30)

@@ -89,9 +89,10 @@ class Routing(RoutingChecks):
         self.drawn(4, 64, per_token=5, scoring="sigmoid")
         self.check(np.linspace(-4, 4, 64)[None], np.linspace(-3, -2, 64), per_token=7, scoring="sigmoid")
 
-    def test_no_tokens(self):
-        ids, weights = self.run(jaxkv.select_experts, jnp.zeros((0, 64)), 6)
-        assert ids.shape == weights.shape == (0, 6)
+    @pytest.mark.parametrize("options", [V2, V2_IN_GROUPS, V3], ids=["v2", "v2 in groups", "v3"])
+    def test_no_tokens(self, options):
+        ids, weights = self.run(jaxkv.select_experts, jnp.zeros((0, 64)), **options)
+        assert ids.shape == weights.shape == (0, options["per_token"])
 
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     @pytest.mark.parametrize("options", [V2, V3], ids=["v2", "v3"])

@@ -140,6 +140,14 @@ class States(StateChecks):
         for x in self.run(jaxkv.read_state, cache, slots, layer=layer).values():
             assert not np.asarray(x).any()
 
+    def test_arrays_may_have_any_names(self):
+        """Names with spaces, and names that number like the axes of another array."""
+        arrays = {"conv state": (2, 3), "a\tb": (2,), "a": (1,) * 11, "a1": (7,), "T": (3,)}
+        entry = jaxkv.StateEntry({name: (shape, "float32") for name, shape in arrays.items()})
+        layout = layout_of("BLNHC", entry, block_size=4)
+        self.check_write(layout, 1, self.slots(layout))
+        self.check_read(layout, 1, self.slots(layout))
+
     def test_no_states(self):
         layout = layout_of("BLNHC", PLAIN, block_size=4)
         self.check_write(layout, 0, np.zeros(0, np.int32))

@@ -35,6 +35,9 @@ from jaxkv_kernels.mosaic_gpu.bulk.warp_share import WARPS, token_ways, warp_sha
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
+WARPGROUP_BYTES = 128 * 8
+"""What the lanes of a warpgroup store at once.  Mosaic GPU stores a constant to a multiple of this many bytes."""
+
 
 @partial(jax.jit, static_argnames=("pages", "entry", "total", "interpret"))
 def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, interpret):
@@ -44,6 +47,7 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
     token_bytes = runs * heads * width * dtype.itemsize
     share = warp_share(total, heads, token_bytes, interpret=interpret, least=token_ways(heads))
     together = share.heads if pages.head_stride == width else 1
+    zeros_unit = WARPGROUP_BYTES // dtype.itemsize
     starts = [] if seq_starts is None else [seq_starts]
 
     def load(cache_ref, table_ref, cu_ref, layer_ref, *refs):
@@ -116,7 +120,7 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
         thread_name="wg",
         scratch_types=(
             plgpu.SMEM((share.tokens, runs * heads * width), dtype),
-            plgpu.SMEM((-(-max(sizes) // 128) * 128,), dtype),
+            plgpu.SMEM((-(-max(sizes) // zeros_unit) * zeros_unit,), dtype),
             plgpu.Barrier(num_arrivals=runs * share.heads // together, num_barriers=WARPS * share.rounds),
         ),
     )(buffer.reshape(view.shape), block_tables, cu_seq_lens, jnp.reshape(layer, (1,)), *starts)

@@ -17,7 +17,7 @@ def select_experts(logits, bias, *, per_token, scoring, groups, groups_per_token
     scores, leaders = SCORES[scoring](logits), 1 if scoring == "softmax" else 2
     choice = scores if bias is None else scores + bias
     if groups > 1:
-        grouped = choice.reshape(len(choice), groups, -1)
+        grouped = choice.reshape(len(choice), groups, choice.shape[1] // groups)
         kept = _best(lax.top_k(grouped, leaders)[0].sum(axis=-1), groups_per_token)
         choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
     _, experts = lax.top_k(choice, per_token)

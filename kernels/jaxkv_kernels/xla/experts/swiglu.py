@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxkv_kernels.expert_groups import expert_groups, usual_rows
 from jaxkv_kernels.tile_scaled import TileScaled
+from jaxkv_kernels.xla.paged import walk
 
 MOST_ROWS = 256
 """The most rows of a tile on CPUs."""
@@ -51,7 +52,7 @@ def by_tiles(x, experts, weights, gate, up, down, biases=None, limit=None, alpha
         result = _swiglu("td,id->ti", "ti,di->td", tokens, *matrices, own, limit, alpha)
         return lax.dynamic_update_slice_in_dim(results, result, start, axis=0)
 
-    results = lax.fori_loop(0, groups.count, one, jnp.zeros(rows.shape, jnp.float32))
+    results = walk(0, groups.count, one, jnp.zeros(rows.shape, jnp.float32))
     known = groups.rows < num_rows
     return jnp.where(known[..., None], results[groups.rows] * weights[..., None], 0).sum(axis=1).astype(x.dtype)
 
