@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import lengths_in_table
-from jaxkv_kernels.formats.bits import FP8
+from jaxkv_kernels.formats.bits import FP8, from_ordered_bits, ordered_bits
 from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends, walk
 
 
@@ -52,9 +52,8 @@ def select_topk(logits, *, k):
     Among equal logits, the earlier position comes first.
     """
     best = min(k, logits.shape[-1])
-    # top_k orders -0 below 0, but relu returns both, and they must count as equal.  It orders NaN by sign, which
-    # differs between devices.
-    logits = jnp.where(jnp.isnan(logits), jnp.nan, jnp.where(logits == 0, 0.0, logits))
-    values, positions = lax.top_k(logits, best)
+    # top_k orders values by their bits.  So -0 must become 0, because relu returns both, and they must count as equal;
+    # and NaN of either sign the same NaN.  Only for float32, top_k is fast on CPUs.
+    values, positions = lax.top_k(from_ordered_bits(ordered_bits(logits)), best)
     positions = jnp.where(values == -jnp.inf, -1, positions)
     return jnp.pad(positions, [(0, 0)] * (logits.ndim - 1) + [(0, k - best)], constant_values=-1)
