@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv_kernels.addressing.integers import as_int
@@ -75,6 +76,15 @@ def int32(array):
     return jnp.clip(array, max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
 
 
+def running_sum(array):
+    """A running sum of lengths as int32, as kernels expect it: no element is below 0 or below an earlier one.
+
+    A sum that falls counts as the largest before it, so that a request at which it falls is empty.
+    """
+    array = int32(array)
+    return array if isinstance(array, jax.ShapeDtypeStruct) else lax.cummax(jnp.maximum(array, 0))
+
+
 def check_cache(cache: KVCache, *kinds: type[Entry], name: str = "cache"):
     """ValueError unless `cache` is a KVCache with entries of one of `kinds` and a buffer that fits its layout.
 
@@ -126,6 +136,11 @@ def index_below(name: str, value: Any, count: int, what: str) -> jax.Array:
 def softmax_scale(scale):
     """`scale` as a float32 scalar; ValueError unless it is a number."""
     return _floats("scale", scale)
+
+
+def positive_scale(name: str, scale):
+    """`scale` as a float32 scalar; ValueError unless it is a positive number."""
+    return _floats(name, scale, positive=True)
 
 
 def static_scale(scale) -> float:
