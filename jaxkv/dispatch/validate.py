@@ -81,8 +81,8 @@ def running_sum(array):
 
     A sum that falls counts as the largest before it, so that a request at which it falls is empty.
     """
-    array = int32(array)
-    return array if isinstance(array, jax.ShapeDtypeStruct) else lax.cummax(jnp.maximum(array, 0))
+    described = isinstance(array, jax.ShapeDtypeStruct)
+    return array if described else lax.cummax(jnp.maximum(int32(array), 0))
 
 
 def check_cache(cache: KVCache, *kinds: type[Entry], name: str = "cache"):

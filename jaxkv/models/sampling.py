@@ -105,7 +105,8 @@ def _below_largest(descending, temperature):
     """(logits - largest) / temperature, for logits [V] in descending order; 0 for those that equal the largest.
 
     The quotients of the logits themselves would overflow at low temperatures.  At temperatures above 1, all numbers are
-    divided by 4, so that neither the difference of large logits overflows nor the inverse of the temperature underflows.
+    divided by 4, so that neither the difference of large logits overflows, nor the inverse of the temperature is
+    subnormal.
     """
     unit = jnp.where(temperature > 1, 0.25, 1)
     largest = descending[0]

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
 from jax import lax
 
 from jaxkv.cache import KVCache
@@ -91,22 +90,24 @@ def mla_ragged_paged_attention(
         cache_kv, "ql_nope", ql_nope, kv_lens, page_indices, cu_q_lens, distribution
     )
     entry = cache_kv.layout.entry
-    scale = sm_scale if q_scale is None else sm_scale * positive_scale("q_scale", q_scale)
+    scale: Any = sm_scale
+    if q_scale is not None:
+        scale = positive_scale("q_scale", q_scale) * scale
     (new_kv_c, new_k_pe), write_scale, k_scale = _stored((new_kv_c, new_k_pe), k_scale, entry)
     cache_kv = write_mla(
         cache_kv, new_kv_c, new_k_pe, slots, layer=layer, kv_scale=write_scale, implementation=implementation
     )  # fmt: skip
+    q_latent, q_pe = (converted(q, entry.input_dtype) for q in (ql_nope, q_pe))
     out = decode_mla(
-        *(converted(q, entry.input_dtype) for q in (ql_nope, q_pe)), cache_kv, tables, lengths, layer=layer,
-        scale=scale, kv_scale=k_scale, window=sliding_window, logit_cap=soft_cap, cu_q_lens=cu_q_lens,
-        implementation=implementation,
+        q_latent, q_pe, cache_kv, tables, lengths, layer=layer, scale=scale, kv_scale=k_scale, window=sliding_window,
+        logit_cap=soft_cap, cu_q_lens=cu_q_lens, implementation=implementation,
     )  # fmt: skip
     if v_scale is None and k_scale is not None:
         v_scale = 1.0
     if v_scale is not k_scale:
         # `decode_mla` has multiplied the sums of stored latents by `k_scale`.
-        factor = entry_scale("v_scale", v_scale, cache_kv) / entry_scale("k_scale", k_scale, cache_kv)
-        out = (out.astype(jnp.float32) * factor).astype(out.dtype)
+        wanted: Any = entry_scale("v_scale", v_scale, cache_kv)
+        out = (out.astype(jnp.float32) * (wanted / k_scale)).astype(out.dtype)
     return out, cache_kv
 
 
@@ -179,8 +180,8 @@ def ragged_paged_attention(
     queries, scale = converted(queries, entry.input_dtype), sm_scale
     dtype = queries.dtype
     if q_scale is not None:
-        q_scale = positive_scale("q_scale", q_scale)
-        queries, scale = _rounded(queries, q_scale, entry), sm_scale * q_scale
+        factor: Any = positive_scale("q_scale", q_scale)
+        queries, scale = _rounded(queries, factor, entry), factor * sm_scale
     out = decode_kv(
         queries, kv_cache, tables, lengths, layer=layer, scale=scale, k_scale=k_scale, v_scale=v_scale,
         logit_cap=soft_cap, window=sliding_window, causal=use_causal_mask, sinks=attention_sink, cu_q_lens=cu_q_lens,
@@ -230,7 +231,7 @@ def _paged(cache: KVCache, name: str, q, kv_lens, page_indices, cu_q_lens, distr
     # Sequences that are not in use have no tokens: the running sum stays where the last one in use ends.
     used = jnp.arange(count + 1, dtype=jnp.int32) <= int32(distribution)[2]
     kv_lens = jnp.where(used[1:], int32(kv_lens), 0)
-    cu_q_lens = running_sum(jnp.where(used, int32(cu_q_lens), 0))
-    starts = jnp.maximum(kv_lens, 0) - (cu_q_lens[1:] - cu_q_lens[:-1])
-    slots = ragged_slots(tables, cu_q_lens, total=q.shape[0], block_size=block_size, seq_starts=starts)
-    return slots, (tables, lengths_in_table(kv_lens, tables, block_size), cu_q_lens)
+    sums: Any = running_sum(jnp.where(used, int32(cu_q_lens), 0))
+    starts = jnp.maximum(kv_lens, 0) - jnp.diff(sums)
+    slots = ragged_slots(tables, sums, total=q.shape[0], block_size=block_size, seq_starts=starts)
+    return slots, (tables, lengths_in_table(kv_lens, tables, block_size), sums)

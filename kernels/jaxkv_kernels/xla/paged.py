@@ -51,8 +51,8 @@ def in_parts(function: Callable[..., Any], *arrays: jax.Array, bytes_per_request
 def bytes_per_request(keys: int, width: int, rows: int, dtype) -> int:
     """The temporary memory of attention of `rows` query rows of a request to `keys` keys and their values.
 
-    Together, keys and values have `width` numbers of `dtype` per token.  They exist as they are stored and masked, and in
-    float32 where the device multiplies in float32; so do the scores, their weights, and a copy of these.
+    Together, keys and values have `width` numbers of `dtype` per token.  They exist as they were loaded and masked, and
+    in float32 on devices that multiply in float32.  The scores and their weights are float32, too.
     """
     return keys * (width * (2 * jnp.dtype(dtype).itemsize + 4) + rows * 12)
 
