@@ -40,7 +40,7 @@ def gather_mla(
       block_tables: int32 [B, M], the blocks of each request in order.
       cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.  A sum below an earlier one counts as
         that one, and its run is empty: the sums of unused requests at the end may repeat the last sum in use, or be 0
-        or negative.  The tables and `seq_starts` of empty runs may hold anything.
+        or negative (`checked` reports sums that fall).  The tables and `seq_starts` of empty runs may hold anything.
       layer: int, or traced int32 scalar.
       total: static number of rows of the result, below 2**31.  It may differ from the last sum: tokens past the first
         `total` are left out, and rows past the last run are 0.
@@ -199,7 +199,7 @@ def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer
     if checks.checking():
         cu_seq_lens = int32(cu_seq_lens)
         lengths = cu_seq_lens[1:] - cu_seq_lens[:-1]
-        first = jnp.zeros_like(lengths) if seq_starts is None else seq_starts
+        first = jnp.zeros_like(lengths) if seq_starts is None else jnp.where(lengths > 0, seq_starts, 0)
         checks.require(first >= 0, "seq_starts", first, "the first token of a request is token 0")
         checks.require(cu_seq_lens[:1] == 0, "cu_seq_lens", cu_seq_lens[:1], "a running sum starts at 0")
         checks.check_layer(layer, pages)

@@ -176,7 +176,8 @@ def prefill_mla(
     # As for kernels: the user's program may have stricter rules than JAX's default ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         if checks.checking():
-            check_entries(cache, block_tables, jnp.zeros_like(seq_lens), seq_lens, layer)
+            seen = seq_lens if cu_q_lens is None else jnp.where(jnp.diff(int32(cu_q_lens)) > 0, seq_lens, 0)
+            check_entries(cache, block_tables, jnp.zeros_like(seen), seen, layer)
             if cu_q_lens is not None:
                 _check_rows(int32(cu_q_lens), len(q_nope), num_decodes)
         context = _Latents(cache, block_tables, seq_lens, scale, most_bytes, options, w_uk, w_uv)
