@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call
-from jaxkv.dispatch.validate import Dims, computed, int32, static_bool
+from jaxkv.dispatch.validate import Dims, computed, int32, running_sum, static_bool
 from jaxkv_kernels.addressing.slots import lengths_in_table
 
 TILE_ROWS = 64
@@ -65,11 +65,11 @@ def group_size(total: int, requests: int, rows_per_token: int, window: int | Non
 def divide(cu_q_lens: jax.Array, *, total: int, size: int) -> Groups:
     """Divides `total` query tokens into groups of at most `size` tokens.
 
-    Request b of B has the tokens from cu_q_lens[b] to cu_q_lens[b + 1].  They are divided from the last one on, so that
-    only the first group of a request may have fewer.
+    Request b of B has the tokens from cu_q_lens[b] to cu_q_lens[b + 1], which does not fall (`running_sum`).  They are
+    divided from the last one on, so that only the first group of a request may have fewer.
     """
     batch = cu_q_lens.shape[0] - 1
-    counts = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    counts = cu_q_lens[1:] - cu_q_lens[:-1]
     after = jnp.cumsum(-(-counts // size), dtype=jnp.int32)  # groups of this request and those before it
     group = jnp.arange((total + batch * (size - 1)) // size, dtype=jnp.int32)
     request = _first_above(after, group)
@@ -111,12 +111,11 @@ def arrange(
     causal = static_bool("causal", causal)
     if cu_q_lens is not None:
         dims.check_running_sum("cu_q_lens", cu_q_lens)
-        cu_q_lens = int32(cu_q_lens)
         if checks.checking():
-            _check_rises(cu_q_lens, dims["T"])
+            _check_rises(int32(cu_q_lens), dims["T"])
         if groups is None:
             size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, window)
-            groups = computed(partial(divide, total=dims["T"], size=size), cu_q_lens)
+            groups = computed(partial(divide, total=dims["T"], size=size), running_sum(cu_q_lens))
     return Arrangement(q_len, kv_heads, causal, groups)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv_kernels.addressing.integers import as_int
@@ -83,6 +84,14 @@ def computed(function, *args):
         return jax.eval_shape(function, *args) if described else function(*args)
 
 
+def running_sum(array):
+    """A running sum of lengths as int32, as kernels expect it: no element is below 0 or below an earlier one.
+
+    A sum that falls counts as the largest before it, so that a request at which it falls is empty.
+    """
+    return computed(lambda array: lax.cummax(jnp.maximum(int32(array), 0)), array)
+
+
 def check_cache(cache: KVCache, *kinds: type[Entry], name: str = "cache"):
     """ValueError unless `cache` is a KVCache with entries of one of `kinds` and a buffer that fits its layout.
 
@@ -134,6 +143,11 @@ def index_below(name: str, value: Any, count: int, what: str) -> jax.Array:
 def softmax_scale(scale):
     """`scale` as a float32 scalar; ValueError unless it is a number."""
     return _floats("scale", scale)
+
+
+def positive_scale(name: str, scale):
+    """`scale` as a float32 scalar; ValueError unless it is a positive number."""
+    return _floats(name, scale, positive=True)
 
 
 def static_scale(scale) -> float:

@@ -81,7 +81,10 @@ def decode_mla(
       sinks: float32 [Hq]; attention sinks: one logit per head that is added to the softmax's denominator, without a
         value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
       cu_q_lens: int32 [B + 1], running sum from 0 of the query tokens of each request, whose numbers may differ: those
-        of request b are q_latent[cu_q_lens[b] : cu_q_lens[b + 1]], its last tokens.  T may be larger than the last sum.
+        of request b are q_latent[cu_q_lens[b] : cu_q_lens[b + 1]], its last tokens.  T may differ from the last sum:
+        rows past it belong to no request, and query tokens past the last row are left out.  A sum below an earlier one
+        counts as that one: the sums of unused requests at the end may repeat the last sum in use, or be 0 or negative
+        (`checked` reports sums that fall).  The tables and lengths of requests without query tokens may hold anything.
       return_lse: also return the log-sum-exp of the scores.
       plan: what `plan_decode` returned for the same tables, lengths, numbers of heads and query tokens, and query
         dtype; if None, the call makes its own plan.
@@ -196,7 +199,7 @@ def _bind_kv(
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
     axes = query_axes("q", q, ragged=cu_q_lens is not None)
     dims.check("q", q, f"{axes} D", KV_QUERIES)
-    q = _converted(q, cache.layout.entry.input_dtype)
+    q = converted(q, cache.layout.entry.input_dtype)
     if dims["Hq"] % heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {heads} heads")
     scales = {
@@ -209,7 +212,7 @@ def _bind_kv(
     )  # fmt: skip
 
 
-def _converted(q, dtype):
+def converted(q, dtype):
     """Queries `q` as they are, or those of e4m3 as `dtype`."""
     return q if str(q.dtype) in FLOATS else computed(lambda q: q.astype(dtype), q)
 
@@ -251,9 +254,10 @@ def _bind(
         dims, pages.num_heads, q_len=q_len, window=window, causal=causal, cu_q_lens=cu_q_lens, groups=groups
     )
     if checks.checking():
-        tokens = q_len if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
-        first = jnp.zeros_like(seq_lens) if window is None else seq_lens - (tokens - 1) - window
-        check_entries(cache, block_tables, first, seq_lens, layer)
+        tokens = jnp.full_like(seq_lens, q_len) if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
+        seen = jnp.where(tokens > 0, seq_lens, 0)
+        first = jnp.zeros_like(seen) if window is None else seen - (tokens - 1) - window
+        check_entries(cache, block_tables, first, seen, layer)
     tables, lengths = arrangement.requests(block_tables, seq_lens, pages.block_size)
     heads, tokens = arrangement.kernel_heads(dims["Hq"]), arrangement.kernel_q_len
     check_plan(plan, Shape.of(tables, pages, entry, heads, tokens, window, q.dtype), seq_lens)

@@ -6,7 +6,16 @@ import jax.numpy as jnp
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, float_dtype, int32, layer_index, positive_int
+from jaxkv.dispatch.validate import (
+    Dims,
+    check_cache,
+    entry_scale,
+    float_dtype,
+    int32,
+    layer_index,
+    positive_int,
+    running_sum,
+)
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import RAGGED, TOKENS, sample_dtype, sample_options
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
@@ -29,9 +38,12 @@ def gather_mla(
     Args:
       cache: a cache of `MLAEntry`.
       block_tables: int32 [B, M], the blocks of each request in order.
-      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.  A sum below an earlier one counts as
+        that one, and its run is empty: the sums of unused requests at the end may repeat the last sum in use, or be 0
+        or negative (`checked` reports sums that fall).  The tables and `seq_starts` of empty runs may hold anything.
       layer: int, or traced int32 scalar.
-      total: static number of rows of the result, below 2**31.  Tokens past the first `total` are left out.
+      total: static number of rows of the result, below 2**31.  It may differ from the last sum: tokens past the first
+        `total` are left out, and rows past the last run are 0.
       dtype: dtype of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
@@ -72,7 +84,7 @@ def gather_kv(
     Args:
       cache: a cache of `KVEntry`.
       block_tables: int32 [B, M], the blocks of each request in order.
-      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, as in `gather_mla`.
       layer: int, or traced int32 scalar.
       total: static number of rows of the result, below 2**31.  Tokens past the first `total` are left out.
       dtype: dtype of the result: bfloat16, float16 or float32.
@@ -117,7 +129,7 @@ def gather_indexer_k(
     Args:
       cache: a cache of `IndexerEntry`.
       block_tables: int32 [B, M], the blocks of each request in order.
-      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, as in `gather_mla`.
       layer: int, or traced int32 scalar.
       total: static number of rows of the result, below 2**31.  Tokens past the first `total` are left out.
       dtype: dtype of the result: bfloat16, float16 or float32.
@@ -148,7 +160,7 @@ def gather_entries(
     Args:
       cache: a cache.
       block_tables: int32 [B, M], the blocks of each request in order.
-      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, as in `gather_mla`.
       layer: int, or traced int32 scalar.
       total: static number of rows of the result, below 2**31.  Tokens past the first `total` are left out.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
@@ -181,12 +193,13 @@ def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)
     if seq_starts is not None:
         dims.check_ints("seq_starts", seq_starts, "B")
-    block_tables, cu_seq_lens, seq_starts = int32(block_tables), int32(cu_seq_lens), int32(seq_starts)
+    block_tables, seq_starts = int32(block_tables), int32(seq_starts)
     layer, pages = layer_index(layer, cache), cache.layout.pages
     total = positive_int("total", total)
     if checks.checking():
+        cu_seq_lens = int32(cu_seq_lens)
         lengths = cu_seq_lens[1:] - cu_seq_lens[:-1]
-        first = jnp.zeros_like(lengths) if seq_starts is None else seq_starts
+        first = jnp.zeros_like(lengths) if seq_starts is None else jnp.where(lengths > 0, seq_starts, 0)
         checks.require(first >= 0, "seq_starts", first, "the first token of a request is token 0")
         checks.require(cu_seq_lens[:1] == 0, "cu_seq_lens", cu_seq_lens[:1], "a running sum starts at 0")
         checks.check_layer(layer, pages)
@@ -197,7 +210,7 @@ def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer
         "buffer": cache.buffer,
         **arrays,
         "block_tables": block_tables,
-        "cu_seq_lens": cu_seq_lens,
+        "cu_seq_lens": running_sum(cu_seq_lens),
         "seq_starts": seq_starts,
         "layer": layer,
     }

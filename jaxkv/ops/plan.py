@@ -91,7 +91,7 @@ def plan_decode(
       q_len: query tokens per request of the calls.
       window: the `window` of the calls.
       causal: the `causal` of the calls.
-      cu_q_lens: the `cu_q_lens` of the calls, int32 [B + 1]; `q_len` must then be 1, its default.
+      cu_q_lens: the `cu_q_lens` of the calls, int32 [B + 1], as in `decode_mla`; `q_len` must then be 1, its default.
       total: static int, the query tokens T of calls with `cu_q_lens`.
       dtype: dtype of the queries of the calls: bfloat16, float16 or float32.  By default that of the entries, or
         bfloat16 if the entries are quantised, to which e4m3 queries are converted.  Not every implementation supports

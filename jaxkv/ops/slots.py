@@ -1,8 +1,10 @@
 """Slots of tokens, from block tables and positions."""
 
+from typing import Any
+
 import jax
 
-from jaxkv.dispatch.validate import Dims, describe, int32, positive_int
+from jaxkv.dispatch.validate import Dims, describe, int32, positive_int, running_sum
 from jaxkv_kernels.addressing import slots
 
 
@@ -42,8 +44,11 @@ def ragged_slots(block_tables, cu_seq_lens, *, total: int, block_size: int, seq_
 
     Args:
       block_tables: int32 [B, M].
-      cu_seq_lens: int32 [B + 1], running sum of the lengths, from 0.
-      total: static length of the result; rows past `cu_seq_lens[-1]` are -1.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths, from 0.  A sum below an earlier one counts as that one,
+        and its run is empty: the sums of unused requests at the end may repeat the last sum in use, or be 0 or
+        negative.  The tables and `seq_starts` of empty runs may hold anything.
+      total: static length of the result.  It may differ from the last sum: tokens past the first `total` are left out,
+        and rows past the last run are -1.
       block_size: tokens per block.
       seq_starts: int32 [B], position of the first token of each run (default 0): the offset of a prefill chunk.
 
@@ -58,9 +63,10 @@ def ragged_slots(block_tables, cu_seq_lens, *, total: int, block_size: int, seq_
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)
     if seq_starts is not None:
         dims.check_ints("seq_starts", seq_starts, "B")
+    sums: Any = running_sum(cu_seq_lens)
     return slots.ragged_slots(
         int32(block_tables),
-        int32(cu_seq_lens),
+        sums,
         total=positive_int("total", total),
         block_size=positive_int("block_size", block_size),
         seq_starts=int32(seq_starts),

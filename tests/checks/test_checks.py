@@ -307,3 +307,19 @@ def test_no_tokens_are_no_misuse(operation):
 
 def test_no_blocks_are_no_misuse():
     jaxkv.checked(lambda: (copy_blocks([], []), read_blocks([]), write_blocks([])))()
+
+
+def test_requests_without_tokens_may_hold_anything():
+    """In their tables, lengths and first positions."""
+    garbage, most = [2**31 - 1, -7], 2**31 - 1
+    tables, sums = ints([[1, 0], garbage, garbage, [2, 3]]), ints([0, 5, 5, 5, 7])
+    cache, q = jaxkv.KVCache.zeros(MLA), [jnp.ones((7, 2, n), jnp.float32) for n in MLA.entry.sizes]
+
+    @jaxkv.checked
+    def call(cache):
+        kv_c, _ = jaxkv.gather_mla(cache, tables, sums, layer=0, total=7, seq_starts=ints([3, most, -1, 0]))
+        lengths = ints([8, most, -1, 2])
+        return kv_c, jaxkv.decode_mla(*q, cache, tables, lengths, layer=0, scale=1.0, cu_q_lens=sums)
+
+    kv_c, out = call(cache)
+    assert (kv_c.shape, out.shape) == ((7, 8), (7, 2, 8))

@@ -164,6 +164,17 @@ def test_ragged_slots_of_anything(tables, lengths, starts, block_size):
     assert np.array_equal(found, loop_ragged(tables, lengths, starts, 30, block_size))
 
 
+def test_sums_that_fall_count_as_those_before_them():
+    """As in batches whose unused requests at the end are padded, with any sums, tables and first positions."""
+    tables = jnp.asarray([[4, 1, 8], [0, 5, 2], [INT32.max, -1, 3], [INT32.min, 7, 9]], jnp.int32)
+    starts = jnp.asarray([7, 0, INT32.max, INT32.min], jnp.int32)
+    right = loop_ragged(np.asarray(tables), [20, 13, 0, 0], np.asarray(starts), 40, 16)
+    for tail in ((33, 33), (0, 0), (-1, -1), (INT32.min, INT32.min), (21, 3)):
+        sums = jnp.asarray([0, 20, 33, *tail], jnp.int32)
+        found = jaxkv.ragged_slots(tables, sums, total=40, block_size=16, seq_starts=starts)
+        assert np.array_equal(found, right), tail
+
+
 def test_all_requests_empty():
     tables = jnp.asarray(poisoned_tables(16))
     found = jaxkv.ragged_slots(tables, jnp.zeros(5, jnp.int32), total=6, block_size=16)

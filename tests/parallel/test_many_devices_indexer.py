@@ -58,7 +58,9 @@ def test_selected_slots_do_not_depend_on_chunks():
 
 @pytest.mark.parametrize(("devices", "interleave"), [(2, 1), (3, 4), (8, 2)])
 @pytest.mark.parametrize("k", [1, 20, 90])
-@pytest.mark.parametrize("special", [(), (np.nan, -np.nan, np.inf)], ids=["numbers", "NaN and inf"])
+@pytest.mark.parametrize(
+    "special", [(), (np.nan, -np.nan, np.inf, 1e-39, -3e-39)], ids=["numbers", "NaN, inf and subnormal"]
+)
 def test_the_best_of_all_devices_are_those_of_one(devices, interleave, k, special):
     """Where many are equal, too; rows have fewer than k."""
     mesh, rng = mesh_of(devices), np.random.default_rng(0)

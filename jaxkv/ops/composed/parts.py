@@ -204,7 +204,7 @@ def _splits(size: int, rows: int) -> int:
     return splits
 
 
-def running_sum(counts) -> jax.Array:
+def sums_from_0(counts) -> jax.Array:
     """int32 [B + 1], from 0."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
 
@@ -239,5 +239,5 @@ def _unpacked(x, counts, size: int):
         return x[None]
     token = jnp.arange(size, dtype=jnp.int32)
     live = token < counts[:, None]
-    rows = jnp.where(live, running_sum(counts)[:-1, None] + token, 0)
+    rows = jnp.where(live, sums_from_0(counts)[:-1, None] + token, 0)
     return jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 1)), x[rows], 0)

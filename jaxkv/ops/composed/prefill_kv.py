@@ -19,7 +19,7 @@ from jaxkv.dispatch.validate import (
     static_scale,
 )
 from jaxkv.ops.attention import check_entries
-from jaxkv.ops.composed.parts import CHUNK_BYTES, Context, aligned, running_sum
+from jaxkv.ops.composed.parts import CHUNK_BYTES, Context, aligned, sums_from_0
 from jaxkv.ops.gathers import gather_kv
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.xla.softmax import with_sinks
@@ -132,7 +132,7 @@ class _Entries(Context):
     @override
     def entries(self, first, counts, total, dtype):
         options = {**self.options, "total": total, "dtype": dtype, "seq_starts": first}
-        return gather_kv(self.cache, self.block_tables, running_sum(counts), **options)
+        return gather_kv(self.cache, self.block_tables, sums_from_0(counts), **options)
 
     @override
     def expand(self, first_part, second_part):

@@ -17,20 +17,12 @@ from jaxkv.dispatch.validate import (
     layer_index,
     mla_dims,
     positive_int,
+    running_sum,
     static_bool,
     static_scale,
 )
 from jaxkv.ops.attention import check_entries, decode_mla
-from jaxkv.ops.composed.parts import (
-    CHUNK_BYTES,
-    Context,
-    InParts,
-    aligned,
-    merged,
-    only_xla,
-    running_sum,
-    with_chunks,
-)
+from jaxkv.ops.composed.parts import CHUNK_BYTES, Context, InParts, aligned, merged, only_xla, sums_from_0, with_chunks
 from jaxkv.ops.gathers import gather_mla
 from jaxkv.ops.plan import DecodePlan
 from jaxkv_kernels import cudnn
@@ -141,9 +133,9 @@ def prefill_mla(
       layer: int, or traced int32 scalar.
       scale: static number, the model's own softmax scale.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
-      cu_q_lens: int32 [B + 1], for a ragged batch: running sum of the numbers of query tokens, from 0.  The queries of
-        request b are rows cu_q_lens[b] to cu_q_lens[b + 1] - 1, and belong to its last tokens.  Rows from cu_q_lens[B]
-        on are padding.
+      cu_q_lens: int32 [B + 1], for a ragged batch: running sum of the numbers of query tokens, from 0, as in
+        `decode_mla`.  The queries of request b are rows cu_q_lens[b] to cu_q_lens[b + 1] - 1, and belong to its last
+        tokens.  Rows from the last sum on are padding, and query tokens past the last row are left out.
       num_decodes: static number of requests at the beginning of a ragged batch that are decoding.  Each has one row:
         cu_q_lens[b] is b for b = 0 to `num_decodes`.  Its `seq_lens` may be 0.
       plan: what `plan_decode` returned for the requests that are decoding, as in `decode_mla`.
@@ -180,18 +172,19 @@ def prefill_mla(
         if not dims["T"]:
             raise ValueError(f"`q_nope` has shape {tuple(q_nope.shape)}: expected [T, H, N] with T at least 1")
         dims.check_running_sum("cu_q_lens", cu_q_lens)
-        cu_q_lens = int32(cu_q_lens)
     _check_decodes(num_decodes, plan, cu_q_lens, dims)
     # As for kernels: the user's program may have stricter rules than JAX's default ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         if checks.checking():
-            check_entries(cache, block_tables, jnp.zeros_like(seq_lens), seq_lens, layer)
-            _check_rows(cu_q_lens, len(q_nope), num_decodes)
+            seen = seq_lens if cu_q_lens is None else jnp.where(jnp.diff(int32(cu_q_lens)) > 0, seq_lens, 0)
+            check_entries(cache, block_tables, jnp.zeros_like(seen), seen, layer)
+            if cu_q_lens is not None:
+                _check_rows(int32(cu_q_lens), len(q_nope), num_decodes)
         context = _Latents(cache, block_tables, seq_lens, scale, most_bytes, options, w_uk, w_uv)
         if cu_q_lens is None:
             out, lse = aligned(context, jnp.concatenate([q_nope, q_pe], axis=-1))
         else:
-            out, lse = _ragged(context, q_nope, q_pe, cu_q_lens, num_decodes, plan)
+            out, lse = _ragged(context, q_nope, q_pe, running_sum(cu_q_lens), num_decodes, plan)
     return (out, lse) if return_lse else out
 
 
@@ -210,7 +203,7 @@ class _Latents(Context):
 
     @override
     def entries(self, first, counts, total, dtype):
-        runs = running_sum(counts)
+        runs = sums_from_0(counts)
         options = {**self.options, "total": total, "dtype": dtype, "seq_starts": first}
         return gather_mla(self.cache, self.block_tables, runs, **options)
 
@@ -275,17 +268,22 @@ def _prefilling(context: _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((rows, heads, context.w_uv.shape[1]), q.dtype), jnp.full((rows, heads), -jnp.inf)
     module = context.attention(q)
     attend = partial(module.ragged_attention, scale=context.scale)
-    lengths, ends = context.lengths, jnp.clip(cu_q_lens[1:], 0, rows)
-    new = jnp.clip(jnp.minimum(lengths, ends - jnp.clip(cu_q_lens[:-1], 0, rows)), 0)
+    sums = jnp.clip(cu_q_lens, 0, rows)
+    starts, ends = sums[:-1], sums[1:]
+    # The query tokens of a request that are past the last row are its last ones.
+    left_out = jnp.diff(jnp.maximum(cu_q_lens, rows))
+    # Nothing is read for a request without query tokens.
+    lengths = jnp.where(ends > starts, jnp.maximum(context.lengths - left_out, 0), 0)
+    new = jnp.minimum(lengths, ends - starts)
     cached = lengths - new
 
     def part(first, counts, size, *, causal):
         """Attention to `counts` [B] tokens, at most `size` in all, from positions `first` [B] on."""
         k, v = context.expand(*context.entries(first, counts, size, q.dtype))
-        return attend(q, k, v, ends - new, new, running_sum(counts)[:-1], counts, causal=causal)
+        return attend(q, k, v, ends - new, new, sums_from_0(counts)[:-1], counts, causal=causal)
 
     found = part(cached, new, rows, causal=True)
-    before = running_sum(cached)
+    before = sums_from_0(cached)
     size = context.chunk(len(lengths) * context.capacity, q)
 
     def with_chunk(i, state):
@@ -312,8 +310,6 @@ def _check_decodes(num_decodes, plan, cu_q_lens, dims) -> None:
 
 def _check_rows(cu_q_lens, rows: int, decodes: int) -> None:
     """Checks that requests have rows of the queries, and those that are decoding one each."""
-    if cu_q_lens is None:
-        return
     steps = jnp.diff(cu_q_lens, prepend=cu_q_lens[:1])
     number = jnp.arange(len(cu_q_lens), dtype=jnp.int32)
     checks.require(cu_q_lens[:1] == 0, "cu_q_lens", cu_q_lens[:1], "a running sum starts at 0")

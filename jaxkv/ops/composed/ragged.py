@@ -1,8 +1,17 @@
 """One call that stores a step's new tokens and attends, with the arguments of tpu-inference's kernels.
 
 Code that is written for these kernels (`mla_ragged_paged_attention`, `ragged_paged_attention`) runs on GPUs by calling
-the functions of the same names here.  They differ in the cache, which is a `KVCache` with a `layer`, and have no
-arguments that tune a TPU.
+the functions of the same names here.  Arguments of the same names have the same meaning as in tpu-inference
+(`kernels/ragged_paged_attention/v3/kernel.py` and `kernel_hd64.py`, `kernels/mla/v2/kernel.py`, read in August 2026).
+These functions differ as follows:
+
+- The cache is a `KVCache`, with a `layer`.
+- Arguments that tune a TPU do not exist, and neither do `mask_value` (masked scores have the weight 0), `out_dtype`
+  (results have the dtype of the queries) and `update_kv_cache`.
+- New keys, values and latents for caches of format `fp8` may be float8_e4m3fn, divided by their scale before the call,
+  as the kernels require.  They may also be of another float dtype; then they are divided by the scale here.
+- A `sliding_window` needs a causal mask.
+- Tokens of no sequence have results of 0.
 """
 
 import math
@@ -10,12 +19,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import Dims, int32
-from jaxkv.ops.attention import decode_kv, decode_mla
+from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, positive_scale, running_sum
+from jaxkv.ops.attention import converted, decode_kv, decode_mla, query_axes
 from jaxkv.ops.writes import write_kv, write_mla
 from jaxkv_kernels.addressing.slots import lengths_in_table, ragged_slots
+from jaxkv_kernels.formats.bits import FP8, e4m3_values
+from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 
 
 def mla_ragged_paged_attention(
@@ -41,55 +53,61 @@ def mla_ragged_paged_attention(
     """Stores new latents and attends to them and to those before: `write_mla`, then ragged `decode_mla`.
 
     Args:
-      ql_nope: float [T, Hq, R], the new tokens' queries multiplied by W_UK.
+      ql_nope: float or float8_e4m3fn [T, Hq, R], the new tokens' queries multiplied by W_UK.  (Since 2026, the kernel
+        expects [Hq, T, R], and returns results in this order: transpose both.)
       q_pe: [T, Hq, P], rotary queries after RoPE, the dtype of `ql_nope`.
-      new_kv_c: float [T, R], the new tokens' latents.
-      new_k_pe: [T, P], their rotary parts after RoPE.
+      new_kv_c: float [T, R], the new tokens' latents, or float8_e4m3fn for a cache of format `fp8`, divided by
+        `k_scale`.
+      new_k_pe: [T, P], their rotary parts after RoPE, of the same kind.
       cache_kv: a cache of `MLAEntry`.
       kv_lens: int32 [S], tokens of each sequence, the new ones included.
       page_indices: int32 [S * M], the blocks of each sequence in order, M for each.
-      cu_q_lens: int32 [S + 1], running sum from 0 of the new tokens of each sequence.
-      distribution: int32 [3], (decode, decode or chunked prefill, all): its last number is that of the sequences, and
-        those from there on are ignored.  The others, which divide the work of TPU kernels, have no effect.
+      cu_q_lens: int32 [S + 1], running sum from 0 of the new tokens of each sequence.  A sum below an earlier one
+        counts as that one.
+      distribution: int32 [3], (decode, decode or chunked prefill, all): its last number is that of the sequences.
+        Sequences from there on are ignored: their `kv_lens`, `page_indices` and `cu_q_lens` may hold anything.  The
+        other two numbers, which divide the work of TPU kernels, have no effect.
       layer: int, or traced int32 scalar.
       sm_scale: float, the softmax scale.
       sliding_window: static positive int; a query sees only the last `sliding_window` tokens, itself included.
       soft_cap: static float; scores become soft_cap * tanh(score / soft_cap).
-      q_scale: float, a factor of the scores, for queries that were divided by it.
-      k_scale: float, the scale of the stored entries, required by format `fp8` and rejected by the others.
-      v_scale: None, or `k_scale`: latents are stored once, as keys and as values.
+      q_scale: float, a factor of the scores, for queries that the caller has divided by it.
+      k_scale: float, the scale of the stored entries, required by format `fp8` (with float8_e4m3fn latents, the default
+        is 1) and rejected by the others.  Scores are those of the stored keys, multiplied by it.
+      v_scale: float, a factor of the results of format `fp8`, which are sums of stored latents; default 1.  Usually the
+        same number as `k_scale`, because latents are stored once, as keys and as values.
       implementation: None (the best that supports the call), a name, or a sequence of names, for each of the two calls.
 
     Returns:
-      (out, cache): out [T, Hq, R] of ql_nope's dtype, 0 for tokens of no sequence.  Donate the cache to update it in
-      place.
+      (out, cache): out [T, Hq, R] of ql_nope's dtype (e4m3 converted, as in `decode_kv`), 0 for tokens of no sequence.
+      A token whose position is beyond the sequence's table is not stored.  Donate the cache to update it in place.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
-    if v_scale is not None and v_scale is not k_scale and v_scale != k_scale:
-        raise ValueError(
-            f"`v_scale` is {v_scale}: expected None or `k_scale`, {k_scale}, because latents are stored once"
-        )
-    slots, paged = _paged(cache_kv, ql_nope, kv_lens, page_indices, cu_q_lens, distribution)
-    cache_kv = write_mla(
-        cache_kv, new_kv_c, new_k_pe, slots, layer=layer, kv_scale=k_scale, implementation=implementation
-    )  # fmt: skip
-    options = {"window": sliding_window, "logit_cap": soft_cap, "implementation": implementation}
-    scale = sm_scale if q_scale is None else sm_scale * q_scale
-    tables, lengths, cu_q_lens = paged
-    out = decode_mla(
-        ql_nope,
-        q_pe,
-        cache_kv,
-        tables,
-        lengths,
-        layer=layer,
-        scale=scale,
-        kv_scale=k_scale,
-        cu_q_lens=cu_q_lens,
-        **options,
+    check_cache(cache_kv, MLAEntry, name="cache_kv")
+    slots, (tables, lengths, cu_q_lens) = _paged(
+        cache_kv, "ql_nope", ql_nope, kv_lens, page_indices, cu_q_lens, distribution
     )
+    entry = cache_kv.layout.entry
+    scale: Any = sm_scale
+    if q_scale is not None:
+        scale = positive_scale("q_scale", q_scale) * scale
+    (new_kv_c, new_k_pe), write_scale, k_scale = _stored((new_kv_c, new_k_pe), k_scale, entry)
+    cache_kv = write_mla(
+        cache_kv, new_kv_c, new_k_pe, slots, layer=layer, kv_scale=write_scale, implementation=implementation
+    )  # fmt: skip
+    q_latent, q_pe = (converted(q, entry.input_dtype) for q in (ql_nope, q_pe))
+    out = decode_mla(
+        q_latent, q_pe, cache_kv, tables, lengths, layer=layer, scale=scale, kv_scale=k_scale, window=sliding_window,
+        logit_cap=soft_cap, cu_q_lens=cu_q_lens, implementation=implementation,
+    )  # fmt: skip
+    if v_scale is None and k_scale is not None:
+        v_scale = 1.0
+    if v_scale is not k_scale:
+        # `decode_mla` has multiplied the sums of stored latents by `k_scale`.
+        wanted: Any = entry_scale("v_scale", v_scale, cache_kv)
+        out = (out.astype(jnp.float32) * (wanted / k_scale)).astype(out.dtype)
     return out, cache_kv
 
 
@@ -117,49 +135,90 @@ def ragged_paged_attention(
     """Stores new keys and values and attends to them and to those before: `write_kv`, then ragged `decode_kv`.
 
     Args:
-      queries: float [T, Hq, D], the queries of the new tokens.
-      keys: float [T, H, D], their keys.
-      values: float [T, H, Dv], their values.
+      queries: float or float8_e4m3fn [T, Hq, D], the queries of the new tokens, not divided by `q_scale`.
+      keys: float [T, H, D], their keys, or float8_e4m3fn for a cache of format `fp8`, divided by `k_scale`.
+      values: float [T, H, Dv], their values, or float8_e4m3fn, divided by `v_scale`.
       kv_cache: a cache of `KVEntry`.
       kv_lens: int32 [S], tokens of each sequence, the new ones included.
       page_indices: int32 [S * M], the blocks of each sequence in order, M for each.
-      cu_q_lens: int32 [S + 1], running sum from 0 of the new tokens of each sequence.
-      distribution: int32 [3], as in `mla_ragged_paged_attention`.
-      attention_sink: float32 [Hq], one logit per head that is added to the softmax's denominator.
+      cu_q_lens: int32 [S + 1], running sum from 0 of the new tokens of each sequence.  A sum below an earlier one
+        counts as that one.
+      distribution: int32 [3], as in `mla_ragged_paged_attention`: its last number is that of the sequences.  Those from
+        there on are ignored: their `kv_lens`, `page_indices` and `cu_q_lens` may hold anything.
+      attention_sink: float32 [Hq], one logit per head that is added to the softmax's denominator, as it is.
       layer: int, or traced int32 scalar.
       sm_scale: float, the softmax scale.
       sliding_window: static positive int; a query sees only the last `sliding_window` tokens, itself included.
       soft_cap: static float; scores become soft_cap * tanh(score / soft_cap).
-      q_scale: float, a factor of the scores, for queries that were divided by it.
-      k_scale: float or [H], the scale of the stored keys, required by format `fp8` and rejected by the others.
+      q_scale: float; queries are divided by it, rounded to the dtype in which the cache stores keys (e4m3 for format
+        `fp8`, saturating), and the scores are multiplied by it.  Rejected by formats without such a dtype.
+      k_scale: float or [H], the scale of the stored keys, required by format `fp8` (with float8_e4m3fn keys, the
+        default is 1) and rejected by formats without a scale.
       v_scale: the same for values.
       use_causal_mask: static bool; if False, every query token sees all tokens of its sequence.
       implementation: None (the best that supports the call), a name, or a sequence of names, for each of the two calls.
 
     Returns:
-      (out, cache): out [T, Hq, Dv] of the queries' dtype, 0 for tokens of no sequence.  Donate the cache to update it
-      in place.
+      (out, cache): out [T, Hq, Dv] of the queries' dtype (e4m3 converted, as in `decode_kv`), 0 for tokens of no
+      sequence.  A token whose position is beyond the sequence's table is not stored.  Donate the cache to update it in
+      place.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
-    slots, (tables, lengths, cu_q_lens) = _paged(kv_cache, queries, kv_lens, page_indices, cu_q_lens, distribution)
-    both: dict[str, Any] = {
-        "layer": layer, "k_scale": k_scale, "v_scale": v_scale, "implementation": implementation,
-    }  # fmt: skip
-    kv_cache = write_kv(kv_cache, keys, values, slots, **both)
-    out = decode_kv(
-        queries, kv_cache, tables, lengths, scale=sm_scale if q_scale is None else sm_scale * q_scale,
-        logit_cap=soft_cap, window=sliding_window, causal=use_causal_mask, sinks=attention_sink, cu_q_lens=cu_q_lens,
-        **both,
+    check_cache(kv_cache, KVEntry, name="kv_cache")
+    slots, (tables, lengths, cu_q_lens) = _paged(
+        kv_cache, "queries", queries, kv_lens, page_indices, cu_q_lens, distribution
+    )
+    entry = kv_cache.layout.entry
+    (keys,), write_k_scale, k_scale = _stored((keys,), k_scale, entry)
+    (values,), write_v_scale, v_scale = _stored((values,), v_scale, entry)
+    kv_cache = write_kv(
+        kv_cache, keys, values, slots, layer=layer, k_scale=write_k_scale, v_scale=write_v_scale,
+        implementation=implementation,
     )  # fmt: skip
-    return out, kv_cache
+    queries, scale = converted(queries, entry.input_dtype), sm_scale
+    dtype = queries.dtype
+    if q_scale is not None:
+        factor: Any = positive_scale("q_scale", q_scale)
+        queries, scale = _rounded(queries, factor, entry), factor * sm_scale
+    out = decode_kv(
+        queries, kv_cache, tables, lengths, layer=layer, scale=scale, k_scale=k_scale, v_scale=v_scale,
+        logit_cap=soft_cap, window=sliding_window, causal=use_causal_mask, sinks=attention_sink, cu_q_lens=cu_q_lens,
+        implementation=implementation,
+    )  # fmt: skip
+    return out.astype(dtype), kv_cache
 
 
-def _paged(cache: KVCache, q, kv_lens, page_indices, cu_q_lens, distribution):
+def _stored(parts: tuple, scale, entry) -> tuple[tuple, Any, Any]:
+    """New values as writes expect them, the scale by which a write divides them, and that of the stored entries."""
+    if entry.format != "fp8" or any(getattr(part, "dtype", None) != FP8 for part in parts):
+        return parts, scale, scale
+    return tuple(part.astype(entry.input_dtype) for part in parts), 1.0, 1.0 if scale is None else scale
+
+
+def _rounded(q, scale, entry) -> jax.Array:
+    """`q` / `scale`, rounded to values of the dtype in which entries are stored, in a dtype that `decode_kv` supports.
+
+    Rounding by conversions to a dtype and back would not do, because XLA may leave both out.
+    """
+    x = q.astype(jnp.float32) / scale
+    if entry.format == "fp8":
+        return e4m3_values(x).astype(q.dtype)
+    if entry.quantised:
+        raise ValueError(
+            f"`q_scale` is given: expected None, because queries are rounded to the dtype of the stored keys, and "
+            f"entries of format {entry.format!r} have no float dtype"
+        )
+    info = jnp.finfo(entry.dtype)
+    x = jnp.clip(x, float(info.min), float(info.max))
+    x = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    return x.astype(jnp.promote_types(q.dtype, entry.dtype))
+
+
+def _paged(cache: KVCache, name: str, q, kv_lens, page_indices, cu_q_lens, distribution):
     """The slots [T] of new tokens; block tables, lengths and running sums of query tokens of the sequences in use."""
-    if not isinstance(cache, KVCache):
-        raise ValueError(f"the cache is a {type(cache).__name__}: expected a KVCache")
+    query_axes(name, q, ragged=True)
     dims = Dims(d=(3, "(decode, decode or chunked prefill, all)"))
     dims.check_ints("kv_lens", kv_lens, "S")
     dims.check_ints("page_indices", page_indices, "I")
@@ -169,12 +228,10 @@ def _paged(cache: KVCache, q, kv_lens, page_indices, cu_q_lens, distribution):
     if math.prod(page_indices.shape) % count:
         raise ValueError(f"`page_indices` has {dims['I']} elements: expected a multiple of the {count} sequences")
     tables, block_size = int32(page_indices).reshape(count, -1), cache.layout.block_size
-    used = jnp.arange(count, dtype=jnp.int32) < int32(distribution)[2]
-    lengths = jnp.where(used, lengths_in_table(int32(kv_lens), tables, block_size), 0)
-    cu_q_lens = int32(cu_q_lens)
-    # Sequences that are not in use have no new tokens: the running sum stays where the last one in use ends.
-    end = jnp.max(jnp.where(used, cu_q_lens[1:], 0), initial=0)
-    cu_q_lens = jnp.minimum(cu_q_lens, end)
-    starts = lengths - (cu_q_lens[1:] - cu_q_lens[:-1])
-    slots = ragged_slots(tables, cu_q_lens, total=q.shape[0], block_size=block_size, seq_starts=starts)
-    return slots, (tables, lengths, cu_q_lens)
+    # Sequences that are not in use have no tokens: the running sum stays where the last one in use ends.
+    used = jnp.arange(count + 1, dtype=jnp.int32) <= int32(distribution)[2]
+    kv_lens = jnp.where(used[1:], int32(kv_lens), 0)
+    sums: Any = running_sum(jnp.where(used, int32(cu_q_lens), 0))
+    starts = jnp.maximum(kv_lens, 0) - jnp.diff(sums)
+    slots = ragged_slots(tables, sums, total=q.shape[0], block_size=block_size, seq_starts=starts)
+    return slots, (tables, lengths_in_table(kv_lens, tables, block_size), sums)

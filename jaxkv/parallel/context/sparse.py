@@ -17,6 +17,7 @@ from jaxkv.layout.layout import TokenShards, checked_shards
 from jaxkv.ops import indexer, sparse
 from jaxkv.parallel.context.merge import merge_states
 from jaxkv.parallel.context.share import requests_of_tokens, shard_along, whole_lengths
+from jaxkv_kernels.formats.bits import ordered_bits
 from jaxkv_kernels.formats.entries import IndexerEntry
 
 LAST = 2**31 - 1
@@ -88,8 +89,7 @@ def select_topk(logits, k: int, *, shards: TokenShards, axis, implementation=Non
 
 def _ranks(logits):
     """int32 ranks in the order of `jaxkv.select_topk`: NaN has the lowest rank, then the largest logit; -0 equals 0."""
-    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
-    return ~jnp.where(jnp.isnan(logits), LAST, bits ^ ((bits >> 31) & LAST))
+    return ~ordered_bits(logits)
 
 
 def select_slots(

@@ -32,7 +32,10 @@ def ragged_slots(
     block_size: int,
     seq_starts: jax.Array | None = None,
 ) -> jax.Array:
-    """Slots [total] of runs of tokens, one run per request, concatenated; -1 where there is no slot."""
+    """Slots [total] of runs of tokens, one run per request, concatenated; -1 where there is no slot.
+
+    `cu_seq_lens` [B + 1] must not fall.
+    """
     row = jnp.arange(total, dtype=jnp.int32)
     request = jnp.searchsorted(cu_seq_lens[1:], row, side="right").astype(jnp.int32)
     live = request < block_tables.shape[0]

@@ -1,4 +1,4 @@
-"""Reinterpreting the last axis of an array as another dtype, quotients rounded once, and exact powers of two."""
+"""Reinterpreting the last axis of an array as another dtype, exact quotients, powers of two and comparisons."""
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,28 @@ def power_of_two_scale(amax: jax.Array, smallest_exponent: int, largest=FP8_MAX)
 
 MAGNITUDE, INFINITY, NAN, FRACTION = 0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFF
 """Bits of float32 values: a mask of all bits but the sign, those of infinity and NaN, and a mask of the fraction."""
+
+
+def ordered_bits(x: jax.Array) -> jax.Array:
+    """int32 numbers in the order of float32 `x`: -0 equals 0, and every NaN is above all numbers.
+
+    Subnormal numbers keep their order.  Comparisons of the floats themselves take them for 0 on CPUs.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = bits & MAGNITUDE
+    return jnp.where(magnitude > INFINITY, MAGNITUDE, jnp.where(magnitude == 0, 0, _reflected(bits)))
+
+
+def from_ordered_bits(numbers: jax.Array) -> jax.Array:
+    """The float32 values whose `ordered_bits` are `numbers`: 0 in place of -0, and a single NaN, which is positive."""
+    return lax.bitcast_convert_type(_reflected(numbers), jnp.float32)
+
+
+def _reflected(bits):
+    """int32 numbers, in which those of negative sign have their other bits inverted."""
+    return bits ^ ((bits >> 31) & MAGNITUDE)
+
+
 CORRECTIONS = 4
 """The most units in the last place by which a device's own quotient may be off in `corrected_quotient`."""
 

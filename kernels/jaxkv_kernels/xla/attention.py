@@ -7,7 +7,14 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import lengths_in_table
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, chunks_seen, query_ranges
+from jaxkv_kernels.xla.paged import (
+    bytes_per_request,
+    chunk_slots,
+    chunk_tokens,
+    chunks_seen,
+    in_parts,
+    query_ranges,
+)
 from jaxkv_kernels.xla.softmax import attend
 
 
@@ -19,29 +26,35 @@ def decode_mla(
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
-    q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
-    begins, ends = query_ranges(lengths, q.shape[1], window)
 
-    def load(i):
-        positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
-        rows, valid = load_entries(buffer, pages, entry, slots, layer)
-        keys, values = entry.keys_and_values(rows, q.dtype)
-        seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
-        return keys, values, seen
+    def attend_requests(q_latent, q_pe, block_tables, lengths):
+        q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
+        begins, ends = query_ranges(lengths, q.shape[1], window)
 
-    first, last = chunks_seen(begins, ends, lengths, chunk)
-    out, lse = attend(
-        q,
-        load,
-        first,
-        last,
-        value_dim=entry.value_dim,
-        scale=scale,
-        k_scale=kv_scale,
-        v_scale=kv_scale,
-        logit_cap=logit_cap,
-    )
-    return out[:, :, 0].astype(q_latent.dtype), lse[:, :, 0]
+        def load(i):
+            positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
+            rows, valid = load_entries(buffer, pages, entry, slots, layer)
+            keys, values = entry.keys_and_values(rows, q.dtype)
+            seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
+            return keys, values, seen
+
+        first, last = chunks_seen(begins, ends, lengths, chunk)
+        out, lse = attend(
+            q,
+            load,
+            first,
+            last,
+            value_dim=entry.value_dim,
+            scale=scale,
+            k_scale=kv_scale,
+            v_scale=kv_scale,
+            logit_cap=logit_cap,
+        )
+        return out[:, :, 0].astype(q_latent.dtype), lse[:, :, 0]
+
+    _, tokens, heads, _ = q_latent.shape
+    needed = bytes_per_request(chunk, sum(entry.sizes) + entry.value_dim, tokens * heads, q_latent.dtype)
+    return in_parts(attend_requests, q_latent, q_pe, block_tables, lengths, bytes_per_request=needed)
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window"))
@@ -55,28 +68,33 @@ def decode_kv(
     del plan
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
-    batch, tokens, query_heads, head_dim = q.shape
+    _, tokens, heads, _ = q.shape
     dtype = jnp.dtype(jnp.float32) if entry.codec.in_float32 else q.dtype
-    grouped = q.astype(dtype).reshape(batch, tokens, pages.num_heads, query_heads // pages.num_heads, head_dim)
-    begins, ends = query_ranges(lengths, tokens, window)
 
-    def load(i):
-        positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
-        rows, valid = load_entries(buffer, pages, entry, slots, layer)
-        k, v = entry.decode(rows, dtype)
-        seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
-        return k, v, seen
+    def attend_requests(q, block_tables, lengths):
+        grouped = q.astype(dtype).reshape(len(q), tokens, pages.num_heads, heads // pages.num_heads, -1)
+        begins, ends = query_ranges(lengths, tokens, window)
 
-    first, last = chunks_seen(begins, ends, lengths, chunk)
-    out, lse = attend(
-        grouped,
-        load,
-        first,
-        last,
-        value_dim=entry.value_dim,
-        scale=scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        logit_cap=logit_cap,
-    )
-    return out.reshape(*q.shape[:-1], entry.value_dim).astype(q.dtype), lse.reshape(q.shape[:-1])
+        def load(i):
+            positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
+            rows, valid = load_entries(buffer, pages, entry, slots, layer)
+            k, v = entry.decode(rows, dtype)
+            seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
+            return k, v, seen
+
+        first, last = chunks_seen(begins, ends, lengths, chunk)
+        out, lse = attend(
+            grouped,
+            load,
+            first,
+            last,
+            value_dim=entry.value_dim,
+            scale=scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            logit_cap=logit_cap,
+        )
+        return out.reshape(*q.shape[:-1], entry.value_dim).astype(q.dtype), lse.reshape(q.shape[:-1])
+
+    needed = bytes_per_request(chunk, pages.num_heads * sum(entry.sizes), tokens * heads, dtype)
+    return in_parts(attend_requests, q, block_tables, lengths, bytes_per_request=needed)

@@ -8,8 +8,8 @@ from jax import lax
 
 from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.addressing.slots import lengths_in_table
-from jaxkv_kernels.formats.bits import FP8
-from jaxkv_kernels.xla.paged import chunk_slots, chunk_tokens, query_ends, walk
+from jaxkv_kernels.formats.bits import FP8, from_ordered_bits, ordered_bits
+from jaxkv_kernels.xla.paged import bytes_per_request, chunk_slots, chunk_tokens, in_parts, query_ends, walk
 
 
 @partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
@@ -21,28 +21,32 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
     """
     dtype = jnp.bfloat16 if q.dtype == FP8 else q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    q = q.astype(dtype)
-    batch, tokens = q.shape[:2]
+    tokens, heads, width = q.shape[1:]
     chunk = chunk_tokens(pages.block_size, block_tables)
     lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
-    ends = query_ends(lengths, tokens)
 
-    def step(i, logits):
-        positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
-        rows, valid = load_entries(buffer, pages, entry, slots, layer)
-        # Without the barrier, XLA may fuse the gather into the product, and the order of its sums would depend on the
-        # layout.
-        rows = lax.optimization_barrier(rows[..., 0, :])
-        k, k_scale = entry.key_and_scale(rows, dtype)
-        s = jnp.einsum("bqhd,bsd->bqhs", q, k, precision=precision, preferred_element_type=jnp.float32)
-        s = (jax.nn.relu(s) * weights.astype(jnp.float32)[..., None]).sum(axis=2) * k_scale[:, None, :, 0]
-        seen = valid[:, None] & (positions < ends[..., None])
-        return lax.dynamic_update_slice_in_dim(logits, jnp.where(seen, s, -jnp.inf), i * chunk, axis=2)
+    def score_requests(q, weights, block_tables, lengths):
+        q, ends = q.astype(dtype), query_ends(lengths, tokens)
 
-    width = -(-max_len // chunk) * chunk
-    logits = jnp.full((batch, tokens, width), -jnp.inf, jnp.float32)
-    last = -(-jnp.minimum(lengths.max(), max_len) // chunk)
-    return walk(0, last, step, logits)[..., :max_len]
+        def step(i, logits):
+            positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
+            rows, valid = load_entries(buffer, pages, entry, slots, layer)
+            # Without the barrier, XLA may fuse the gather into the product, and the order of its sums would depend on
+            # the layout.
+            rows = lax.optimization_barrier(rows[..., 0, :])
+            k, k_scale = entry.key_and_scale(rows, dtype)
+            s = jnp.einsum("bqhd,bsd->bqhs", q, k, precision=precision, preferred_element_type=jnp.float32)
+            s = (jax.nn.relu(s) * weights.astype(jnp.float32)[..., None]).sum(axis=2) * k_scale[:, None, :, 0]
+            seen = valid[:, None] & (positions < ends[..., None])
+            return lax.dynamic_update_slice_in_dim(logits, jnp.where(seen, s, -jnp.inf), i * chunk, axis=2)
+
+        padded = -(-max_len // chunk) * chunk
+        logits = jnp.full((len(q), tokens, padded), -jnp.inf, jnp.float32)
+        last = -(-jnp.minimum(lengths.max(), max_len) // chunk)
+        return walk(0, last, step, logits)[..., :max_len]
+
+    needed = bytes_per_request(chunk, width, tokens * heads, dtype)
+    return in_parts(score_requests, q, weights, block_tables, lengths, bytes_per_request=needed)
 
 
 @partial(jax.jit, static_argnames="k")
@@ -52,9 +56,8 @@ def select_topk(logits, *, k):
     Among equal logits, the earlier position comes first.
     """
     best = min(k, logits.shape[-1])
-    # top_k orders -0 below 0, but relu returns both, and they must count as equal.  It orders NaN by sign, which
-    # differs between devices.
-    logits = jnp.where(jnp.isnan(logits), jnp.nan, jnp.where(logits == 0, 0.0, logits))
-    values, positions = lax.top_k(logits, best)
+    # top_k orders values by their bits.  So -0 must become 0, because relu returns both, and they must count as equal;
+    # and NaN of either sign the same NaN.  Only for float32, top_k is fast on CPUs.
+    values, positions = lax.top_k(from_ordered_bits(ordered_bits(logits)), best)
     positions = jnp.where(values == -jnp.inf, -1, positions)
     return jnp.pad(positions, [(0, 0)] * (logits.ndim - 1) + [(0, k - best)], constant_values=-1)

@@ -1,4 +1,4 @@
-"""Iterating over the pages of requests in chunks of a bounded number of tokens."""
+"""Iterating over requests in parts, and over their pages in chunks, both of bounded size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,50 @@ from jaxkv_kernels.gradients import forward_mode_only
 
 CHUNK_TOKENS = 512
 """Keys per step, rounded up to whole blocks.  They limit the temporary memory of a decode."""
+PART_BYTES = 2**28
+"""The bound on the temporary memory of the requests that are computed together: what their keys and scores need, which
+is several times as much as their queries and results.  A single request may need more."""
+
+
+def in_parts(function: Callable[..., Any], *arrays: jax.Array, bytes_per_request: int) -> Any:
+    """`function(*arrays)`, computed for as many requests at a time as `PART_BYTES` allow, at least one.
+
+    Args:
+      function: a function whose arguments and results are arrays with a leading axis of requests.  The result of a
+        request must not depend on the others.
+      *arrays: its arguments.
+      bytes_per_request: its temporary memory.
+    """
+    requests = arrays[0].shape[0]
+    size = max(PART_BYTES // bytes_per_request, 1)
+    if size >= requests:
+        return function(*arrays)
+    parts = -(-requests // size)
+    size = -(-requests // parts)
+
+    def one(first):
+        return function(*(lax.dynamic_slice_in_dim(x, first, size) for x in arrays))
+
+    # The last part has the full size: it starts earlier, and its first `overlap` requests are computed twice.
+    overlap = parts * size - requests
+    found = lax.map(one, jnp.minimum(jnp.arange(parts, dtype=jnp.int32) * size, requests - size))
+
+    def whole(x):
+        flat = x.reshape(parts * size, *x.shape[2:])
+        if not overlap:
+            return flat
+        return jnp.concatenate([flat[: (parts - 1) * size], flat[(parts - 1) * size + overlap :]])
+
+    return jax.tree.map(whole, found)
+
+
+def bytes_per_request(keys: int, width: int, rows: int, dtype) -> int:
+    """The temporary memory of attention of `rows` query rows of a request to `keys` keys and their values.
+
+    Together, keys and values have `width` numbers of `dtype` per token.  They exist as they were loaded and masked, and
+    in float32 on devices that multiply in float32.  The scores and their weights are float32, too.
+    """
+    return keys * (width * (2 * jnp.dtype(dtype).itemsize + 4) + rows * 12)
 
 REVERSE_MODE = (
     "a loop whose number of steps depends on the data has no gradients in reverse mode: use forward mode (`jax.jvp`, "

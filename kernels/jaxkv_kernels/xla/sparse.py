@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.entry_rows import load_entries
 from jaxkv_kernels.extra_slots import ExtraSlots
-from jaxkv_kernels.xla.paged import CHUNK_TOKENS
+from jaxkv_kernels.xla.paged import CHUNK_TOKENS, bytes_per_request, in_parts
 from jaxkv_kernels.xla.softmax import attend, joined, with_sinks
 
 
@@ -22,27 +22,40 @@ def decode_mla_sparse(
     """
     del batch_invariant  # rejected
     batch, tokens, heads, _ = q_latent.shape
-    # Every query token has its own keys, so each is computed as a request.
-    q = jnp.concatenate([q_latent, q_pe], axis=-1).reshape(batch * tokens, 1, 1, heads, -1)
     sources = [ExtraSlots(buffer, slots, counts, layer, kv_scale, pages, entry)]
     if extra is not None:
         sources.append(extra)
-    out, lse = joined([_attend(q, source, scale, logit_cap) for source in sources])
-    out, lse = out.reshape(batch, tokens, heads, -1), lse.reshape(batch, tokens, heads)
-    if sinks is not None:
-        out = with_sinks(out, lse, sinks)
-    return out.astype(q_latent.dtype), lse
+
+    # Every query token has its own keys, so each is computed as a request.
+    def attend_requests(q_latent, q_pe, *slots):
+        q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, None, None]
+        found = [_attend(q, some, source, scale, logit_cap) for some, source in zip(slots, sources, strict=True)]
+        out, lse = (x[:, 0, 0] for x in joined(found))
+        if sinks is not None:
+            out = with_sinks(out, lse, sinks)
+        return out.astype(q_latent.dtype), lse
+
+    queries = [q.reshape(batch * tokens, heads, -1) for q in (q_latent, q_pe)]
+    keys = min(max(source.slots.shape[-1] for source in sources), CHUNK_TOKENS)
+    needed = bytes_per_request(keys, sum(entry.sizes) + entry.value_dim, heads, q_latent.dtype)
+    found = in_parts(attend_requests, *queries, *map(_used_slots, sources), bytes_per_request=needed)
+    return tuple(x.reshape(batch, tokens, *x.shape[1:]) for x in found)
 
 
-def _attend(q, source: ExtraSlots, scale, logit_cap):
-    """Attention of q [B * Q, 1, 1, Hq, R + P] to the slots of one cache: what `attend` returns."""
-    slots, entry = source.slots, source.entry
-    size = slots.shape[-1]
+def _used_slots(source: ExtraSlots) -> jax.Array:
+    """The slots [B * Q, K] of one cache; -1 for those that are not used."""
+    slots, size = source.slots, source.slots.shape[-1]
     if source.counts is not None:
         slots = jnp.where(jnp.arange(size, dtype=jnp.int32) < source.counts[..., None], slots, -1)
+    return slots.reshape(-1, size)
+
+
+def _attend(q, slots, source: ExtraSlots, scale, logit_cap):
+    """Attention of q [N, 1, 1, Hq, R + P] to the slots [N, K] of one cache: what `attend` returns."""
+    entry, size = source.entry, slots.shape[-1]
     chunk = min(size, CHUNK_TOKENS)
     chunks = -(-size // chunk)
-    slots = jnp.pad(slots.reshape(-1, size), ((0, 0), (0, chunks * chunk - size)), constant_values=-1)
+    slots = jnp.pad(slots, ((0, 0), (0, chunks * chunk - size)), constant_values=-1)
 
     def load(i):
         some = jax.lax.dynamic_slice_in_dim(slots, i * chunk, chunk, axis=1)

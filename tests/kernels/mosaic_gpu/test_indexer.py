@@ -117,6 +117,7 @@ class TestInterpreted(Mosaic, suites.IndexerChecks):
         self.check_topk(logits.astype(np.float32), 100)
 
     test_select_topk_ranks_nan_first = suites.Indexer.test_select_topk_ranks_nan_first
+    test_select_topk_orders_subnormal_logits = suites.Indexer.test_select_topk_orders_subnormal_logits
     test_blocks_outside_the_cache = suites.Indexer.test_blocks_outside_the_cache_are_not_seen
 
 

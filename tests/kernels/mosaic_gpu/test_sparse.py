@@ -185,7 +185,8 @@ class TestInterpretedExtraSlots(Mosaic, suites.ExtraSlotsChecks):
 
     def test_two_row_tiles_sinks_counts_and_splits(self):
         first, second = self.pair(sizes=(70, 300), tokens=1, block_sizes=(64, 2), layouts=("BLNHC", "packed, bfloat16"))
-        first[4], second[4] = np.asarray([[70], [3], [0]], np.int32), np.asarray([[300], [0], [0]], np.int32)
+        most = 2**31 - 1  # counts above the number of slots are clamped
+        first[4], second[4] = np.asarray([[3], [most], [0]], np.int32), np.asarray([[most], [0], [0]], np.int32)
         sinks = np.random.default_rng(0).normal(0, 3, 72).astype(np.float32)
         self.check_two(suites.queries(first[0].entry, 3, 1, 72), first, second, sinks=sinks)
 

@@ -65,6 +65,7 @@ class TestInterpreted(Triton, suites.IndexerChecks):
     test_every_e4m3_value = suites.Indexer.test_every_e4m3_value
     test_lengths_outside_the_table = suites.Indexer.test_lengths_outside_the_table_are_clamped_to_it
     test_select_topk_ranks_nan_first = suites.Indexer.test_select_topk_ranks_nan_first
+    test_select_topk_orders_subnormal_logits = suites.Indexer.test_select_topk_orders_subnormal_logits
     test_blocks_outside_the_cache_are_not_seen = suites.Indexer.test_blocks_outside_the_cache_are_not_seen
     test_traced_layer_outside_the_cache_is_empty = suites.Indexer.test_traced_layer_outside_the_cache_is_empty
 

@@ -1,12 +1,16 @@
 """Writing and attending in one call, with tpu-inference's arguments."""
 
 import re
+from functools import partial
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv_kernels.formats.bits import FP8
 from support.compare import assert_close, assert_same_bits
 from support.scenes import to_bytes
 
@@ -34,27 +38,27 @@ def paged(tables):
     return *(jnp.asarray(x, jnp.int32) for x in (LENGTHS, tables.reshape(-1), SUMS)), jnp.asarray([2, 3, USED])
 
 
-def step(write, decode, cache, q, new, tables):
+def step(write, decode, cache, q, new, tables, used=USED):
     """The cache and results of each sequence by the operations themselves."""
     slots = np.full(len(q[0]), -1)
-    for s in range(USED):
+    for s in range(used):
         positions = np.arange(LENGTHS[s] - NEW[s], LENGTHS[s])
         slots[SUMS[s] : SUMS[s + 1]] = tables[s, positions // BLOCK] * BLOCK + positions % BLOCK
     cache = write(cache, *new, jnp.asarray(slots), layer=1)
-    for s in range(USED):
+    for s in range(used):
         if NEW[s]:
             mine = [x[None, SUMS[s] : SUMS[s + 1]] for x in q]
             yield s, decode(*mine, cache, jnp.asarray(tables[s : s + 1]), jnp.asarray(LENGTHS[s : s + 1]), layer=1)[0]
     yield None, cache
 
 
-def check(found, cache, right):
+def check(found, cache, right, used=USED):
     for s, expected in right:
         if s is None:
             assert_same_bits(to_bytes(cache), to_bytes(expected))
         else:
             assert_close(found[SUMS[s] : SUMS[s + 1]], expected, roundings=64, magnitude=1)
-    assert not np.asarray(found[SUMS[USED] :]).any()
+    assert not np.asarray(found[SUMS[used] :]).any()
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 18, "soft_cap": 5.0, "q_scale": 0.5}])
@@ -85,18 +89,144 @@ def test_keys_and_values(causal):
     check(out, after, step(jaxkv.write_kv, decode, cache, q, new, tables))
 
 
-def test_quantised_latents_have_one_scale():
-    entry = jaxkv.MLAEntry("fp8", latent=32, rope=8)
-    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=20, block_size=BLOCK, entry=entry)
-    _, q, new, tables = arguments(LATENTS)
-    run = jaxkv.mla_ragged_paged_attention
-    both = [
-        run(*q, *new, jaxkv.KVCache.zeros(layout), *paged(tables), layer=1, k_scale=0.02, v_scale=v)[0]
-        for v in (None, 0.02)
-    ]
-    assert_same_bits(*both)
-    with pytest.raises(ValueError, match=re.escape("`v_scale` is 0.03: expected None or `k_scale`, 0.02")):
-        run(*q, *new, jaxkv.KVCache.zeros(layout), *paged(tables), layer=1, k_scale=0.02, v_scale=0.03)
+INT32 = np.iinfo(np.int32)
+IN_USE = 3
+"""The last two of the five sequences are padding."""
+
+
+def with_garbage(tables, sums, other):
+    """The arguments for `IN_USE` sequences; `sums` end `cu_q_lens`, and `other` is what else belongs to the others."""
+    lens, pages = np.asarray(LENGTHS), tables.copy()
+    lens[IN_USE:], pages[IN_USE:] = other, other
+    cu_q_lens = np.r_[SUMS[: IN_USE + 1], sums]
+    distribution = other, other, IN_USE
+    return [jnp.asarray(x, jnp.int32) for x in (lens, pages.reshape(-1), cu_q_lens, distribution)]
+
+
+@pytest.mark.parametrize("operation", [jaxkv.mla_ragged_paged_attention, jaxkv.ragged_paged_attention])
+def test_sequences_that_are_not_in_use_are_ignored(operation):
+    """Whatever their lengths, pages and running sums hold: tpu-inference's tests pad all of them with zeros."""
+    latents = operation is jaxkv.mla_ragged_paged_attention
+    cache, q, new, tables = arguments(LATENTS) if latents else arguments(HEADS, kv_heads=2)
+
+    @jax.jit
+    def run(index):
+        out, after = operation(*q, *new, cache, *index, layer=1, sm_scale=0.1)
+        return out, after.buffer
+
+    end = SUMS[IN_USE]
+    right = run(with_garbage(tables, [end, end], 0))
+    write, decode = (jaxkv.write_mla, jaxkv.decode_mla) if latents else (jaxkv.write_kv, jaxkv.decode_kv)
+    alone = step(write, partial(decode, scale=0.1), cache, q, new, tables, IN_USE)
+    check(right[0], jaxkv.KVCache(right[1], cache.layout), alone, IN_USE)
+    for sums in ([0, 0], [-1, -1], [INT32.min] * 2, [INT32.max] * 2, [end + 20, end], [end - 1, 0], [0, end + 7]):
+        for other in (0, -1, INT32.min, INT32.max, 7):
+            for x, expected in zip(run(with_garbage(tables, sums, other)), right, strict=True):
+                assert_same_bits(x, expected, f"{sums}, {other}")
+
+
+def test_numbers_of_sequences_outside_the_arguments():
+    cache, q, new, tables = arguments(LATENTS)
+    *index, _ = paged(tables)
+    run = jax.jit(lambda n: jaxkv.mla_ragged_paged_attention(*q, *new, cache, *index, n, layer=1))
+    for number, same in ((99, 5), (INT32.max, 5), (-1, 0), (INT32.min, 0)):
+        for x, expected in zip(*(jax.tree.leaves(run(jnp.asarray([0, 0, n]))) for n in (number, same)), strict=True):
+            assert_same_bits(x, expected)
+
+
+def test_tokens_beyond_the_table_are_not_stored():
+    """And others keep their positions: 45 to 47 of a table of 48 are stored, 48 and 49 are not."""
+    cache, q, new, _ = arguments(LATENTS)
+    tables, index = jnp.asarray([[4, 9, 2]]), [jnp.asarray(x) for x in ([50], [4, 9, 2], [0, 5], [0, 0, 1])]
+    q, new = ([x[:5] for x in some] for some in (q, new))
+    _, after = jaxkv.mla_ragged_paged_attention(*q, *new, cache, *index, layer=1)
+    slots = jaxkv.slots_for(tables, jnp.asarray([[45, 46, 47, -1, -1]]), block_size=BLOCK)[0]
+    assert_same_bits(to_bytes(after), to_bytes(jaxkv.write_mla(cache, *new, slots, layer=1)))
+
+
+class TestScales:
+    """The scales mean what they mean in tpu-inference's kernels."""
+
+    args = tuple(jnp.asarray(x) for x in ([20], np.arange(4), [0, 20], [0, 0, 1]))
+
+    def heads(self, form, dtype="bfloat16"):
+        """An empty cache, and queries, keys and values of 20 tokens; some queries are out of the range of e4m3."""
+        entry, rng = jaxkv.KVEntry(form, head_dim=32), np.random.default_rng(0)
+        layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=8, num_heads=2, entry=entry)
+        q, k, v = (jnp.asarray(rng.standard_normal((20, 2, 32)), dtype) for _ in range(3))
+        return jaxkv.KVCache.zeros(layout), q.at[3, 0, :5].set(300), k, v
+
+    def attend(self, cache, q, k, v, **options):
+        out, after = jaxkv.ragged_paged_attention(q, k, v, cache, *self.args, layer=0, **options)
+        assert out.dtype == (q.dtype if q.dtype != FP8 else jnp.bfloat16)
+        return out, after.buffer
+
+    @pytest.mark.parametrize(("form", "dtype"), [("fp8", "bfloat16"), ("bf16", "float32"), ("f16", "bfloat16")])
+    def test_queries_are_divided_by_q_scale_and_rounded_as_keys_are_stored(self, form, dtype):
+        cache, q, k, v = self.heads(form, dtype)
+        stored = {"fp8": ml_dtypes.float8_e4m3fn, "bf16": ml_dtypes.bfloat16, "f16": np.float16}[form]
+        scales = {"k_scale": 1.0, "v_scale": 1.0} if form == "fp8" else {}
+        wide = np.asarray(q.astype(jnp.float32)) / np.float32(0.375)
+        largest = float(ml_dtypes.finfo(stored).max)
+        wide = np.clip(wide, -largest, largest).astype(stored).astype(np.float32)
+        found, _ = self.attend(cache, q, k, v, sm_scale=0.25, q_scale=0.375, **scales)
+        right, _ = self.attend(cache, jnp.asarray(wide), k, v, sm_scale=0.25 * 0.375, **scales)
+        assert_close(found, np.asarray(right, np.float64), roundings=2, magnitude=1)
+        if form == "fp8":  # the rounding is seen in the result, and nothing else is
+            left, _ = self.attend(cache, q, k, v, sm_scale=0.25, **scales)
+            difference = np.abs(np.asarray(found - left, np.float32))
+            assert 0 < difference.max() < 0.1
+
+    def test_q_scale_needs_a_dtype_to_round_to(self):
+        cache, q, k, v = self.heads("int8")
+        with pytest.raises(ValueError, match=r"`q_scale` is given: expected None, .* 'int8' have no float dtype"):
+            self.attend(cache, q, k, v, q_scale=0.5)
+        cache, q, k, v = self.heads("bf16")
+        for scale in (0, -1.0, float("inf"), "1"):
+            with pytest.raises(ValueError, match="`q_scale` is"):
+                self.attend(cache, q, k, v, q_scale=scale)
+
+    def test_quantised_keys_and_values_are_stored_as_they_are(self):
+        cache, q, k, v = self.heads("fp8")
+        narrow = [x.astype(FP8) for x in (k, v)]
+        wide = [x.astype(jnp.bfloat16) * scale for x, scale in zip(narrow, (0.5, 4), strict=True)]
+        scales = {"k_scale": 0.5, "v_scale": 4.0}
+        for x, expected in zip(
+            self.attend(cache, q, *narrow, **scales), self.attend(cache, q, *wide, **scales), strict=True
+        ):
+            assert_same_bits(x, expected)
+        for x, expected in zip(
+            self.attend(cache, q.astype(FP8), *narrow),
+            self.attend(cache, q.astype(FP8).astype(jnp.bfloat16), *narrow, k_scale=1.0, v_scale=1.0),
+            strict=True,
+        ):
+            assert_same_bits(x, expected)
+        plain = self.heads("bf16")[0]
+        with pytest.raises(ValueError, match="`k` has dtype float8_e4m3fn"):
+            self.attend(plain, q, *narrow)
+
+    def test_latents(self):
+        entry = jaxkv.MLAEntry("fp8", latent=32, rope=8)
+        layout = jaxkv.CacheLayout(num_layers=2, num_blocks=20, block_size=BLOCK, entry=entry)
+        _, q, new, tables = arguments(LATENTS)
+
+        def attend(*scales, q=q, new=new):
+            options = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+            cache = jaxkv.KVCache.zeros(layout)
+            return jaxkv.mla_ragged_paged_attention(*q, *new, cache, *paged(tables), layer=1, **options)[0]
+
+        # Results are sums of stored latents, multiplied by `v_scale`.
+        right = attend(0.5, 0.5)
+        assert_same_bits(attend(0.5, 0.25), right / 2)
+        assert_same_bits(attend(0.5, None), right * 2)
+        narrow, few = [(x * 2).astype(FP8) for x in new], [x.astype(FP8) for x in q]
+        assert_same_bits(attend(0.5, 0.5, new=narrow), right)
+        assert_same_bits(attend(None, None, new=narrow), attend(1.0, 1.0, new=narrow))
+        bfloat16 = [x.astype(jnp.bfloat16) for x in few]
+        assert_same_bits(attend(0.5, 0.5, q=few), attend(0.5, 0.5, q=bfloat16))
+        cache, *_ = arguments(LATENTS)
+        with pytest.raises(ValueError, match=re.escape("`v_scale` is 0.5: expected None")):
+            jaxkv.mla_ragged_paged_attention(*q, *new, cache, *paged(tables), layer=1, v_scale=0.5)
 
 
 @pytest.mark.parametrize(

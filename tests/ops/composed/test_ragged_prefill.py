@@ -14,6 +14,7 @@ from jaxkv_kernels import cudnn
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
 from support.compare import assert_close, assert_same_bits
+from support.suites.base import UNUSED_SUMS, with_unused_requests
 
 HEADS, NOPE, VALUE, SCALE = 3, 24, 20, 0.17
 LENGTHS = (7, 0, 64, 1, 63, 0, 65, 194)
@@ -166,6 +167,34 @@ def test_requests_and_padding_have_no_influence_on_others():
     for found, expected in zip(prefill(bad, bad.cache(layout, 1), given, Q_LENS), right, strict=True):
         assert np.isnan(found[rows[30:]]).all()
         assert_same_bits(jnp.delete(found, rows[30:], axis=0), jnp.delete(expected, rows[30:], axis=0))
+
+
+def test_unused_requests_may_hold_anything():
+    scene = scenes.scene(ENTRY, lengths=LENGTHS)
+    cache, given = scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1), arguments(ENTRY, sum(Q_LENS) + 5, "float32")
+    unused = with_unused_requests(scene)
+    tables, lengths = jnp.asarray(unused.tables), jnp.asarray(unused.lengths, jnp.int32)
+
+    @jax.jit
+    def run(cu_q_lens):
+        options = {"scale": SCALE, "layer": 1, "num_decodes": 4, "return_lse": True}
+        return jaxkv.prefill_mla(*given, cache, tables, lengths, cu_q_lens=cu_q_lens, **options)
+
+    sums = np.cumsum([0, *Q_LENS])
+    right = run(jnp.asarray([*sums, sums[-1], sums[-1]]))
+    assert_close(right[0], truth(scene, given, Q_LENS)[0], roundings=64, magnitude=1)
+    for tail in UNUSED_SUMS:
+        for x, expected in zip(run(jnp.asarray([*sums, *tail])), right, strict=True):
+            assert_same_bits(x, expected)
+
+
+def test_query_tokens_past_the_last_row_are_left_out():
+    scene = scenes.scene(ENTRY, lengths=LENGTHS)
+    cache, given = scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1), arguments(ENTRY, sum(Q_LENS), "float32")
+    rows = sum(Q_LENS) - 70 - 30  # none of the last request, and not the last 30 of the one before it
+    few = [x[:rows] for x in given[:2]] + given[2:]
+    for x, expected in zip(prefill(scene, cache, few, Q_LENS), truth(scene, given, Q_LENS), strict=True):
+        assert_close(x, expected[:rows], roundings=64, magnitude=4)
 
 
 @pytest.mark.gpu(missing=tuple(cudnn.unsupported_reasons(jnp.bfloat16, 192, 128)))

@@ -75,6 +75,16 @@ OUTSIDE, CLAMPED = (129, 2**31 - 1, -1, -(2**31)), (128, 128, 0, 0)
 """Lengths outside tables of two blocks of 64 tokens, and what they are clamped to."""
 
 
+UNUSED_SUMS = (0, 0), (-1, -1), (-(2**31), -(2**31)), (1, 0)
+"""What the running sum of lengths may hold for two unused requests at the end, besides the last sum in use."""
+
+
+def with_unused_requests(scene):
+    """The scene with two further requests, which have nothing but garbage in their tables and lengths."""
+    garbage = np.resize(np.asarray([2**31 - 1, -(2**31), -1, 3], scene.tables.dtype), (2, scene.tables.shape[1]))
+    return replace(scene, tables=np.concatenate([scene.tables, garbage]), lengths=(*scene.lengths, 2**31 - 1, -1))
+
+
 def full_tables(entry, **sizes):
     """Four requests, whose tables have exactly the two blocks of 64 tokens that are in use."""
     scene = scenes.scene(entry, lengths=(128,) * 4, **sizes)

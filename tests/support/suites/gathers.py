@@ -8,7 +8,7 @@ import jaxkv
 from support import oracle, scenes
 from support.cases import on_layouts
 from support.compare import assert_close, assert_same_bits
-from support.suites.base import Suite, formats, full_tables, layout_of
+from support.suites.base import UNUSED_SUMS, Suite, formats, full_tables, layout_of, with_unused_requests
 
 
 class GatherChecks(Suite):
@@ -124,6 +124,20 @@ class Gathers(GatherChecks):
             right = np.zeros((70, heads, entry.sizes[n]))
             right[:28], right[60:65] = scene.parts(0)[n][100:], scene.parts(3)[n][:5]
             assert_close(part, right.reshape(part.shape), roundings=0)
+
+    @formats([scenes.MLA_ENTRIES[0], scenes.MLA_ENTRIES[4], scenes.KV_ENTRIES[0], scenes.INDEXER_ENTRIES[0]])
+    def test_unused_requests_may_hold_anything(self, entry):
+        heads = 1 if entry.one_head else 2
+        scene = scenes.scene(entry, num_heads=heads, lengths=(70, 65))
+        unused, sums = with_unused_requests(scene), np.cumsum([0, *scene.lengths])
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=heads), 1)
+        starts = jnp.asarray([0, 0, -1, 2**31 - 1], jnp.int32)
+        keywords = {"total": 141, "dtype": jnp.float32}
+        right = self.gather(cache, scene, sums, 1, **keywords)
+        for tail in ((sums[-1], sums[-1]), *UNUSED_SUMS):
+            found = self.gather(cache, unused, [*sums, *tail], 1, **keywords, seq_starts=starts)
+            for part, expected in zip(found, right, strict=True):
+                assert_same_bits(part, expected)
 
     def test_total_cuts_the_rest_off(self):
         entry = scenes.MLA_ENTRIES[2]

@@ -202,11 +202,27 @@ class Indexer(IndexerChecks):
         found = self.run(jaxkv.select_topk, jnp.asarray(logits), k)
         assert_same_bits(found, np.asarray(order[:k], np.int32))
 
+    @pytest.mark.parametrize("k", [1, 3, 30])
+    def test_select_topk_orders_subnormal_logits(self, k):
+        rng = np.random.default_rng(0)
+        smallest = float(np.finfo(np.float32).smallest_subnormal)
+        logits = np.stack([
+            rng.permutation(30) * smallest,
+            rng.integers(-(2**23) + 1, 2**23, 30) * smallest,
+            rng.choice([0.0, -0.0, smallest, -smallest, 1e-39, 1.0], 30),
+        ])  # fmt: skip
+        self.check_topk(logits.astype(np.float32), k)
+
     @pytest.mark.parametrize("length", [8193, 20000, 70000])
     def test_select_topk_of_long_rows(self, length):
         rng = np.random.default_rng(0)
         logits = np.stack(
-            [rng.standard_normal(length), rng.integers(-2, 3, length), np.where(rng.random(length) < 0.5, 0.0, -0.0)]
+            [
+                rng.standard_normal(length),
+                rng.integers(-2, 3, length),
+                np.where(rng.random(length) < 0.5, 0.0, -0.0),
+                rng.integers(-(2**23) + 1, 2**23, length) * 2.0**-149,
+            ]
         )
         logits = logits.astype(np.float32)
         logits[0, rng.random(length) < 0.9] = -np.inf

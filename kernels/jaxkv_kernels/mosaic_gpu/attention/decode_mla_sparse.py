@@ -58,12 +58,12 @@ def _both(slots, counts, extra: ExtraSlots) -> tuple[int, Any]:
 
     In such a list, the slots of the first cache take whole pairs of tiles, whether they are used or not.
     """
-    first, second = -(-slots.shape[-1] // PAIR) * PAIR, extra.slots.shape[-1]
+    size, second = slots.shape[-1], extra.slots.shape[-1]
+    first = -(-size // PAIR) * PAIR
     if extra.counts is None:
         return first + second, None
-    return first + second, jnp.where(
-        extra.counts > 0, first + extra.counts, slots.shape[-1] if counts is None else counts
-    )
+    counts = size if counts is None else jnp.minimum(counts, size)
+    return first + second, jnp.where(extra.counts > 0, first + jnp.minimum(extra.counts, second), counts)
 
 
 def config_of(entry, *, queries: int, size: int, heads: int) -> SparseConfig:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.formats.bits import ordered_bits
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 THREADS, VECTOR = 128, 4
@@ -33,8 +34,7 @@ def load(ref, row, first, size: int, *, logits: bool, interpret: bool):
         place = first + jnp.arange(size, dtype=jnp.int32)
         values = ref[row][jnp.minimum(place, length - 1)]
         if logits:
-            bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)
-            values = jnp.where(jnp.isnan(values), NAN, _ordered(bits))
+            values = jnp.where(jnp.isnan(values), NAN, ordered_bits(values))
         return jnp.where(place < length, values, EMPTY)
 
     @plgpu.inline_mgpu(

@@ -14,6 +14,7 @@ from support.compare import assert_close, assert_same_bits
 from support.suites.base import (
     CLAMPED,
     OUTSIDE,
+    UNUSED_SUMS,
     Suite,
     check_ragged,
     dtype_of,
@@ -21,6 +22,7 @@ from support.suites.base import (
     full_tables,
     last_tokens,
     layout_of,
+    with_unused_requests,
     without_signs,
 )
 
@@ -228,6 +230,32 @@ class DecodeKV(DecodeKVChecks):
         found = self.decode(q, cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
         rows = [q[a:b] for a, b in itertools.pairwise(edges)]
         check_ragged(found, self.truth(rows, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
+
+    def test_unused_requests_may_hold_anything(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2, lengths=(130, 70, 64))
+        cache, unused = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), with_unused_requests(scene)
+        q, edges = self.query(entry, 1, 11, 4)[0], np.asarray([0, 2, 3, 8])
+
+        def found(tail):
+            return self.decode(q, cache, unused, 1, cu_q_lens=jnp.asarray([*edges, *tail]))
+
+        right = found((8, 8))
+        rows = [q[a:b] for a, b in itertools.pairwise(edges)]
+        check_ragged(right, self.truth(rows, scene), edges, 64 if q.dtype == jnp.float32 else 4)
+        for tail in UNUSED_SUMS:
+            for x, expected in zip(found(tail), right, strict=True):
+                assert_same_bits(x, expected)
+
+    def test_query_tokens_past_the_last_row_are_left_out(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2, lengths=(130, 70, 64))
+        cache, q = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, 1, 9, 4)[0]
+        found = self.decode(q[:5], cache, scene, 1, cu_q_lens=jnp.asarray([0, 2, 6, 9]))
+        right = self.truth([q[:2], q[2:6], q[6:]], scene)
+        for x, (first, second, _) in zip(found, right, strict=True):
+            expected = np.concatenate([first, second[:3]])
+            assert_close(x, expected, roundings=64 if q.dtype == jnp.float32 else 4, magnitude=4)
 
     def test_what_is_before_the_windows_of_ragged_queries_does_not_matter(self):
         entry, keys = self.entry(), slice(None)

@@ -106,6 +106,18 @@ class DecodeMLASparse(DecodeMLASparseChecks):
         assert not np.asarray(out)[:, :, 2].any()  # an infinite sink takes everything
         assert (np.asarray(lse)[1, 0] == -np.inf).all()
 
+    def test_counts_outside_the_slots_are_clamped(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, lengths=LENGTHS)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 0), queries(entry, 3, 2, 4)
+        slots = jnp.asarray(self.choose(scene, 2, 32, np.random.default_rng(1)))
+        outside = jnp.asarray([[33, 5], [-1, 2**31 - 1], [-(2**31), 32]])
+        found, right = (
+            self.decode(q, cache, slots, 0, scene, counts=counts) for counts in (outside, jnp.clip(outside, 0, 32))
+        )
+        for x, expected in zip(found, right, strict=True):
+            assert_same_bits(x, expected)
+
     def test_no_live_slot_at_all(self):
         entry = self.entry("fp8_ds_mla")
         scene = scenes.scene(entry, lengths=LENGTHS)

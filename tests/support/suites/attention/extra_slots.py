@@ -96,6 +96,18 @@ class ExtraSlots(ExtraSlotsChecks):
         assert not np.asarray(out)[2, 0].any()  # no key in either cache
         assert (np.asarray(lse)[2, 0] == -np.inf).all()
 
+    def test_counts_outside_the_slots_are_clamped(self):
+        first, second = self.pair(sizes=(200, 300))
+        most, least = 2**31 - 1, -(2**31)
+        first[4] = np.asarray([[201, most], [least, -1], [most, 5]], np.int32)
+        second[4] = np.asarray([[most, 0], [301, 100], [least, -1]], np.int32)
+        q = queries(first[0].entry, 3, 2, 4)
+        found = self.decode_two(q, first, second)
+        first[4], second[4] = np.clip(first[4], 0, 200), np.clip(second[4], 0, 300)
+        self.compare(q, found, self.truth(q, first[2], first[0], first[4], extra=(second[0], second[2], second[4])))
+        for x, expected in zip(found, self.decode_two(q, first, second), strict=True):
+            assert_same_bits(x, expected)
+
     @pytest.mark.parametrize("empty", [(0,), (1,), (0, 1)])
     def test_masked_caches(self, empty):
         pair = self.pair()
