@@ -1,7 +1,7 @@
 """The safetensors files of a checkpoint: a single file, or shards with an index."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -22,20 +22,24 @@ INTEGERS = ("I32", "I64")
 class Checkpoint:
     """Weights by name; a context manager that keeps the files open.
 
+    Args:
+      path: the folder of the checkpoint.
+      own_name: converts a name in the files to the model's own (`Family.own_name`), which all methods have.
+
     Raises:
       ImportError: safetensors is not installed.
       ValueError: a file is missing, damaged, or outside the folder; or a weight does not have the expected shape or
         dtype.  The message is one line that names the file.
     """
 
-    def __init__(self, path):
-        self._folder = Path(path)
+    def __init__(self, path, own_name: Callable[[str], str]):
+        self._folder, self._own_name = Path(path), own_name
         self._index = self._folder / INDEX
         self._file_of: dict[str, str] = {}
         """The file of each weight, from the index if there is one."""
         whole = os.path.isfile(self._folder / WHOLE)
         if os.path.isfile(self._index):
-            self._file_of = _weight_map(self._index)
+            self._file_of = _weight_map(self._index, own_name)
             self._file_names = sorted(set(self._file_of.values()))
             if whole and WHOLE not in self._file_names:
                 raise ValueError(f"{self._folder} has {WHOLE}, and {INDEX}, which does not name it: remove one of them")
@@ -47,7 +51,11 @@ class Checkpoint:
     def __enter__(self) -> "Checkpoint":
         with ExitStack() as stack:
             self._files = {name: stack.enter_context(SafetensorsFile(self._folder / name)) for name in self._file_names}
-            self._held = {name: set(file.entries) for name, file in self._files.items()}
+            self._held = {
+                name: _under_own_names(file.entries, self._own_name, self._folder / name)
+                for name, file in self._files.items()
+            }
+            """By file, the weights that it has, and the names that it has for them."""
             self._stack = stack.pop_all()
         self._file_of = self._file_of or dict.fromkeys(self._held[WHOLE], WHOLE)
         return self
@@ -83,29 +91,30 @@ class Checkpoint:
         if unknown:
             holders = (name for name, held in self._held.items() if unknown[0] in held)
             source = self._folder / next(holders, INDEX)
-            raise ValueError(f"{source} has weights that the model of config.json does not have: {_listed(unknown)}")
+            names = [self._stored(name) for name in unknown[:4]]
+            raise ValueError(f"{source} has weights that the model of config.json does not have: {_listed(names)}")
         for name, weight in plain.items():
             self._check_one(name, weight)
         for name in packed:
             self._check_mxfp4(name, expected[name].tensor_shape)
 
     def _check_one(self, name: str, weight: Weight) -> None:
-        file, shape = self.file_of(name), weight.tensor_shape
+        shape = weight.tensor_shape
         if not self.holds(name):
-            raise ValueError(f"{file} lacks the weight {name!r}, which {INDEX} expects there")
+            raise ValueError(f"{self.file_of(name)} lacks the weight {name!r}, which {INDEX} expects there")
         entry = self._entry(name)
         if self.is_fp4(name) and weight.experts:
             self._check_fp4(name, shape)
             return
         if entry.shape != shape:
-            raise ValueError(f"{file}: weight {name!r} has shape {entry.shape}: expected {shape}, from config.json")
+            raise self.error(name, f"has shape {entry.shape}: expected {shape}, from config.json")
         if entry.dtype in (INTEGERS if weight.below else DTYPES):
             return
         if weight.below:
-            raise ValueError(f"{file}: weight {name!r} has dtype {entry.dtype}: expected {' or '.join(INTEGERS)}")
+            raise self.error(name, f"has dtype {entry.dtype}: expected {' or '.join(INTEGERS)}")
         if entry.dtype != fp8.DTYPE or len(shape) != 2:
             expected = "BF16, F16 or F32, or F8_E4M3 for a matrix"
-            raise ValueError(f"{file}: weight {name!r} has dtype {entry.dtype}: expected {expected}")
+            raise self.error(name, f"has dtype {entry.dtype}: expected {expected}")
         # Other shapes belong to tiles of other sizes.
         tiles = f"a scale per tile of {TILE} x {TILE} values"
         self._check_scales(name, fp8.SCALE_DTYPES, fp8.scale_shape(shape), tiles)
@@ -145,7 +154,7 @@ class Checkpoint:
         return name in self._held.get(self._file_of.get(name, ""), ())
 
     def _entry(self, name: str) -> Entry:
-        return self._files[self._file_of[name]].entries[name]
+        return self._files[self._file_of[name]].entries[self._stored(name)]
 
     def is_fp8(self, name: str) -> bool:
         """Whether a weight is in float8."""
@@ -178,11 +187,15 @@ class Checkpoint:
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Reads part of a weight, in its stored dtype."""
-        return self._files[self._file_of[name]].read(name, index)
+        return self._files[self._file_of[name]].read(self._stored(name), index)
 
     def error(self, name: str, problem: str) -> ValueError:
         """A ValueError for the weight `name`; the message names its file and then states the problem."""
-        return ValueError(f"{self.file_of(name)}: weight {name!r} {problem}")
+        return ValueError(f"{self.file_of(name)}: weight {self._stored(name)!r} {problem}")
+
+    def _stored(self, name: str) -> str:
+        """The name that the file of a weight has for it; `name` if the file lacks it."""
+        return self._held.get(self._file_of.get(name, ""), {}).get(name, name)
 
     def file_of(self, name: str) -> Path:
         """The file of a weight, or the index if that does not name the weight."""
@@ -194,8 +207,8 @@ def _mxfp4(name: str) -> list[str]:
     return [f"{name}{suffix}" for suffix in mxfp4.SUFFIXES]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each weight.
+def _weight_map(index: Path, own_name: Callable[[str], str]) -> dict[str, str]:
+    """The file of each weight, by the model's own name.
 
     The index may only name files in its own folder.  These may be symbolic links, as in the cache of the Hugging Face
     Hub.
@@ -210,6 +223,15 @@ def _weight_map(index: Path) -> dict[str, str]:
         found[weight] = name
     if not found:
         raise ValueError(f"{index}: `weight_map` is empty: expected the file of each weight")
+    return {own: found[name] for own, name in _under_own_names(found, own_name, index).items()}
+
+
+def _under_own_names(names: Iterable[str], own_name: Callable[[str], str], file: Path) -> dict[str, str]:
+    """The names that `file` has for weights, by the model's own; ValueError if two of them are of the same weight."""
+    found: dict[str, str] = {}
+    for name in names:
+        if (other := found.setdefault(own_name(name), name)) != name:
+            raise ValueError(f"{file} has the same weight as {other!r} and as {name!r}: expected one of them")
     return found
 
 

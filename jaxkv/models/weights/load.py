@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.families import FAMILIES
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights import entry_scales, fp8, mxfp4
@@ -78,7 +79,7 @@ def load(
     config = ModelConfig.read(path)
     build = Build(config, dtype or config.dtype, entry_format, implementation, parallel, mtp)
     fp8.check_use(fp8_weights)
-    with Checkpoint(path) as checkpoint:
+    with Checkpoint(path, FAMILIES[config.architecture].own_name) as checkpoint:
         checkpoint.check_names(required_names(config, mtp=mtp))
         leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp, names=checkpoint.names))
         paths, weights = zip(*leaves, strict=True)

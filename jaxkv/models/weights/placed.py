@@ -90,7 +90,7 @@ def part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> jax.
     array = jax.device_put(held.astype(np.float32) if held.dtype == ml_dtypes.float8_e8m0fnu else held, device)
     # Counted on the device, where that takes no time.  The host waits, and so has one part in memory at a time.
     if count := int(_count_nan(array)):
-        raise ValueError(f"{checkpoint.file_of(name)}: weight {name!r} holds {count} NaN of {array.size} values")
+        raise checkpoint.error(name, f"holds {count} NaN of {array.size} values")
     return array.astype(dtype)
 
 
