@@ -116,6 +116,8 @@ class MLA:
     v_head_dim: int
     indexer: Indexer | None = None
     query_scale: QueryScale | None = None
+    latent_eps: float = 1e-6
+    """Epsilon of the norms of both latents: of queries, and of keys and values."""
     rotated: bool = True
     """Whether there is a rotary embedding; without it, `qk_rope_head_dim` values of a key are still shared by all heads
     (Kimi Linear).

@@ -4,6 +4,7 @@ from jaxkv.models.families import (
     axk1,
     deepseek,
     deepseek_v4,
+    glm4_moe_lite,
     glm5,
     gpt_oss,
     kimi_k25,
@@ -24,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": deepseek.V3,  # also used by checkpoints of Moonlight and Kimi-K2
     "DeepseekV32ForCausalLM": deepseek.V32,
     "DeepseekV4ForCausalLM": deepseek_v4.DEEPSEEK_V4,
-    "Glm4MoeLiteForCausalLM": deepseek.V3,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite.GLM4_MOE_LITE,
     "GlmMoeDsaForCausalLM": glm5.GLM5,
     "GptOssForCausalLM": gpt_oss.GPT_OSS,
     "KimiK25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in published checkpoints
