@@ -15,6 +15,10 @@ Layer = dict[str, Any]
 """A tree of the weights of a layer: of `Weight`s, or of arrays."""
 
 
+WITHOUT_HEAD = {r"(embed_tokens|layers|norm|rotary_emb)\.": r"model.\1."}
+"""The spelling of transformers in models without a head, such as `LlamaModel`."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models, as four functions."""
@@ -40,7 +44,7 @@ class Family:
     """`leave(model, x)` converts the x of the last layer to [B, Q, hidden]."""
     prefix: str = ""
     """What the names of all weights begin with in checkpoints; `weights` returns names without it."""
-    spellings: Mapping[str, str] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=WITHOUT_HEAD.copy)
     """Other names that checkpoints may have for weights, such as those that transformers saves: regular expressions of
     how a name begins, and what stands in its place in the names of `prefix`, `weights` and `outside`.  The first one
     that matches counts.

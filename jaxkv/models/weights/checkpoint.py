@@ -1,7 +1,7 @@
 """The safetensors files of a checkpoint: a single file, or shards with an index."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -22,24 +22,22 @@ INTEGERS = ("I32", "I64")
 class Checkpoint:
     """Weights by name; a context manager that keeps the files open.
 
-    Args:
-      path: the folder of the checkpoint.
-      own_name: converts a name in the files to the model's own (`Family.own_name`), which all methods have.
-
     Raises:
       ImportError: safetensors is not installed.
       ValueError: a file is missing, damaged, or outside the folder; or a weight does not have the expected shape or
         dtype.  The message is one line that names the file.
     """
 
-    def __init__(self, path, own_name: Callable[[str], str]):
-        self._folder, self._own_name = Path(path), own_name
+    def __init__(self, path):
+        self._folder = Path(path)
         self._index = self._folder / INDEX
         self._file_of: dict[str, str] = {}
         """The file of each weight, from the index if there is one."""
+        self._stored: dict[str, str] = {}
+        """The names in the files of weights that `rename` has given others."""
         whole = os.path.isfile(self._folder / WHOLE)
         if os.path.isfile(self._index):
-            self._file_of = _weight_map(self._index, own_name)
+            self._file_of = _weight_map(self._index)
             self._file_names = sorted(set(self._file_of.values()))
             if whole and WHOLE not in self._file_names:
                 raise ValueError(f"{self._folder} has {WHOLE}, and {INDEX}, which does not name it: remove one of them")
@@ -51,11 +49,7 @@ class Checkpoint:
     def __enter__(self) -> "Checkpoint":
         with ExitStack() as stack:
             self._files = {name: stack.enter_context(SafetensorsFile(self._folder / name)) for name in self._file_names}
-            self._held = {
-                name: _under_own_names(file.entries, self._own_name, self._folder / name)
-                for name, file in self._files.items()
-            }
-            """By file, the weights that it has, and the names that it has for them."""
+            self._held = {name: set(file.entries) for name, file in self._files.items()}
             self._stack = stack.pop_all()
         self._file_of = self._file_of or dict.fromkeys(self._held[WHOLE], WHOLE)
         return self
@@ -68,12 +62,28 @@ class Checkpoint:
         """The names of all weights in the index and the files."""
         return set(self._file_of).union(*self._held.values())
 
+    def rename(self, spellings: Mapping[str, str]) -> None:
+        """Gives weights the names that `spellings` has for those in the files, which errors continue to name.
+
+        ValueError if two weights would have the same name.
+        """
+        renamed: dict[str, str] = {}
+        for name in sorted(self.names):
+            other = renamed.setdefault(spellings.get(name, name), name)
+            if other != name:
+                raise self.error(name, f"is the same weight as {other!r}: expected one of them")
+        self._stored = {new: name for name, new in spellings.items()}
+        self._file_of = {spellings.get(name, name): file for name, file in self._file_of.items()}
+        for held, file in self._files.items():
+            file.entries = {spellings.get(name, name): entry for name, entry in file.entries.items()}
+            self._held[held] = set(file.entries)
+
     def check_names(self, names: Iterable[str]) -> None:
         """ValueError unless the files have weights of these names; stops after the first few that are missing."""
         missing = list(islice((name for name in names if not self._file_of.keys() & {name, *_mxfp4(name)}), 4))
         if missing:
             source = self._index if os.path.isfile(self._index) else self._folder / WHOLE
-            raise ValueError(f"{source} lacks weights that the model of config.json has: {_listed(missing)}")
+            raise ValueError(f"{source} lacks weights that the model of config.json has: {self._listed(missing)}")
 
     def check(self, weights: Sequence[Weight], unused: Iterable[str]) -> None:
         """ValueError unless the files have exactly the weights `weights` and, if present, `unused`.
@@ -91,8 +101,9 @@ class Checkpoint:
         if unknown:
             holders = (name for name, held in self._held.items() if unknown[0] in held)
             source = self._folder / next(holders, INDEX)
-            names = [self._stored(name) for name in unknown[:4]]
-            raise ValueError(f"{source} has weights that the model of config.json does not have: {_listed(names)}")
+            raise ValueError(
+                f"{source} has weights that the model of config.json does not have: {self._listed(unknown)}"
+            )
         for name, weight in plain.items():
             self._check_one(name, weight)
         for name in packed:
@@ -101,7 +112,7 @@ class Checkpoint:
     def _check_one(self, name: str, weight: Weight) -> None:
         shape = weight.tensor_shape
         if not self.holds(name):
-            raise ValueError(f"{self.file_of(name)} lacks the weight {name!r}, which {INDEX} expects there")
+            raise ValueError(f"{self.file_of(name)} lacks the weight {self._shown(name)}, which {INDEX} expects there")
         entry = self._entry(name)
         if self.is_fp4(name) and weight.experts:
             self._check_fp4(name, shape)
@@ -113,8 +124,7 @@ class Checkpoint:
         if weight.below:
             raise self.error(name, f"has dtype {entry.dtype}: expected {' or '.join(INTEGERS)}")
         if entry.dtype != fp8.DTYPE or len(shape) != 2:
-            expected = "BF16, F16 or F32, or F8_E4M3 for a matrix"
-            raise self.error(name, f"has dtype {entry.dtype}: expected {expected}")
+            raise self.error(name, f"has dtype {entry.dtype}: expected BF16, F16 or F32, or F8_E4M3 for a matrix")
         # Other shapes belong to tiles of other sizes.
         tiles = f"a scale per tile of {TILE} x {TILE} values"
         self._check_scales(name, fp8.SCALE_DTYPES, fp8.scale_shape(shape), tiles)
@@ -122,7 +132,7 @@ class Checkpoint:
     def _check_scales(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...], what: str) -> None:
         scales, dtype = self.scales_of(name), self._entry(name).dtype
         if not self.holds(scales):
-            raise self.error(name, f"has dtype {dtype}, but its scales {scales!r} are missing")
+            raise self.error(name, f"has dtype {dtype}, but its scales {self._shown(scales)} are missing")
         entry = self._entry(scales)
         if entry.dtype not in dtypes or entry.shape != shape:
             raise self.error(scales, f"is {entry.dtype} {entry.shape}: expected {' or '.join(dtypes)} {shape}, {what}")
@@ -131,30 +141,35 @@ class Checkpoint:
         entry, (packed, scales) = self._entry(name), mxfp4.expert_shapes(shape)
         if entry.shape != packed or shape[1] % mxfp4.GROUP:
             raise self.error(
-                name, f"is {entry.dtype} {entry.shape}: expected BF16, F16 or F32 {shape}, from config.json, or "
-                f"{mxfp4.EXPERT_DTYPE} {packed} with two values per byte, in rows of whole groups of {mxfp4.GROUP}"
-            )  # fmt: skip
-        self._check_scales(name, (mxfp4.SCALE_DTYPE,), scales, f"a scale per {mxfp4.GROUP} values of a row")
+                name,
+                f"is {entry.dtype} {entry.shape}: expected BF16, F16 or F32 {shape}, from config.json, or "
+                f"{' or '.join(mxfp4.VALUE_DTYPES)} {packed} with two values per byte, in rows of whole groups of "
+                f"{mxfp4.GROUP}",
+            )
+        self._check_scales(name, mxfp4.SCALE_DTYPES, scales, f"a scale per {mxfp4.GROUP} values of a row")
 
     def _check_mxfp4(self, name: str, shape: tuple[int, ...]) -> None:
         experts, columns, rows = shape
         for suffix, expected in mxfp4.shapes((experts, rows, columns)).items():
             part = f"{name}{suffix}"
             if not self.holds(part):
-                raise ValueError(f"{self.file_of(part)} lacks the weight {part!r}, a part of {name!r} in MXFP4")
-            entry = self._entry(part)
-            if (entry.dtype, entry.shape) != (mxfp4.DTYPE, expected) or columns % mxfp4.GROUP:
+                raise ValueError(
+                    f"{self.file_of(part)} lacks the weight {self._shown(part)}, a part of {self._shown(name)} in MXFP4"
+                )
+            entry, dtypes = self._entry(part), mxfp4.SCALE_DTYPES if suffix == mxfp4.SCALES else mxfp4.VALUE_DTYPES
+            if entry.dtype not in dtypes or entry.shape != expected or columns % mxfp4.GROUP:
                 raise self.error(
-                    part, f"is {entry.dtype} {entry.shape}: expected {mxfp4.DTYPE} {expected}, from config.json, for "
-                    f"rows of whole groups of {mxfp4.GROUP} values"
-                )  # fmt: skip
+                    part,
+                    f"is {entry.dtype} {entry.shape}: expected {' or '.join(dtypes)} {expected}, from config.json, for "
+                    f"rows of whole groups of {mxfp4.GROUP} values",
+                )
 
     def holds(self, name: str) -> bool:
         """Whether the file that should have a weight has it."""
         return name in self._held.get(self._file_of.get(name, ""), ())
 
     def _entry(self, name: str) -> Entry:
-        return self._files[self._file_of[name]].entries[self._stored(name)]
+        return self._files[self._file_of[name]].entries[name]
 
     def is_fp8(self, name: str) -> bool:
         """Whether a weight is in float8."""
@@ -166,7 +181,7 @@ class Checkpoint:
 
     def is_fp4(self, name: str) -> bool:
         """Whether the weight of one expert is in MXFP4."""
-        return self.holds(name) and self._entry(name).dtype == mxfp4.EXPERT_DTYPE
+        return self.holds(name) and self._entry(name).dtype in mxfp4.VALUE_DTYPES
 
     def scales_of(self, name: str) -> str:
         """The name of the scales of a weight in float8 or FP4; the first possible one if they are missing."""
@@ -187,19 +202,22 @@ class Checkpoint:
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Reads part of a weight, in its stored dtype."""
-        return self._files[self._file_of[name]].read(self._stored(name), index)
+        return self._files[self._file_of[name]].read(name, index)
 
     def error(self, name: str, problem: str) -> ValueError:
         """A ValueError for the weight `name`; the message names its file and then states the problem."""
-        return ValueError(f"{self.file_of(name)}: weight {self._stored(name)!r} {problem}")
-
-    def _stored(self, name: str) -> str:
-        """The name that the file of a weight has for it; `name` if the file lacks it."""
-        return self._held.get(self._file_of.get(name, ""), {}).get(name, name)
+        return ValueError(f"{self.file_of(name)}: weight {self._shown(name)} {problem}")
 
     def file_of(self, name: str) -> Path:
         """The file of a weight, or the index if that does not name the weight."""
         return self._folder / self._file_of.get(name, INDEX)
+
+    def _shown(self, name: str) -> str:
+        """The name of a weight for a message: that in the files."""
+        return repr(self._stored.get(name, name))
+
+    def _listed(self, names: list[str]) -> str:
+        return ", ".join(map(self._shown, names[:3])) + (", and more" if len(names) > 3 else "")
 
 
 def _mxfp4(name: str) -> list[str]:
@@ -207,8 +225,8 @@ def _mxfp4(name: str) -> list[str]:
     return [f"{name}{suffix}" for suffix in mxfp4.SUFFIXES]
 
 
-def _weight_map(index: Path, own_name: Callable[[str], str]) -> dict[str, str]:
-    """The file of each weight, by the model's own name.
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each weight.
 
     The index may only name files in its own folder.  These may be symbolic links, as in the cache of the Hugging Face
     Hub.
@@ -223,17 +241,4 @@ def _weight_map(index: Path, own_name: Callable[[str], str]) -> dict[str, str]:
         found[weight] = name
     if not found:
         raise ValueError(f"{index}: `weight_map` is empty: expected the file of each weight")
-    return {own: found[name] for own, name in _under_own_names(found, own_name, index).items()}
-
-
-def _under_own_names(names: Iterable[str], own_name: Callable[[str], str], file: Path) -> dict[str, str]:
-    """The names that `file` has for weights, by the model's own; ValueError if two of them are of the same weight."""
-    found: dict[str, str] = {}
-    for name in names:
-        if (other := found.setdefault(own_name(name), name)) != name:
-            raise ValueError(f"{file} has the same weight as {other!r} and as {name!r}: expected one of them")
     return found
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (", and more" if len(names) > 3 else "")
