@@ -41,10 +41,18 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by the architecture that `config.json` names."""
 
+WITH_HEAD, WITHOUT_HEAD = "ForCausalLM", "Model"
+"""How transformers ends the names of architectures.  A `LlamaModel` has no head, but is a language model all the same
+if the head is tied to the embedding."""
+FAMILIES |= {
+    name.removesuffix(WITH_HEAD) + WITHOUT_HEAD: family for name, family in FAMILIES.items() if name.endswith(WITH_HEAD)
+}
+
 
 def family_of(fields: JsonObject) -> Family:
     """The family of a `config.json`; ValueError if its architecture is not supported."""
     names = fields.value("architectures")
     if names not in [[name] for name in FAMILIES]:
-        raise fields.error("architectures", f"a list of one of {', '.join(FAMILIES)}")
+        shown = (name for name in FAMILIES if not name.endswith(WITHOUT_HEAD))
+        raise fields.error("architectures", f"a list of one of {', '.join(shown)}")
     return FAMILIES[names[0]]
