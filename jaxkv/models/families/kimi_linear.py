@@ -128,7 +128,7 @@ def _arrange(config: ModelConfig, attention: MLA, layer: Layer) -> Layer:
 
 # transformers 5.24 gives dense layers the name that layers with experts have.
 SPELLINGS = {
+    r"(?:model\.)?(layers\.[0-9]+)\.block_sparse_moe\.((?:gate|up|down)_proj\.)": r"model.\1.mlp.\2",
     **WITHOUT_HEAD,
-    r"(model\.layers\.[0-9]+)\.block_sparse_moe\.((?:gate|up|down)_proj\.)": r"\1.mlp.\2",
 }
 KIMI_LINEAR = Family(_read, _weights, pre_norm(delta_net_or(attention)), _arrange, spellings=SPELLINGS)

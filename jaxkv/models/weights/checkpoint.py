@@ -58,6 +58,11 @@ class Checkpoint:
         self._stack.close()
 
     @property
+    def _source(self) -> Path:
+        """The file that says which weights there are."""
+        return self._index if os.path.isfile(self._index) else self._folder / WHOLE
+
+    @property
     def names(self) -> set[str]:
         """The names of all weights in the index and the files."""
         return set(self._file_of).union(*self._held.values())
@@ -71,7 +76,7 @@ class Checkpoint:
         for name in sorted(self.names):
             other = renamed.setdefault(spellings.get(name, name), name)
             if other != name:
-                raise self.error(name, f"is the same weight as {other!r}: expected one of them")
+                raise ValueError(f"{self._source} has the same weight as {other!r} and {name!r}: expected one of them")
         self._stored = {new: name for name, new in spellings.items()}
         self._file_of = {spellings.get(name, name): file for name, file in self._file_of.items()}
         for held, file in self._files.items():
@@ -82,8 +87,7 @@ class Checkpoint:
         """ValueError unless the files have weights of these names; stops after the first few that are missing."""
         missing = list(islice((name for name in names if not self._file_of.keys() & {name, *_mxfp4(name)}), 4))
         if missing:
-            source = self._index if os.path.isfile(self._index) else self._folder / WHOLE
-            raise ValueError(f"{source} lacks weights that the model of config.json has: {self._listed(missing)}")
+            raise ValueError(f"{self._source} lacks weights that the model of config.json has: {self._listed(missing)}")
 
     def check(self, weights: Sequence[Weight], unused: Iterable[str]) -> None:
         """ValueError unless the files have exactly the weights `weights` and, if present, `unused`.

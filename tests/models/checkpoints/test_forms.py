@@ -73,7 +73,7 @@ def test_errors_name_weights_as_the_file_does(tmp_path):
     add(folder, **{name: held[1:].copy()})
     rejects(folder, f"weight '{name}' has shape (63, 48)")
     add(folder, **{name: held, f"model.{name}": held})
-    rejects(folder, str(folder / FILE), f"'model.{name}' is the same weight as '{name}'")
+    rejects(folder, str(folder / FILE), f"has the same weight as '{name}' and 'model.{name}'")
 
 
 def test_a_tied_head_without_an_embedding(tmp_path):
@@ -208,6 +208,7 @@ INT4 |= {"actorder": None, "block_structure": None, "observer": "minmax", "obser
         (compressed(kv_cache_scheme={**SCHEME, "dynamic": True}), ["kv_cache_scheme.dynamic` is True"]),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ["quant_algo` is 'NVFP4'"]),
         ({"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"}, ["kv_cache_scheme` is 'NVFP4'", "an object"]),
+        ({"quant_method": "compressed-tensors"}, ["quant_method` is 'compressed-tensors'", "or `config_groups`"]),
         ({"quant_method": "awq", "bits": 4}, ["quant_method` is 'awq'", "'fp8' or 'compressed-tensors' or 'modelopt'"]),
     ],
 )

@@ -39,6 +39,10 @@ def _check_groups(fields: JsonObject, *, fp8: bool) -> None:
     fields.choice("quant_algo", None, default=None)  # that of Model Optimizer for weights
     fields.choice("transform_config", {}, None, default=None)  # matrices that rotate weights or activations
     if "config_groups" not in fields:
+        if "kv_cache_scheme" not in fields:
+            own = "fp8" if fp8 else "mxfp4"
+            expected = f"{own!r}, or `config_groups` or `kv_cache_scheme` beside it, which say what is quantised"
+            raise fields.error("quant_method", expected)
         return
     groups = fields.child("config_groups")
     for name, _ in groups.items():
