@@ -36,6 +36,11 @@ MACHINES = ("gpu", "triton", "devices")
 """Markers of tests that need devices or packages, and name what is `missing` here."""
 
 
+def pytest_configure(config):
+    """Allows engines of recorded models, which have no stop tokens: the tests run to `max_tokens`."""
+    config.addinivalue_line("filterwarnings", "ignore:the checkpoint states no stop tokens")
+
+
 def pytest_collection_modifyitems(config, items):
     """Deselects tests that cannot run here, or skips them where `-m` asks for them; interpreted ones have a timeout."""
     selected, deselected = [], []

@@ -5,6 +5,7 @@
 import argparse
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -52,7 +53,9 @@ def _run(argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     args.argv = argv  # recorded with measurements
     try:
-        return args.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return args.run(args)
     except BrokenPipeError:
         raise
     except MISTAKES as error:
@@ -65,6 +68,11 @@ def _run(argv: Sequence[str] | None) -> int:
         if not (message := _without_device()):
             raise
     raise SystemExit(f"jaxkv {args.command}: {' '.join(message.split())}")
+
+
+def _show_warning(message, *_, **__) -> None:
+    """Prints a warning in one line, without the place in the code."""
+    streams.notice(f"jaxkv: {' '.join(str(message).split())}")
 
 
 def _without_device() -> str:

@@ -16,6 +16,7 @@ import jax
 
 import jaxkv
 from jaxkv.cli.options import add_entry_format, positive, seed
+from jaxkv.dispatch.validate import FLOATS
 from jaxkv.terminal.memory import nbytes, require_memory
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=positive, default=256, help=blocks)
     drafts = "draft so many tokens per step with the checkpoint's layer of multi-token prediction, and verify them"
     parser.add_argument("--num-speculative-tokens", type=positive, metavar="K", help=drafts)
+    text = "dtype of weights and activations; default: the one that config.json states"
+    parser.add_argument("--dtype", choices=FLOATS, help=text)
     add_entry_format(parser)
     text = "find the scales of fp8 entries by running the prompts in this file first, one per line"
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help=text)
@@ -70,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     implementation = tuple(args.implementation) if args.implementation else None
     model = models.load(
         args.model,
+        dtype=args.dtype,
         entry_format=args.entry_format,
         implementation=implementation,
         mtp=args.num_speculative_tokens is not None,

@@ -1,7 +1,7 @@
 """The configuration of a model, from the `config.json` of a Hugging Face checkpoint."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,13 @@ class Llama3:
 
 
 @dataclass(frozen=True)
+class Linear:
+    """Linear scaling (arXiv 2306.15595): positions, and so all rotary frequencies, are divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary embedding.  In the order of the weights, pairs are (x[2i], x[2i + 1]) if `interleaved`, else (x[i], x[i +
     half]).
@@ -48,7 +55,7 @@ class Rope:
 
     theta: float
     interleaved: bool
-    scaling: Yarn | Llama3 | None
+    scaling: Yarn | Llama3 | Linear | None
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,8 @@ class MLA:
     v_head_dim: int
     indexer: Indexer | None = None
     query_scale: QueryScale | None = None
+    latent_eps: float = 1e-6
+    """Epsilon of the norms of both latents: of queries, and of keys and values."""
     rotated: bool = True
     """Whether there is a rotary embedding; without it, `qk_rope_head_dim` values of a key are still shared by all heads
     (Kimi Linear).
@@ -139,7 +148,7 @@ class GQA:
     head_dim: int
     """Size of a head of queries, keys and values."""
     biases: bool = False
-    """Whether queries, keys, values and the output have biases (GPT-OSS)."""
+    """Whether queries, keys, values and the output have biases (GPT-OSS; Llama and SmolLM3 with `attention_bias`)."""
     window: int | None = None
     """In `windowed` layers, a query sees so many tokens, itself included; None if there are no such layers."""
     windowed: tuple[int, ...] = ()
@@ -273,13 +282,14 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int
-    stop_tokens: tuple[int, ...]
-    dtype: str
-    """The dtype that config.json states for the weights."""
+    dtype: str | None
+    """The dtype that config.json states for the weights; None if it states none."""
     rope: Rope
     """It has no effect if the attention rotates no values."""
     attention: MLA | GQA | CompressedAttention
     experts: Experts | None
+    stop_tokens: tuple[int, ...] = ()
+    """The tokens that end a text; none if the checkpoint states none."""
     num_nextn_predict_layers: int = 0
     """Layers of multi-token prediction in the checkpoint, which draft tokens (see `speculative.py`)."""
     attentions_per_layer: int = 1
@@ -317,14 +327,18 @@ class ModelConfig:
     def read(cls, path) -> "ModelConfig":
         """The configuration of the checkpoint in folder `path`, or in the file `path`.
 
+        In a folder, the tokens of `generation_config.json`, if there is one, are stop tokens as well.
+
         Raises:
           ValueError: `config.json` is missing or not a JSON object, a key is missing, or the architecture or another
-            value is not supported.  The message is one line that names the file and the key.
+            value is not supported; or `generation_config.json` is not a JSON object, or states stop tokens that are not
+            token ids.  The message is one line that names the file and the key.
         """
         file = path if os.path.isfile(path := Path(path)) else path / "config.json"
         if not os.path.isfile(file):  # also False for a name that no file can have
             raise ValueError(f"`path` is {str(path)!r}: expected a folder with a config.json, or a config.json file")
-        return cls._of(JsonObject.read(file))
+        generation = path / "generation_config.json"
+        return cls._of(JsonObject.read(file), JsonObject.read(generation) if os.path.isfile(generation) else None)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "ModelConfig":
@@ -332,11 +346,30 @@ class ModelConfig:
         return cls._of(JsonObject(values, "config.json"))
 
     @classmethod
-    def _of(cls, fields: JsonObject) -> "ModelConfig":
-        """The configuration that the model's family reads.
+    def _of(cls, fields: JsonObject, generation: JsonObject | None = None) -> "ModelConfig":
+        """The configuration that the model's family reads, and the stop tokens.
 
         The family checks the keys that its models depend on, and ignores all others.
         """
         from jaxkv.models.families import family_of  # imported here, because families import this module
 
-        return family_of(fields).read(fields)
+        config = family_of(fields).read(fields)
+        return replace(config, stop_tokens=_stop_tokens(fields, generation, config.vocab_size))
+
+
+def _stop_tokens(fields: JsonObject, generation: JsonObject | None, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that `config.json` states, then those that only `generation_config.json` states.
+
+    Of a model with a `text_config`, the object of the whole model counts, unless its value is null.  vLLM uses the
+    tokens of both files, too; transformers uses those of `config.json` only if there is no other file.
+    """
+    key = "eos_token_id"
+    stated = fields if key in fields or "text_config" not in fields else fields.child("text_config")
+    found: list[int] = []
+    for held in (stated, generation) if generation is not None else (stated,):
+        stop = held.value(key, None)
+        tokens = [] if stop is None else stop if isinstance(stop, list) else [stop]
+        if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+            raise held.error(key, f"token ids from 0 to {vocab_size - 1}: one, a list of them, or null")
+        found += tokens
+    return tuple(dict.fromkeys(found))

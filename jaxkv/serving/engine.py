@@ -24,7 +24,7 @@ from jaxkv.serving.block_tables import BlockTables
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix
 from jaxkv.serving.prefix_stats import PrefixCacheStats
-from jaxkv.serving.request import Request, token_ids, uncancelled
+from jaxkv.serving.request import Request, stop_tokens, token_ids, uncancelled
 from jaxkv.serving.step_inputs import NOTHING, Choices, Rows, Span, Spans
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
@@ -157,7 +157,7 @@ class Engine:
           max_tokens: the most tokens to generate.
           sampling: how tokens are chosen; default greedy.
           stop: token ids that end the request; the stop token is included in the result.  Default: those of the
-            checkpoint.
+            checkpoint (`model.config.stop_tokens`); a warning if it states none.
           priority: requests of higher priority join first.  If no row or too few blocks are free, they preempt running
             requests of lower priority.
 
@@ -185,10 +185,10 @@ class Engine:
             )
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
-        stop = self.model.config.stop_tokens if stop is None else token_ids("stop", stop)
+        stop = stop_tokens(stop, self.model.config.stop_tokens)
         self._submitted += 1
         options = {"priority": operator.index(priority), "number": self._submitted}
-        request = Request(prompt, max_tokens, sampling, frozenset(stop), **options)
+        request = Request(prompt, max_tokens, sampling, stop, **options)
         insort(self.waiting, request, key=_rank)
         return request
 

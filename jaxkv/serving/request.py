@@ -1,7 +1,8 @@
 """`Request`: a prompt with its options and its progress."""
 
 import operator
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from jaxkv.models.sampling import Sampling
@@ -100,6 +101,22 @@ def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(map(operator.index, values))
     except TypeError:
         raise TypeError(f"`{name}` is {values!r}: expected token ids, which are integers") from None
+
+
+def stop_tokens(stop: Collection[int] | None, stated: Collection[int]) -> frozenset[int]:
+    """The tokens that end a request: `stop`, or by default the `stated` ones of the checkpoint.
+
+    If that states none, the first request of the process that relies on it causes a warning.
+    """
+    if stop is not None:
+        return frozenset(token_ids("stop", stop))
+    if not stated:
+        # Without a `stacklevel`, so that Python shows it once per process.
+        warnings.warn(  # noqa: B028
+            "the checkpoint states no stop tokens (`eos_token_id` in config.json or generation_config.json), so that "
+            "requests end after `max_tokens`: pass `stop`, which may be empty"
+        )
+    return frozenset(stated)
 
 
 def uncancelled(drawn: Iterable[tuple[Request, int]]) -> Iterator[tuple[Request, int]]:

@@ -17,7 +17,7 @@ from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling, sample
 from jaxkv.models.speculative import draft, verify
 from jaxkv.serving.pool import BlockPool
-from jaxkv.serving.request import Held, Request, token_ids
+from jaxkv.serving.request import Held, Request, stop_tokens, token_ids
 from jaxkv.serving.table import tables_of
 
 GREEDY = Sampling()
@@ -131,8 +131,7 @@ class SpeculativeEngine:
             )
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
-        stop = self.model.config.stop_tokens if stop is None else token_ids("stop", stop)
-        request = Request(prompt, max_tokens, sampling, frozenset(stop))
+        request = Request(prompt, max_tokens, sampling, stop_tokens(stop, self.model.config.stop_tokens))
         self.waiting.append(request)
         return request
 

@@ -190,6 +190,11 @@ SPELLINGS = {
     "compressed-tensors": ("k_scale", "v_scale"),
     "old compressed-tensors": ("k_proj.output_scale", "v_proj.output_scale"),
     "Model Optimizer": ("k_proj.k_scale", "v_proj.v_scale"),
+    "fused projections": ("qkv_proj.k_scale", "qkv_proj.v_scale"),
+    "fused projections of Qwen3": ("qkqkv_proj.k_scale", "qkqkv_proj.v_scale"),
+    "Hunyuan": ("k_cache.scale", "v_cache.scale"),
+    "another projection's": ("v_proj.k_scale", "k_proj.v_scale"),
+    "vLLM's latents": ("mla_attn.mla_attn.k_scale", "mla_attn.mla_attn.v_scale"),
     "both": ("kv_scale",),
 }
 
@@ -208,6 +213,8 @@ def test_scales_of_checkpoints_are_used(family, spelling, tmp_path):
                 weights[ATTENTION.format(layer) + name] = np.full(
                     shape, 2.0 ** -(1 + i + 4 * layer), ml_dtypes.bfloat16
                 )
+            for name in ("q_scale", "q.scale", "prob_output_scale", "q_proj.q_scale"):  # unused
+                weights[ATTENTION.format(layer) + name] = np.ones((), np.float16)
 
     folder = checkpoint(tmp_path, family, add)
     scales = models.load(folder, entry_format="fp8").params["entry_scales"]
@@ -218,7 +225,8 @@ def test_scales_of_checkpoints_are_used(family, spelling, tmp_path):
         assert scales["v_scale"].tolist() == [[scale] * 2 for scale in values[:2]]
     else:
         assert scales["kv_scale"].tolist() == keys  # 1 without a scale
-    plain = models.load(folder)
+    with pytest.warns(UserWarning, match=r"\A\S+safetensors: \d scales of cached entries, .* 'f32' have none\Z"):
+        plain = models.load(folder)
     assert plain.params["entry_scales"] == {}
     assert models.fingerprint(plain) == models.fingerprint(models.load(FOLDER / family))
 

@@ -12,6 +12,7 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv import models
+from jaxkv.models.config import MLA
 from jaxkv.models.layers.rope import query_scales
 from jaxkv.models.layers.routing import route
 from models.checkpoints.published import PUBLISHED
@@ -42,10 +43,119 @@ def rejects(folder, *words):
     assert "\n" not in str(error.value)
 
 
+def published_v4(name):
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
+PUBLISHED_NAMES = {
+    "deepseek_v4": published_v4,
+    "kimi_k25": lambda name: name.replace("language_model.model.blocks.", "language_model.model.layers."),
+    "kimi_linear": lambda name: re.sub(r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1", name),
+}
+"""The names that published checkpoints have for the weights that transformers saves, for families where some differ."""
+
+
+def published(family):
+    """Gives weights the published names, in place; for `changed`."""
+
+    def change(weights):
+        for name in list(weights):
+            weights[PUBLISHED_NAMES[family](name)] = weights.pop(name)
+
+    return change
+
+
+class TestNames:
+    """Of weights: those that transformers saves, which the recorded checkpoints have, and the published ones."""
+
+    @pytest.mark.parametrize("family", PUBLISHED_NAMES)
+    def test_published_names_load_the_same_model(self, family, tmp_path):
+        folder = changed(family, tmp_path, published(family))
+        saved, other = (safetensors.numpy.load_file(path / FILE) for path in (RECORDED / family, folder))
+        assert saved.keys() != other.keys()
+        assert_same(models.load(folder), models.load(RECORDED / family))
+
+    @pytest.mark.parametrize(
+        ("family", "names"),
+        [
+            ("deepseek_v4", ["model.layers.1.attn.norm.weight", "layers.1.attn.kv_norm.weight"]),
+            ("deepseek_v4", ["model.hc_head.hc_base", "hc_head_base"]),
+            (
+                "kimi_k25",
+                [f"language_model.model.{layers}.1.mlp.experts.2.up_proj.weight" for layers in ("blocks", "layers")],
+            ),
+            ("kimi_linear", [f"model.layers.0.{part}.up_proj.weight" for part in ("block_sparse_moe", "mlp")]),
+        ],
+    )
+    def test_a_weight_under_both_names_is_rejected(self, family, names, tmp_path):
+        one, other = names
+        folder = changed(family, tmp_path, lambda weights: weights.update({other: weights[one]}))
+        rejects(folder, FILE, "the same weight as", *map(repr, sorted(names)), "expected one of them")
+
+    def test_shards_with_an_index(self, tmp_path):
+        """Each of both spellings in the index; and a weight under both."""
+        weights = safetensors.numpy.load_file(RECORDED / "deepseek_v4" / FILE)
+        (tmp_path / "config.json").write_bytes((RECORDED / "deepseek_v4" / "config.json").read_bytes())
+        halves = list(weights)[::2], list(weights)[1::2]
+        index = {}
+        for i, names in enumerate(halves):
+            spelled = {(published_v4(name) if i else name): weights[name] for name in names}
+            safetensors.numpy.save_file(spelled, tmp_path / f"{i}.safetensors")
+            index |= dict.fromkeys(spelled, f"{i}.safetensors")
+        (tmp_path / f"{FILE}.index.json").write_text(json.dumps({"weight_map": index}))
+        assert_same(models.load(tmp_path), models.load(RECORDED / "deepseek_v4"))
+        name = next(name for name in halves[0] if published_v4(name) != name)
+        twice = {**index, published_v4(name): "1.safetensors"}
+        (tmp_path / f"{FILE}.index.json").write_text(json.dumps({"weight_map": twice}))
+        rejects(tmp_path, "index.json", "the same weight as", repr(name), repr(published_v4(name)))
+
+    def test_errors_have_the_names_of_the_file(self, tmp_path):
+        name = "model.layers.1.attn.norm.weight"
+
+        def change(weights):
+            weights[name] = weights[name][1:]
+
+        rejects(changed("deepseek_v4", tmp_path, change), f"weight {name!r} has shape (95,)")
+        rejects(changed("deepseek_v4", tmp_path, lambda weights: weights[name].fill(np.nan)), f"{name!r} holds 96 NaN")
+        unknown = "model.layers.1.attn.other.weight"
+        folder = changed("deepseek_v4", tmp_path, lambda weights: weights.update({unknown: np.ones(2, np.float32)}))
+        rejects(folder, "does not have", repr(unknown))
+
+    def test_no_other_name_is_one_of_a_weight(self, tmp_path):
+        """What looks like a spelling, in a place where transformers does not use it."""
+        for family, known, other in (
+            ("deepseek_v4", "model.layers.1.attn.norm.weight", "layers.1.attn.norm.weight"),
+            ("deepseek_v4", "model.embed_tokens.weight", "embed_tokens.weight"),
+            ("kimi_linear", "model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.mlp.gate.weight"),
+            ("kimi_k25", "language_model.model.blocks.0.mlp.up_proj.weight", "model.blocks.0.mlp.up_proj.weight"),
+        ):
+
+            def change(weights, known=known, other=other):
+                weights[other] = weights.pop(known)
+
+            rejects(changed(family, tmp_path, change), "lacks")
+
+
 def test_the_indexer_of_v32(tmp_path):
     rejects(changed("deepseek_v32", tmp_path, q_lora_rank=None), "config.json", "`q_lora_rank` is None", "an integer")
     words = "config.json", "`index_head_dim` is 4", "at least `qk_rope_head_dim`, which is 8"
     rejects(changed("deepseek_v32", tmp_path, index_head_dim=4), *words)
+
+
+def test_the_epsilon_of_the_norms_of_latents():
+    """`rms_norm_eps` for the models of Z.ai, and 1e-6 for others, three of which state 1e-5 for their other norms."""
+    found = {
+        name: (config.rms_norm_eps, config.attention.latent_eps)
+        for name in PUBLISHED
+        if isinstance((config := models.ModelConfig.from_json(PUBLISHED[name])).attention, MLA)
+    }
+    large = {"GLM-4.7-Flash": 1e-5, "GLM-5": 1e-5}
+    assert {name: latent for name, (_, latent) in found.items()} == {**dict.fromkeys(found, 1e-6), **large}
+    stated = {name for name, (eps, _) in found.items() if eps == 1e-5}
+    assert stated == {*large, "Kimi-Linear", "LongCat-Flash", "Moonlight"}
+    other = models.ModelConfig.from_json({**PUBLISHED["GLM-5"], "rms_norm_eps": 0.5})
+    assert other.attention.latent_eps == 0.5
 
 
 class TestAXK1:
@@ -154,11 +264,12 @@ class TestKimiK25:
         for name in ("other.weight", "model.layers.0.input_layernorm.weight", "language_model.vision_tower.weight"):
             folder = changed("kimi_k25", tmp_path, lambda weights, name=name: weights.update({name: np.ones(48)}))
             rejects(folder, "does not have", repr(name))
-        name = "language_model.model.layers.1.mlp.gate.weight"
-        rejects(changed("kimi_k25", tmp_path, lambda weights: weights.pop(name)), "lacks", name)
+        name = "language_model.model.blocks.1.mlp.gate.weight"
+        rejects(changed("kimi_k25", tmp_path, lambda weights: weights.pop(name)), "lacks", "1.mlp.gate.weight")
 
     def test_published_weights_of_the_text_model_are_skipped(self, tmp_path):
         def change(weights):
+            published("kimi_k25")(weights)
             layer = "language_model.model.layers"
             for name in list(weights):
                 if name.startswith(f"{layer}.1."):

@@ -4,14 +4,17 @@ import json
 import re
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from jaxkv import models
+from models.checkpoints.folders import rejects
 from models.checkpoints.published import PUBLISHED
 from models.checkpoints.published_gqa import MXFP4
-from models.test_families import FILE, RECORDED, changed, rejects
+from models.compressed.quantised_checkpoint import write
+from models.test_families import FILE, RECORDED, changed
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -85,6 +88,20 @@ def test_experts_in_mxfp4_have_the_bits_of_an_independent_decoder(quantised, dty
     assert len(np.unique(np.asarray(gate, np.float32))) > 20
 
 
+def test_other_dtypes_of_the_same_bytes(quantised, tmp_path):
+    small, _, weights = quantised
+    views = {"_blocks": np.int8, "_scales": ml_dtypes.float8_e8m0fnu}
+    same = {name: weight.view(views.get(name[-7:], weight.dtype)) for name, weight in weights.items()}
+    (tmp_path / "config.json").write_bytes((small / "config.json").read_bytes())
+    write(tmp_path / FILE, same)
+    both = (models.load(folder).params for folder in (tmp_path, small))
+    assert jax.tree.all(jax.tree.map(np.array_equal, *both))
+
+
+def test_values_beyond_float16_are_rejected(quantised):
+    rejects(quantised[0], "down_proj_blocks' holds", "times their scales beyond 65504", "float16", dtype="float16")
+
+
 def test_damaged_mxfp4(quantised, tmp_path):
     small, _, weights = quantised
     blocks, scales = (f"model.layers.0.mlp.experts.down_proj_{part}" for part in ("blocks", "scales"))
@@ -97,8 +114,8 @@ def test_damaged_mxfp4(quantised, tmp_path):
 
     refused({scales: None}, "lacks", scales, "MXFP4")
     refused({blocks: None}, "lacks", blocks, "MXFP4")
-    refused({blocks: weights[blocks][:, :, :, :8].copy()}, blocks, "expected U8 (3, 64, 3, 16)")
-    refused({scales: weights[scales].astype(np.float32)}, scales, "is F32", "expected U8 (3, 64, 3)")
+    refused({blocks: weights[blocks][:, :, :, :8].copy()}, blocks, "expected U8 or I8 (3, 64, 3, 16)")
+    refused({scales: weights[scales].astype(np.float32)}, scales, "is F32", "expected U8 or F8_E8M0 (3, 64, 3)")
     refused({scales: np.full_like(weights[scales], 255)}, scales, "NaN")
     plain = np.zeros((3, 96, 64), np.float32)
     refused({"model.layers.0.mlp.experts.down_proj": plain}, "does not have", blocks)

@@ -4,6 +4,7 @@ from jaxkv.models.families import (
     axk1,
     deepseek,
     deepseek_v4,
+    glm4_moe_lite,
     glm5,
     gpt_oss,
     kimi_k25,
@@ -24,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": deepseek.V3,  # also used by checkpoints of Moonlight and Kimi-K2
     "DeepseekV32ForCausalLM": deepseek.V32,
     "DeepseekV4ForCausalLM": deepseek_v4.DEEPSEEK_V4,
-    "Glm4MoeLiteForCausalLM": deepseek.V3,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite.GLM4_MOE_LITE,
     "GlmMoeDsaForCausalLM": glm5.GLM5,
     "GptOssForCausalLM": gpt_oss.GPT_OSS,
     "KimiK25ForConditionalGeneration": kimi_k25.KIMI_K25,  # in published checkpoints
@@ -40,10 +41,18 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by the architecture that `config.json` names."""
 
+WITH_HEAD, WITHOUT_HEAD = "ForCausalLM", "Model"
+"""How transformers ends the names of architectures.  A `LlamaModel` has no head, but is a language model all the same
+if the head is tied to the embedding."""
+FAMILIES |= {
+    name.removesuffix(WITH_HEAD) + WITHOUT_HEAD: family for name, family in FAMILIES.items() if name.endswith(WITH_HEAD)
+}
+
 
 def family_of(fields: JsonObject) -> Family:
     """The family of a `config.json`; ValueError if its architecture is not supported."""
     names = fields.value("architectures")
     if names not in [[name] for name in FAMILIES]:
-        raise fields.error("architectures", f"a list of one of {', '.join(FAMILIES)}")
+        shown = (name for name in FAMILIES if not name.endswith(WITHOUT_HEAD))
+        raise fields.error("architectures", f"a list of one of {', '.join(shown)}")
     return FAMILIES[names[0]]

@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and V3.2, and models like V3: R1, Moonlight, Kimi-K2 (the text model), GLM4-MoE-Lite.
+"""DeepSeek V2, V3 and V3.2, and models like V3: R1, Moonlight, Kimi-K2 (the text model).
 
 MLA and a mixture of experts.  V2 chooses experts by softmax scores, V3 by sigmoid scores with a bias; V3.2 attends to
 the tokens that its indexer selects.

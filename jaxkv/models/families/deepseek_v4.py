@@ -267,4 +267,20 @@ def _leave(model: Model, x) -> jax.Array:
     return hyper.last(connections, model.params["last_hyper"], x, model.config.rms_norm_eps)
 
 
-DEEPSEEK_V4 = Family(_read, _weights, block, outside=_outside, enter=_enter, leave=_leave, unused=r"mtp\..*")
+# transformers 5.24 restores the published names of most parts when it saves a model, but not of all.
+SPELLINGS = {
+    r"model\.embed_tokens\.": "embed.",
+    r"model\.hc_head\.hc_(fn|base|scale)": r"hc_head_\1",
+    r"model\.(layers\.[0-9]+\.attn)\.norm\.": r"\1.kv_norm.",
+    r"model\.(layers|norm)\.": r"\1.",
+}
+DEEPSEEK_V4 = Family(
+    _read,
+    _weights,
+    block,
+    outside=_outside,
+    enter=_enter,
+    leave=_leave,
+    spellings=SPELLINGS,
+    unused=r"mtp\..*",
+)

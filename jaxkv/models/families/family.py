@@ -1,7 +1,8 @@
 """`Family`: the code that differs between families of models."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,6 +13,10 @@ from jaxkv.models.json_object import JsonObject
 
 Layer = dict[str, Any]
 """A tree of the weights of a layer: of `Weight`s, or of arrays."""
+
+
+WITHOUT_HEAD = {r"(embed_tokens|layers|norm|rotary_emb)\.": r"model.\1."}
+"""The spelling of transformers in models without a head, such as `LlamaModel`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,11 @@ class Family:
     """`leave(model, x)` converts the x of the last layer to [B, Q, hidden]."""
     prefix: str = ""
     """What the names of all weights begin with in checkpoints; `weights` returns names without it."""
+    spellings: Mapping[str, str] = field(default_factory=WITHOUT_HEAD.copy)
+    """Other names that checkpoints may have for weights, such as those that transformers saves: regular expressions of
+    how a name begins, and what stands in its place in the names of `prefix`, `weights` and `outside`.  The first one
+    that matches counts.
+    """
     unused: str = ""
     """A regular expression of the names of weights that published checkpoints contain but the model does not use."""
     store: Callable[..., KVCache] | None = None
@@ -47,3 +57,10 @@ class Family:
     With it, the last layer of a prefill computes only what it stores of all tokens, and the rest of the last one of
     each row.  None if `block` has to process all of them.
     """
+
+    def own_name(self, name: str) -> str:
+        """The name that this class has for the weight that a checkpoint calls `name`; see `spellings`."""
+        for begins, replacement in self.spellings.items():
+            if match := re.match(begins, name):
+                return match.expand(replacement) + name[match.end() :]
+        return name

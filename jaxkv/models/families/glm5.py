@@ -13,7 +13,7 @@ from jaxkv.models.json_object import JsonObject
 
 
 def _read(fields: JsonObject) -> ModelConfig:
-    attention = mla.read(fields, q_latent=True)
+    attention = mla.read(fields, q_latent=True, latent_eps=fields.number("rms_norm_eps"))  # as in glm4_moe_lite.py
     fields.choice("rope_interleave", True, default=True)
     fields.choice("indexer_rope_interleave", True, default=True)
     indexer = deepseek.read_indexer(fields, attention)

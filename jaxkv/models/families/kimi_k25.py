@@ -18,7 +18,12 @@ def _read(fields: JsonObject) -> ModelConfig:
     return deepseek.read(text, mla.read(text), experts.read, outer=fields)
 
 
-# Transformers 5.23.0 saves one of these weights as `model.mm_projector.pre_norm`.
+# transformers 5.24 gives layers the name that those of the images' model have, and saves one module of that model as
+# `model.mm_projector.pre_norm`.
 KIMI_K25 = replace(
-    deepseek.V3, read=_read, prefix="language_model.", unused=r"(vision_tower|(model\.)?mm_projector)\..*"
+    deepseek.V3,
+    read=_read,
+    prefix="language_model.",
+    spellings={r"language_model\.model\.blocks\.": "language_model.model.layers."},
+    unused=r"(vision_tower|(model\.)?mm_projector)\..*",
 )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.config import MLA, DeltaNet, ModelConfig, Rope
-from jaxkv.models.families.family import Family, Layer
+from jaxkv.models.families.family import WITHOUT_HEAD, Family, Layer
 from jaxkv.models.families.parts import decoder, experts, mla
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers.block import pre_norm
@@ -126,4 +126,9 @@ def _arrange(config: ModelConfig, attention: MLA, layer: Layer) -> Layer:
     return {**layer, "attention": tree}
 
 
-KIMI_LINEAR = Family(_read, _weights, pre_norm(delta_net_or(attention)), _arrange)
+# transformers 5.24 gives dense layers the name that layers with experts have.
+SPELLINGS = {
+    r"(?:model\.)?(layers\.[0-9]+)\.block_sparse_moe\.((?:gate|up|down)_proj\.)": r"model.\1.mlp.\2",
+    **WITHOUT_HEAD,
+}
+KIMI_LINEAR = Family(_read, _weights, pre_norm(delta_net_or(attention)), _arrange, spellings=SPELLINGS)

@@ -15,7 +15,8 @@ THETA = 10000.0
 
 def _read(fields: JsonObject) -> ModelConfig:
     rotary = rope.read(fields, {"llama3": rope.llama3}, interleaved=False, theta=THETA)
-    return decoder.read(fields, gqa.read(fields), rotary)
+    attention = gqa.read(fields)
+    return decoder.read(fields, attention, rotary, biases=attention.biases)
 
 
 LLAMA = Family(_read, partial(decoder.weights, gqa.weights), pre_norm(attention))

@@ -21,7 +21,8 @@ def _read(fields: JsonObject) -> ModelConfig:
     rotated = _rotated(fields, fields.integer("num_hidden_layers"))
     unrotated = tuple(layer for layer, rotates in enumerate(rotated) if not rotates)
     rotary = rope.read(fields, {}, interleaved=False, theta=THETA)
-    return decoder.read(fields, replace(gqa.read(fields), unrotated=unrotated), rotary, tied=True)
+    attention = replace(gqa.read(fields), unrotated=unrotated)
+    return decoder.read(fields, attention, rotary, tied=True, biases=attention.biases)
 
 
 def _rotated(fields: JsonObject, num_layers: int) -> list[int]:

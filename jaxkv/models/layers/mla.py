@@ -14,12 +14,6 @@ from jaxkv.models.layers.linear import linear, product, rms_norm
 from jaxkv.models.model import Model
 from jaxkv.ops.writes import write_mla
 
-LATENT_EPS = 1e-6
-"""Epsilon of the norms of both latents (queries, and keys and values) in every family.
-
-`rms_norm_eps` of config.json does not apply to them.
-"""
-
 
 def attention(
     model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer
@@ -42,7 +36,7 @@ def attention(
     """
     q_source = x
     if config.q_lora_rank is not None:
-        q_source = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], LATENT_EPS)
+        q_source = rms_norm(linear(x, weights["q_a"]), weights["q_a_norm"], config.latent_eps)
     q = linear(q_source, weights["q"])
     q = q.reshape(*x.shape[:2], model.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
     if batch.query_scales is not None:
@@ -71,7 +65,7 @@ def attention(
 def store(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> KVCache:
     """Stores the entries of x; the arguments are those of `attention`.  Keys of an indexer are not stored."""
     kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
-    kv_c = rms_norm(kv_c, weights["kv_a_norm"], LATENT_EPS)
+    kv_c = rms_norm(kv_c, weights["kv_a_norm"], config.latent_eps)
     k_pe = rope.rotate_first(k_pe, batch.cos, batch.sin, interleaved=model.config.rope.interleaved)
     tokens, options = len(batch.slots), _options(model, layer)
     return write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models.config import Llama3, QueryScale, Rope, Yarn
+from jaxkv.models.config import Linear, Llama3, QueryScale, Rope, Yarn
 from jaxkv.models.layers.linear import with_rank
 from jaxkv_kernels.rotary import rotated
 
@@ -59,9 +59,14 @@ def frequencies(rope: Rope, size: int) -> np.ndarray:
     """The angle per position of each pair, in radians: float32 [size / 2]."""
     pairs = np.arange(0, size, 2, dtype=np.float32)
     plain = np.float32(1) / np.float32(rope.theta) ** (pairs / np.float32(size))
-    if isinstance(rope.scaling, Yarn):
-        return _yarn(plain, rope.scaling, rope.theta)
-    return plain if rope.scaling is None else _llama3(plain, rope.scaling)
+    match rope.scaling:
+        case Yarn():
+            return _yarn(plain, rope.scaling, rope.theta)
+        case Llama3():
+            return _llama3(plain, rope.scaling)
+        case Linear(factor):
+            return plain / np.float32(factor)
+    return plain
 
 
 def _yarn(plain: np.ndarray, yarn: Yarn, theta: float) -> np.ndarray:
@@ -93,7 +98,7 @@ def _pair_of(turns: float, yarn: Yarn, theta: float, size: int) -> float:
     return size * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def _attention_factor(yarn: Yarn | Llama3 | None) -> float:
+def _attention_factor(yarn: Yarn | Llama3 | Linear | None) -> float:
     """The factor by which cos and sin are multiplied: 1 unless the scaling is YaRN."""
     if not isinstance(yarn, Yarn):
         return 1.0

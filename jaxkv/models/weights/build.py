@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.dispatch.validate import float_dtype
+from jaxkv.dispatch.validate import FLOATS, float_dtype
 from jaxkv.models.config import CompressedAttention, ModelConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.model import Model
@@ -34,14 +34,20 @@ class Build:
                 f"`mtp` is True, and `num_nextn_predict_layers` is {config.num_nextn_predict_layers}: expected a model "
                 "with 1 layer of multi-token prediction"
             )
-        self._dtype = float_dtype("dtype", dtype)
-        self._entry_format = entry_format or unquantised(self._dtype)
+        if dtype is None and config.dtype is None:
+            raise ValueError(
+                "`dtype` is None, and config.json states no `dtype` of the weights: expected "
+                f"{', '.join(map(repr, FLOATS))}"
+            )
+        self._dtype = float_dtype("dtype", config.dtype if dtype is None else dtype)
+        self.entry_format = entry_format or unquantised(self._dtype)
+        """The format of the cached entries."""
         # An unsupported entry format raises here, before gigabytes are read, not only when a cache is made.
-        config.attention.entry(self._entry_format)
+        config.attention.entry(self.entry_format)
         if isinstance(config.attention, CompressedAttention):
-            config.attention.key_entry(self._entry_format)
+            config.attention.key_entry(self.entry_format)
         if config.indexer is not None:
-            IndexerEntry.beside(self._entry_format, config.indexer.head_dim)
+            IndexerEntry.beside(self.entry_format, config.indexer.head_dim)
         self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
         self.parallel = OneDevice() if parallel is None else parallel
         if not isinstance(self.parallel, Parallel):
@@ -67,7 +73,7 @@ class Build:
     @property
     def scales_entries(self) -> bool:
         """Whether the model has scales of entries."""
-        return self._config.attention.entry(self._entry_format).codec.scaled
+        return self._config.attention.entry(self.entry_format).codec.scaled
 
     def model(self, params: dict[str, Any], scales: dict[str, np.ndarray] | None = None) -> Model:
         """The model with the weights `params`, arrays in the tree that `parameters` describes.
@@ -82,4 +88,4 @@ class Build:
             shapes = entry_scales.shapes(config, mtp="mtp" in params)
             scales = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
         params["entry_scales"] = entry_scales.placed(scales or {}, self.parallel)
-        return Model(params, config, self._entry_format, self._implementation, self.parallel)
+        return Model(params, config, self.entry_format, self._implementation, self.parallel)

@@ -1,7 +1,7 @@
 """The safetensors files of a checkpoint: a single file, or shards with an index."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -33,6 +33,8 @@ class Checkpoint:
         self._index = self._folder / INDEX
         self._file_of: dict[str, str] = {}
         """The file of each weight, from the index if there is one."""
+        self._stored: dict[str, str] = {}
+        """The names in the files of weights that `rename` has given others."""
         whole = os.path.isfile(self._folder / WHOLE)
         if os.path.isfile(self._index):
             self._file_of = _weight_map(self._index)
@@ -56,16 +58,36 @@ class Checkpoint:
         self._stack.close()
 
     @property
+    def _source(self) -> Path:
+        """The file that says which weights there are."""
+        return self._index if os.path.isfile(self._index) else self._folder / WHOLE
+
+    @property
     def names(self) -> set[str]:
         """The names of all weights in the index and the files."""
         return set(self._file_of).union(*self._held.values())
+
+    def rename(self, spellings: Mapping[str, str]) -> None:
+        """Gives weights the names that `spellings` has for those in the files, which errors continue to name.
+
+        ValueError if two weights would have the same name.
+        """
+        renamed: dict[str, str] = {}
+        for name in sorted(self.names):
+            other = renamed.setdefault(spellings.get(name, name), name)
+            if other != name:
+                raise ValueError(f"{self._source} has the same weight as {other!r} and {name!r}: expected one of them")
+        self._stored = {new: name for name, new in spellings.items()}
+        self._file_of = {spellings.get(name, name): file for name, file in self._file_of.items()}
+        for held, file in self._files.items():
+            file.entries = {spellings.get(name, name): entry for name, entry in file.entries.items()}
+            self._held[held] = set(file.entries)
 
     def check_names(self, names: Iterable[str]) -> None:
         """ValueError unless the files have weights of these names; stops after the first few that are missing."""
         missing = list(islice((name for name in names if not self._file_of.keys() & {name, *_mxfp4(name)}), 4))
         if missing:
-            source = self._index if os.path.isfile(self._index) else self._folder / WHOLE
-            raise ValueError(f"{source} lacks weights that the model of config.json has: {_listed(missing)}")
+            raise ValueError(f"{self._source} lacks weights that the model of config.json has: {self._listed(missing)}")
 
     def check(self, weights: Sequence[Weight], unused: Iterable[str]) -> None:
         """ValueError unless the files have exactly the weights `weights` and, if present, `unused`.
@@ -83,29 +105,30 @@ class Checkpoint:
         if unknown:
             holders = (name for name, held in self._held.items() if unknown[0] in held)
             source = self._folder / next(holders, INDEX)
-            raise ValueError(f"{source} has weights that the model of config.json does not have: {_listed(unknown)}")
+            raise ValueError(
+                f"{source} has weights that the model of config.json does not have: {self._listed(unknown)}"
+            )
         for name, weight in plain.items():
             self._check_one(name, weight)
         for name in packed:
             self._check_mxfp4(name, expected[name].tensor_shape)
 
     def _check_one(self, name: str, weight: Weight) -> None:
-        file, shape = self.file_of(name), weight.tensor_shape
+        shape = weight.tensor_shape
         if not self.holds(name):
-            raise ValueError(f"{file} lacks the weight {name!r}, which {INDEX} expects there")
+            raise ValueError(f"{self.file_of(name)} lacks the weight {self._shown(name)}, which {INDEX} expects there")
         entry = self._entry(name)
         if self.is_fp4(name) and weight.experts:
             self._check_fp4(name, shape)
             return
         if entry.shape != shape:
-            raise ValueError(f"{file}: weight {name!r} has shape {entry.shape}: expected {shape}, from config.json")
+            raise self.error(name, f"has shape {entry.shape}: expected {shape}, from config.json")
         if entry.dtype in (INTEGERS if weight.below else DTYPES):
             return
         if weight.below:
-            raise ValueError(f"{file}: weight {name!r} has dtype {entry.dtype}: expected {' or '.join(INTEGERS)}")
+            raise self.error(name, f"has dtype {entry.dtype}: expected {' or '.join(INTEGERS)}")
         if entry.dtype != fp8.DTYPE or len(shape) != 2:
-            expected = "BF16, F16 or F32, or F8_E4M3 for a matrix"
-            raise ValueError(f"{file}: weight {name!r} has dtype {entry.dtype}: expected {expected}")
+            raise self.error(name, f"has dtype {entry.dtype}: expected BF16, F16 or F32, or F8_E4M3 for a matrix")
         # Other shapes belong to tiles of other sizes.
         tiles = f"a scale per tile of {TILE} x {TILE} values"
         self._check_scales(name, fp8.SCALE_DTYPES, fp8.scale_shape(shape), tiles)
@@ -113,7 +136,7 @@ class Checkpoint:
     def _check_scales(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...], what: str) -> None:
         scales, dtype = self.scales_of(name), self._entry(name).dtype
         if not self.holds(scales):
-            raise self.error(name, f"has dtype {dtype}, but its scales {scales!r} are missing")
+            raise self.error(name, f"has dtype {dtype}, but its scales {self._shown(scales)} are missing")
         entry = self._entry(scales)
         if entry.dtype not in dtypes or entry.shape != shape:
             raise self.error(scales, f"is {entry.dtype} {entry.shape}: expected {' or '.join(dtypes)} {shape}, {what}")
@@ -122,23 +145,28 @@ class Checkpoint:
         entry, (packed, scales) = self._entry(name), mxfp4.expert_shapes(shape)
         if entry.shape != packed or shape[1] % mxfp4.GROUP:
             raise self.error(
-                name, f"is {entry.dtype} {entry.shape}: expected BF16, F16 or F32 {shape}, from config.json, or "
-                f"{mxfp4.EXPERT_DTYPE} {packed} with two values per byte, in rows of whole groups of {mxfp4.GROUP}"
-            )  # fmt: skip
-        self._check_scales(name, (mxfp4.SCALE_DTYPE,), scales, f"a scale per {mxfp4.GROUP} values of a row")
+                name,
+                f"is {entry.dtype} {entry.shape}: expected BF16, F16 or F32 {shape}, from config.json, or "
+                f"{' or '.join(mxfp4.VALUE_DTYPES)} {packed} with two values per byte, in rows of whole groups of "
+                f"{mxfp4.GROUP}",
+            )
+        self._check_scales(name, mxfp4.SCALE_DTYPES, scales, f"a scale per {mxfp4.GROUP} values of a row")
 
     def _check_mxfp4(self, name: str, shape: tuple[int, ...]) -> None:
         experts, columns, rows = shape
         for suffix, expected in mxfp4.shapes((experts, rows, columns)).items():
             part = f"{name}{suffix}"
             if not self.holds(part):
-                raise ValueError(f"{self.file_of(part)} lacks the weight {part!r}, a part of {name!r} in MXFP4")
-            entry = self._entry(part)
-            if (entry.dtype, entry.shape) != (mxfp4.DTYPE, expected) or columns % mxfp4.GROUP:
+                raise ValueError(
+                    f"{self.file_of(part)} lacks the weight {self._shown(part)}, a part of {self._shown(name)} in MXFP4"
+                )
+            entry, dtypes = self._entry(part), mxfp4.SCALE_DTYPES if suffix == mxfp4.SCALES else mxfp4.VALUE_DTYPES
+            if entry.dtype not in dtypes or entry.shape != expected or columns % mxfp4.GROUP:
                 raise self.error(
-                    part, f"is {entry.dtype} {entry.shape}: expected {mxfp4.DTYPE} {expected}, from config.json, for "
-                    f"rows of whole groups of {mxfp4.GROUP} values"
-                )  # fmt: skip
+                    part,
+                    f"is {entry.dtype} {entry.shape}: expected {' or '.join(dtypes)} {expected}, from config.json, for "
+                    f"rows of whole groups of {mxfp4.GROUP} values",
+                )
 
     def holds(self, name: str) -> bool:
         """Whether the file that should have a weight has it."""
@@ -157,7 +185,7 @@ class Checkpoint:
 
     def is_fp4(self, name: str) -> bool:
         """Whether the weight of one expert is in MXFP4."""
-        return self.holds(name) and self._entry(name).dtype == mxfp4.EXPERT_DTYPE
+        return self.holds(name) and self._entry(name).dtype in mxfp4.VALUE_DTYPES
 
     def scales_of(self, name: str) -> str:
         """The name of the scales of a weight in float8 or FP4; the first possible one if they are missing."""
@@ -182,11 +210,18 @@ class Checkpoint:
 
     def error(self, name: str, problem: str) -> ValueError:
         """A ValueError for the weight `name`; the message names its file and then states the problem."""
-        return ValueError(f"{self.file_of(name)}: weight {name!r} {problem}")
+        return ValueError(f"{self.file_of(name)}: weight {self._shown(name)} {problem}")
 
     def file_of(self, name: str) -> Path:
         """The file of a weight, or the index if that does not name the weight."""
         return self._folder / self._file_of.get(name, INDEX)
+
+    def _shown(self, name: str) -> str:
+        """The name of a weight for a message: that in the files."""
+        return repr(self._stored.get(name, name))
+
+    def _listed(self, names: list[str]) -> str:
+        return ", ".join(map(self._shown, names[:3])) + (", and more" if len(names) > 3 else "")
 
 
 def _mxfp4(name: str) -> list[str]:
@@ -211,7 +246,3 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not found:
         raise ValueError(f"{index}: `weight_map` is empty: expected the file of each weight")
     return found
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (", and more" if len(names) > 3 else "")

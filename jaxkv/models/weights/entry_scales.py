@@ -1,12 +1,17 @@
 """The scales of cached entries in a checkpoint, for entry formats that have one per layer or head, such as `fp8`.
 
 Quantisers store scales per layer, below `model.layers.N.self_attn.`: `k_scale` and `v_scale`, or `kv_scale` for both.
-vLLM's names have `attn.` before these, NVIDIA's Model Optimizer writes `k_proj.k_scale` and `v_proj.v_scale`, and older
-versions of compressed-tensors `k_proj.output_scale` and `v_proj.output_scale`.  All of them mean value = stored *
-scale, as in jaxkv.  For latents (MLA), the scale of keys applies, as in vLLM and SGLang; that of values is unused.
+vLLM's names have `attn.` before these, NVIDIA's Model Optimizer writes `k_proj.k_scale` and `v_proj.v_scale`,
+llm-compressor `qkv_proj.k_scale` for fused projections, Hunyuan `k_cache.scale`, and older versions of
+compressed-tensors and Quark `k_proj.output_scale`.  All of them mean value = stored * scale, as in jaxkv.  For latents
+(MLA), the scale of keys applies, as in vLLM and SGLang; that of values is unused.
+
+Source of the names: `maybe_remap_kv_scale_name` in `model_executor/model_loader/weight_utils.py` of
+https://github.com/vllm-project/vllm, and the methods `get_cache_scale_mapper` of its quantisations.
 """
 
 import re
+import warnings
 from collections.abc import Iterable
 
 import jax
@@ -19,8 +24,11 @@ from jaxkv.models.weights.checkpoint import DTYPES, Checkpoint
 
 NAME = re.compile(
     r"(?P<prefix>.*?)model\.layers\.(?P<layer>[0-9]{1,9})\.self_attn\.(?:(?P<attention>[0-9])\.)?"
-    r"(?:(?:attn\.|attn_mqa\.)?(?P<plain>k|v|kv|q|prob)_scale"
-    r"|(?P<proj>[qkv])_proj\.(?:(?P=proj)_scale|output_scale))"
+    r"(?:(?:attn\.|attn_mqa\.|mla_attn\.mla_attn\.)?(?P<plain>k|v|kv|q|prob)_scale"
+    r"|(?:[qkv]|qkv|qkqkv)_proj\.(?P<projected>[qkv])_scale"
+    r"|(?P<output>[qkv])_proj\.output_scale"
+    r"|(?P<cache>[kv])_cache\.scale"
+    r"|(?P<unused>q\.scale|prob_output_scale))"
 )
 """The names of scales of keys, values, both (`kv`), and of queries and softmax probabilities (`q`, `prob`).
 
@@ -48,6 +56,23 @@ def _matches(config: ModelConfig, names: Iterable[str]) -> dict[str, re.Match[st
     }
 
 
+def _kind(match: re.Match[str]) -> str:
+    """What a scale belongs to: "k", "v" or "kv"; empty for one that is unused."""
+    kind = match["plain"] or match["projected"] or match["output"] or match["cache"]
+    return kind if kind in ("k", "v", "kv") else ""
+
+
+def warn_unused(checkpoint: Checkpoint, config: ModelConfig, entry_format: str) -> None:
+    """Warns in one line if the checkpoint has scales of keys or values, which entries of that format do not have."""
+    names = [name for name, match in _matches(config, checkpoint.names).items() if _kind(match)]
+    if names:
+        warnings.warn(
+            f"{checkpoint.file_of(names[0])}: {len(names)} scales of cached entries, such as {names[0]!r}, are not "
+            f"used, because entries in {entry_format!r} have none",
+            stacklevel=3,
+        )
+
+
 def shapes(config: ModelConfig, *, mtp: bool) -> dict[str, tuple[int, ...]]:
     """The names and shapes of a model's scales, one per layer of the cache and, for keys and values, per head.
 
@@ -72,10 +97,9 @@ def read(checkpoint: Checkpoint, config: ModelConfig, *, mtp: bool) -> dict[str,
     layers = len(next(iter(scales.values())))
     for name, match in _matches(config, checkpoint.names).items():
         layer = config.first_attention(int(match["layer"])) + int(match["attention"] or 0)
-        kind = match["plain"] or match["proj"]
-        if layer >= layers or kind in ("q", "prob"):
+        if layer >= layers:
             continue
-        for of in kind:  # `kv` is the scale of both
+        for of in _kind(match):  # `kv` is the scale of both
             if (layer, of) in stored:
                 raise checkpoint.error(name, f"is the same scale as {stored[layer, of]!r}: expected one of them")
             stored[layer, of] = name

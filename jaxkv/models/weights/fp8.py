@@ -1,9 +1,11 @@
 """Weights in float8 with one scale per tile of 128 x 128, as DeepSeek publishes V3, R1, V3.1 and V3.2.
 
-With a weight `NAME` [out, in] of dtype F8_E4M3 comes another, `NAME_scale_inv`, float32 [ceil(out / 128),
-ceil(in / 128)].  A value is the stored number times the scale of its tile; despite the name, the scale is not inverted.
+With a weight `NAME` [out, in] of dtype F8_E4M3 comes another, `NAME_scale_inv` [ceil(out / 128), ceil(in / 128)], in
+float32, or in bfloat16 in the FP8 checkpoints of Qwen.  A value is the stored number times the scale of its tile, in
+float32; despite the name, the scale is not inverted.
 Source: `weight_dequant` in `inference/kernel.py` of https://huggingface.co/deepseek-ai/DeepSeek-V3.
-Checkpoints of V4 have `PREFIX.scale` beside `PREFIX.weight`, with powers of two of dtype F8_E8M0.
+compressed-tensors calls the scales `NAME_scale`.  Checkpoints of V4 have `PREFIX.scale` beside `PREFIX.weight`, with
+powers of two of dtype F8_E8M0.
 """
 
 from collections.abc import Iterable
@@ -14,8 +16,8 @@ from jaxkv_kernels.tile_scaled import TILE, num_tiles
 
 DTYPE = "F8_E4M3"
 """The dtype's name in safetensors files."""
-SCALE_DTYPES = "F32", "F8_E8M0"
-SUFFIX = "_scale_inv"
+SCALE_DTYPES = "F32", "BF16", "F16", "F8_E8M0"
+SUFFIXES = "_scale_inv", "_scale"
 USES = ("dequantise", "e4m3", "expand")
 """What `load` does with weights in float8."""
 
@@ -26,9 +28,15 @@ def check_use(use: str) -> None:
         raise ValueError(f"`fp8_weights` is {use!r}: expected {' or '.join(map(repr, USES))}")
 
 
-def scale_names(name: str) -> tuple[str, str]:
+def scale_names(name: str) -> tuple[str, str, str]:
     """The names that the scales of a weight may have."""
-    return f"{name}{SUFFIX}", f"{name.removesuffix('.weight')}.scale"
+    inverse, plain = SUFFIXES
+    return f"{name}{inverse}", f"{name}{plain}", f"{name.removesuffix('.weight')}.scale"
+
+
+def without_suffix(name: str) -> str:
+    """The name of the weight whose scales are `name`, if it ends as these do."""
+    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

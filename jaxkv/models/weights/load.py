@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from jaxkv.models.weights import entry_scales, fp8, mxfp4
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import copied, parameters, required_names, unused
-from jaxkv.models.weights.placed import Placed, expanded_part, part, table_part
+from jaxkv.models.weights.placed import Placed, expanded_part, scaled_part, table_part
 from jaxkv.models.weights.safetensors_file import Index
+from jaxkv.models.weights.spellings import spellings
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.tile_scaled import TileScaled
 
@@ -45,11 +47,11 @@ def load(
 
     Args:
       path: folder with config.json and model.safetensors, or shards with model.safetensors.index.json.
-      dtype: dtype of weights and activations: bfloat16, float16 or float32; by default that of the checkpoint.
+      dtype: dtype of weights and activations: bfloat16, float16 or float32; by default the one that config.json states.
       entry_format: format of the cached entries: any of `MLAEntry.formats` or `KVEntry.formats` that can store the
         model's entries.  By default, the unquantised format of `dtype`.  `fp8` uses the scales of the checkpoint, or 1
         in layers of which it has none; `calibrate` finds them by running prompts.  With other formats, scales are
-        skipped.
+        skipped, with a warning.
       implementation: the implementation of the operations on the cache: None (the best that supports the call), a name,
         or a tuple of names in order of preference.
       parallel: how the model is divided over devices: `TensorParallel`, `ExpertParallel`, `ContextParallel`,
@@ -68,17 +70,19 @@ def load(
 
     Raises:
       ImportError: safetensors is not installed.
-      ValueError: a file of the checkpoint is missing, damaged, or outside the folder; a value of config.json is missing
-        or not supported; a weight is missing, is unknown, has a different shape from the one the configuration
-        requires, or holds NaN; `dtype` or `fp8_weights` is not supported; `entry_format` does not support the model's
-        entries; the model cannot be divided as `parallel` requires, or only by cutting tiles of float8 weights; or it
-        has not exactly one MTP layer although `mtp` is set.
+      ValueError: a file of the checkpoint is missing, damaged, or outside the folder; a value of config.json or
+        generation_config.json is missing or not supported; a weight is missing, is unknown, has a different shape from
+        the one the configuration requires, or is not finite, as stored or in the dtype in which the model keeps it;
+        `dtype` or `fp8_weights` is not supported, or `dtype` is None and config.json states none; `entry_format` does
+        not support the model's entries; the model cannot be divided as `parallel` requires, or only by cutting tiles of
+        float8 weights; or it has not exactly one MTP layer although `mtp` is set.
         For errors in files, the message is one line that names the file and the key or weight.
     """
     config = ModelConfig.read(path)
-    build = Build(config, dtype or config.dtype, entry_format, implementation, parallel, mtp)
+    build = Build(config, dtype, entry_format, implementation, parallel, mtp)
     fp8.check_use(fp8_weights)
     with Checkpoint(path) as checkpoint:
+        checkpoint.rename(spellings(config, checkpoint.names))
         checkpoint.check_names(required_names(config, mtp=mtp))
         leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp, names=checkpoint.names))
         paths, weights = zip(*leaves, strict=True)
@@ -93,7 +97,11 @@ def load(
             arrays[i].add(expert, name)
         tree = jax.tree.unflatten(structure, [array.result() for array in arrays])
         del arrays  # so that weights which the model rearranges are freed
-        scales = entry_scales.read(checkpoint, config, mtp=mtp) if build.scales_entries else None
+        scales = None
+        if build.scales_entries:
+            scales = entry_scales.read(checkpoint, config, mtp=mtp)
+        else:
+            entry_scales.warn_unused(checkpoint, config, build.entry_format)
     return build.model(tree, scales)
 
 
@@ -107,9 +115,7 @@ def _check(checkpoint: Checkpoint, config: ModelConfig, weights: Sequence[Weight
             index = slice(row, min(row + ROWS, config.vocab_size)), slice(0, config.hidden_size)
             left, right = (expanded_part(checkpoint, weight, jnp.float32, index, None) for weight in (name, own))
             if not np.array_equal(left, right):
-                raise ValueError(
-                    f"{checkpoint.file_of(name)}: weight {name!r} differs from {own!r}: config.json ties them"
-                )
+                raise checkpoint.error(name, f"differs from {own!r}: config.json ties them")
 
 
 class _Plain:
@@ -153,8 +159,8 @@ class _Scaled:
 
     def __init__(self, checkpoint: Checkpoint, build: Build, path, weight: Weight, *, e4m3_products: bool):
         self._checkpoint, self._e4m3_products = checkpoint, e4m3_products
-        shape, stacked = weight.stacked_shape, bool(weight.experts)
-        sharding = build.parallel.sharding(path, len(shape))
+        self._dtype, shape = build.dtype_of(weight), weight.stacked_shape
+        stacked, sharding = bool(weight.experts), build.parallel.sharding(path, len(shape))
         self._values = Placed(shape, jnp.float8_e4m3fn, sharding, stacked=stacked)
         fp8.check_parts(weight, self._values.indices.values())
         shape = (*shape[:-2], *fp8.scale_shape(weight.shape))
@@ -162,12 +168,15 @@ class _Scaled:
 
     def add(self, expert: int, name: str) -> None:
         """Reads the weight `name` and its scales."""
-        if self._checkpoint.is_fp4(name):
-            self._values.add(expert, partial(mxfp4.expert_values, self._checkpoint, name))
-            self._scales.add(expert, partial(mxfp4.expert_scales, self._checkpoint, name))
-            return
-        self._values.add(expert, partial(part, self._checkpoint, name, jnp.float8_e4m3fn))
-        self._scales.add(expert, partial(part, self._checkpoint, self._checkpoint.scales_of(name), jnp.float32))
+        read: dict[Any, TileScaled] = {}
+
+        def values(index: Index, device) -> jax.Array:
+            read[device] = scaled_part(self._checkpoint, name, self._dtype, index, device)
+            return read[device].values
+
+        self._values.add(expert, values)
+        # Parts consist of whole tiles, so that those of the scales are read for the same devices.
+        self._scales.add(expert, lambda index, device: read[device].scales)
 
     def result(self) -> TileScaled:
         """The weight."""

@@ -95,24 +95,26 @@ def copied(config: ModelConfig, *, mtp: bool) -> dict[str, str]:
 def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
     """The weights among `names` that published checkpoints contain but the model does not use.
 
-    - `model.layers.N.self_attn.rotary_emb.inv_freq` (Moonlight, Kimi-K2): rotary frequencies, which are computed from
-      config.json instead.
+    - `model.layers.N.self_attn.rotary_emb.inv_freq` (Moonlight, Kimi-K2) or `model.rotary_emb.inv_freq`: rotary
+      frequencies, which are computed from config.json instead.
     - Scales of cached entries (see `entry_scales.py`), which are read apart if the entry format needs them.
     - Layers of multi-token prediction (MTP, arXiv 2412.19437, section 2.2; V3, V3.2, GLM-4.7-Flash), numbered after the
       model's layers.  They only draft tokens.  Each has an `eh_proj`; any other layer past `num_hidden_layers` is not
-      counted as unused, because config.json should have included it.
+      counted as unused, because config.json should have included it.  Families with other names outside the layers
+      (V4) have none that are called so.
     - The `unused` ones of the family, and their scales.
     """
     family, names = FAMILIES[config.architecture], set(names)
     found = entry_scales.names_of(config, names)
-    of_layer = re.escape(family.prefix) + r"model\.layers\.([0-9]{1,9})\."
+    inside = re.escape(family.prefix) + r"model\."
+    frequencies = re.compile(inside + r"(layers\.[0-9]{1,9}\.self_attn\.)?rotary_emb\.inv_freq")
+    drafting = re.compile(inside + r"layers\.([0-9]{1,9})\.eh_proj\.weight")
     for name in names:
-        if family.unused and re.fullmatch(family.unused, name.removesuffix(fp8.SUFFIX)):
+        own = family.unused and re.fullmatch(family.unused, fp8.without_suffix(name))
+        if own or frequencies.fullmatch(name):
             found.add(name)
-        match = re.fullmatch(of_layer + r"(self_attn\.rotary_emb\.inv_freq|eh_proj\.weight)", name)
-        if match and match[2].endswith("inv_freq"):
-            found.add(name)
-        elif match and int(match[1]) >= config.num_layers:
+        match = drafting.fullmatch(name)
+        if match and int(match[1]) >= config.num_layers and family.outside is None:
             found |= _mtp_names(config, int(match[1])) & names
     return found
 
@@ -121,4 +123,4 @@ def _mtp_names(config: ModelConfig, layer: int) -> set[str]:
     prefix = FAMILIES[config.architecture].prefix
     names = {name for weight in jax.tree.leaves(_layer(config, layer)) for name in weight.all_names()}
     names |= {f"{prefix}model.layers.{layer}.{name}.weight" for name in MTP}
-    return names | {f"{name}{fp8.SUFFIX}" for name in names}
+    return names.union(*map(fp8.scale_names, names))

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Sharding
 
-from jaxkv.models.weights import mxfp4
+from jaxkv.models.weights import finite, mxfp4
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.safetensors_file import Index
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
@@ -81,7 +81,8 @@ class Placed:
 
 
 def part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> jax.Array:
-    """Part of a weight of the checkpoint on a device, as `dtype`; ValueError if it holds NaN.
+    """Part of a weight of the checkpoint on a device, as `dtype`; ValueError if a value is not finite, as such or as
+    `dtype`.
 
     The values of float8 weights are not multiplied by their scales.
     """
@@ -89,8 +90,7 @@ def part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> jax.
     # XLA does not support powers of two as a dtype on all devices.
     array = jax.device_put(held.astype(np.float32) if held.dtype == ml_dtypes.float8_e8m0fnu else held, device)
     # Counted on the device, where that takes no time.  The host waits, and so has one part in memory at a time.
-    if count := int(_count_nan(array)):
-        raise ValueError(f"{checkpoint.file_of(name)}: weight {name!r} holds {count} NaN of {array.size} values")
+    finite.check(checkpoint, name, finite.counts(array, dtype), array.size, dtype)
     return array.astype(dtype)
 
 
@@ -110,15 +110,27 @@ def expanded_part(checkpoint: Checkpoint, name: str, dtype, index: Index, device
     if not checkpoint.is_fp8(name):
         return part(checkpoint, name, dtype, index, device)
     # Whole tiles are read, of which the device needs some rows and columns.
-    tiles = tuple(slice(of.start // TILE, -(-of.stop // TILE)) for of in index)
     outer = tuple(
-        slice(of.start * TILE, min(of.stop * TILE, size))
-        for of, size in zip(tiles, checkpoint.shape(name), strict=True)
+        slice(of.start // TILE * TILE, min(-(-of.stop // TILE) * TILE, size))
+        for of, size in zip(index, checkpoint.shape(name), strict=True)
     )
-    values = part(checkpoint, name, jnp.float8_e4m3fn, outer, device)
-    scales = part(checkpoint, checkpoint.scales_of(name), jnp.float32, tiles, device)
     inner = tuple((of.start - whole.start, of.stop - whole.start) for of, whole in zip(index, outer, strict=True))
-    return _expanded(TileScaled(values, scales), dtype, inner)
+    return _expanded(scaled_part(checkpoint, name, dtype, outer, device), dtype, inner)
+
+
+def scaled_part(checkpoint: Checkpoint, name: str, dtype, index: Index, device) -> TileScaled:
+    """Part of a float8 or FP4 weight, of whole tiles, in float8 on a device.
+
+    ValueError if a value times its scale is not finite as `dtype`, the model's, or if float8 does not represent it.
+    """
+    if checkpoint.is_fp4(name):
+        return TileScaled(*mxfp4.expert_tiles(checkpoint, name, dtype, index, device))
+    tiles = tuple(slice(of.start // TILE, -(-of.stop // TILE)) for of in index)
+    values = part(checkpoint, name, jnp.float8_e4m3fn, index, device)
+    scales = part(checkpoint, checkpoint.scales_of(name), jnp.float32, tiles, device)
+    weight = TileScaled(values, scales)
+    finite.check(checkpoint, name, _counts(weight, dtype), values.size, dtype, scaled=True)
+    return weight
 
 
 def whole(shape: tuple[int, ...]) -> Index:
@@ -131,9 +143,9 @@ def _expanded(weight: TileScaled, dtype, inner: tuple[tuple[int, int], ...]):
     return weight.dequantised(dtype)[tuple(slice(*ends) for ends in inner)]
 
 
-@jax.jit
-def _count_nan(array):
-    return jnp.isnan(array).sum()
+@partial(jax.jit, static_argnums=1)
+def _counts(weight: TileScaled, dtype):
+    return finite.counts(weight.dequantised(jnp.float32), dtype)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -44,12 +44,12 @@ def random_model(
         "e4m3", weights that may be in float8 are, with the same scale for all tiles of a weight.
 
     Raises:
-      ValueError: `dtype` or `fp8_weights` is not supported, `entry_format` does not support the model's entries, or the
-        model cannot be divided as `parallel` requires, or only by cutting tiles of float8 weights, or it has not
-        exactly one MTP layer although `mtp` is set.
+      ValueError: `dtype` or `fp8_weights` is not supported, `dtype` is None and the configuration has none,
+        `entry_format` does not support the model's entries, or the model cannot be divided as `parallel` requires, or
+        only by cutting tiles of float8 weights, or it has not exactly one MTP layer although `mtp` is set.
     """
     fp8.check_use(fp8_weights)
-    build = Build(config, dtype or config.dtype, entry_format, implementation, parallel, mtp)
+    build = Build(config, dtype, entry_format, implementation, parallel, mtp)
     leaves, structure = jax.tree.flatten_with_path(parameters(config, mtp=mtp))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     arrays: list[Any] = []

@@ -283,6 +283,8 @@ BIAS = {"longcat_flash": 0.02}
 """The size of biases, where it is not 0.25: smaller than the scores of a softmax, so that these also choose experts."""
 CENTRED = {"qwen3_next"}
 """Families whose norms multiply by 1 + weight, but for those of states."""
+LATENT_EPS = {"glm4_moe_lite", "glm_moe_dsa"}
+"""Model types whose norms of latents have `rms_norm_eps`; see `jaxkv/models/families/glm4_moe_lite.py`."""
 SHARDS = {"deepseek_v3_sharded": "290KB"}
 
 # Families whose config.json gets the keys of the published checkpoints, and what these say besides.

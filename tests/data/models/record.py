@@ -17,13 +17,15 @@ that another implementation can be held to the same tokens, prompts are drawn un
 logits of a step, and the last chosen and first rejected candidate of each expert routing and of each of the indexer's
 selections, lie further apart than float32 rounding can move them.
 
-`config.json` is today's; some families have it with the keys of the published checkpoints instead (`PUBLISHED`).
+Names of weights are those that `save_pretrained` writes.  So is `config.json`, except that some families have it with
+the keys of the published checkpoints (`PUBLISHED`).
 DeepSeek-V3.2 is what transformers makes of it: the indexer scores in float32, without Hadamard rotation or fp8.
+The norms of GLM's latents have the epsilon of its checkpoints (`LATENT_EPS`), which transformers does not use.
 
 Run it on Python 3.11 in an environment of its own, with the CPU build of torch:
 
     uv venv --python 3.11 /tmp/huggingface
-    uv pip install --python /tmp/huggingface --torch-backend cpu torch==2.13.0 transformers==5.23.0
+    uv pip install --python /tmp/huggingface --torch-backend cpu torch==2.13.0 transformers==5.24.0
     /tmp/huggingface/bin/python tests/data/models/record.py [family ...]
 
 Running it again with the same versions on the same machine gives the same bytes.
@@ -31,7 +33,6 @@ Running it again with the same versions on the same machine gives the same bytes
 
 import itertools
 import json
-import re
 import sys
 import zlib
 from pathlib import Path
@@ -39,8 +40,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from configurations import BIAS, CENTRED, FAMILIES, PUBLISHED, SHARDS, TINY, TODAYS_KEYS
-from safetensors.torch import load_file, save_file
+from configurations import BIAS, CENTRED, FAMILIES, LATENT_EPS, PUBLISHED, SHARDS, TINY, TODAYS_KEYS
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -97,7 +97,16 @@ def build(family: str) -> torch.nn.Module:
             weight.uniform_(-0.5, 0.5)
         elif isinstance(weight, torch.nn.Parameter):
             weight.normal_(0, 0.25) if weight.ndim > 1 else weight.uniform_(0.5, 1.5)
+    correct(model)
     return model
+
+
+def correct(model: torch.nn.Module) -> None:
+    """Give the norms of latents of GLM's models the epsilon that their checkpoints state, as Z.ai's own code does."""
+    if model.config.model_type in LATENT_EPS:
+        for name, module in model.named_modules():
+            if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                module.variance_epsilon = model.config.rms_norm_eps
 
 
 def answer(model: torch.nn.Module, prompt: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -156,19 +165,6 @@ def save(model: torch.nn.Module, family: str, folder: Path) -> None:
     (folder / "generation_config.json").unlink()  # says nothing
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # save_pretrained hides them from other users
-        if "text_config" in FAMILIES[family][1]:
-            # Published checkpoints say `layers`; save_pretrained renames them as it does those of the images' model.
-            saved, published = "language_model.model.blocks.", "language_model.model.layers."
-            weights = {re.sub(f"^{re.escape(saved)}", published, name): held for name, held in load_file(file).items()}
-            save_file(weights, file, metadata={"format": "pt"})
-        if family == "kimi_linear":  # save_pretrained gives dense layers the names of those with experts
-            weights = {
-                re.sub(r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.", name): held
-                for name, held in load_file(file).items()
-            }
-            save_file(weights, file, metadata={"format": "pt"})
-        if family == "deepseek_v4":
-            save_file({published_v4(name): held for name, held in load_file(file).items()}, file, {"format": "pt"})
     if family in PUBLISHED:
         path = folder / "config.json"
         config = {**json.loads(path.read_text()), **PUBLISHED[family]}
@@ -184,18 +180,13 @@ def save(model: torch.nn.Module, family: str, folder: Path) -> None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def published_v4(name: str) -> str:
-    """The name that published checkpoints of DeepSeek-V4 have for a weight; save_pretrained restores most of them."""
-    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
-    return name.replace(".attn.norm.", ".attn.kv_norm.")
-
-
 def require_same(model: torch.nn.Module, folder: Path, truth: dict[str, np.ndarray]) -> None:
     """Raise unless the written checkpoint is the model that was recorded."""
     written = json.loads((folder / "config.json").read_text())
     # Transformers knows Kimi's text model by its own name only.
     config = type(model.config).from_dict({**written, "model_type": model.config.model_type})
     again = type(model).from_pretrained(folder, config=config, attn_implementation="eager")
+    correct(again)
     prompt = torch.from_numpy(truth["prompts"][-1:]).long()  # the longest has no padding
     require_close(again(prompt).logits[0], torch.from_numpy(truth["logits"][-1]))
 

@@ -57,6 +57,7 @@ ABSENT = {
     "attention_bias": False,
     "beta_fast": 32,
     "beta_slow": 1,
+    "dtype": None,
     "eos_token_id": None,
     "hidden_act": "silu",
     "indexer_types": None,
@@ -69,8 +70,10 @@ ABSENT = {
     "rope_interleave": True,
     "rope_parameters": None,
     "rope_scaling": None,
+    "rope_type": "default",
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
+    "torch_dtype": None,
     "truncate": True,
     "use_sliding_window": False,
 }
@@ -125,7 +128,7 @@ NEEDED_IN = {
     "mistral4": {"rope_parameters"},
 }
 NULLABLE = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mlp_layer_types", "rope_parameters", "rope_scaling"}
-NULLABLE |= {"indexer_types", "num_nextn_predict_layers"}
+NULLABLE |= {"dtype", "indexer_types", "num_nextn_predict_layers", "rope_type", "torch_dtype"}
 """Keys whose null stands for their absence."""
 NULLABLE_IN = {
     "deepseek_v4": set(ABSENT_IN["deepseek_v4"]),

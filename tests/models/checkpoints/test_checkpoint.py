@@ -5,12 +5,14 @@ import json
 import shutil
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
 import jaxkv.models
 from jaxkv.models.weights import safetensors_file
+from jaxkv.models.weights.parameters import parameters
 from models.checkpoints.folders import RECORDED, configure, copied, rejects
 
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
@@ -248,6 +250,55 @@ def test_nan_in_a_weight(folder):
 
     spoil(folder, change)
     rejects(folder, str(folder / "model.safetensors"), GATE, "1 NaN of 768")
+
+
+def test_weights_that_are_infinite_or_become_so(folder):
+    norm = "model.layers.2.post_attention_layernorm.weight"
+    for name, value, dtype, words in (
+        (GATE, np.inf, None, "holds 1 infinite values of 768"),
+        (EMBED, -np.inf, "bfloat16", "holds 1 infinite values of 4656"),
+        (GATE, 7e4, "float16", "holds 1 of 768 values beyond 65504, the largest of float16"),
+        (norm, -7e4, "float16", "holds 1 of 48 values beyond 65504"),
+        ("lm_head.weight", 3.4e38, "bfloat16", "holds 1 of 4656 values beyond 3.38953e+38, the largest of bfloat16"),
+    ):
+
+        def change(weights, name=name, value=value):
+            weights[name].reshape(-1)[5] = value
+
+        copied("deepseek_v3", folder)
+        spoil(folder, change)
+        rejects(folder, str(folder / "model.safetensors"), repr(name), words, dtype=dtype)
+    copied("deepseek_v3", folder)
+    spoil(folder, lambda weights: weights[GATE].reshape(-1).__setitem__(5, 65504))
+    jaxkv.models.load(folder, dtype="float16")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_weights_that_are_kept_in_float32_may_be_stored_in_16_bits(family, tmp_path):
+    """Correction biases, sinks, routers, and the decays of recurrent layers."""
+    folder = copied(family, tmp_path)
+    tree = parameters(jaxkv.models.ModelConfig.read(folder), mtp=False)
+    exact = [(path, weight.name) for path, weight in jax.tree.leaves_with_path(tree) if weight.exact]
+    assert exact
+
+    def change(weights):
+        weights |= {
+            name: weights[name].astype([np.float16, ml_dtypes.bfloat16][i % 2]) for i, (_, name) in enumerate(exact)
+        }
+        stored.update(weights)
+
+    stored = {}
+    spoil(folder, change)
+    found = dict(jax.tree.leaves_with_path(jaxkv.models.load(folder, dtype="bfloat16").params))
+    for path, name in exact:
+        assert found[path].dtype == np.float32
+        assert np.array_equal(found[path], stored[name].astype(np.float32))
+
+
+def test_weights_that_are_kept_in_float32_may_be_large(folder):
+    router = "model.layers.1.mlp.gate.weight"
+    spoil(folder, lambda weights: weights[router].reshape(-1).__setitem__(5, 1e30))
+    assert jaxkv.models.load(folder, dtype="float16").params["layers"][1]["mixture"]["router"].max() == np.float32(1e30)
 
 
 def test_arguments(folder):

@@ -119,6 +119,9 @@ class Configuration:
         """Whether the key has no default here, or the other spelling of it is absent, too."""
         if ".".join(path) in config_keys.NEEDED_PATHS:
             return True
+        if path[-1] == "rope_type":  # what other keys of a scaling mean depends on it, known or not
+            beside = set(holder(json.loads(self.file.read_text()), path))
+            return not beside <= {"rope_theta", "partial_rotary_factor", "rope_type"}
         other = config_keys.OTHER_NAMES.get(path[-1])
         return other is not None and other not in self.values and other not in self.absent
 

@@ -9,6 +9,8 @@ from models.checkpoints.folders import configure, copied, rejects
 from models.checkpoints.published import FP8, PUBLISHED, PUBLISHED_V2, YARN
 from models.checkpoints.published_gqa import LLAMA_2, LLAMA_3, LLAMA_ROPE, MXFP4
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -36,8 +38,17 @@ def folder(tmp_path):
         ({"n_group": 5}, ["`n_group` is 5", "12"]),
         ({"num_experts_per_tok": 9}, ["`num_experts_per_tok` is 9", "8 experts"]),
         ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, ["`mlp_layer_types`", "dense ones first"]),
-        ({"rope_parameters": {"rope_type": "linear"}, "rope_theta": 1e4}, ["`rope_parameters.rope_type` is 'linear'"]),
-        ({"rope_parameters": {"rope_theta": 1e4}}, ["no `rope_parameters.rope_type`"]),
+        ({"rope_parameters": {"rope_type": "linear"}, "rope_theta": 1e4}, ["no `rope_parameters.factor`"]),
+        (
+            {"rope_parameters": {**LINEAR, "mscale_all_dim": 1.0}, "rope_theta": 1e4},
+            ["`rope_parameters.mscale_all_dim` is 1.0: expected None"],
+        ),
+        (
+            {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}, "rope_theta": 1e4},
+            ["rope_type` is 'dynamic'", "length"],
+        ),
+        ({"rope_parameters": {**LINEAR, "rope_type": "longrope"}, "rope_theta": 1e4}, ["rope_type` is 'longrope'"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, ["no `rope_parameters.rope_type`"]),
         ({"rope_parameters": {"rope_theta": 0, "rope_type": "default"}}, ["`rope_parameters.rope_theta` is 0", "1 <"]),
         ({"rope_theta": 5e4}, ["`rope_theta` is 50000.0", "10000.0, as in `rope_parameters`"]),
         ({"rope_scaling": YARN}, ["`rope_scaling` is {", "the same as `rope_parameters`"]),
@@ -66,7 +77,6 @@ def folder(tmp_path):
         ({"architectures": "DeepseekV3ForCausalLM"}, ["`architectures` is 'DeepseekV3ForCausalLM'", "a list"]),
         ({"dtype": "float64"}, ["`dtype` is 'float64'", "'bfloat16' or 'float16' or 'float32'"]),
         ({"torch_dtype": "bfloat16"}, ["`torch_dtype` is 'bfloat16'", "the same as `dtype`"]),
-        ({"dtype": None}, ["no `dtype`"]),
         ({"mlp_layer_types": "dense"}, ["`mlp_layer_types` is 'dense'", "3 layers"]),
         ({"rope_parameters": [1]}, ["`rope_parameters` is [1]", "object"]),
     ],
@@ -79,7 +89,7 @@ def test_unsupported_configurations_are_rejected(folder, changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"attention_bias": True}, ["`attention_bias` is True", "False"]),
+        ({"attention_bias": 1}, ["`attention_bias` is 1", "False or True"]),
         ({"mlp_bias": True}, ["`mlp_bias` is True", "False"]),
         ({"num_key_value_heads": 4}, ["`num_key_value_heads` is 4", "a divisor of the 6 `num_attention_heads`"]),
         ({"num_key_value_heads": 0}, ["`num_key_value_heads` is 0", "from 1"]),
@@ -88,7 +98,7 @@ def test_unsupported_configurations_are_rejected(folder, changes, words):
         ({"head_dim": None, "num_attention_heads": 16}, ["`hidden_size` is 48", "2 x 16"]),  # 3 values, no pairs
         (
             {"rope_parameters": {"rope_type": "yarn"}},
-            ["`rope_parameters.rope_type` is 'yarn'", "'default' or 'llama3'"],
+            ["`rope_parameters.rope_type` is 'yarn'", "'default' or 'linear' or 'llama3'"],
         ),
         ({"rope_parameters": {**LLAMA_ROPE, "low_freq_factor": 4.0}}, ["high_freq_factor` is 4.0", "more than"]),
         ({"rope_parameters": {**LLAMA_ROPE, "factor": 0.5}}, ["`rope_parameters.factor` is 0.5", "1 <="]),

@@ -99,6 +99,56 @@ def test_weights_of_multi_token_prediction_and_their_scales_are_skipped(tmp_path
     assert jax.tree.all(jax.tree.map(np.array_equal, model.params, right.params))
 
 
+def read(folder):
+    """All weights, of any dtype."""
+    with SafetensorsFile(folder / FILE) as file:
+        return {name: file.read(name, tuple(slice(0, n) for n in of.shape)) for name, of in file.entries.items()}
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+@pytest.mark.parametrize("folders", ["deepseek_v3"], indirect=True)
+def test_scales_of_other_dtypes_and_names(folders, dtype, suffix, tmp_path):
+    folder, _ = folders
+    weights = read(folder)
+    for name in [name for name in weights if name.endswith("_scale_inv")]:
+        weights[name.removesuffix("_scale_inv") + suffix] = weights.pop(name).astype(dtype)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    safetensors.numpy.save_file(weights, tmp_path / FILE)
+    scales = weights[WEIGHT + suffix].astype(np.float32)
+    for use in ("dequantise", "expand"):
+        model = jaxkv.models.load(tmp_path, fp8_weights=use)
+        found = model.params["layers"][0]["dense"]["gate"]
+        right = expanded(weights[WEIGHT], scales)
+        assert np.array_equal(found if use == "expand" else found.dequantised("float32"), right)
+        if use == "dequantise":
+            assert found.scales.dtype == np.float32
+
+
+@pytest.mark.parametrize("use", ["dequantise", "expand"])
+@pytest.mark.parametrize("folders", ["deepseek_v3"], indirect=True)
+def test_values_times_scales_that_are_not_finite(folders, use, tmp_path):
+    folder, _ = folders
+    weights = read(folder)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    largest = float(np.abs(weights[WEIGHT].astype(np.float32)).max())
+    for scale, dtype, words in (
+        (1.01 * 65520 / largest, "float16", "times their scales beyond 65504, the largest of float16"),
+        (3e38, "float32", "infinite values of .* times their scales"),
+        (np.inf, "float32", "_scale_inv' holds 1 infinite values of 1"),
+        (0.99 * 65504 / largest, "float16", None),
+    ):
+        weights[f"{WEIGHT}_scale_inv"] = np.full((1, 1), scale, np.float32)
+        safetensors.numpy.save_file(weights, tmp_path / FILE)
+        if words is None:
+            jaxkv.models.load(tmp_path, dtype=dtype, fp8_weights=use)
+            continue
+        with pytest.raises(
+            ValueError, match=rf"^{re.escape(str(tmp_path / FILE))}: weight '{re.escape(WEIGHT)}.*{words}"
+        ):
+            jaxkv.models.load(tmp_path, dtype=dtype, fp8_weights=use)
+
+
 def without(name):
     return lambda weights: weights.pop(name)
 
@@ -116,9 +166,10 @@ SCALES = f"{WEIGHT}_scale_inv"
         (without(SCALES), [WEIGHT, "F8_E4M3", "scales", "missing"]),
         (
             with_(SCALES, np.ones((2, 1), np.float32)),
-            [SCALES, "is F32 (2, 1)", "expected F32 or F8_E8M0 (1, 1)", "128 x 128"],
+            [SCALES, "is F32 (2, 1)", "expected F32 or BF16 or F16 or F8_E8M0 (1, 1)", "128 x 128"],
         ),
-        (with_(SCALES, np.ones((1, 1), np.float16)), [SCALES, "is F16 (1, 1)", "expected F32"]),
+        (with_(SCALES, np.ones((1, 1), np.float64)), [SCALES, "is F64 (1, 1)", "expected F32"]),
+        (with_(SCALES, np.ones((1, 1), np.uint8)), [SCALES, "is U8 (1, 1)", "expected F32"]),
         (with_(SCALES, np.full((1, 1), np.nan, np.float32)), [SCALES, "holds 1 NaN"]),
         (with_("model.norm.weight", np.ones(48, ml_dtypes.float8_e4m3fn)), ["model.norm.weight", "for a matrix"]),
         (with_("lm_head.weight_scale_inv", np.ones((1, 1), np.float32)), ["does not have", "lm_head.weight_scale_inv"]),
@@ -127,8 +178,7 @@ SCALES = f"{WEIGHT}_scale_inv"
 @pytest.mark.parametrize("folders", ["deepseek_v3"], indirect=True)
 def test_wrong_scales_are_rejected(folders, change, words):
     folder, _ = folders
-    with SafetensorsFile(folder / FILE) as file:
-        weights = {name: file.read(name, tuple(slice(0, n) for n in of.shape)) for name, of in file.entries.items()}
+    weights = read(folder)
     change(weights)
     safetensors.numpy.save_file(weights, folder / FILE)
     with pytest.raises(ValueError, match=".*".join(map(re.escape, [str(folder / FILE), *words]))) as error:

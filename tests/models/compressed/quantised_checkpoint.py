@@ -27,7 +27,8 @@ SIZES = {"hidden_size": 160, "moe_intermediate_size": 64, "q_lora_rank": 136, "n
 """More than one tile, and experts whose rows are whole groups of 32 values."""
 FLOAT8 = re.compile(r"attn\.(indexer\.)?(wq_a|wq_b|wkv|wo_a|wo_b)\.weight|shared_experts")
 EXPERT = re.compile(r"\.experts\.\d")
-NAMES = {"float32": "F32", "int64": "I64", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
+NAMES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8"}
+NAMES |= {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0"}
 E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from jaxkv import models
 from jaxkv_kernels.tile_scaled import TileScaled
+from models.checkpoints.folders import rejects
 from models.compressed.quantised_checkpoint import FILE, save, write
 from models.compressed.test_deepseek_v4 import tables_of
-from models.test_families import rejects
 
 EXPERT, DENSE = "layers.1.ffn.experts.2.w2", "layers.0.attn.wq_b"
 
@@ -94,18 +94,37 @@ def test_damaged_weights(folders, tmp_path):
         spoilt[0, 0] = np.nan
         refused({f"{name}.scale": spoilt}, f"{name}.scale", "holds 1 NaN")
     refused({f"{EXPERT}.scale": weights[f"{EXPERT}.scale"].astype(np.float32)}, f"{EXPERT}.scale", "is F32")
-    refused({f"{EXPERT}.weight": weights[f"{EXPERT}.weight"][:, :16].copy()}, "is I8 (160, 16)", "I8 (160, 32)")
+    refused({f"{EXPERT}.weight": weights[f"{EXPERT}.weight"][:, :16].copy()}, "is I8 (160, 16)", "U8 or I8 (160, 32)")
     refused({f"{DENSE}.weight": weights[f"{DENSE}.weight"].view(np.int8)}, f"{DENSE}.weight", "has dtype I8")
     refused({"layers.0.attn.wkv.weight_scale_inv": np.ones((1, 2), np.float32)}, "does not have", "wkv.")
 
 
-def test_scales_in_float32_are_supported_for_float8(folders, tmp_path):
+@pytest.mark.parametrize(("scales", "ids"), [(np.float32, np.int64), (ml_dtypes.bfloat16, np.int32)])
+def test_other_dtypes_of_auxiliary_tensors(folders, scales, ids, tmp_path):
     small, _, weights = folders
+
+    def other(name, value):
+        if ".experts." in name:
+            return value.view(np.uint8)  # FP4 values, and their scales
+        return value.astype(scales if name.endswith(".scale") else ids if "tid2eid" in name else value.dtype)
+
     (tmp_path / "config.json").write_bytes((small / "config.json").read_bytes())
-    floats = {
-        name: value.astype(np.float32) if value.dtype == ml_dtypes.float8_e8m0fnu and ".experts." not in name else value
-        for name, value in weights.items()
-    }
-    write(tmp_path / FILE, floats)
+    write(tmp_path / FILE, {name: other(name, value) for name, value in weights.items()})
     both = (models.load(folder, dtype="float32").params for folder in (tmp_path, small))
     assert jax.tree.all(jax.tree.map(np.array_equal, *both))
+
+
+@pytest.mark.parametrize("use", ["dequantise", "expand"])
+def test_values_times_scales_that_are_not_finite(folders, use, tmp_path):
+    small, _, weights = folders
+    (tmp_path / "config.json").write_bytes((small / "config.json").read_bytes())
+    for name, scale, dtype, words in (
+        (EXPERT, 2.0**15, "float16", "times their scales beyond 65504, the largest of float16"),
+        (EXPERT, 2.0**127, "float32", "infinite"),
+        (DENSE, 2.0**16, "float16", "times their scales beyond 65504, the largest of float16"),
+        (DENSE, 2.0**127, "float32", "infinite"),
+    ):
+        scales = weights[f"{name}.scale"].copy()
+        scales[0, 0] = scale
+        write(tmp_path / FILE, {**weights, f"{name}.scale": scales})
+        rejects(tmp_path, f"weight '{name}.weight' holds", words, dtype=dtype, fp8_weights=use)

@@ -6,10 +6,10 @@ from typing import Any
 from jaxkv.dispatch.validate import FLOATS
 from jaxkv.models.config import GQA, MLA, CompressedAttention, Experts, ModelConfig, Rope
 from jaxkv.models.families.parts import experts as mixture
+from jaxkv.models.families.parts import quantisation
 from jaxkv.models.families.parts.feed_forward import feed_forward
-from jaxkv.models.json_object import REQUIRED, JsonObject
+from jaxkv.models.json_object import JsonObject
 from jaxkv.models.weights.weight import Weight
-from jaxkv_kernels.tile_scaled import TILE
 
 MTP = "num_nextn_predict_layers"
 
@@ -21,7 +21,7 @@ def read(
     layers: tuple[int, Experts | None] | None = None,
     *,
     tied: bool = False,
-    dtype: Any = REQUIRED,
+    dtype: str | None = None,
     biases: bool = False,
     mxfp4: bool = False,
     outer: JsonObject | None = None,
@@ -34,25 +34,25 @@ def read(
       rope: the rotary embedding.
       layers: the number of leading dense layers, and the experts of the others; None if all layers are dense.
       tied: whether the head is tied to the embedding if `tie_word_embeddings` is absent.
-      dtype: the dtype if `dtype` is absent; by default, the key is required.
+      dtype: the dtype if `config.json` states none.
       biases: the only supported value of `attention_bias`, which is optional.
       mxfp4: whether experts may be in MXFP4 (see `weights/mxfp4.py`), and no weights in float8.
-      outer: the object of `config.json`, if `fields` is one in it.  The architecture and `tie_word_embeddings` are read
-        from it.
+      outer: the object of `config.json`, if `fields` is one in it.  The architecture, `tie_word_embeddings`, and
+        `dtype` if `fields` has none, are read from it.
     """
     outer = outer or fields
     for held in (fields, outer):
         if held.value("quantization_config", None) not in (None, {}):
-            _check_quantisation(held.child("quantization_config"), mxfp4=mxfp4)
+            quantisation.check(held.child("quantization_config"), mxfp4=mxfp4)
     fields.choice("hidden_act", "silu", default="silu")
     fields.choice("attention_bias", biases, default=biases)
     fields.choice("mlp_bias", False, default=False)
     (architecture,) = outer.value("architectures")
-    vocab_size, num_layers = fields.integer("vocab_size"), fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers")
     num_dense_layers, experts = layers or (num_layers, None)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=vocab_size,
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         num_layers=num_layers,
         num_dense_layers=num_dense_layers,
@@ -61,8 +61,7 @@ def read(
         rms_norm_eps=fields.number("rms_norm_eps"),
         tie_word_embeddings=outer.flag("tie_word_embeddings", default=tied),
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        stop_tokens=_stop_tokens(fields, vocab_size),
-        dtype=fields.choice(fields.spelling("dtype", "torch_dtype"), *FLOATS, default=dtype),
+        dtype=_dtype(fields, outer, dtype),
         rope=rope,
         attention=attention,
         experts=experts,
@@ -70,43 +69,13 @@ def read(
     )
 
 
-def _check_quantisation(fields: JsonObject, *, mxfp4: bool) -> None:
-    """ValueError unless quantised weights are as in `weights/fp8.py`, or only entries are, as compressed-tensors does.
-
-    With `mxfp4`, weights may be as in `weights/mxfp4.py` instead.
-
-    Which weights are quantised is not read here, because their dtypes show it.
-    """
-    if "config_groups" in fields or "kv_cache_scheme" in fields:
-        _check_quantised_entries(fields)
-        return
-    if fields.choice("quant_method", "mxfp4" if mxfp4 else "fp8") == "mxfp4":
-        return
-    fields.choice("fmt", "e4m3", default="e4m3")
-    fields.choice("weight_block_size", [TILE, TILE])
-
-
-def _check_quantised_entries(fields: JsonObject) -> None:
-    """ValueError unless the checkpoint has static scales of entries in e4m3, and no quantised weights.
-
-    The scales are in the files, under the names of `weights/entry_scales.py`.
-    """
-    fields.choice("quant_method", "compressed-tensors")
-    fields.choice("config_groups", {}, default={})
-    scheme = fields.child("kv_cache_scheme")
-    scheme.choice("num_bits", 8)
-    scheme.choice("type", "float")
-    scheme.choice("dynamic", False, default=False)
-    scheme.choice("symmetric", True, default=True)
-    scheme.choice("strategy", "tensor", "attn_head", default="tensor")
-
-
-def _stop_tokens(fields: JsonObject, vocab_size: int) -> tuple[int, ...]:
-    stop = fields.value("eos_token_id", None)
-    tokens = [] if stop is None else stop if isinstance(stop, list) else [stop]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
-        raise fields.error("eos_token_id", f"token ids from 0 to {vocab_size - 1}: one, a list of them, or null")
-    return tuple(tokens)
+def _dtype(fields: JsonObject, outer: JsonObject, default: str | None) -> str | None:
+    """The dtype that `fields`, or otherwise `outer`, states; `default` if neither does: null and "auto" state none."""
+    for held in (fields, outer):
+        stated = held.choice(held.spelling("dtype", "torch_dtype"), *FLOATS, "auto", default=None)
+        if stated not in (None, "auto"):
+            return stated
+    return default
 
 
 def of_layer(layer: int) -> Callable[..., Weight]:

@@ -7,7 +7,10 @@ from jaxkv.models.json_object import JsonObject
 
 
 def read(fields: JsonObject) -> GQA:
-    """Reads the number of KV heads (default: that of query heads) and the head size (default: hidden_size / heads)."""
+    """Reads the number of KV heads (default: that of query heads), the head size (default: hidden_size / heads), and
+    whether there are biases (`attention_bias`, default false).
+    """
+    biases = fields.flag("attention_bias", default=False)
     heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads") if "num_key_value_heads" in fields else heads
     if heads % num_kv_heads:
@@ -16,11 +19,11 @@ def read(fields: JsonObject) -> GQA:
         hidden = fields.integer("hidden_size")
         if hidden % (2 * heads):
             raise fields.error("hidden_size", f"a multiple of 2 x {heads} `num_attention_heads`, or a `head_dim`")
-        return GQA(num_kv_heads, hidden // heads)
+        return GQA(num_kv_heads, hidden // heads, biases)
     head_dim = fields.integer("head_dim")
     if head_dim % 2:
         raise fields.error("head_dim", "an even number: rotary embedding rotates pairs")
-    return GQA(num_kv_heads, head_dim)
+    return GQA(num_kv_heads, head_dim, biases)
 
 
 def weights(config: ModelConfig, attention: GQA, weight) -> dict[str, Any]:

@@ -5,11 +5,31 @@ from typing import Any
 from jaxkv.models.config import MLA, ModelConfig
 from jaxkv.models.json_object import JsonObject
 
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents in most families, whatever `rms_norm_eps` of config.json is.
 
-def read(fields: JsonObject, *, q_latent: bool = False) -> MLA:
+Published modelling code makes these norms without an epsilon, so that they have the default of their class, while the
+other norms get `rms_norm_eps`:
+
+- `modeling_deepseek.py` of deepseek-ai/DeepSeek-V2 and V3, and of moonshotai/Moonlight-16B-A3B, Kimi-K2 and Kimi-K2.5.
+  Moonlight and Kimi-K2.5 state an `rms_norm_eps` of 1e-5.
+- `inference/model.py` of deepseek-ai/DeepSeek-V3.2, which has 1e-6 for all norms.
+- `modeling_kimi.py` of moonshotai/Kimi-Linear-48B-A3B and `modeling_longcat_flash.py` of
+  meituan-longcat/LongCat-Flash-Chat, which both state an `rms_norm_eps` of 1e-5.
+
+transformers 5.24 does the same in all of its models with latents except GLM-5-Next and DeepSeek-V4.  For A.X K1,
+Mistral 4 and Youtu, whose `rms_norm_eps` is 1e-6, nothing else is known.  vLLM and SGLang use `rms_norm_eps` for all
+models.
+"""
+
+
+def read(fields: JsonObject, *, q_latent: bool = False, latent_eps: float = LATENT_EPS) -> MLA:
     """Reads the ranks and head sizes; the result has no indexer.
 
-    `q_latent` rejects a `q_lora_rank` of null, which stands for queries without a latent.
+    Args:
+      fields: the object of `config.json` that describes the text model.
+      q_latent: whether to reject a `q_lora_rank` of null, which stands for queries without a latent.
+      latent_eps: epsilon of the norms of latents; see `LATENT_EPS` and `rms_norm_eps`.
     """
     if q_latent and fields.value("q_lora_rank") is None:
         raise fields.error("q_lora_rank", "an integer: models of this architecture make queries from a latent")
@@ -23,6 +43,7 @@ def read(fields: JsonObject, *, q_latent: bool = False) -> MLA:
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
         qk_rope_head_dim=rope_head_dim,
         v_head_dim=fields.integer("v_head_dim"),
+        latent_eps=latent_eps,
     )
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxkv.models.config import Llama3, Rope, Yarn
+from jaxkv.models.config import Linear, Llama3, Rope, Yarn
 from jaxkv.models.json_object import REQUIRED, JsonObject
 
 Scalings = Mapping[str, Callable[[JsonObject], Yarn | Llama3]]
+BESIDE_SCALINGS = {"rope_theta", "partial_rotary_factor"}
+"""Keys of `rope_parameters` that belong to no scaling."""
 
 
 def read(
@@ -16,7 +18,8 @@ def read(
 
     Args:
       fields: the object of `config.json`.
-      scalings: functions that read the keys of a scaling, by the supported values of `rope_type` besides "default".
+      scalings: functions that read the keys of a scaling, by the supported values of `rope_type` besides "default" and
+        "linear".
       interleaved: as in `Rope`.
       theta: the value if `rope_theta` is absent; by default, the key is required.
       partial: the only supported value of `partial_rotary_factor`, which is optional.
@@ -36,9 +39,25 @@ def read(
 
 
 def read_values(values: JsonObject, scalings: Scalings, theta: float, *, interleaved: bool) -> Rope:
-    """Reads the scaling of an object like `rope_parameters`; `scalings` as in `read`."""
-    kind = values.choice(values.spelling("rope_type", "type"), "default", *scalings)
-    return Rope(theta, interleaved, None if kind == "default" else scalings[kind](values))
+    """Reads the scaling of an object like `rope_parameters`; `scalings` as in `read`.
+
+    An object without keys of a scaling needs no type.
+    """
+    known = {"default": lambda values: None, "linear": linear, **scalings}
+    key = values.spelling("rope_type", "type")
+    if key not in values and BESIDE_SCALINGS.issuperset(name for name, value in values.items() if value is not None):
+        return Rope(theta, interleaved, None)
+    if values.value(key) == "dynamic":
+        expected = f"{' or '.join(map(repr, known))}; with dynamic scaling, frequencies depend on the length of a"
+        raise values.error(key, f"{expected} request, and those of cached keys would be wrong as it grows")
+    return Rope(theta, interleaved, known[values.choice(key, *known)](values))
+
+
+def linear(values: JsonObject) -> Linear:
+    """Reads the parameter of linear scaling; those of YaRN, of which implementations use some, must be absent."""
+    for key in ("mscale", "mscale_all_dim", "attention_factor"):
+        values.choice(key, None, default=None)
+    return Linear(values.number("factor", least=1))
 
 
 def read_yarn(fields: JsonObject) -> Rope:
