@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0 on success; 1 if a result is wrong or could not be written; 130 after Ctrl-C; 141 if the reader
-      of standard output went away.  Shells report the last two for programs ended by SIGINT and SIGPIPE.
+      of standard output went away.  Shells report the last two for programs ended by SIGINT and SIGPIPE.  If a compiler
+      runs at Ctrl-C, which cannot be stopped, the process ends with status 130 instead.
 
     Raises:
       SystemExit: an option is unknown or invalid (status 2), or the command cannot run with the options (status 1, with
