@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         model = models.calibrate(model, calibrating)
         notice(f"scales of entries found with {len(calibrating)} prompts of {args.calibrate}")
     size = model.usual_block_size
-    require_memory(f"--blocks {args.blocks}", nbytes(jax.eval_shape(lambda: model.cache(args.blocks, size))))
+    cache = nbytes(jax.eval_shape(lambda: model.cache(args.blocks, size)))
+    require_memory(f"--blocks {args.blocks}, beside the weights", nbytes(model.params) + cache)
     sizes = {"num_blocks": args.blocks, "block_size": size, "max_requests": min(len(prompts), MOST_ROWS)}
     if args.num_speculative_tokens is None:
         # No more chunks per step than the prompts have: all of them are computed, even if they are empty.

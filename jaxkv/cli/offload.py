@@ -18,6 +18,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv import offload
+from jaxkv.bench.inputs import attention_nbytes
 from jaxkv.cli.options import Sizes, add_sizes, output_file, with_defaults
 from jaxkv.offload import transfers
 from jaxkv.terminal.files import write_json
@@ -60,9 +61,13 @@ def run(args: argparse.Namespace) -> int:
     device = jax.devices()[0]
     sizes = with_defaults(args, SIZES, device)
     layout = _layout(args, "BLNHC", args.blocks)
-    require_memory(f"a cache of {args.blocks} blocks", layout.nbytes)
-    batch = args.requests * _per_request(args)
-    require_memory(f"{args.requests} requests of {args.tokens} tokens", _layout(args, "BLNHC", batch).nbytes)
+    require_memory(f"a cache of {args.blocks} blocks, and a pool of them", layout.nbytes, on_host=layout.nbytes)
+    batch = _layout(args, "BLNHC", args.requests * _per_request(args)).nbytes
+    batch += attention_nbytes(layout.entry, args.requests, args.heads)
+    what = (
+        f"{args.requests} requests of {args.tokens} tokens with {args.heads} heads, and a pool of {args.blocks} blocks"
+    )
+    require_memory(what, batch, on_host=layout.nbytes)
     pool = offload.HostPool(layout, args.blocks)
     blocks = counted(args.blocks, "blocks")
     print(f"{device.device_kind}, jax {jax.__version__}: {blocks} of {layout.block_nbytes / 1e6:.2f} MB")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,11 +16,11 @@ GRACE = 2.0
 class Interrupts:
     """A context in which Ctrl-C ends the process if KeyboardInterrupt cannot.
 
-    Python raises KeyboardInterrupt when its main thread executes Python again.  While that thread is in a compiler, this
-    may take minutes: after `GRACE` seconds, a thread of this class ends the process with status 130.
+    Python raises KeyboardInterrupt when its main thread executes Python again.  While that thread is in a compiler,
+    this may take minutes: after `GRACE` seconds, a thread of this class ends the process with status 130.
 
-    The context has no effect if it is entered by another thread than the main one, which alone receives signals, or if
-    Ctrl-C does not raise KeyboardInterrupt.
+    The context has no effect in an interactive session, such as a notebook, which has to go on; if it is entered by
+    another thread than the main one, which alone receives signals; or if Ctrl-C does not raise KeyboardInterrupt.
 
     Args:
       report: prints that the command was interrupted.
@@ -32,7 +33,8 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if usual and threading.current_thread() is threading.main_thread():
+        interactive = hasattr(sys, "ps1")
+        if usual and not interactive and threading.current_thread() is threading.main_thread():
             # A handler in C writes the number of each signal at once, whatever the main thread is doing.
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
@@ -47,15 +49,14 @@ class Interrupts:
         self._restore.close()
 
     def caught(self) -> None:
-        """To be called when KeyboardInterrupt has been caught: reports it.  Further Ctrl-C is ignored in the context.
+        """To be called when KeyboardInterrupt has been caught.  Reports it and, after Ctrl-C, ends the process.
 
-        If other threads are running after Ctrl-C, such as those that compile, this ends the process with status 130:
-        they cannot be stopped, and the interpreter would wait for them.
+        It ends with status 130 and at once.  Otherwise the interpreter would wait for threads that cannot be stopped,
+        such as those that compile, and another Ctrl-C would print a traceback.
         """
         self._done.set()
         self._report()
-        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-        if self._pressed and not all(thread.daemon for thread in others):
+        if self._pressed:
             os._exit(INTERRUPTED)
 
     def _interrupt(self, number: int, frame: object) -> None:

@@ -23,8 +23,7 @@ def guarded(run: Callable[[], int]) -> int:
     """Calls `run` and returns its exit status; prints no traceback if standard output fails or on Ctrl-C.
 
     If output cannot be written, a one-line message is printed and the status is 1.  If the reader of a pipe went away,
-    nothing is printed, and the status is 141.  After Ctrl-C, the status is 130; if threads still run that cannot be
-    stopped, the process ends with this status instead of returning.
+    nothing is printed, and the status is 141.  After Ctrl-C, the status is 130, with which the process ends at once.
     """
     _open_closed_streams()
     with Interrupts(report=partial(notice, "jaxkv: interrupted")) as interrupts:
