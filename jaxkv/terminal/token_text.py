@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What decoders return for bytes that are not UTF-8, such as the first bytes of a character."""
-CONTEXT = 32
-"""Tokens of the prompt before a continuation.  The text of a token depends on the few tokens before it."""
 
 
 @contextmanager
@@ -64,7 +62,7 @@ class TextStream:
 
     def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._before = list(prompt[-CONTEXT:])
+        self._before = list(prompt)
         """The tokens before `_held`: at least as many as have an influence on its text."""
         self._held: list[int] = []
         """The last tokens, whose text has not been returned yet."""
@@ -75,7 +73,9 @@ class TextStream:
         text = self.end()
         if not text or text.endswith(INCOMPLETE):
             return ""
-        self._before, self._held = self._held, []
+        # A character may have begun before: its last bytes alone are not text.
+        begun = self._decoded(self._before).endswith(INCOMPLETE)
+        self._before, self._held = [*self._before, *self._held] if begun else self._held, []
         return text
 
     def end(self) -> str:
