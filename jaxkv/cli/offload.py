@@ -26,6 +26,7 @@ from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import require_memory
 
 BLOCK_SIZE = 64
+ENTRY = jaxkv.MLAEntry("bf16")
 LARGE_BYTES = 2**31
 """Size of the array that shows the ceiling, unless the blocks together are smaller."""
 CPU_LARGE_BYTES = 2**24
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     layout = _layout(args, "BLNHC", args.blocks)
     require_memory(f"a cache of {args.blocks} blocks, and a pool of them", layout.nbytes, on_host=layout.nbytes)
     batch = _layout(args, "BLNHC", args.requests * _per_request(args)).nbytes
-    batch += attention_nbytes(layout.entry, args.requests, args.heads)
+    batch += attention_nbytes(ENTRY, args.requests, args.heads)
     what = (
         f"{args.requests} requests of {args.tokens} tokens with {args.heads} heads, and a pool of {args.blocks} blocks"
     )
@@ -96,9 +97,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _layout(args: argparse.Namespace, order: str, num_blocks: int) -> jaxkv.CacheLayout:
-    entry = jaxkv.MLAEntry("bf16")
     return jaxkv.CacheLayout(
-        num_layers=args.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, entry=entry, order=order
+        num_layers=args.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, entry=ENTRY, order=order
     )
 
 
